@@ -1,0 +1,1 @@
+"""What the privacy claim rests on: plan, keys, accountant, ledger, certificate. Never imports torch."""

@@ -1,0 +1,98 @@
+"""The one home of n, q, C, sigma, T and delta.
+
+Everything that must agree for an epsilon to be true is frozen here, once, before the first private batch.
+No other object stores these numbers; the acting parts receive a plan and report to the ledger what they did.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+RATE_DENOMINATOR = 2**32
+UNIT = "one record (an image, or an image with its caption)"
+ADJACENCY = "zero-out: one record is replaced by a record that is drawn alike and contributes exactly zero"
+
+
+class PlanError(ValueError):
+    """The numbers of a plan cannot give the promise; the message says which and what to change."""
+
+
+def threshold_for(records: int, expected_batch: float) -> int:
+    """K with q = K / 2^32 nearest to expected_batch / records."""
+    if records < 1:
+        raise PlanError(f"a private phase needs at least one record, the index holds {records}")
+    if not 0 < expected_batch <= records:
+        raise PlanError(
+            f"expected_batch must lie in (0, {records}], the number of records, but is {expected_batch:g}"
+        )
+    return min(RATE_DENOMINATOR, max(1, round(expected_batch / records * RATE_DENOMINATOR)))
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """Public constants of one private phase."""
+
+    records: int
+    threshold: int
+    clip_norm: float
+    noise_multiplier: float
+    steps: int
+    delta: float
+    epsilon_budget: float
+    unit: str = UNIT
+    adjacency: str = ADJACENCY
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.threshold <= RATE_DENOMINATOR:
+            raise PlanError(f"the sampling threshold K must lie in [1, 2^32], but is {self.threshold}")
+        for name in ("clip_norm", "noise_multiplier", "epsilon_budget"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise PlanError(f"{name} must be a finite positive number, but is {value}")
+        if self.records < 1 or self.steps < 1:
+            raise PlanError(f"records and steps must be at least 1, but are {self.records} and {self.steps}")
+        if not 0 < self.delta < 1 / self.records:
+            # delta = 1/n is the papers' usual choice, so it is allowed; anything above it protects nobody.
+            if self.delta != 1 / self.records:
+                raise PlanError(f"delta must lie in (0, 1/n] = (0, {1 / self.records:.3g}], but is {self.delta}")
+
+    @property
+    def sampling_rate(self) -> float:
+        """q, exactly: K / 2^32 has at most 33 bits and fits a double."""
+        return self.threshold / RATE_DENOMINATOR
+
+    @property
+    def divisor(self) -> float:
+        """The expected batch q·n: the constant by which every noised sum is divided."""
+        return self.sampling_rate * self.records
+
+    @property
+    def largest_batch(self) -> int:
+        """Expected batch plus 8 standard deviations; a larger draw has probability below 1e-14."""
+        spread = math.sqrt(self.divisor * (1 - self.sampling_rate))
+        return min(self.records, math.ceil(self.divisor + 8 * spread))
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on each element of the clipped sum."""
+        return self.noise_multiplier * self.clip_norm
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def parse_delta(text: float | str | None, records: int) -> float:
+    """`null` means 1/(2n); '1/n' and '1/(2n)' are understood beside plain numbers."""
+    named = {"1/n": 1 / records, "1/(2n)": 1 / (2 * records), "1/2n": 1 / (2 * records)}
+    if text is None:
+        return named["1/(2n)"]
+    if isinstance(text, str):
+        key = text.replace(" ", "").lower()
+        if key in named:
+            return named[key]
+        try:
+            return float(key)
+        except ValueError:
+            raise PlanError(f"delta must be a number, '1/n' or '1/(2n)', but is {text!r}") from None
+    return float(text)

@@ -1,0 +1,84 @@
+"""Image augmentation keyed by (key, step, record id), so that pixels never depend on who computes them.
+
+The random numbers of a record come straight from a keyed hash of (step, record): the same crop at any world
+size, worker count, batch composition or restart, which is what makes a replayed step identical. Integers
+become uniforms by one exact division, so no random-number library's promises are needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from typing import Literal
+
+import numpy as np
+from PIL import Image
+
+Kind = Literal["none", "center", "random_resized_crop"]
+KINDS: tuple[Kind, ...] = ("none", "center", "random_resized_crop")
+SCALE = (0.2, 1.0)
+RATIO = (3 / 4, 4 / 3)
+
+
+class Uniforms:
+    """An endless stream of uniform numbers in [0, 1) that belongs to one (key, step, record)."""
+
+    def __init__(self, key: bytes, step: int, record: int) -> None:
+        self._key, self._step, self._record = key, step, record
+        self._block = 0
+        self._left: list[int] = []
+
+    def next(self) -> float:
+        if not self._left:
+            name = struct.pack("<QQQ", self._step, self._record, self._block)
+            digest = hashlib.blake2b(name, key=self._key[:64], person=b"mur-augment").digest()
+            self._left = list(struct.unpack("<8Q", digest))
+            self._block += 1
+        return (self._left.pop() >> 11) * 2.0**-53
+
+
+def augment(pixels: np.ndarray, kind: Kind, size: int, key: bytes, step: int, record: int) -> np.ndarray:
+    """uint8 [size, size, 3] from uint8 [height, width, 3]."""
+    height, width = pixels.shape[:2]
+    if kind == "none":
+        if (height, width) == (size, size):
+            return pixels
+        return _resize(pixels, size, (0, 0, width, height))
+    if kind == "center":
+        side = min(height, width)
+        left, top = (width - side) / 2, (height - side) / 2
+        return _resize(pixels, size, (left, top, left + side, top + side))
+    if kind == "random_resized_crop":
+        uniforms = Uniforms(key, step, record)
+        flip = uniforms.next() < 0.5
+        out = _resize(pixels, size, _crop_box(width, height, uniforms))
+        return np.ascontiguousarray(out[:, ::-1]) if flip else out
+    raise ValueError(f"augment '{kind}' is unknown; choose one of {', '.join(KINDS)}")
+
+
+def _crop_box(width: int, height: int, uniforms: Uniforms) -> tuple[float, float, float, float]:
+    """Inception-style crop: area and aspect ratio drawn until they fit, else the largest fitting centre."""
+    for _ in range(10):
+        area = width * height * (SCALE[0] + (SCALE[1] - SCALE[0]) * uniforms.next())
+        ratio = math.exp(math.log(RATIO[0]) + (math.log(RATIO[1]) - math.log(RATIO[0])) * uniforms.next())
+        wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < wide <= width and 0 < high <= height:
+            left = math.floor(uniforms.next() * (width - wide + 1))
+            top = math.floor(uniforms.next() * (height - high + 1))
+            return left, top, left + wide, top + high
+    wide, high = min(width, height * RATIO[1]), min(height, width / RATIO[0])
+    left, top = (width - wide) / 2, (height - high) / 2
+    return left, top, left + wide, top + high
+
+
+def _resize(pixels: np.ndarray, size: int, box: tuple[float, float, float, float]) -> np.ndarray:
+    return np.asarray(Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC, box=box))
+
+
+def mask_noise(key: bytes, step: int, record: int, patches: int) -> np.ndarray:
+    """float32 uniforms in [0, 1), one per patch; an MAE keeps the patches with the smallest ones."""
+    name = struct.pack("<QQ", step, record)
+    raw = hashlib.shake_128(b"mur-mask-noise" + struct.pack("<Q", len(key)) + key + name).digest(4 * patches)
+    # 24 bits, the most that float32 holds exactly: a value rounded up to 1.0 would leave the interval.
+    return (np.frombuffer(raw, dtype="<u4") >> 8).astype(np.float32) * np.float32(2.0**-24)

@@ -1,0 +1,80 @@
+"""Exact Poisson sampling: which records take part in step t, as a pure function of (key, t).
+
+Record i joins step t iff 32-bit lane i % 4 of AES-256-CTR(key, counter = t << 64 | i // 4) is below K, so
+q = K / 2^32 exactly, and that q is the one accounted. Only integers take part: a floating-point comparison
+that differs between two processors would shift the draw, and ranks would sample a record twice. Nothing
+depends on world size, workers or restarts, and the sampler holds no state, so a resumed run needs no seek.
+
+The draw must stay secret (amplification assumes it), hence a cipher under a secret key, not a seeded PRNG.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+LANES = 1 << 32
+_CHUNK_BYTES = 4 << 20
+_ZEROS = bytes(_CHUNK_BYTES)
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """What was actually drawn; the ledger records these fields, not a config. `ids` is private."""
+
+    step: int
+    threshold: int
+    records: int
+    digest: str
+    ids: np.ndarray
+
+
+class PoissonSampler:
+    """Draws each of `records` records independently with probability threshold / 2^32."""
+
+    def __init__(self, key: bytes, digest_key: bytes, records: int, threshold: int) -> None:
+        if len(key) != 32 or len(digest_key) < 32:
+            raise ValueError(
+                "the sampler needs a 32-byte key and a digest key of at least 32 bytes; derive both"
+            )
+        if records < 1:
+            raise ValueError(f"{records} records: nothing to sample from; index the shards first")
+        if not 1 <= threshold <= LANES:
+            raise ValueError(f"threshold {threshold} is outside 1..2**32; q = threshold / 2**32")
+        self._key, self._digest_key = key, digest_key
+        self.records, self.threshold = records, threshold
+
+    @property
+    def q(self) -> float:
+        return self.threshold / LANES
+
+    def draw(self, step: int) -> Draw:
+        """The records of one step, sorted; the same at any rank, at any time."""
+        if not 0 <= step < 1 << 64:
+            raise ValueError(f"step {step} is outside 0..2**64-1")
+        records, threshold = self.records, self.threshold
+        # An unsigned 64-bit K: as a 32-bit number 2**32 would wrap to 0 and q = 1 would draw nobody.
+        limit = np.uint64(threshold)
+        stream = Cipher(algorithms.AES(self._key), modes.CTR((step << 64).to_bytes(16, "big"))).encryptor()
+        # update_into wants room for one block more than it writes.
+        buffer = bytearray(_CHUNK_BYTES + 16)
+        found: list[np.ndarray] = []
+        for first in range(0, records, _CHUNK_BYTES // 4):
+            count = min(_CHUNK_BYTES // 4, records - first)
+            stream.update_into(memoryview(_ZEROS)[: 4 * count], buffer)
+            lanes = np.frombuffer(buffer, dtype="<u4", count=count)
+            found.append(np.flatnonzero(np.less(lanes, limit)) + first)
+        ids = np.concatenate(found).astype(np.int64, copy=False)
+        ids.flags.writeable = False
+        return Draw(step, threshold, records, self._digest(step, threshold, records, ids), ids)
+
+    def _digest(self, step: int, threshold: int, records: int, ids: np.ndarray) -> str:
+        """Keyed, because a bare hash of the ids would let anybody test a guess about who took part."""
+        mac = hmac.new(self._digest_key, struct.pack("<QQQ", step, threshold, records), hashlib.sha256)
+        mac.update(np.ascontiguousarray(ids, dtype="<i8").tobytes())
+        return mac.hexdigest()

@@ -1,0 +1,114 @@
+"""Settings in, initialised model out; and the copy of an encoder from one model to another.
+
+Why initial weights are drawn per tensor: each tensor's draw is seeded by (init_seed, its name), so weights do
+not depend on construction order, on the objective, on the device or on the world size, and the program's
+global random state is never touched. The seed is public; it decides nothing but where training starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from model.captioner import Captioner
+from model.encoder import Encoder, PatchProjection
+from model.mae import MaskedAutoencoder
+from model.settings import ModelSettings, Shape
+
+Objective = Literal["mae", "caption"]
+ENCODER_PREFIXES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.")
+
+
+Device = str | torch.device
+
+
+@overload
+def build(
+    settings: ModelSettings | Shape, objective: Literal["mae"], device: Device = ...
+) -> MaskedAutoencoder: ...
+@overload
+def build(
+    settings: ModelSettings | Shape, objective: Literal["caption"], device: Device = ...
+) -> Captioner: ...
+@overload
+def build(settings: ModelSettings | Shape, objective: Objective, device: Device = ...) -> Encoder: ...
+def build(settings: ModelSettings | Shape, objective: Objective, device: Device = "cpu") -> Encoder:
+    """The model of `objective` on the shape's encoder, float32, initialised; "meta" allocates nothing."""
+    shape = settings.resolved() if isinstance(settings, ModelSettings) else settings
+    kinds: dict[str, type[Encoder]] = {"mae": MaskedAutoencoder, "caption": Captioner}
+    if objective not in kinds:
+        raise ValueError(f'there is no objective "{objective}"; choose "mae" or "caption".')
+    place = torch.device(device)
+    # Layer constructors draw weights from the global generator of their device. Built on the CPU, inside a
+    # fork, they leave no trace there; the draws themselves are overwritten below.
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if place.type == "meta" else "cpu"):
+        model = kinds[objective](shape)
+    if place.type == "meta":
+        return model
+    initialise(model, shape.init_seed)
+    return model.to(place)
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Xavier-uniform matrices (the patch filter as one), zero biases, N(0, 0.02²) tokens and embeddings."""
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(module, (nn.Linear, PatchProjection)):
+            flat = module.weight.flatten(1)
+            bound = (6.0 / (flat.shape[0] + flat.shape[1])) ** 0.5
+            draw = torch.rand(module.weight.shape, generator=_generator(seed, f"{prefix}weight"))
+            module.weight.copy_(draw * (2.0 * bound) - bound)
+            if module.bias is not None:
+                module.bias.zero_()
+        elif isinstance(module, nn.Embedding):
+            _normal(module.weight, seed, f"{prefix}weight")
+    tokens = [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]
+    for name, tensor in tokens:
+        if name in {"cls_token", "mask_token"} or name.endswith("_type_embedding"):
+            _normal(tensor, seed, name)
+
+
+def _normal(tensor: Tensor, seed: int, name: str) -> None:
+    tensor.copy_(torch.randn(tensor.shape, generator=_generator(seed, name)) * 0.02)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"murmuration initial weights {seed} {name}".encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def take_encoder(source_state: Mapping[str, Tensor], target: nn.Module) -> list[str]:
+    """Copy the encoder's tensors from a state dict into `target`; return the names copied, in order.
+
+    Nothing is copied unless everything fits: same names on both sides, same shapes.
+    """
+    own = dict(target.named_parameters()) | dict(target.named_buffers())
+    wanted = {name: tensor for name, tensor in own.items() if name.startswith(ENCODER_PREFIXES)}
+    given = {name: tensor for name, tensor in source_state.items() if name.startswith(ENCODER_PREFIXES)}
+    biases = {name for name in wanted.keys() ^ given.keys() if name.endswith("attn.qkv.bias")}
+    if biases:
+        side = "the source has" if biases & given.keys() else "the target has"
+        raise ValueError(
+            f"only {side} encoder query-key-value biases (such as {min(biases)}), and leaving them out would "
+            f"change what the encoder computes; set model.qkv_bias alike for both models."
+        )
+    if odd := sorted(wanted.keys() ^ given.keys()):
+        raise ValueError(
+            f"the two encoders differ in {len(odd)} tensors, the first being {odd[0]}; "
+            f"build both with the same model.depth."
+        )
+    for name, tensor in wanted.items():
+        if tensor.shape != given[name].shape:
+            raise ValueError(
+                f"{name} is {list(given[name].shape)} in the source but {list(tensor.shape)} in the target; "
+                f"build both models with the same image_size, patch_size, width and depth."
+            )
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(given[name])
+    return list(wanted)

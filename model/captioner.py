@@ -1,0 +1,112 @@
+"""The image captioner of DP-Cap: vision encoder, causal post-norm text decoder, one loss per caption.
+
+Frozen on purpose: the class token, both type tokens and every position table. Those are the published
+choices (they leave only linear, norm and embedding layers to the clipping engine), and the trainable counts
+of the published table are reached with exactly this set.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import CausalSelfAttention, CrossAttention
+from model.encoder import Encoder, Inputs
+from model.positions import image_positions, text_positions
+from model.settings import Shape
+
+PAD = 0
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention, cross-attention, MLP; each is added and then normed (post-norm)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.self_attn = CausalSelfAttention(width, heads)
+        self.multihead_attn = CrossAttention(width, heads)
+        self.linear1 = nn.Linear(width, 4 * width, bias=False)
+        self.linear2 = nn.Linear(4 * width, width, bias=False)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.norm3 = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        x = self.norm1(x + self.self_attn(x))
+        x = self.norm2(x + self.multihead_attn(x, memory))
+        return self.norm3(x + self.linear2(F.gelu(self.linear1(x))))
+
+
+class Decoder(nn.Module):
+    """Only a holder, so that layers carry the published names `decoder.layers.N`."""
+
+    def __init__(self, width: int, heads: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DecoderLayer(width, heads) for _ in range(depth))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x
+
+
+class Captioner(Encoder):
+    """inputs: `images` [B, 3, H, W] and `tokens` [B, text_length] (start, words, end, PAD…)."""
+
+    decoder_pos_embed: Tensor
+    text_decoder_pos_embed: Tensor
+    decoder_image_type_embedding: Tensor
+    decoder_text_type_embedding: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.cls_token.requires_grad_(False)
+        text = shape.text
+        self.decoder_embed = nn.Linear(shape.encoder.width, text.width)
+        self.text_embedding = nn.Embedding(shape.vocabulary, text.width)
+        device = self.cls_token.device
+        self.register_buffer("decoder_pos_embed", image_positions(text.width, shape.grid).to(device))
+        self.register_buffer(
+            "text_decoder_pos_embed", text_positions(text.width, shape.text_length).to(device)
+        )
+        self.register_buffer("decoder_image_type_embedding", torch.zeros(1, 1, text.width))
+        self.register_buffer("decoder_text_type_embedding", torch.zeros(1, 1, text.width))
+        self.decoder = Decoder(text.width, text.heads, text.depth)
+        self.decoder_pred_text = nn.Sequential(
+            nn.LayerNorm(text.width), nn.Linear(text.width, shape.vocabulary)
+        )
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """[B, 1 + patches, decoder width]: what the text decoder attends to; compute once per image."""
+        memory = self.decoder_embed(self.tokens(images))
+        return memory + self.decoder_pos_embed + self.decoder_image_type_embedding
+
+    def decode(self, memory: Tensor, tokens: Tensor) -> Tensor:
+        """Logits [B, T, vocabulary]; row t predicts token t + 1 from tokens 0…t; T <= text_length."""
+        if tokens.shape[1] > self.shape.text_length:
+            raise ValueError(
+                f"got {tokens.shape[1]} tokens but the model was built for {self.shape.text_length}; "
+                f"shorten the text or set model.text_length."
+            )
+        x = self.text_embedding(tokens) + self.text_decoder_pos_embed[:, : tokens.shape[1]]
+        return self.decoder_pred_text(self.decoder(x + self.decoder_text_type_embedding, memory))
+
+    def next_token_logits(self, images: Tensor, tokens: Tensor) -> Tensor:
+        """Logits [B, vocabulary] of the token that follows `tokens` (no padding in them)."""
+        return self.decode(self.encode_images(images), tokens)[:, -1]
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Per-caption losses [B]: next-token cross-entropy, mean over the caption's own tokens, in fp32."""
+        tokens = inputs["tokens"]
+        logits = self.decode(self.encode_images(inputs["images"]), tokens[:, :-1])
+        return caption_loss(logits, tokens[:, 1:])
+
+
+def caption_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """[B, T, V] and [B, T] -> [B]; PAD targets do not count, and a caption of only PAD has loss 0."""
+    entropy = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    counted = targets != PAD
+    # where, not a product: a PAD position with an infinite logit must not turn 0 · inf into NaN.
+    total = torch.where(counted, entropy.view(targets.shape), 0.0).sum(dim=1)
+    return total / counted.sum(dim=1).clamp(min=1)

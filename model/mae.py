@@ -1,0 +1,97 @@
+"""The masked autoencoder of ViP: see a few patches, predict the pixels of the others, one loss per image.
+
+Two choices make it cheap and private-gradient friendly. The masking order is an input (uniform noise made by
+the caller under a keyed generator), so the forward has no randomness to couple samples or to lose at a
+restart. And the decoder runs on the shuffled order: attention does not care about the order of its tokens
+once each carries its own position, so nothing has to be put back, and the prediction head sees the removed
+patches alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.encoder import Encoder, Inputs, blocks, norm_layer, patchify, take_rows, unpatchify
+from model.positions import image_positions
+from model.settings import SettingsError, Shape
+
+
+class Reconstruction(NamedTuple):
+    """`images` keep the visible patches and hold predictions elsewhere; `removed` [B, patches] says where."""
+
+    images: Tensor
+    removed: Tensor
+
+
+class MaskedAutoencoder(Encoder):
+    """inputs: `images` [B, 3, H, W] and `mask_noise` [B, patches]; the smallest noises are kept."""
+
+    decoder_pos_embed: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        if not 0 < shape.kept_patches < shape.patches:
+            raise SettingsError(
+                f"model.mask_ratio {shape.mask_ratio} keeps {shape.kept_patches} of {shape.patches} patches, "
+                f"but a masked autoencoder must keep and remove at least one; set it to 0.75, for example."
+            )
+        width = shape.pixels.width
+        self.decoder_embed = nn.Linear(shape.encoder.width, width)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
+        table = image_positions(width, shape.grid)
+        self.register_buffer("decoder_pos_embed", table.to(self.mask_token.device))
+        self.decoder_blocks = blocks(shape.pixels, qkv_bias=True)
+        self.decoder_norm = norm_layer(width)
+        self.decoder_pred = nn.Linear(width, shape.patch_values)
+
+    def _order(self, noise: Tensor) -> Tensor:
+        if noise.shape[-1] != self.shape.patches:
+            raise ValueError(
+                f"mask_noise has {noise.shape[-1]} columns but the image has {self.shape.patches} patches; "
+                f"draw it with one uniform number per patch."
+            )
+        # Stable, so that a padded row (all zeros) is one well-defined order on every device.
+        return noise.argsort(dim=1, stable=True)
+
+    def _predict(self, images: Tensor, order: Tensor) -> Tensor:
+        """Pixels of the removed patches, in (row, column, channel) order: [B, removed, values]."""
+        keep = self.shape.kept_patches
+        seen = self.decoder_embed(self.tokens(images, order[:, :keep]))
+        batch, width = seen.shape[0], seen.shape[-1]
+        hidden = self.mask_token.to(seen.dtype).expand(batch, self.shape.patches - keep, width)
+        x = torch.cat(
+            [seen[:, :1], torch.cat([seen[:, 1:], hidden], 1) + self.decoder_pos_embed[0, 1:][order]], 1
+        )
+        for block in self.decoder_blocks:
+            x = block(x)
+        return self.decoder_pred(self.decoder_norm(x[:, 1 + keep :]))
+
+    def _targets(self, images: Tensor, order: Tensor) -> Tensor:
+        size = self.shape.patch_size
+        patches = take_rows(patchify(images, size), order[:, self.shape.kept_patches :])
+        # (channel, row, column) as the projection reads them -> (row, column, channel) as the head writes.
+        cut = patches.reshape(*patches.shape[:2], 3, size * size)
+        return cut.transpose(2, 3).reshape(patches.shape)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Per-sample losses [B]: mean over removed patches of the mean squared pixel error, in fp32."""
+        images = inputs["images"]
+        order = self._order(inputs["mask_noise"])
+        error = self._predict(images, order).float() - self._targets(images, order).float()
+        return error.square().mean(dim=(1, 2))
+
+    @torch.no_grad()
+    def reconstruct(self, inputs: Inputs) -> Reconstruction:
+        """The images with their removed patches replaced by the prediction."""
+        images, size, keep = inputs["images"], self.shape.patch_size, self.shape.kept_patches
+        order = self._order(inputs["mask_noise"])
+        guess = self._predict(images, order).float()
+        cut = guess.reshape(*guess.shape[:2], size * size, 3).transpose(2, 3).reshape(guess.shape)
+        hidden = order[:, keep:]
+        patches = patchify(images, size).float()
+        patches = patches.scatter(1, hidden[..., None].expand(-1, -1, patches.shape[-1]), cut)
+        removed = torch.zeros_like(order, dtype=torch.bool).scatter(1, hidden, True)
+        return Reconstruction(unpatchify(patches, size, self.shape.grid), removed)

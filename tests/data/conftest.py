@@ -1,0 +1,60 @@
+"""Shards made for the tests, written by webdataset as users' are: a PAX header before every member."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from webdataset.writer import TarWriter
+
+from data.index import ShardIndex, build
+
+ShardMaker = Callable[[Path, Iterable[dict[str, str | bytes]]], Path]
+
+
+@pytest.fixture
+def write_tar() -> ShardMaker:
+    def write(path: Path, samples: Iterable[dict[str, str | bytes]]) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TarWriter(str(path), encoder=False) as writer:
+            for sample in samples:
+                writer.write(sample)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def picture() -> Callable[..., bytes]:
+    """An image file with content of its own per number."""
+
+    def make(number: int, side: int = 40, form: str = "JPEG") -> bytes:
+        pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        out = io.BytesIO()
+        Image.fromarray(pixels).resize((side, side + 9), Image.Resampling.BICUBIC).save(out, form)
+        return out.getvalue()
+
+    return make
+
+
+@pytest.fixture
+def small_set(tmp_path: Path, write_tar: ShardMaker, picture: Callable[..., bytes]) -> ShardIndex:
+    """25 captioned records in 3 shards, of different sizes."""
+    number = 0
+    for shard, count in enumerate((10, 1, 14)):
+        samples = []
+        for _ in range(count):
+            samples.append(
+                {
+                    "__key__": f"{number:06d}",
+                    "jpg": picture(number, 30 + number),
+                    "txt": f"a red {number}".encode(),
+                }
+            )
+            number += 1
+        write_tar(tmp_path / f"{shard:06d}.tar", samples)
+    return build(tmp_path)

@@ -1,0 +1,153 @@
+"""The sampler: the stated keystream, the stated rate, and independence of everything else."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from scipy import stats
+
+from data.batches import slots
+from data.sampler import LANES, PoissonSampler
+
+KEY, DIGEST_KEY = bytes(range(32)), bytes(range(32, 64))
+
+
+def _lane(step: int, record: int) -> int:
+    """Lane of one record by one AES block in ECB mode: no CTR code, no chunks, no numpy."""
+    block = ((step << 64) | (record // 4)).to_bytes(16, "big")
+    cipher = Cipher(algorithms.AES(KEY), modes.ECB()).encryptor()
+    out = cipher.update(block) + cipher.finalize()
+    return int.from_bytes(out[4 * (record % 4) : 4 * (record % 4) + 4], "little")
+
+
+def _sampler(records: int, threshold: int) -> PoissonSampler:
+    return PoissonSampler(KEY, DIGEST_KEY, records, threshold)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2**40 + 7, 2**64 - 1])
+@pytest.mark.parametrize("threshold", [1, LANES // 7, LANES // 2 + 1, LANES - 1, LANES])
+def test_lanes_against_a_slow_loop(step: int, threshold: int) -> None:
+    records = 403
+    expected = [record for record in range(records) if _lane(step, record) < threshold]
+    assert _sampler(records, threshold).draw(step).ids.tolist() == expected
+
+
+def test_lanes_across_the_chunk_border() -> None:
+    border, records = 1 << 20, (1 << 20) + 41
+    ids = _sampler(records, LANES // 3).draw(5).ids
+    near = [record for record in range(border - 60, records) if _lane(5, record) < LANES // 3]
+    assert ids[ids >= border - 60].tolist() == near
+    assert np.all(np.diff(ids) > 0) and ids.dtype == np.int64
+
+
+def test_the_threshold_itself_does_not_join() -> None:
+    lane = _lane(9, 17)
+    assert 17 not in _sampler(18, lane).draw(9).ids
+    assert 17 in _sampler(18, lane + 1).draw(9).ids
+
+
+def test_full_threshold_means_everyone() -> None:
+    draw = _sampler(1001, LANES).draw(3)
+    assert draw.ids.tolist() == list(range(1001)) and draw.threshold == 2**32
+
+
+def test_an_empty_draw_is_a_draw() -> None:
+    draw = _sampler(10, 1).draw(0)
+    assert draw.ids.shape == (0,) and draw.ids.dtype == np.int64 and len(draw.digest) == 64
+    assert slots(draw.ids, 3, 4, 8).tolist() == [[-1] * 8]
+
+
+def test_prefix_stability_and_no_state() -> None:
+    sampler = _sampler(5000, LANES // 11)
+    late = sampler.draw(40).ids
+    sampler.draw(7)
+    assert np.array_equal(sampler.draw(40).ids, late)
+    assert np.array_equal(_sampler(3000, LANES // 11).draw(40).ids, late[late < 3000])
+    assert not np.array_equal(PoissonSampler(bytes(32), DIGEST_KEY, 5000, LANES // 11).draw(40).ids, late)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7, 16, 64])
+def test_union_over_ranks_is_the_draw(world: int) -> None:
+    ids = _sampler(20_000, LANES // 40).draw(12).ids
+    rows = [slots(ids, rank, world, 16) for rank in range(world)]
+    assert len({row.shape for row in rows}) == 1
+    real = np.concatenate([row[row >= 0] for row in rows])
+    assert np.array_equal(real, ids), "the union over ranks must be the draw, without repeats"
+
+
+def _p_values(draws: list[np.ndarray], records: int, q: float) -> tuple[float, float]:
+    """p of the participations per record (chi2, around the claimed q), and of the batch sizes (KS)."""
+    steps = len(draws)
+    counts = np.bincount(np.concatenate(draws), minlength=records)
+    chi2 = float(np.sum((counts - steps * q) ** 2) / (steps * q * (1 - q)))
+    p_counts = 2 * min(float(stats.chi2.sf(chi2, records)), float(stats.chi2.cdf(chi2, records)))
+    sizes = np.array([len(draw) for draw in draws])
+    # Sizes are integers: spread over the step of the distribution function, they are uniform under H0.
+    spread = stats.binom.cdf(sizes - 1, records, q) + np.random.default_rng(1).random(
+        steps
+    ) * stats.binom.pmf(sizes, records, q)
+    return p_counts, float(stats.kstest(spread, "uniform").pvalue)
+
+
+def test_rate_is_the_accounted_one() -> None:
+    records, steps, threshold = 2000, 3000, LANES // 50
+    sampler = _sampler(records, threshold)
+    draws = [sampler.draw(step).ids for step in range(steps)]
+    assert min(_p_values(draws, records, sampler.q)) > 0.005
+    overlap = np.mean([len(np.intersect1d(a, b)) for a, b in pairwise(draws)])
+    expected = records * sampler.q**2
+    assert abs(overlap - expected) < 4 * np.sqrt(expected / steps)
+    # Neighbours share an AES block: their joint participations must still be those of independent coins.
+    joint = sum(np.count_nonzero(np.diff(draw) == 1) for draw in draws) / steps
+    assert abs(joint - expected) < 4 * np.sqrt(expected / steps)
+
+
+def test_the_rate_test_has_power() -> None:
+    records, steps = 2000, 3000
+    wrong = _sampler(records, int(LANES / 50 * 1.05))
+    p_counts, p_sizes = _p_values([wrong.draw(step).ids for step in range(steps)], records, 1 / 50)
+    assert p_counts < 1e-4 and p_sizes < 1e-6
+    fixed = [np.sort(np.random.default_rng(step).choice(records, 40, replace=False)) for step in range(steps)]
+    assert _p_values(fixed, records, 1 / 50)[1] < 1e-6, (
+        "a fixed batch size must not pass for Poisson sampling"
+    )
+
+
+def test_digest_is_keyed_and_covers_everything() -> None:
+    draw = _sampler(100, LANES // 4).draw(6)
+    message = (
+        b"".join(n.to_bytes(8, "little") for n in (6, LANES // 4, 100)) + draw.ids.astype("<i8").tobytes()
+    )
+    assert draw.digest == hmac.new(DIGEST_KEY, message, hashlib.sha256).hexdigest()
+    others = {
+        PoissonSampler(KEY, bytes(32), 100, LANES // 4).draw(6).digest,
+        _sampler(101, LANES // 4).draw(6).digest,
+        _sampler(100, LANES // 4 + 1).draw(6).digest,
+        _sampler(100, LANES // 4).draw(7).digest,
+    }
+    assert len(others | {draw.digest}) == 5
+
+
+def test_the_draw_reports_what_the_sampler_did() -> None:
+    sampler = _sampler(1000, LANES // 4)
+    sampler.threshold, sampler.records = LANES // 2, 800
+    draw = sampler.draw(0)
+    assert (draw.threshold, draw.records) == (LANES // 2, 800)
+    assert draw.ids.tolist() == [record for record in range(800) if _lane(0, record) < LANES // 2]
+    with pytest.raises(ValueError, match="read-only"):
+        draw.ids[0] = 5
+
+
+@pytest.mark.parametrize("threshold", [0, -1, LANES + 1])
+def test_bad_arguments_are_refused(threshold: int) -> None:
+    with pytest.raises(ValueError, match="threshold"):
+        _sampler(10, threshold)
+    with pytest.raises(ValueError, match="32-byte key"):
+        PoissonSampler(b"short", DIGEST_KEY, 10, 5)
+    with pytest.raises(ValueError, match="outside"):
+        _sampler(10, 5).draw(-1)

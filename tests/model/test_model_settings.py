@@ -1,0 +1,107 @@
+"""Sizes, counts and refusals: the published parameter counts are the contract."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from model.build import build
+from model.settings import ModelSettings, SettingsError
+from model.sizes import Size
+
+MAE_COUNTS: dict[Size, int] = {
+    "nano": 18_590_464,
+    "tiny": 34_792_192,
+    "small": 61_610_752,
+    "base": 99_046_144,
+    "large": 316_629_760,
+    "huge": 656_613_964,
+}
+CAPTION_COUNTS: dict[Size, tuple[int, int]] = {
+    "nano": (5_479_488, 15_334_266),
+    "tiny": (21_575_808, 37_789_626),
+    "small": (48_288_960, 67_396_602),
+    "base": (85_618_944, 104_155_194),
+    "large": (303_025_152, 104_351_802),
+}
+
+
+def trainable(model: torch.nn.Module) -> dict[str, int]:
+    return {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("size", MAE_COUNTS)
+def test_mae_trains_exactly_the_published_number(size: Size) -> None:
+    model = build(ModelSettings(family="mae", size=size), "mae", device="meta")
+    assert sum(trainable(model).values()) == MAE_COUNTS[size]
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", CAPTION_COUNTS)
+def test_captioner_trains_exactly_the_published_number(size: Size) -> None:
+    model = build(ModelSettings(family="captioner", size=size, vocabulary=30522), "caption", device="meta")
+    counts = trainable(model)
+    encoder = sum(n for name, n in counts.items() if name.startswith(("patch_embed.", "blocks.", "norm.")))
+    assert (encoder, sum(counts.values()) - encoder) == CAPTION_COUNTS[size]
+    assert len(counts) == (353 if size == "large" else 221)
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["cls_token"]
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "heads", "text"),
+    [
+        ("mae", "nano", 12, None),
+        ("mae", "tiny", 12, None),
+        ("mae", "huge", 16, None),
+        ("captioner", "nano", 6, (192, 6)),
+        ("captioner", "tiny", 6, (384, 6)),
+        ("captioner", "large", 16, (768, 12)),
+    ],
+)
+def test_families_keep_their_own_heads(
+    family: Literal["mae", "captioner"], size: Size, heads: int, text: Any
+) -> None:
+    shape = ModelSettings(family=family, size=size).resolved()
+    assert shape.encoder.heads == heads
+    assert text is None or (shape.text.width, shape.text.heads) == text
+
+
+def test_published_state_dict_names() -> None:
+    mae = set(build(ModelSettings(family="mae", size="nano"), "mae", device="meta").state_dict())
+    assert {"cls_token", "pos_embed", "mask_token", "decoder_pos_embed", "decoder_pred.bias"} <= mae
+    assert {"blocks.11.attn.qkv.bias", "decoder_blocks.3.mlp.fc2.weight"} <= mae and len(mae) == 206
+    cap = build(ModelSettings(family="captioner", size="nano"), "caption", device="meta").state_dict()
+    assert tuple(cap["decoder.layers.5.multihead_attn.kv_proj.weight"].shape) == (384, 192)
+    assert tuple(cap["decoder.layers.0.self_attn.c_attn.weight"].shape) == (576, 192)
+    assert tuple(cap["patch_embed.proj.weight"].shape) == (192, 3, 16, 16)
+
+
+def test_huge_is_patch_14_unless_told() -> None:
+    assert ModelSettings(family="mae", size="huge").patch_size == 14
+    assert ModelSettings(family="mae", size="huge", patch_size=16).patch_size == 16
+    assert ModelSettings(family="mae", size="base").resolved().kept_patches == 49
+
+
+@pytest.mark.parametrize(
+    ("given", "mend"),
+    [
+        ({"size": "nano", "image_size": 225}, "set image_size to 224 or 240"),
+        ({"size": "nano", "heads": 7}, "set heads to 6"),
+        ({"size": "nano", "decoder_heads": 5}, "set decoder_heads to"),
+        ({"width": 130, "depth": 2, "heads": 2}, "set width to 132"),
+        ({"width": 128}, "model.depth, model.heads"),
+    ],
+)
+def test_bad_shapes_name_the_mend(given: dict[str, Any], mend: str) -> None:
+    with pytest.raises(SettingsError, match=mend):
+        ModelSettings.model_validate({"family": "captioner", **given}).resolved()
+
+
+def test_unknown_keys_and_empty_masks_are_refused() -> None:
+    with pytest.raises(ValidationError):
+        ModelSettings.model_validate({"family": "mae", "size": "nano", "dropout": 0.1})
+    with pytest.raises(SettingsError, match="mask_ratio"):
+        build(ModelSettings(family="mae", size="nano", mask_ratio=0.0), "mae", device="meta")

@@ -1,0 +1,93 @@
+"""From a command line to a finished run: parse, check, train phase after phase, certify. Owns the exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from train.config import Config, run_dir_of
+from train.loading import ConfigError, load
+from train.recipe import RecipeError
+
+DONE, BAD_INPUT, BUDGET_SPENT, SELF_TEST_FAILED, REFUSED, RESUME_ME = 0, 2, 3, 4, 5, 75
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Train as a config says: deepspeed launch/train.py --config ds_configs/demo.json",
+        epilog="Exit codes: 0 done, 2 bad input, 3 budget spent, 4 self-test failed, 5 ledger or resume refused, "
+        "75 stopped, resume me.",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="one of ds_configs/*.json, or your own")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key; may be repeated")
+    parser.add_argument("--dry-run", action="store_true", help="print what the config means, and stop")
+    parser.add_argument(
+        "--resume", choices=("auto", "must", "never"), default="auto",
+        help="auto: go on if the run directory holds a run; must/never: refuse otherwise/then",
+    )  # fmt: skip
+    parser.add_argument(
+        "--new-segment", metavar="WHY", help="declare a changed config: new keys, and all opened steps stay charged"
+    )
+    parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)  # given by `deepspeed`
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        config = load(arguments.config, arguments.set)
+        if arguments.dry_run:
+            from train.dry_run import dry_run
+
+            text = dry_run(config)
+            if os.environ.get("RANK", "0") == "0":
+                print(text)
+            return DONE
+        from train.recipe import prepare
+
+        prepare(config)  # refuses before anything is started or written
+    except (ConfigError, RecipeError) as error:
+        return _complain(error, BAD_INPUT)
+    return _run(arguments, config)
+
+
+def _run(arguments: argparse.Namespace, config: Config) -> int:
+    # Heavy imports only now: bad input is answered in a second.
+    from accounting.journal import BudgetSpent
+    from accounting.keys import KeyFileError
+    from accounting.ledger import LedgerError
+    from train.checkpoint import CheckpointError
+    from train.engine_deepspeed import start_ranks
+    from train.ranks import Disagreement
+    from train.run import run_all
+    from train.self_test import SelfTestError
+    from train.stop import Stopped
+
+    ranks = start_ranks()
+    try:
+        run_all(arguments, config, run_dir_of(config, arguments.config), ranks)
+        return DONE
+    except Stopped as stop:
+        if ranks.main:
+            print(f"stopped by {stop}; start the same command again to go on", flush=True)
+        return RESUME_ME
+    except BudgetSpent as error:
+        return _complain(error, BUDGET_SPENT)
+    except SelfTestError as error:
+        return _complain(error, SELF_TEST_FAILED)
+    except (LedgerError, CheckpointError, KeyFileError, Disagreement) as error:
+        return _complain(error, REFUSED)
+    except (RecipeError, OSError) as error:
+        return _complain(error, BAD_INPUT)
+
+
+def _complain(error: Exception, code: int) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr, flush=True)
+    return code
+
+

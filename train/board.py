@@ -1,0 +1,103 @@
+"""Two boards that never mix: public values for everybody, private ones for the owner of the data.
+
+Public: constants of the plan, epsilon, rates over at least 100 steps, and what was computed on public records.
+Private: anything computed on private records without noise, so losses, norms, batch sizes and step times.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from typing import Any
+
+from train.run_dir import RunDir, open_private
+
+RATE_STEPS = 100
+
+
+class Board:
+    """Writes on the main rank; silent elsewhere."""
+
+    def __init__(self, run_dir: RunDir, main: bool) -> None:
+        self._main = main
+        self._run_dir = run_dir
+        if not main:
+            return
+        logging.getLogger("tensorboard").setLevel(logging.ERROR)
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._public = SummaryWriter(str(run_dir.public_board), flush_secs=5)
+        self._private = SummaryWriter(str(run_dir.private_board), flush_secs=5)
+        self._public_log = run_dir.public_log.open("a")
+        self._private_log = open_private(run_dir.private_log)
+
+    def public(self, phase: str, step: int, values: dict[str, float]) -> None:
+        if self._main:
+            self._write(self._public, self._public_log, phase, step, values)
+
+    def private(self, phase: str, step: int, values: dict[str, float]) -> None:
+        if self._main:
+            self._write(self._private, self._private_log, phase, step, values)
+
+    def bad_records(self, phase: str, rank: int, reasons: dict[int, str]) -> None:
+        """Private: which records of the data set are unusable says something about them."""
+        with open_private(self._run_dir.private_log.parent / f"bad-records-rank{rank}.jsonl") as file:
+            for record, reason in reasons.items():
+                file.write(json.dumps({"phase": phase, "record": record, "reason": reason}) + "\n")
+
+    def say(self, text: str) -> None:
+        """The console is a public sink."""
+        if self._main:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self._main:
+            for sink in (self._public, self._private, self._public_log, self._private_log):
+                sink.close()
+
+    @staticmethod
+    def _write(writer: Any, log: Any, phase: str, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(f"{phase}/{name}", value, step)
+        log.write(json.dumps({"phase": phase, "step": step, **values}) + "\n")
+        log.flush()
+        writer.flush()
+
+
+class Pace:
+    """Records per second that may be shown: expected records over the time of at least 100 steps.
+
+    The time of one private step tells its batch size. Until 100 steps are done, the rate comes from timing
+    synthetic records through the same engine (`prior`), which says nothing about the data.
+    """
+
+    def __init__(self, records_per_step: float, private: bool) -> None:
+        self._records = records_per_step
+        self._window = RATE_STEPS if private else 1
+        self._times: deque[float] = deque(maxlen=RATE_STEPS + 1)
+        self._prior: float | None = None
+        self._private = private
+
+    def calibrate(self, records_per_second: float) -> None:
+        self._prior = records_per_second
+
+    def tick(self) -> None:
+        self._times.append(time.monotonic())
+
+    def rate(self) -> tuple[float, str] | None:
+        """(records per second, how it is known)"""
+        steps = len(self._times) - 1
+        if steps >= self._window:
+            return self._records * steps / (self._times[-1] - self._times[0]), ""
+        return (self._prior, " (timed on synthetic records)") if self._prior else None
+
+    def line(self, step: int, steps: int) -> str:
+        known = self.rate()
+        if known is None:
+            return ""
+        rate, how = known
+        seconds = round((steps - step) * self._records / rate)
+        eta = f"{seconds // 3600}h{seconds % 3600 // 60:02d}m" if seconds >= 3600 else f"{seconds // 60}m{seconds % 60:02d}s"
+        return f"{rate:,.0f} samples/s{how}  ETA {eta}"

@@ -1,0 +1,63 @@
+"""The reference clip engine: every record's whole gradient, by vmap, then norms, factors and the weighted sum.
+
+It holds B gradients at once and so is for small models and for checking faster engines. What it computes can be
+read off the definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from model.attention import use_fused
+from train.clip import ClippedSum, ClipRule
+
+# Outside these, squares may overflow or vanish in fp32 and the norm is taken again in fp64.
+SMALLEST, LARGEST = 1e-12, 1e12
+
+
+
+
+class ReferenceClip:
+    def __init__(self, rule: ClipRule) -> None:
+        self.rule = rule
+
+    def prepare(self, model: nn.Module) -> None:
+        """Fused attention has no vmap rule on CPU: correct, but slower than the written-out form."""
+        use_fused(model, False)
+
+    def clipped_sum(self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor) -> ClippedSum:
+        trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        fixed = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+        buffers = dict(model.named_buffers())
+
+        def loss_of_one(parameters: dict[str, Tensor], record: dict[str, Tensor]) -> Tensor:
+            alone = {name: tensor.unsqueeze(0) for name, tensor in record.items()}
+            return functional_call(model, (parameters, fixed, buffers), (alone,)).squeeze(0)
+
+        with torch.no_grad():
+            per_record, losses = vmap(grad_and_value(loss_of_one), in_dims=(None, 0))(trainable, dict(inputs))
+            norms = _norms(list(per_record.values()))
+            # A record that is absent, or whose loss or gradient is not finite, contributes exactly zero:
+            # by its factor, and where its gradient is not finite by its gradient too, since 0·inf is NaN.
+            broken = ~torch.isfinite(norms)
+            factors = torch.where(present & ~broken & torch.isfinite(losses), self.rule.factors(norms), 0.0)
+            if bool(broken.any()):
+                for gradient in per_record.values():
+                    gradient[broken] = 0.0
+            sums = {name: torch.tensordot(factors, gradient, dims=1) for name, gradient in per_record.items()}
+        return ClippedSum(sums, self.rule.sensitivity, norms, losses, factors)
+
+
+def _norms(gradients: list[Tensor]) -> Tensor:
+    """L2 norm over all parameters: fp32 along the last dimension, fp64 from there on and wherever fp32 is too small."""
+    parts = [torch.linalg.vector_norm(g.flatten(1, -2) if g.dim() > 2 else g, dim=-1).double() for g in gradients]
+    norms = torch.linalg.vector_norm(torch.cat([part.reshape(len(part), -1) for part in parts], dim=1), dim=1)
+    odd = ~((norms > SMALLEST) & (norms < LARGEST))
+    if bool(odd.any()):
+        exact = [torch.linalg.vector_norm(g[odd].double().flatten(1), dim=1) for g in gradients]
+        norms[odd] = torch.linalg.vector_norm(torch.stack(exact), dim=0)
+    return norms

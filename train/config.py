@@ -1,0 +1,194 @@
+"""The one JSON that describes a run, and nothing that it does not say.
+
+DeepSpeed's own keys stay at top level (those that cannot weaken the promise); ours are `about`, `model`, `phases`
+and `run`. Unknown keys are refused here, keys that would break privacy in `refusals.py`, both before any compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from model.settings import ModelSettings
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class About(Section):
+    """For people: what the recipe is, what it costs, what to expect. Not part of the run's identity."""
+
+    command: str = ""
+    cost: str = ""
+    expect: str = ""
+    source: str = ""
+
+
+class ZeroOptimization(Section):
+    """DeepSpeed's section of that name, without the settings that hide or change gradients."""
+
+    stage: Literal[0, 1, 2] = 1
+    reduce_bucket_size: int = Field(50_000_000, gt=0)
+    allgather_bucket_size: int = Field(50_000_000, gt=0)
+    contiguous_gradients: bool = True
+    overlap_comm: Literal[False] = False
+    round_robin_gradients: Literal[False] = False
+
+
+class ShardData(Section):
+    """Records in indexed tar shards: a folder, one tar, or a brace pattern."""
+
+    source: Literal["shards"] = "shards"
+    path: str
+    public: bool = Field(False, description="Your word that nobody's privacy depends on these records.")
+    expected_records: int | None = Field(None, gt=0, description="Serves --dry-run where the data are not at hand.")
+    augment: Literal["none", "center", "random_resized_crop"] = "none"
+    tokenizer: str | None = Field(None, description="A local tokenizer.json that saw no private caption.")
+
+
+class Clip(Section):
+    kind: Literal["flat", "automatic"] = "flat"
+    norm: float = Field(1.0, gt=0, description="C: the most that one record moves the sum.")
+    gamma: float = Field(0.01, gt=0, description="Automatic clipping scales by C / (norm + gamma).")
+
+
+class Privacy(Section):
+    epsilon: float = Field(gt=0, description="Budget of the phase; training stops before it is passed.")
+    delta: float | str | None = Field(None, description="A number, '1/n' or '1/(2n)'; null means 1/(2n).")
+    expected_batch: float = Field(gt=0, description="q·n: the constant by which every noised sum is divided.")
+    clip: Clip = Clip()
+    noise_multiplier: float | None = Field(None, gt=0, description="null: calibrated from epsilon.")
+
+
+class OptimizerParams(Section):
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+
+    @field_validator("betas")
+    @classmethod
+    def _in_range(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("both betas must lie in [0, 1)")
+        return betas
+
+
+class Optimizer(Section):
+    type: Literal["AdamW"] = "AdamW"
+    params: OptimizerParams = OptimizerParams()
+
+
+class Schedule(Section):
+    peak: float = Field(gt=0, description="Learning rate after the warm-up.")
+    warmup: int = Field(0, ge=0, description="Steps of linear warm-up; the first step already moves.")
+    shape: Literal["constant", "linear", "cosine"] = "cosine"
+    end: int | None = Field(None, gt=0, description="Step at which the shape reaches zero; null means the last.")
+
+
+class ZeroShot(Section):
+    """Labels scored as the next words of a caption; the records' .json holds the true number under the axis's name."""
+
+    prompt: str = "a photo of a"
+    axes: dict[str, list[str]] = Field(min_length=1, description="Asked in order, each after the words found so far.")
+
+
+class Evaluation(Section):
+    """Public held-out records, measured at checkpoints only: nothing leaves before the weights are durable."""
+
+    path: str
+    records: int = Field(512, gt=0)
+    zero_shot: ZeroShot | None = None
+
+
+class Phase(Section):
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
+    data: ShardData
+    objective: Literal["mae", "caption"]
+    trainable: Literal["all"] = "all"
+    privacy: Privacy | None = None
+    batch: int | None = Field(None, gt=0, description="Records per step of a non-private phase.")
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule
+    steps: int = Field(gt=0)
+    evaluation: Evaluation | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Phase:
+        if self.privacy is None and self.batch is None:
+            raise ValueError(f"phase {self.name!r} is non-private and needs `batch`, its records per step")
+        if self.privacy is not None and self.batch is not None:
+            raise ValueError(
+                f"phase {self.name!r} has both `batch` and `privacy.expected_batch`; a private phase takes the latter"
+            )
+        if self.objective == "caption" and self.data.tokenizer is None:
+            raise ValueError(f"phase {self.name!r} trains on captions and needs data.tokenizer")
+        if self.objective != "caption" and self.evaluation is not None and self.evaluation.zero_shot is not None:
+            raise ValueError(f"phase {self.name!r} writes no captions, so it cannot be asked for zero-shot labels")
+        if self.privacy is not None and self.data.public:
+            raise ValueError(f"phase {self.name!r} has `privacy`, but its data are declared public; drop one of them")
+        return self
+
+
+class Run(Section):
+    engine: Literal["deepspeed"] = "deepspeed"
+    clip_engine: Literal["reference"] = "reference"
+    dir: str | None = Field(None, description="null: runs/<config name> under the current folder.")
+    checkpoint_every: int = Field(100, gt=0)
+    keep_checkpoints: int = Field(2, gt=0)
+    log_every: int = Field(10, gt=0)
+    keep_key: bool = Field(False, description="Keep the run key after the final certificate.")
+    debug_seed: int | None = Field(None, description="Keys from this seed: repeatable, and NOT PRIVATE.")
+
+
+class Config(Section):
+    """A whole run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, title="Murmuration run")
+
+    schema_path: str | None = Field(None, alias="$schema")
+    about: About = About()
+    train_micro_batch_size_per_gpu: int = Field(gt=0)
+    gradient_accumulation_steps: Literal[1] = 1
+    gradient_clipping: Literal[0, 0.0] = 0
+    steps_per_print: int = Field(1_000_000_000, gt=0)
+    wall_clock_breakdown: bool = False
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    model: ModelSettings
+    phases: list[Phase] = Field(min_length=1)
+    run: Run = Run()
+
+    @model_validator(mode="after")
+    def _phases_fit(self) -> Config:
+        names = [phase.name for phase in self.phases]
+        if len(set(names)) != len(names):
+            raise ValueError("two phases have the same name; names tell them apart in the ledger and the plots")
+        return self
+
+    def digest(self, phase: int, contents: dict[str, str]) -> str:
+        """Identity of everything that shapes what a phase releases: replay is allowed only while it stands.
+
+        `contents` holds digests in the place of paths. World size, ZeRO settings and book-keeping do not shape it.
+        """
+        own = self.phases[phase].model_dump(exclude={"data": {"path", "tokenizer"}, "evaluation": True})
+        identity: dict[str, Any] = {
+            "model": self.model.model_dump(),
+            "phase": own,
+            "clip_engine": self.run.clip_engine,
+            "micro_batch": self.train_micro_batch_size_per_gpu,
+            "contents": contents,
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def json_schema() -> dict[str, Any]:
+    """For editors; checked in as ds_configs/schema.json and kept equal by a test."""
+    return Config.model_json_schema(by_alias=True)
+
+
+def run_dir_of(config: Config, config_path: Path) -> Path:
+    return Path(config.run.dir) if config.run.dir else Path.cwd() / "runs" / config_path.stem

@@ -1,0 +1,75 @@
+"""`--dry-run`: what a config means, resolved and counted, without touching a GPU or a private record."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from accounting.accountant import round_up
+from data.tar import ShardError
+from data.index import ShardIndex
+from model.build import build
+from train.config import Config, Phase
+from train.recipe import RecipeError, clip_rule, make_plan, planned_epsilon, resolve_shape
+
+GIB = 2**30
+
+
+def dry_run(config: Config) -> str:
+    """Text for people; the resolved config in it is JSON."""
+    shape = resolve_shape(config)
+    lines = ["resolved config:", json.dumps(config.model_dump(by_alias=True, exclude_none=True), indent=2)]
+    lines += ["", "resolved model:", json.dumps(asdict(shape), indent=2)]
+    for number, phase in enumerate(config.phases):
+        model = build(shape, phase.objective, device="meta")
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        lines += ["", f"phase {number} ({phase.name}, {phase.objective}):"]
+        lines += [f"  parameters    {trainable:,} trainable"]
+        lines += [f"  {text}" for text in _promise(config, number, phase)]
+        lines += [f"  memory/rank   {_memory(config, phase, trainable)}"]
+    return "\n".join(lines)
+
+
+def _promise(config: Config, number: int, phase: Phase) -> list[str]:
+    if phase.privacy is None:
+        marked = "on public data" if phase.data.public else "on data not declared public: the run is NOT PRIVATE"
+        return [f"non-private   {marked}; batch {phase.batch}, {phase.steps} steps"]
+    where = f"phases.{number}"
+    records, source = _records(phase, where)
+    plan = make_plan(phase, phase.privacy, records, where)
+    clip_rule(phase.privacy, plan, config.train_micro_batch_size_per_gpu, where)
+    spent = planned_epsilon(plan)
+    found = [
+        f"n             {plan.records:,} ({source})",
+        f"q             {plan.sampling_rate:.8g} = {plan.threshold}/2^32 (expected batch {plan.divisor:,.2f})",
+        f"sigma         {plan.noise_multiplier:g}"
+        + (" (calibrated)" if phase.privacy.noise_multiplier is None else " (given)"),
+        f"C             {plan.clip_norm:g} ({phase.privacy.clip.kind})",
+        f"T             {plan.steps}",
+        f"epsilon       {round_up(spent)} of {plan.epsilon_budget:g} (PLD)",
+        f"delta         {plan.delta:.6g}",
+    ]
+    if spent > plan.epsilon_budget:
+        found.append("note          the budget ends the phase before its last step")
+    return found
+
+
+def _records(phase: Phase, where: str) -> tuple[int, str]:
+    try:
+        return ShardIndex.open(phase.data.path).records, "from the index"
+    except (ShardError, OSError) as error:
+        if phase.data.expected_records is None:
+            raise RecipeError(f"{where}.data: {error}; or give expected_records for a dry run") from None
+        return phase.data.expected_records, "expected_records; the data are not at hand"
+
+
+def _memory(config: Config, phase: Phase, trainable: int) -> str:
+    """fp32 weights and gradients on every rank; Adam's moments (and, sharded, a master copy) split over N ranks."""
+    fixed = 8 * trainable / GIB
+    split = (12 if config.zero_optimization.stage else 8) * trainable / GIB
+    text = f"{fixed:.2f} GiB + {split:.2f} GiB/N for weights, gradients and optimizer"
+    if phase.privacy is not None and config.run.clip_engine == "reference":
+        per_record: Any = 4 * trainable * config.train_micro_batch_size_per_gpu / GIB
+        text += f" + {per_record:.2f} GiB for per-record gradients"
+    return text

@@ -1,0 +1,56 @@
+"""What the trainer needs of whatever shards the model; DeepSpeed stands behind it in `engine_deepspeed.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from data.batches import MicroBatch
+from train.gradient import Fragment, Update
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A flat fp32 tensor of this rank's optimizer, the parameters in it, and its optimizer state by name."""
+
+    weights: Tensor
+    fragments: Sequence[Fragment]
+    state: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The engine's report of one update, over all ranks."""
+
+    elements: int
+
+
+class ShardedEngine(Protocol):
+    device: torch.device
+    model: nn.Module
+    """The per-sample-loss model; whole on every rank at ZeRO 0-2."""
+    trainable_elements: int
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        """Adds the micro-batch's sum to the logical step; nothing leaves the process."""
+        ...
+
+    def update(self, update: Update, learning_rate: float) -> Applied:
+        """Reduces once, lets `update` finish the gradient, steps the optimizer, and checks that it all happened."""
+        ...
+
+    def observe(self) -> tuple[Tensor, Tensor | None]:
+        """Private: per-record losses of the last micro-batch, and their gradient norms where clipping made them."""
+        ...
+
+    def shards(self) -> list[Shard]: ...
+
+    def optimizer_step(self) -> int: ...
+
+    def set_optimizer_step(self, step: int) -> None: ...
+
+    def close(self) -> None: ...

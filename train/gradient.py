@@ -1,0 +1,85 @@
+"""Between the reduced sum and the optimizer: the only door, opened once per logical step.
+
+An engine hands every shard of the reduced gradient through an `Update`. `NoisyUpdate` adds the noise and divides
+by the constant q·n; `PlainUpdate` (non-private phases) only divides. Each serves one step; without one the
+optimizer does not move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from accounting.facts import NoiseFact
+from train.noise import NoiseMechanism
+
+
+class UpdateError(RuntimeError):
+    """An update was about to reach the weights without its noise, or twice."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, start + length) of one parameter, at `position` of a flat tensor of this rank."""
+
+    name: str
+    parameter: int
+    start: int
+    length: int
+    position: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat.view(-1)[self.position : self.position + self.length]
+
+
+class Update(Protocol):
+    """Turns the reduced sum on a shard into what the optimizer may see; counts the elements it turned."""
+
+    elements: int
+
+    def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None: ...
+
+
+class NoisyUpdate:
+    """One-shot: the noise of one logical step."""
+
+    def __init__(self, mechanism: NoiseMechanism, step: int) -> None:
+        self.mechanism = mechanism
+        self.step = step
+        self.elements = 0
+        self._seen: set[tuple[int, int]] = set()
+
+    @torch.no_grad()
+    def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
+        if flat.dtype != torch.float32:
+            raise UpdateError(f"the reduced sum must be fp32 when the noise is added, but is {flat.dtype}")
+        for fragment in fragments:
+            if (fragment.parameter, fragment.start) in self._seen:
+                raise UpdateError(f"noise for {fragment.name} at {fragment.start} was asked for twice in one step")
+            self._seen.add((fragment.parameter, fragment.start))
+            noise = self.mechanism.draw(self.step, fragment.parameter, fragment.start, fragment.length)
+            piece = fragment.of(flat)
+            piece.add_(torch.from_numpy(noise).to(piece.device))
+            piece.div_(self.mechanism.divisor)
+            self.elements += fragment.length
+
+    def fact(self, elements: int) -> NoiseFact:
+        return NoiseFact(std=self.mechanism.std, divisor=self.mechanism.divisor, elements=elements)
+
+
+class PlainUpdate:
+    """The mean over a public batch; no noise, no promise."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.elements = 0
+
+    @torch.no_grad()
+    def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
+        for fragment in fragments:
+            fragment.of(flat).div_(self.batch)
+            self.elements += fragment.length

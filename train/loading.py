@@ -1,0 +1,125 @@
+"""From a file and `--set` overrides to a checked Config, or to one plain sentence per fault."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from train.config import Config
+from train.refusals import find_refusals
+
+PATH_KEYS = {"path", "tokenizer", "dir"}
+
+
+class ConfigError(ValueError):
+    """The config cannot be used; every fault is one line."""
+
+
+def load(path: Path, overrides: list[str]) -> Config:
+    """Paths in the file are relative to the file's folder, paths in overrides (and run.dir) to the current one."""
+    try:
+        raw = json.loads(path.read_text(), object_pairs_hook=_no_duplicates)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no config file {path}; name one of ds_configs/*.json") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error.msg} at line {error.lineno}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold one JSON object")
+    _absolute_paths(raw, path.resolve().parent)
+    for override in overrides:
+        _override(raw, override)
+    refused = find_refusals(raw)
+    if refused:
+        raise ConfigError("\n".join(refused))
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentence(fault) for fault in error.errors())) from None
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"the key {key!r} stands twice in one object; remove one of them")
+    return dict(pairs)
+
+
+def _absolute_paths(value: Any, folder: Path) -> None:
+    if isinstance(value, list):
+        for item in value:
+            _absolute_paths(item, folder)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key in PATH_KEYS - {"dir"} and isinstance(item, str):
+                value[key] = str(folder / item)
+            else:
+                _absolute_paths(item, folder)
+
+
+def _override(raw: dict[str, Any], text: str) -> None:
+    """`a.b.0.c=value`; the value is JSON, or a plain string where it is not."""
+    dotted, separator, literal = text.partition("=")
+    if not separator or not dotted:
+        raise ConfigError(f"--set takes key=value, for example phases.1.steps=10, but was given {text!r}")
+    try:
+        new: Any = json.loads(literal)
+    except json.JSONDecodeError:
+        new = literal
+    parts = dotted.split(".")
+    if parts[-1] in PATH_KEYS and isinstance(new, str):
+        new = str(Path.cwd() / new)
+    holder: Any = raw
+    for part in parts[:-1]:
+        try:
+            holder = holder[int(part)] if isinstance(holder, list) else holder.setdefault(part, {})
+        except (IndexError, ValueError, AttributeError):
+            raise ConfigError(f"--set {dotted}: there is no {part!r} to set anything in") from None
+    if not isinstance(holder, dict):
+        raise ConfigError(f"--set {dotted}: only keys of an object can be set")
+    if parts[-1] == "privacy" and new is None and isinstance(holder.get("privacy"), dict):
+        # The non-private twin of a recipe keeps its batch.
+        holder.setdefault("batch", round(float(holder["privacy"].get("expected_batch", 1))))
+    holder[parts[-1]] = new
+
+
+def _sentence(fault: Any) -> str:
+    location = [part for part in fault["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
+    where = ".".join(str(part) for part in location)
+    if fault["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(sorted(known))}"
+        return f"unknown key {where!r}; {hint}"
+    if fault["type"] == "missing":
+        return f"{where} is missing; give it a value"
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "value_error":
+        return f"{where}: {message}" if where else message
+    return f"{where} = {fault['input']!r} is not usable: {message[:1].lower()}{message[1:]}"
+
+
+def _known_keys(location: list[str | int]) -> list[str]:
+    model: Any = Config
+    for part in location:
+        if isinstance(part, int):
+            continue
+        fields = model.model_fields if isinstance(model, type) and issubclass(model, BaseModel) else {}
+        model = _section_in(fields[part].annotation) if part in fields else None
+    fields = model.model_fields if isinstance(model, type) and issubclass(model, BaseModel) else {}
+    return [field.alias or name for name, field in fields.items()]
+
+
+def _section_in(annotation: Any) -> Any:
+    """The section inside `Section`, `Section | None` or `list[Section]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in getattr(annotation, "__args__", ()):
+        found = _section_in(inner)
+        if found is not None:
+            return found
+    return None

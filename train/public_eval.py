@@ -1,0 +1,100 @@
+"""What is measured on public held-out records, at durable checkpoints only: loss, and signal against noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import torch
+
+from accounting.plan import PrivacyPlan
+from data.batches import BatchReader, MicroBatch, iterate, slots
+from data.text import TextEncoder
+from evaluation.text import CaptionModel
+from evaluation.zero_shot import zero_shot
+from train.clip import ClipEngine
+from train.config import ZeroShot
+from train.engine import ShardedEngine
+from train.ranks import Ranks
+from train.recipe import ReadyPhase
+
+SIGNAL_RECORDS = 256
+
+
+class PublicEvaluator:
+    def __init__(
+        self, phase: ReadyPhase, engine: ShardedEngine, ranks: Ranks, micro_batch: int, mask_key: bytes,
+        clip: ClipEngine | None, plan: PrivacyPlan | None,
+    ) -> None:  # fmt: skip
+        assert phase.held_out is not None and phase.settings.evaluation is not None
+        self.engine, self.ranks, self.micro_batch = engine, ranks, micro_batch
+        self.clip, self.plan = clip, plan
+        self.records = min(phase.settings.evaluation.records, phase.held_out.records)
+        # Step 0 at every call: the same masks each time, so that the curve shows the weights alone.
+        spec = phase.data_spec(augment=False)
+        self.zero_shot, self.text = phase.settings.evaluation.zero_shot, phase.text
+        if self.zero_shot is not None:
+            spec = replace(spec, labels=tuple(self.zero_shot.axes))
+        self.axes = spec.labels
+        self.reader = BatchReader(phase.held_out, spec, phase.text, mask_key=mask_key)
+
+    def measure(self) -> dict[str, float]:
+        found = {"public_loss": self._loss()}
+        if self.zero_shot is not None and self.text is not None:
+            found |= self._zero_shot(self.zero_shot, self.text)
+        if self.clip is not None and self.plan is not None:
+            found["update_snr"] = self._signal_to_noise(self.clip, self.plan)
+        return found
+
+    @torch.no_grad()
+    def _loss(self) -> float:
+        total, count = 0.0, 0
+        for batch in self._batches(self.records):
+            losses = self.engine.model(self._model_inputs(batch)).float()
+            total += float(losses[batch.present].sum())
+            count += int(batch.present.sum())
+        parts = self.ranks.gather((total, count))
+        return sum(part[0] for part in parts) / max(1, sum(part[1] for part in parts))
+
+    def _zero_shot(self, settings: ZeroShot, text: TextEncoder) -> dict[str, float]:
+        """Share of right answers per axis."""
+        model = cast(CaptionModel, self.engine.model)
+        right = dict.fromkeys(settings.axes, 0)
+        count = 0
+        for batch in self._batches(self.records):
+            images = batch.inputs["images"][batch.present]
+            if not len(images):
+                continue
+            count += len(images)
+            answers = zero_shot(model, images, settings.axes, text, prompt=settings.prompt)
+            for axis, answer in answers.items():
+                right[axis] += int((answer == batch.inputs[axis][batch.present]).sum())
+        parts = self.ranks.gather((count, right))
+        total = max(1, sum(part[0] for part in parts))
+        return {f"zero_shot_{axis}": sum(part[1][axis] for part in parts) / total for axis in settings.axes}
+
+    def _model_inputs(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in batch.inputs.items() if name not in self.axes}
+
+    def _signal_to_noise(self, clip: ClipEngine, plan: PrivacyPlan) -> float:
+        """Norm of the mean clipped gradient of public records over the norm of the noise on a step's mean."""
+        records = min(SIGNAL_RECORDS, self.records)
+        sums: dict[str, torch.Tensor] = {}
+        for batch in self._batches(records):
+            inputs = self._model_inputs(batch)
+            for name, gradient in clip.clipped_sum(self.engine.model, inputs, batch.present).gradients.items():
+                sums[name] = sums.get(name, torch.zeros_like(gradient)) + gradient
+        squares = 0.0
+        for gradient in sums.values():
+            squares += float(self.ranks.add(gradient).double().square().sum())
+        signal = math.sqrt(squares) / records
+        noise = plan.noise_std * math.sqrt(self.engine.trainable_elements) / plan.divisor
+        return signal / noise
+
+    def _batches(self, records: int) -> Iterator[MicroBatch]:
+        rows = slots(np.arange(records), self.ranks.rank, self.ranks.world, self.micro_batch)
+        for batch in iterate(self.reader, rows, 0):
+            yield batch.to(self.engine.device)

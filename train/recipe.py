@@ -1,0 +1,151 @@
+"""From config sections to phases that can run: data opened and checked, plan frozen, model shape resolved.
+
+Everything that can be refused is refused here, before any compute is spent.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from accounting.accountant import AccountingError, Event, epsilon
+from accounting.calibrate import calibrate_sigma
+from accounting.plan import PlanError, PrivacyPlan, parse_delta, threshold_for
+from data.batches import DataSpec
+from data.index import ShardIndex
+from data.tar import ShardError
+from data.text import TextEncoder
+from model.settings import SettingsError, Shape
+from train.clip import ClipError, ClipRule
+from train.config import Config, Phase, Privacy, ShardData
+
+MOST_RECORD_DRIFT = 0.01
+
+
+class RecipeError(ValueError):
+    """A phase cannot run as configured; the message names the key and the mend."""
+
+
+@dataclass(frozen=True)
+class ReadyPhase:
+    """A phase with everything opened that it needs."""
+
+    number: int
+    settings: Phase
+    shape: Shape
+    index: ShardIndex
+    text: TextEncoder | None
+    held_out: ShardIndex | None
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    @property
+    def private(self) -> bool:
+        return self.settings.privacy is not None
+
+    def contents(self) -> dict[str, str]:
+        """Digests of everything that a path in the config names and that shapes the training."""
+        found = {"data": self.index.manifest_digest}
+        if self.text is not None:
+            found["tokenizer"] = self.text.digest
+        return found
+
+    def data_spec(self, augment: bool) -> DataSpec:
+        masks = self.shape.patches if self.settings.objective == "mae" else 0
+        kind = self.settings.data.augment if augment else "center"
+        return DataSpec(image_size=self.shape.image_size, augment=kind, mask_patches=masks)
+
+
+def prepare(config: Config) -> list[ReadyPhase]:
+    shape = resolve_shape(config)
+    return [_open(config, number, phase, shape) for number, phase in enumerate(config.phases)]
+
+
+def resolve_shape(config: Config) -> Shape:
+    try:
+        return config.model.resolved()
+    except SettingsError as error:
+        raise RecipeError(f"model: {error}") from None
+
+
+def _open(config: Config, number: int, phase: Phase, shape: Shape) -> ReadyPhase:
+    where = f"phases.{number}"
+    index = _open_index(phase.data.path, f"{where}.data.path")
+    _check_expected(index, phase.data, f"{where}.data")
+    text = None
+    if phase.objective == "caption" and phase.data.tokenizer is not None:
+        try:
+            text = TextEncoder(phase.data.tokenizer, shape.text_length)
+        except ValueError as error:
+            raise RecipeError(f"{where}.data.tokenizer: {error}") from None
+        if text.vocabulary > shape.vocabulary:
+            raise RecipeError(
+                f"{where}.data.tokenizer has {text.vocabulary} tokens, more than model.vocabulary = {shape.vocabulary}; "
+                f"set model.vocabulary to at least {text.vocabulary}"
+            )
+    held_out = None
+    if phase.evaluation is not None:
+        held_out = _open_index(phase.evaluation.path, f"{where}.evaluation.path")
+        if held_out.manifest_digest == index.manifest_digest and phase.privacy is not None:
+            raise RecipeError(f"{where}.evaluation.path names the private records themselves; it must be public data")
+    if phase.privacy is None and phase.batch is not None and phase.batch > index.records:
+        raise RecipeError(f"{where}.batch = {phase.batch} exceeds the {index.records} records of its data")
+    return ReadyPhase(number, phase, shape, index, text, held_out)
+
+
+def _open_index(path: str, where: str) -> ShardIndex:
+    try:
+        index = ShardIndex.open(path)
+        index.check_unchanged()
+        return index
+    except (ShardError, OSError) as error:
+        hint = " (the demo's shards: python launch/prepare.py demo)" if "demo_data" in path else ""
+        raise RecipeError(f"{where}: {error}{hint}") from None
+
+
+def _check_expected(index: ShardIndex, data: ShardData, where: str) -> None:
+    expected = data.expected_records
+    if expected is not None and abs(index.records - expected) > MOST_RECORD_DRIFT * expected:
+        raise RecipeError(
+            f"{where}.expected_records is {expected}, but the index holds {index.records} records, more than 1 % off; "
+            "index the right shards or correct the number"
+        )
+
+
+def make_plan(phase: Phase, privacy: Privacy, records: int, where: str, known: PrivacyPlan | None = None) -> PrivacyPlan:
+    """Freezes n, q, C, sigma, T and delta. `known` is the plan in the ledger: its calibrated sigma is not recomputed."""
+    try:
+        threshold = threshold_for(records, privacy.expected_batch)
+        delta = parse_delta(privacy.delta, records)
+        fixed = dict(
+            records=records, threshold=threshold, clip_norm=privacy.clip.norm, steps=phase.steps, delta=delta,
+            epsilon_budget=privacy.epsilon,
+        )  # fmt: skip
+        sigma = privacy.noise_multiplier
+        if sigma is None and known is not None and all(getattr(known, k) == v for k, v in fixed.items()):
+            sigma = known.noise_multiplier
+        if sigma is None:
+            sigma = calibrate_sigma(threshold / 2**32, phase.steps, privacy.epsilon, delta)
+        return PrivacyPlan(noise_multiplier=sigma, **fixed)  # pyright: ignore[reportArgumentType]
+    except (PlanError, AccountingError) as error:
+        raise RecipeError(f"{where}.privacy: {error}") from None
+
+
+def planned_epsilon(plan: PrivacyPlan) -> float:
+    return epsilon([Event(plan.sampling_rate, plan.noise_multiplier, plan.steps)], plan.delta)
+
+
+def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int, where: str) -> ClipRule:
+    try:
+        return ClipRule.of(plan, privacy.clip.kind, privacy.clip.gamma, micro_batch)
+    except ClipError as error:
+        raise RecipeError(f"{where}.privacy.expected_batch: {error}") from None
+
+
+def expected_rows(records_per_step: float, micro_batch: int, world: int) -> int:
+    """Micro-batches per rank of an expected logical batch."""
+    return max(1, math.ceil(records_per_step / world / micro_batch))
+
+

@@ -1,0 +1,139 @@
+"""One run: its directory and key, its phases in order, and what remains when the last is done."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.metadata import version
+from pathlib import Path
+
+from accounting import certificate
+from accounting.history import History
+from accounting.journal import BudgetSpent, Journal
+from accounting.keys import RunKey, destroy
+from accounting.ledger import Ledger, LedgerError
+from train.board import Board
+from train.checkpoint import CheckpointError, Checkpoints, Loaded
+from train.config import Config
+from train.finish import finish
+from train.phase import RunContext, train_phase
+from train.ranks import Ranks
+from train.recipe import prepare
+from train.run_dir import RunDir
+from train.stop import Stopped, StopRequest
+
+LOCK_WAIT_SECONDS = 60
+
+
+def run_all(arguments: argparse.Namespace, config: Config, root: Path, ranks: Ranks) -> None:
+    run_dir = RunDir(root)
+    name = root.name
+    journal: Journal | None = None
+
+    def open_run() -> RunKey | None:
+        """None if the run is finished: its key is gone, and nothing may be drawn any more."""
+        nonlocal journal
+        _resume_allowed(run_dir, arguments.resume)
+        run_dir.prepare()
+        run_dir.stop_file.unlink(missing_ok=True)
+        journal = Journal(Ledger.open(run_dir.ledger, LOCK_WAIT_SECONDS))
+        fresh = journal.ledger.length == 0
+        if journal.history.finished:
+            return None
+        key = run_dir.run_key(fresh, config.run.debug_seed)
+        if fresh:
+            journal.start_run(name, key.check_value(), key.debug, _versions())
+        elif journal.history.run["key_check"] != key.check_value():
+            raise LedgerError(f"{run_dir.key} is not the key of this ledger; restore the right one or start anew")
+        return key
+
+    key = ranks.on_main(open_run)
+    checkpoints = Checkpoints(run_dir.checkpoints, ranks, config.run.keep_checkpoints)
+    board = Board(run_dir, ranks.main)
+    phases = prepare(config)
+    state = {"status": "running"}
+    try:
+        if key is None:
+            board.say(f"{name} is finished; writing its certificate and report again")
+        else:
+            if key.debug:
+                board.say("NOT PRIVATE (debug): the keys come from run.debug_seed")
+            context = RunContext(
+                config=config, name=name, ranks=ranks, key=key, journal=journal, board=board,
+                stop=StopRequest(run_dir.stop_file), checkpoints=checkpoints, new_segment=arguments.new_segment,
+            )  # fmt: skip
+            for phase in phases:
+                loaded = _latest(checkpoints, journal, ranks)
+                if loaded is None or (loaded.position.phase, loaded.position.step) < (phase.number, phase.settings.steps):
+                    train_phase(context, phase, loaded)
+        spent = None
+        state = {"status": "done"}
+    except BudgetSpent as error:
+        spent = error
+        state = {"status": "budget spent"}
+        board.say(f"{error}")
+    except Stopped:
+        state = {"status": "stopped, resume me"}
+        raise
+    except BaseException as error:
+        state = {"status": "failed", "error": type(error).__name__}
+        raise
+    finally:
+        if ranks.main and journal is not None:
+            run_dir.write_state(run=name, **state, **_where(journal.history))
+    latest = checkpoints.latest()
+    assert latest is not None, "a trained phase ends with a checkpoint"
+    if ranks.main and journal is not None:
+        finish(config, phases, run_dir, journal, latest, board)
+        if not config.run.keep_key and destroy(run_dir.key):
+            board.say("the run key is destroyed: nobody can redraw the noise")
+        verdict = certificate.verify(run_dir.root)
+        if verdict.objection:
+            board.say(verdict.objection)
+        else:
+            board.say(f"final ε = {verdict.epsilon:.6f} of {verdict.budget:g} at δ = {verdict.delta:.3g}, verified")
+        board.say(f"report: {run_dir.report}")
+    ranks.barrier()
+    board.close()
+    if spent is not None:
+        raise spent
+
+
+def _resume_allowed(run_dir: RunDir, mode: str) -> None:
+    exists = run_dir.ledger.exists()
+    if mode == "must" and not exists:
+        raise LedgerError(f"--resume must: there is no run in {run_dir.root}; drop the flag to start one")
+    if mode == "never" and exists:
+        raise LedgerError(f"--resume never: {run_dir.root} holds a run already; give another run.dir")
+
+
+def _latest(checkpoints: Checkpoints, journal: Journal | None, ranks: Ranks) -> Loaded | None:
+    """The last durable checkpoint, if it belongs to this ledger and the ledger was not cut behind it."""
+    loaded = checkpoints.latest()
+
+    def check() -> None:
+        assert journal is not None
+        if loaded is None:
+            if journal.history.checkpoints:
+                raise CheckpointError(
+                    f"{checkpoints.folder} lost its checkpoints, which the ledger names; restore them or start anew"
+                )
+            return
+        stored = loaded.manifest["ledger"]
+        entries = journal.ledger.entries
+        if len(entries) < stored["length"] or entries[stored["length"] - 1].hash != stored["head"]:
+            raise LedgerError(
+                f"the checkpoint {loaded.position.folder} was written with another or a longer ledger; "
+                "restore the ledger that belongs to it"
+            )
+
+    ranks.on_main(check)
+    return loaded
+
+
+def _where(history: History) -> dict[str, object]:
+    last = history.last_checkpoint()
+    return {"phase": last.phase if last else None, "step": last.step if last else None}
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "deepspeed", "dp-accounting", "timm")}

@@ -1,0 +1,90 @@
+"""The run directory: what lies where, who may read it, and the run's own state for scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from accounting.keys import KeyFileError, RunKey, load, store
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """`runs/<name>`: public files at mode 0644, `tb/private`, private logs and `secret` for the owner alone."""
+
+    root: Path
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def key(self) -> Path:
+        return self.root / "secret" / "run.key"
+
+    @property
+    def public_board(self) -> Path:
+        return self.root / "tb" / "public"
+
+    @property
+    def private_board(self) -> Path:
+        return self.root / "tb" / "private"
+
+    @property
+    def public_log(self) -> Path:
+        return self.root / "logs" / "public.jsonl"
+
+    @property
+    def private_log(self) -> Path:
+        return self.root / "logs" / "private.jsonl"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.root / "logs" / "evaluation.json"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def stop_file(self) -> Path:
+        return self.root / "stop"
+
+    def prepare(self) -> None:
+        for folder in (self.public_board, self.private_board, self.public_log.parent, self.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.private_board.chmod(0o700)
+
+    def run_key(self, fresh: bool, debug_seed: int | None) -> RunKey:
+        """A new key for a new ledger, the stored one for an old ledger; a leftover key is never reused."""
+        if not fresh:
+            key = load(self.key)
+            if (debug_seed is not None) != key.debug:
+                raise KeyFileError(
+                    "run.debug_seed was added or removed since this run began; start a new run directory"
+                )
+            return key
+        if self.key.exists():
+            raise KeyFileError(
+                f"{self.key} exists without a ledger: the ledger was removed, and continuing would hide its steps; "
+                "use a new run directory"
+            )
+        key = RunKey.fresh() if debug_seed is None else RunKey.from_debug_seed(debug_seed)
+        store(key, self.key)
+        return key
+
+    def write_state(self, **state: object) -> None:
+        temporary = self.root / ".run_state.tmp"
+        temporary.write_text(json.dumps(state, indent=2) + "\n")
+        temporary.replace(self.root / "run_state.json")
+
+
+def open_private(path: Path):
+    """For appending; the owner's eyes only from the first byte."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a")

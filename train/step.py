@@ -1,0 +1,60 @@
+"""One private logical step, from the draw to the committed ledger line. The file to read for an audit.
+
+draw -> open in the ledger -> clipped sums of all micro-batches -> one reduction -> noise, divided by q·n ->
+optimizer -> commit. Private values (ids, losses, norms) are arguments and locals; they end in `observed` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from accounting.facts import NoiseFact, SamplingFact, StepFacts
+from accounting.journal import Journal
+from data.batches import MicroBatch
+from data.sampler import Draw, PoissonSampler
+from train.clip import ClipEngine
+from train.engine import ShardedEngine
+from train.gradient import NoisyUpdate
+from train.noise import NoiseMechanism
+from train.observed import Observed
+from train.ranks import Ranks
+from train.stop import StopRequest
+
+
+class PrivateStep:
+    def __init__(
+        self, phase: int, journal: Journal | None, sampler: PoissonSampler, clip: ClipEngine, noise: NoiseMechanism,
+        engine: ShardedEngine, ranks: Ranks, stop: StopRequest,
+        micro_batches: Callable[[np.ndarray, int], Iterator[MicroBatch]],
+    ) -> None:  # fmt: skip
+        self.phase, self.journal, self.ranks, self.stop = phase, journal, ranks, stop
+        self.sampler, self.clip, self.noise, self.engine = sampler, clip, noise, engine
+        self.micro_batches = micro_batches
+
+    def run(self, step: int, learning_rate: float) -> Observed:
+        draw = self.sampler.draw(step)
+        self.ranks.require_same(f"the records of step {step}", draw.digest)
+        announced = NoiseFact(self.noise.std, self.noise.divisor, self.engine.trainable_elements)
+        self._record("open", step, draw, announced)
+
+        observed = Observed()
+        for micro_batch in self.micro_batches(draw.ids, step):
+            self.stop.check(self.ranks)
+            self.engine.accumulate(micro_batch)
+            observed.add(micro_batch.present, *self.engine.observe())
+
+        update = NoisyUpdate(self.noise, step)
+        applied = self.engine.update(update, learning_rate)
+        self._record("commit", step, draw, update.fact(applied.elements))
+        return observed
+
+    def _record(self, act: str, step: int, draw: Draw, noise: NoiseFact) -> None:
+        """Each part states what it did; the main rank writes it down, and its refusal reaches every rank."""
+        facts = StepFacts(SamplingFact(draw.threshold, draw.records, draw.digest), self.clip.rule.fact(), noise)
+        self.ranks.on_main(lambda: self._write(act, step, facts))
+
+    def _write(self, act: str, step: int, facts: StepFacts) -> None:
+        assert self.journal is not None, "the main rank holds the ledger"
+        (self.journal.open_step if act == "open" else self.journal.commit_step)(self.phase, step, facts)

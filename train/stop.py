@@ -1,0 +1,59 @@
+"""Reasons to stop early, agreed between ranks so that nobody is left waiting in a collective."""
+
+from __future__ import annotations
+
+import os
+import signal
+import types
+from pathlib import Path
+
+from train.ranks import Ranks
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Stopped(Exception):
+    """The run was asked to stop; the open step's partial sum is dropped and the run can be resumed."""
+
+
+class StopRequest:
+    """Set by a signal, by a `stop` file in the run directory, or by the death of the launcher."""
+
+    def __init__(self, stop_file: Path) -> None:
+        self.reason: str | None = None
+        self._stop_file = stop_file
+        self._parents = _ancestors()
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        del frame
+        self.reason = signal.Signals(number).name
+
+    def raised(self) -> str | None:
+        if self.reason is None and self._stop_file.exists():
+            self.reason = f"the file {self._stop_file.name}"
+        if self.reason is None and _ancestors() != self._parents:
+            # A launcher that dies leaves its ranks behind; training on unseen would keep the run directory locked.
+            self.reason = "the launcher's death"
+        return self.reason
+
+    def check(self, ranks: Ranks) -> None:
+        """Raises Stopped on every rank as soon as one of them has a reason. Call at micro-batch boundaries."""
+        reason = self.raised()
+        if ranks.any(reason is not None):
+            raise Stopped(reason or "a signal to another rank")
+
+
+def _ancestors() -> tuple[int, int]:
+    """The launcher's processes: torchrun's agent is our parent; `deepspeed` has a runner above its launcher."""
+    parent = os.getppid()
+    try:
+        command = Path(f"/proc/{parent}/cmdline").read_bytes()
+        fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return parent, 0
+    if b"deepspeed.launcher.launch" in command:
+        return parent, int(fields[1])
+    # Without a launcher the parent is a shell, whose end is no reason to stop (nohup).
+    return (parent, 0) if "TORCHELASTIC_RUN_ID" in os.environ else (0, 0)

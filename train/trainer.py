@@ -1,0 +1,91 @@
+"""The loop: steps of one phase, in the order commit -> checkpoint -> public measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from train.board import Board, Pace
+from train.checkpoint import Checkpoints, Position
+from train.engine import ShardedEngine
+from train.observed import Observed
+from train.public_eval import PublicEvaluator
+from train.ranks import Ranks
+from train.stop import Stopped
+
+
+class Step(Protocol):
+    def run(self, step: int, learning_rate: float) -> Observed: ...
+
+
+@dataclass
+class Trainer:
+    """Everything that one phase needs, already built; `run` does nothing but the loop."""
+
+    number: int
+    name: str
+    steps: int
+    step: Step
+    engine: ShardedEngine
+    learning_rate: Callable[[int], float]
+    ranks: Ranks
+    board: Board
+    pace: Pace
+    checkpoints: Checkpoints
+    checkpoint_every: int
+    log_every: int
+    replicated: bool
+    evaluator: PublicEvaluator | None
+    clip_bound: float | None
+    header: Callable[[], dict[str, Any]]
+    checkpointed: Callable[[int, str], None]
+    spent: Callable[[], float | None]
+    budget: float | None
+    public_records: bool
+
+    def run(self, done: int) -> None:
+        """Trains from `done` steps to the end; on a stop request saves what is complete and raises Stopped."""
+        self._checkpoint(done)
+        self.pace.tick()
+        for step in range(done + 1, self.steps + 1):
+            rate = self.learning_rate(step)
+            try:
+                observed = self.step.run(step, rate)
+            except Stopped:
+                self._checkpoint(step - 1, measure=False)
+                raise
+            self.pace.tick()
+            summary = observed.over_ranks(self.ranks, self.clip_bound)
+            (self.board.public if self.public_records else self.board.private)(self.name, step, summary)
+            if step % self.log_every == 0 or step == self.steps:
+                self._progress(step, rate)
+            if step % self.checkpoint_every == 0 or step == self.steps:
+                self._checkpoint(step)
+
+    def _progress(self, step: int, rate: float) -> None:
+        """Nothing here depends on the weights or on a single step's data: it may be shown before a checkpoint."""
+        values: dict[str, float] = {"lr": rate}
+        line = f"{self.name}  step {step}/{self.steps}  lr {rate:.2e}"
+        epsilon = self.ranks.on_main(self.spent)
+        if epsilon is not None and self.budget is not None:
+            values["epsilon"] = epsilon
+            line += f"  ε {epsilon:.3f} of {self.budget:g}"
+        known = self.pace.rate()
+        if known is not None:
+            values["samples_per_second"] = known[0]
+        self.board.public(self.name, step, values)
+        self.board.say(f"{line}  {self.pace.line(step, self.steps)}")
+
+    def _checkpoint(self, step: int, measure: bool = True) -> None:
+        """Durable first; only then may anything computed from these weights leave the job."""
+        digest = self.checkpoints.save(
+            Position(self.number, step), self.engine, self.replicated, self.ranks.on_main(self.header)
+        )
+        self.ranks.on_main(lambda: self.checkpointed(step, digest))
+        if self.evaluator is None or not measure:
+            return
+        found = self.evaluator.measure()
+        self.board.public(self.name, step, found)
+        shown = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in found.items())
+        self.board.say(f"{self.name}  checkpoint at step {step}  {shown}")
