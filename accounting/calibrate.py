@@ -10,9 +10,7 @@ from accounting.accountant import Accountant, AccountingError, Event, epsilon
 DIGITS = 5
 
 
-def calibrate_sigma(
-    rate: float, steps: int, target: float, delta: float, accountant: Accountant = "pld"
-) -> float:
+def calibrate_sigma(rate: float, steps: int, target: float, delta: float, accountant: Accountant = "pld") -> float:
     """Smallest noise multiplier with 5 decimals whose re-accounted epsilon is at most `target`."""
     if not (math.isfinite(target) and target > 0):
         raise AccountingError(f"the target epsilon must be finite and positive, but is {target}")

@@ -35,7 +35,10 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="account.py", description="Recompute, plan and check epsilon.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, help_text in (("epsilon", "epsilon of Poisson-sampled Gaussian steps"), ("calibrate", "sigma for epsilon")):
+    for name, help_text in (
+        ("epsilon", "epsilon of Poisson-sampled Gaussian steps"),
+        ("calibrate", "sigma for epsilon"),
+    ):
         command = commands.add_parser(name, help=help_text)
         command.add_argument("--n", type=int, required=True, help="records")
         command.add_argument("--batch", type=float, required=True, help="expected batch, q·n")
@@ -79,9 +82,7 @@ def _epsilon(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def _calibrate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     setting = _setting(arguments)
-    sigma = calibrate_sigma(
-        setting["rate"], arguments.steps, arguments.epsilon, setting["delta"], arguments.accountant
-    )
+    sigma = calibrate_sigma(setting["rate"], arguments.steps, arguments.epsilon, setting["delta"], arguments.accountant)
     value = epsilon([Event(setting["rate"], sigma, arguments.steps)], setting["delta"], arguments.accountant)
     values = {**setting, "target_epsilon": arguments.epsilon, "sigma": sigma, "epsilon": value}
     return values, f"σ = {sigma} gives ε = {value:.6f} ≤ {arguments.epsilon:g}\n{_explain(values)}"

@@ -23,9 +23,7 @@ def threshold_for(records: int, expected_batch: float) -> int:
     if records < 1:
         raise PlanError(f"a private phase needs at least one record, the index holds {records}")
     if not 0 < expected_batch <= records:
-        raise PlanError(
-            f"expected_batch must lie in (0, {records}], the number of records, but is {expected_batch:g}"
-        )
+        raise PlanError(f"expected_batch must lie in (0, {records}], the number of records, but is {expected_batch:g}")
     return min(RATE_DENOMINATOR, max(1, round(expected_batch / records * RATE_DENOMINATOR)))
 
 

@@ -140,11 +140,7 @@ class BatchReader:
                 noise[row] = mask_noise(self._mask_key, step, int(ids_row[row]), spec.mask_patches)
             present[row] = True
         there = torch.from_numpy(present)
-        images = (
-            torch.from_numpy(pixels)
-            .permute(0, 3, 1, 2)
-            .to(torch.float32, memory_format=torch.contiguous_format)
-        )
+        images = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
         images = images * self._scale + self._shift
         inputs = {"images": torch.where(there.view(-1, 1, 1, 1), images, torch.zeros(()))}
         if self.text is not None:

@@ -68,7 +68,7 @@ def decode(data: bytes, at_least: int | None = None) -> np.ndarray:
 def _turn(image: Image.Image) -> Image.Transpose | None:
     try:
         return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # noqa: BLE001  a broken EXIF block is common and says nothing about the pixels
+    except Exception:
         return None
 
 

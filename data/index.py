@@ -103,9 +103,7 @@ def _record_offsets(fd: int, size: int, what: str) -> np.ndarray:
         if parts[0] != key:
             key, suffixes = parts[0], set()
             if key in seen:
-                raise ShardError(
-                    f"{what}: key '{key}' occurs twice; one record would count as two, so rename it"
-                )
+                raise ShardError(f"{what}: key '{key}' occurs twice; one record would count as two, so rename it")
             seen.add(key)
             starts.append(member.start)
         if parts[1] in suffixes:
@@ -125,9 +123,7 @@ def _check_stats(path: Path, records: int) -> None:
     except (ValueError, KeyError, TypeError):
         return
     if expected != records:
-        raise ShardError(
-            f"{path}: {records} records, but {stats.name} counts {expected}; fetch the shard again"
-        )
+        raise ShardError(f"{path}: {records} records, but {stats.name} counts {expected}; fetch the shard again")
 
 
 def build(
@@ -219,9 +215,7 @@ def _atomic(path: Path) -> Iterator[IO[bytes]]:
 class ShardIndex:
     """An opened index: how many records there are, and where each one lies."""
 
-    def __init__(
-        self, folder: Path, shard_folder: Path, shards: Sequence[Shard], offsets: np.ndarray, digest: str
-    ):
+    def __init__(self, folder: Path, shard_folder: Path, shards: Sequence[Shard], offsets: np.ndarray, digest: str):
         self.folder = folder
         self.shards = tuple(shards)
         self.index_sha256 = digest
@@ -270,9 +264,7 @@ class ShardIndex:
     def locate(self, record: int) -> tuple[Path, int, int]:
         """Shard, first byte and end of one record."""
         if not 0 <= record < self.records:
-            raise ShardError(
-                f"record {record} is outside 0..{self.records - 1}; the ids belong to another index"
-            )
+            raise ShardError(f"record {record} is outside 0..{self.records - 1}; the ids belong to another index")
         shard = int(np.searchsorted(self._ends, record, side="right"))
         # Every shard stores one number more than it has records.
         at = int(record) + shard
@@ -284,10 +276,6 @@ class ShardIndex:
             try:
                 size = path.stat().st_size
             except OSError as error:
-                raise ShardError(
-                    f"{path}: gone or unreadable since it was indexed ({error.strerror})"
-                ) from error
+                raise ShardError(f"{path}: gone or unreadable since it was indexed ({error.strerror})") from error
             if size != shard.bytes or (contents and scan(path)[2] != shard.sha256):
-                raise ShardError(
-                    f"{path}: changed since it was indexed; restore it or run launch/prepare.py index"
-                )
+                raise ShardError(f"{path}: changed since it was indexed; restore it or run launch/prepare.py index")

@@ -41,9 +41,7 @@ class PublicEpochs:
 
     def _order(self, epoch: int) -> np.ndarray:
         if self._cached is None or self._cached[0] != epoch:
-            seed = hashlib.blake2b(
-                struct.pack("<Q", epoch), key=self._key[:64], digest_size=16, person=b"mur-epochs"
-            )
+            seed = hashlib.blake2b(struct.pack("<Q", epoch), key=self._key[:64], digest_size=16, person=b"mur-epochs")
             raw = np.random.Philox(key=np.frombuffer(seed.digest(), dtype="<u8")).random_raw(self.records)
             self._cached = epoch, np.argsort(raw, kind="stable").astype(np.int64, copy=False)
         return self._cached[1]

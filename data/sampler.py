@@ -39,9 +39,7 @@ class PoissonSampler:
 
     def __init__(self, key: bytes, digest_key: bytes, records: int, threshold: int) -> None:
         if len(key) != 32 or len(digest_key) < 32:
-            raise ValueError(
-                "the sampler needs a 32-byte key and a digest key of at least 32 bytes; derive both"
-            )
+            raise ValueError("the sampler needs a 32-byte key and a digest key of at least 32 bytes; derive both")
         if records < 1:
             raise ValueError(f"{records} records: nothing to sample from; index the shards first")
         if not 1 <= threshold <= LANES:

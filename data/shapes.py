@@ -76,9 +76,7 @@ def class_names() -> list[str]:
 
 
 def draw_scene(rng: np.random.Generator) -> Scene:
-    colour, shape, size, background = (
-        int(rng.integers(len(table))) for table in (COLOURS, SHAPES, SIZES, BACKGROUNDS)
-    )
+    colour, shape, size, background = (int(rng.integers(len(table))) for table in (COLOURS, SHAPES, SIZES, BACKGROUNDS))
     return Scene(colour, shape, size, background)
 
 
@@ -102,9 +100,7 @@ def render(scene: Scene, side: int, rng: np.random.Generator) -> np.ndarray:
     y = grid[:, None] - np.float32(0.5 + rng.uniform(-room, room))
     turn = rng.uniform(-0.5, 0.5)
     cos, sin = np.float32(np.cos(turn)), np.float32(np.sin(turn))
-    distance = _distance(
-        scene.shape, cos * x + sin * y, cos * y - sin * x, np.float32(radius * _FILL[scene.shape])
-    )
+    distance = _distance(scene.shape, cos * x + sin * y, cos * y - sin * x, np.float32(radius * _FILL[scene.shape]))
     # The signed distance in pixels, clipped to one pixel around the edge, is the covered share of a pixel.
     cover = np.clip(0.5 - distance * side, 0, 1)[..., None]
     shade = rng.uniform(0.86, 1.04) + (rng.uniform(-0.12, 0.12) * (x + y))[..., None]
@@ -146,14 +142,10 @@ def _background(kind: int, side: int, rng: np.random.Generator) -> np.ndarray:
     pattern = np.zeros((side, side), np.float32)
     if kind:
         period = rng.uniform(0.16, 0.26)
-        grid = ((np.arange(side, dtype=np.float32) + 0.5) / side + np.float32(rng.uniform())) / np.float32(
-            period
-        )
+        grid = ((np.arange(side, dtype=np.float32) + 0.5) / side + np.float32(rng.uniform())) / np.float32(period)
         if kind == 1:
             turn = rng.uniform(0, np.pi)
-            pattern = _steps(
-                grid[None, :] * np.float32(np.cos(turn)) + grid[:, None] * np.float32(np.sin(turn))
-            )
+            pattern = _steps(grid[None, :] * np.float32(np.cos(turn)) + grid[:, None] * np.float32(np.sin(turn)))
         elif kind == 2:
             cell = np.mod(grid, 1) - np.float32(0.5)
             spot = np.sqrt(cell[None, :] ** 2 + cell[:, None] ** 2)

@@ -86,9 +86,7 @@ class ShardReader:
                     return parse(raw, what)
                 problem = ShardError(f"{what}: {len(raw)} bytes came; the shard was cut, restore it")
             except OSError as error:
-                problem = ShardError(
-                    f"{what}: cannot be read ({error.strerror or error}); restore access and resume"
-                )
+                problem = ShardError(f"{what}: cannot be read ({error.strerror or error}); restore access and resume")
             except ShardError as error:
                 problem = error
             self._source.forget(path)
@@ -106,7 +104,5 @@ def parse(raw: bytes, what: str) -> dict[str, bytes]:
             keys.add(parts[0])
             members[parts[1]] = raw[member.data : member.data + member.size]
     if len(keys) != 1:
-        raise ShardError(
-            f"{what}: holds {len(keys)} keys, not one; the index is stale, run launch/prepare.py index"
-        )
+        raise ShardError(f"{what}: holds {len(keys)} keys, not one; the index is stale, run launch/prepare.py index")
     return members

@@ -67,23 +67,17 @@ def walk(read: Callable[[int, int], bytes], size: int, what: str, *, whole: bool
             length = int(extended.get("size", length))
         data, end = at + BLOCK, at + BLOCK + -(-length // BLOCK) * BLOCK
         if end > size:
-            raise ShardError(
-                f"{what}: cut off, the member at byte {at} needs {end} bytes and {size} are there"
-            )
+            raise ShardError(f"{what}: cut off, the member at byte {at} needs {end} bytes and {size} are there")
         if kind == b"x":
             extended, pending = _pax(read(data, length), at, what), True
         elif kind == b"L":
             long_name, pending = _text(read(data, length)), True
         elif kind == b"g":
             if "path" in (shared := _pax(read(data, length), at, what)) or "size" in shared:
-                raise ShardError(
-                    f"{what}: a global header at byte {at} renames members; write the shard anew"
-                )
+                raise ShardError(f"{what}: a global header at byte {at} renames members; write the shard anew")
         elif kind != b"K":
             if kind in _REGULAR:
-                yield Member(
-                    extended.get("path") or long_name or _ustar_name(header), start, data, length, end
-                )
+                yield Member(extended.get("path") or long_name or _ustar_name(header), start, data, length, end)
             elif kind not in _EMPTY:
                 raise ShardError(f"{what}: the member at byte {at} is a link or of unknown type {kind!r}")
             start, extended, long_name, pending = end, {}, None, False

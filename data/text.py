@@ -29,9 +29,7 @@ class TextEncoder:
             raw = Path(path).read_bytes()
             self._tokenizer = Tokenizer.from_buffer(raw)
         except OSError as error:
-            raise ValueError(
-                f"{path}: no tokenizer here ({error.strerror}); name a tokenizer.json"
-            ) from error
+            raise ValueError(f"{path}: no tokenizer here ({error.strerror}); name a tokenizer.json") from error
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"{path}: not a tokenizer.json ({error})") from error
         self._tokenizer.no_truncation()

@@ -87,15 +87,11 @@ def shader(side: int, rng: np.random.Generator, octaves: int = 4) -> np.ndarray:
     value = np.sin(x * np.float32(rng.uniform(0.6, 2))) + np.cos(y * np.float32(rng.uniform(0.6, 2)))
     level, swing = rng.uniform(0.35, 0.65, 3), rng.uniform(0.15, 0.45, 3)
     rate, shift = rng.uniform(0.5, 1.6, 3), rng.uniform(0, 6.28, 3)
-    channels = [
-        level[i] + swing[i] * np.cos(np.float32(rate[i]) * value + np.float32(shift[i])) for i in range(3)
-    ]
+    channels = [level[i] + swing[i] * np.cos(np.float32(rate[i]) * value + np.float32(shift[i])) for i in range(3)]
     return np.stack(channels, axis=-1)
 
 
 def _palette(rng: np.random.Generator, count: int) -> np.ndarray:
     """Colours around a few common ones: free colours would average to mud."""
     base = rng.uniform(0.05, 0.95, (4, 3))
-    return np.clip(base[rng.integers(4, size=count)] + rng.normal(0, 0.12, (count, 3)), 0, 1).astype(
-        np.float32
-    )
+    return np.clip(base[rng.integers(4, size=count)] + rng.normal(0, 0.12, (count, 3)), 0, 1).astype(np.float32)

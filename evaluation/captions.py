@@ -9,9 +9,7 @@ from evaluation.text import CaptionModel, Text
 
 
 @torch.no_grad()
-def greedy_captions(
-    model: CaptionModel, images: Tensor, text: Text, *, length: int, batch: int = 64
-) -> list[str]:
+def greedy_captions(model: CaptionModel, images: Tensor, text: Text, *, length: int, batch: int = 64) -> list[str]:
     """One caption per image, at most `length` tokens counting the start token."""
     captions: list[str] = []
     for chunk in images.split(batch):

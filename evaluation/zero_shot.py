@@ -36,9 +36,7 @@ def score_labels(
     """
     each = [prompts] * len(images) if isinstance(prompts, str) else list(prompts)
     if len(each) != len(images):
-        raise ValueError(
-            f"got {len(each)} prompts for {len(images)} images; pass one prompt, or one per image."
-        )
+        raise ValueError(f"got {len(each)} prompts for {len(images)} images; pass one prompt, or one per image.")
     if not labels:
         raise ValueError("there are no labels to score; pass at least one.")
     endings = [_ids(text, label) for label in labels]
@@ -101,9 +99,7 @@ def zero_shot(
     for axis, labels in labels_per_axis.items():
         best = score_labels(model, images, prompts, labels, text, rows=rows).argmin(dim=1)
         predicted[axis] = best
-        prompts = [
-            f"{before} {labels[number]}" for before, number in zip(prompts, best.tolist(), strict=True)
-        ]
+        prompts = [f"{before} {labels[number]}" for before, number in zip(prompts, best.tolist(), strict=True)]
     return predicted
 
 

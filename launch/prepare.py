@@ -42,9 +42,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="prepare.py", description="Prepare data for Murmuration.")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="draw the demo data set (public by construction)")
-    demo.add_argument(
-        "--out", type=Path, default=ROOT / "demo_data", help="default: demo_data in the repository"
-    )
+    demo.add_argument("--out", type=Path, default=ROOT / "demo_data", help="default: demo_data in the repository")
     demo.add_argument("--private", type=int, default=20_000, help="captioned records of the training set")
     demo.add_argument("--held-out", type=int, default=2_000, help="captioned and labelled public records")
     demo.add_argument("--textures", type=int, default=10_000, help="public textures for the warm start")
@@ -52,9 +50,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     demo.add_argument("--force", action="store_true", help="replace folders made with other settings")
     index = commands.add_parser("index", help="index tar shards")
     index.add_argument("shards", help="a folder, or a pattern such as 'shards/{000000..000019}.tar'")
-    index.add_argument(
-        "--out", type=Path, default=None, help="index folder (default: index/ beside the shards)"
-    )
+    index.add_argument("--out", type=Path, default=None, help="index folder (default: index/ beside the shards)")
     index.add_argument("--workers", type=int, default=None, help="processes (default: one per core)")
     return parser.parse_args(argv)
 
@@ -71,9 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 def _index(arguments: argparse.Namespace) -> int:
     from data.index import build
 
-    index = build(
-        arguments.shards, arguments.out, workers=arguments.workers, progress=_progress("indexing", "shards")
-    )
+    index = build(arguments.shards, arguments.out, workers=arguments.workers, progress=_progress("indexing", "shards"))
     print(f"{index.records} records in {len(index.shards)} shards, index in {index.folder}")
     print(f"manifest {index.manifest_digest}")
     return 0
@@ -112,9 +106,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _folder(
-    target: Path, request: dict[str, Any], make: Callable[[], Iterable[Sample]], *, force: bool
-) -> None:
+def _folder(target: Path, request: dict[str, Any], make: Callable[[], Iterable[Sample]], *, force: bool) -> None:
     """Write one data set to a hidden folder, index it, then rename: a kill leaves nothing half-written."""
     from data.index import build
     from data.synthetic import write_shards
@@ -124,9 +116,7 @@ def _folder(
         print(f"{target.name}: {request['records']} records are there already")
         return
     if target.exists() and not force:
-        raise ValueError(
-            f"{target}: holds other or damaged data; replace it with --force or use another --out"
-        )
+        raise ValueError(f"{target}: holds other or damaged data; replace it with --force or use another --out")
     if target.exists() and found is None:
         raise ValueError(f"{target}: not made by prepare.py, so --force leaves it alone; use another --out")
     partial = target.with_name(f".{target.name}.partial")

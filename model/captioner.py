@@ -67,15 +67,11 @@ class Captioner(Encoder):
         self.text_embedding = nn.Embedding(shape.vocabulary, text.width)
         device = self.cls_token.device
         self.register_buffer("decoder_pos_embed", image_positions(text.width, shape.grid).to(device))
-        self.register_buffer(
-            "text_decoder_pos_embed", text_positions(text.width, shape.text_length).to(device)
-        )
+        self.register_buffer("text_decoder_pos_embed", text_positions(text.width, shape.text_length).to(device))
         self.register_buffer("decoder_image_type_embedding", torch.zeros(1, 1, text.width))
         self.register_buffer("decoder_text_type_embedding", torch.zeros(1, 1, text.width))
         self.decoder = Decoder(text.width, text.heads, text.depth)
-        self.decoder_pred_text = nn.Sequential(
-            nn.LayerNorm(text.width), nn.Linear(text.width, shape.vocabulary)
-        )
+        self.decoder_pred_text = nn.Sequential(nn.LayerNorm(text.width), nn.Linear(text.width, shape.vocabulary))
 
     def encode_images(self, images: Tensor) -> Tensor:
         """[B, 1 + patches, decoder width]: what the text decoder attends to; compute once per image."""

@@ -120,9 +120,7 @@ def _probe(forward: Callable[[Inputs], Tensor], inputs: Inputs, batch: int, tole
 
 def _check_gradients(losses: Tensor, floats: Inputs, batch: int, tolerance: float) -> None:
     for own in range(batch):
-        gradients = torch.autograd.grad(
-            losses[own], list(floats.values()), retain_graph=True, allow_unused=True
-        )
+        gradients = torch.autograd.grad(losses[own], list(floats.values()), retain_graph=True, allow_unused=True)
         for name, gradient in zip(floats, gradients, strict=True):
             if gradient is None:
                 continue

@@ -129,9 +129,7 @@ def _stack(prefix: str, base: Stack | None, width: int | None, depth: int | None
     missing = [name for name, value in named.items() if value is None] if base is None else []
     if missing:
         fields = ", ".join(f"model.{prefix}{name}" for name in missing)
-        raise SettingsError(
-            f'model.size "custom" needs {fields} as well; give them or name a published size.'
-        )
+        raise SettingsError(f'model.size "custom" needs {fields} as well; give them or name a published size.')
     filled = base or Stack(0, 0, 0)
     stack = Stack(width or filled.width, depth or filled.depth, heads or filled.heads)
     if stack.width % stack.heads:

@@ -55,6 +55,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, config: Config) -> int:
+    from train.process import quiet_libraries
+
+    quiet_libraries()
     # Heavy imports only now: bad input is answered in a second.
     from accounting.journal import BudgetSpent
     from accounting.keys import KeyFileError
@@ -89,5 +92,3 @@ def _complain(error: Exception, code: int) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr, flush=True)
     return code
-
-

@@ -99,5 +99,9 @@ class Pace:
             return ""
         rate, how = known
         seconds = round((steps - step) * self._records / rate)
-        eta = f"{seconds // 3600}h{seconds % 3600 // 60:02d}m" if seconds >= 3600 else f"{seconds // 60}m{seconds % 60:02d}s"
+        eta = (
+            f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+            if seconds >= 3600
+            else f"{seconds // 60}m{seconds % 60:02d}s"
+        )
         return f"{rate:,.0f} samples/s{how}  ETA {eta}"

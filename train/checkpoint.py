@@ -142,7 +142,7 @@ class Loaded:
             if not path.exists() or _hash(path) != expected:
                 raise CheckpointError(f"{path} is missing or damaged: its hash is not the one in the manifest")
             with safe_open(str(path), framework="pt") as file:
-                for key in file.keys():
+                for key in file.keys():  # noqa: SIM118 (a safe_open is not iterable)
                     kind, parameter, start = key.split("|")
                     length = file.get_slice(key).get_shape()
                     size = length[0] if length else 1

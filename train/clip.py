@@ -69,10 +69,7 @@ class ClipRule:
 
     def factors(self, norms: Tensor) -> Tensor:
         """fp64 in, fp32 out; 0 for a norm that is zero or not finite. A record's scaled norm never exceeds `bound`."""
-        if self.kind == "flat":
-            factors = (self.bound / norms).clamp(max=1.0)
-        else:
-            factors = self.bound / (norms + self.gamma)
+        factors = (self.bound / norms).clamp(max=1.0) if self.kind == "flat" else self.bound / (norms + self.gamma)
         usable = torch.isfinite(norms) & (norms > 0)
         return torch.where(usable, factors, torch.zeros_like(factors)).to(torch.float32)
 

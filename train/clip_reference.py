@@ -19,8 +19,6 @@ from train.clip import ClippedSum, ClipRule
 SMALLEST, LARGEST = 1e-12, 1e12
 
 
-
-
 class ReferenceClip:
     def __init__(self, rule: ClipRule) -> None:
         self.rule = rule

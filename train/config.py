@@ -33,8 +33,8 @@ class ZeroOptimization(Section):
     """DeepSpeed's section of that name, without the settings that hide or change gradients."""
 
     stage: Literal[0, 1, 2] = 1
-    reduce_bucket_size: int = Field(50_000_000, gt=0)
-    allgather_bucket_size: int = Field(50_000_000, gt=0)
+    reduce_bucket_size: int = Field(default=50_000_000, gt=0)
+    allgather_bucket_size: int = Field(default=50_000_000, gt=0)
     contiguous_gradients: bool = True
     overlap_comm: Literal[False] = False
     round_robin_gradients: Literal[False] = False
@@ -45,30 +45,32 @@ class ShardData(Section):
 
     source: Literal["shards"] = "shards"
     path: str
-    public: bool = Field(False, description="Your word that nobody's privacy depends on these records.")
-    expected_records: int | None = Field(None, gt=0, description="Serves --dry-run where the data are not at hand.")
+    public: bool = Field(default=False, description="Your word that nobody's privacy depends on these records.")
+    expected_records: int | None = Field(
+        default=None, gt=0, description="Serves --dry-run where the data are not at hand."
+    )
     augment: Literal["none", "center", "random_resized_crop"] = "none"
-    tokenizer: str | None = Field(None, description="A local tokenizer.json that saw no private caption.")
+    tokenizer: str | None = Field(default=None, description="A local tokenizer.json that saw no private caption.")
 
 
 class Clip(Section):
     kind: Literal["flat", "automatic"] = "flat"
-    norm: float = Field(1.0, gt=0, description="C: the most that one record moves the sum.")
-    gamma: float = Field(0.01, gt=0, description="Automatic clipping scales by C / (norm + gamma).")
+    norm: float = Field(default=1.0, gt=0, description="C: the most that one record moves the sum.")
+    gamma: float = Field(default=0.01, gt=0, description="Automatic clipping scales by C / (norm + gamma).")
 
 
 class Privacy(Section):
     epsilon: float = Field(gt=0, description="Budget of the phase; training stops before it is passed.")
-    delta: float | str | None = Field(None, description="A number, '1/n' or '1/(2n)'; null means 1/(2n).")
+    delta: float | str | None = Field(default=None, description="A number, '1/n' or '1/(2n)'; null means 1/(2n).")
     expected_batch: float = Field(gt=0, description="q·n: the constant by which every noised sum is divided.")
     clip: Clip = Clip()
-    noise_multiplier: float | None = Field(None, gt=0, description="null: calibrated from epsilon.")
+    noise_multiplier: float | None = Field(default=None, gt=0, description="null: calibrated from epsilon.")
 
 
 class OptimizerParams(Section):
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
 
     @field_validator("betas")
     @classmethod
@@ -85,9 +87,11 @@ class Optimizer(Section):
 
 class Schedule(Section):
     peak: float = Field(gt=0, description="Learning rate after the warm-up.")
-    warmup: int = Field(0, ge=0, description="Steps of linear warm-up; the first step already moves.")
+    warmup: int = Field(default=0, ge=0, description="Steps of linear warm-up; the first step already moves.")
     shape: Literal["constant", "linear", "cosine"] = "cosine"
-    end: int | None = Field(None, gt=0, description="Step at which the shape reaches zero; null means the last.")
+    end: int | None = Field(
+        default=None, gt=0, description="Step at which the shape reaches zero; null means the last."
+    )
 
 
 class ZeroShot(Section):
@@ -101,7 +105,7 @@ class Evaluation(Section):
     """Public held-out records, measured at checkpoints only: nothing leaves before the weights are durable."""
 
     path: str
-    records: int = Field(512, gt=0)
+    records: int = Field(default=512, gt=0)
     zero_shot: ZeroShot | None = None
 
 
@@ -111,7 +115,7 @@ class Phase(Section):
     objective: Literal["mae", "caption"]
     trainable: Literal["all"] = "all"
     privacy: Privacy | None = None
-    batch: int | None = Field(None, gt=0, description="Records per step of a non-private phase.")
+    batch: int | None = Field(default=None, gt=0, description="Records per step of a non-private phase.")
     optimizer: Optimizer = Optimizer()
     schedule: Schedule
     steps: int = Field(gt=0)
@@ -137,12 +141,12 @@ class Phase(Section):
 class Run(Section):
     engine: Literal["deepspeed"] = "deepspeed"
     clip_engine: Literal["reference"] = "reference"
-    dir: str | None = Field(None, description="null: runs/<config name> under the current folder.")
-    checkpoint_every: int = Field(100, gt=0)
-    keep_checkpoints: int = Field(2, gt=0)
-    log_every: int = Field(10, gt=0)
-    keep_key: bool = Field(False, description="Keep the run key after the final certificate.")
-    debug_seed: int | None = Field(None, description="Keys from this seed: repeatable, and NOT PRIVATE.")
+    dir: str | None = Field(default=None, description="null: runs/<config name> under the current folder.")
+    checkpoint_every: int = Field(default=100, gt=0)
+    keep_checkpoints: int = Field(default=2, gt=0)
+    log_every: int = Field(default=10, gt=0)
+    keep_key: bool = Field(default=False, description="Keep the run key after the final certificate.")
+    debug_seed: int | None = Field(default=None, description="Keys from this seed: repeatable, and NOT PRIVATE.")
 
 
 class Config(Section):
@@ -150,12 +154,12 @@ class Config(Section):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, title="Murmuration run")
 
-    schema_path: str | None = Field(None, alias="$schema")
+    schema_path: str | None = Field(default=None, alias="$schema")
     about: About = About()
     train_micro_batch_size_per_gpu: int = Field(gt=0)
     gradient_accumulation_steps: Literal[1] = 1
-    gradient_clipping: Literal[0, 0.0] = 0
-    steps_per_print: int = Field(1_000_000_000, gt=0)
+    gradient_clipping: float = Field(default=0.0, ge=0, le=0)
+    steps_per_print: int = Field(default=1_000_000_000, gt=0)
     wall_clock_breakdown: bool = False
     zero_optimization: ZeroOptimization = ZeroOptimization()
     model: ModelSettings

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from accounting.accountant import round_up
-from data.tar import ShardError
 from data.index import ShardIndex
+from data.tar import ShardError
 from model.build import build
 from train.config import Config, Phase
 from train.recipe import RecipeError, clip_rule, make_plan, planned_epsilon, resolve_shape

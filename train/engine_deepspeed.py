@@ -8,7 +8,7 @@ the hook demands a one-shot update and every step is checked afterwards.
 from __future__ import annotations
 
 import logging
-import os
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -20,28 +20,15 @@ from train.clip import PlainForward, PrivateForward, assert_exact_matmul
 from train.config import ZeroOptimization
 from train.engine import Applied, Shard
 from train.gradient import Update, UpdateError
+from train.process import describe_process
 from train.ranks import Ranks
 from train.shard_map import whole_parameters, zero_slices
 
 
 def start_ranks(timeout_seconds: int = 1800) -> Ranks:
     """Joins the process group that the launcher describes; alone, without one, a group of one is made."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29531")
-    local = int(os.environ["LOCAL_RANK"])
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local)
-    elif "OMP_NUM_THREADS" not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
-        # Without this, every rank starts one thread per core and they fight; torchrun pins each to one thread.
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
-    from datetime import timedelta
-
+    device = describe_process()
     deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_seconds), verbose=False)
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
 
 

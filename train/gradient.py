@@ -39,7 +39,8 @@ class Fragment:
 class Update(Protocol):
     """Turns the reduced sum on a shard into what the optimizer may see; counts the elements it turned."""
 
-    elements: int
+    @property
+    def elements(self) -> int: ...
 
     def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None: ...
 

@@ -120,7 +120,8 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
             ranks=ranks, board=run.board, pace=pace, checkpoints=run.checkpoints,
             checkpoint_every=config.run.checkpoint_every, log_every=config.run.log_every, replicated=replicated,
             evaluator=evaluator, clip_bound=clip.rule.bound if clip else None,
-            header=lambda: _header(run, phase), checkpointed=lambda t, digest: run.writer.checkpointed(number, t, digest),
+            header=lambda: _header(run, phase),
+            checkpointed=lambda t, digest: run.writer.checkpointed(number, t, digest),
             spent=lambda: run.writer.history.epsilon() if plan else None,
             budget=plan.epsilon_budget if plan else None, public_records=settings.data.public,
         ).run(done)  # fmt: skip
@@ -144,9 +145,7 @@ def _model(phase: ReadyPhase, loaded: Loaded | None, resumed: bool) -> nn.Module
 def _declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     privacy = phase.settings.privacy
     if privacy is None:
-        run.writer.declare_nonprivate(
-            phase.number, phase.name, phase.settings.data.public, phase.index.manifest_digest
-        )
+        run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, phase.index.manifest_digest)
         return None
     known = run.writer.history.plans.get(phase.number)
     plan = make_plan(phase.settings, privacy, phase.index.records, f"phases.{phase.number}", known)
@@ -162,7 +161,8 @@ def _segment(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
     known = run.writer.history.segments_of(phase.number)
     if known and known[-1].manifest_digest != contents["data"]:
         raise LedgerError(
-            f"the records of phase {phase.name!r} changed since the run began; restore them or start a new run directory"
+            f"the records of phase {phase.name!r} changed since the run began; "
+            "restore them or start a new run directory"
         )
     if reason is None:
         run.writer.resumed(phase.number, done)
@@ -173,9 +173,7 @@ def _segment(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
             "change with --new-segment 'why' (all opened steps stay charged)"
         )
     salt = "debug" if run.key.debug else None
-    return run.writer.begin_segment(
-        phase.number, digest, contents["data"], done, run.new_segment or reason, salt
-    )
+    return run.writer.begin_segment(phase.number, digest, contents["data"], done, run.new_segment or reason, salt)
 
 
 def _derive(key: RunKey, phase: int, segment: Segment | None, purpose: Purpose) -> bytes:

@@ -82,8 +82,8 @@ def _open(config: Config, number: int, phase: Phase, shape: Shape) -> ReadyPhase
             raise RecipeError(f"{where}.data.tokenizer: {error}") from None
         if text.vocabulary > shape.vocabulary:
             raise RecipeError(
-                f"{where}.data.tokenizer has {text.vocabulary} tokens, more than model.vocabulary = {shape.vocabulary}; "
-                f"set model.vocabulary to at least {text.vocabulary}"
+                f"{where}.data.tokenizer has {text.vocabulary} tokens, more than model.vocabulary = "
+                f"{shape.vocabulary}; set model.vocabulary to at least {text.vocabulary}"
             )
     held_out = None
     if phase.evaluation is not None:
@@ -114,8 +114,10 @@ def _check_expected(index: ShardIndex, data: ShardData, where: str) -> None:
         )
 
 
-def make_plan(phase: Phase, privacy: Privacy, records: int, where: str, known: PrivacyPlan | None = None) -> PrivacyPlan:
-    """Freezes n, q, C, sigma, T and delta. `known` is the plan in the ledger: its calibrated sigma is not recomputed."""
+def make_plan(
+    phase: Phase, privacy: Privacy, records: int, where: str, known: PrivacyPlan | None = None
+) -> PrivacyPlan:
+    """Freezes n, q, C, sigma, T and delta; `known` is the ledger's plan, whose sigma need not be calibrated again."""
     try:
         threshold = threshold_for(records, privacy.expected_batch)
         delta = parse_delta(privacy.delta, records)
@@ -147,5 +149,3 @@ def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int, where: str)
 def expected_rows(records_per_step: float, micro_batch: int, world: int) -> int:
     """Micro-batches per rank of an expected logical batch."""
     return max(1, math.ceil(records_per_step / world / micro_batch))
-
-

@@ -73,7 +73,7 @@ def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
             if name == "epsilon" and phase.privacy is not None:
                 axis.axhline(phase.privacy.epsilon, color=ORANGE, linestyle="--", linewidth=1)
                 axis.set_ylim(0, phase.privacy.epsilon * 1.1)
-                axis.text(steps[0], phase.privacy.epsilon * 1.02, "budget", color=ORANGE, fontsize=8)
+                axis.text(min(points[name]), phase.privacy.epsilon * 1.02, "budget", color=ORANGE, fontsize=8)
             elif name == "update_snr":
                 axis.set_ylim(bottom=0)
         if answers:

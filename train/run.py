@@ -63,7 +63,10 @@ def run_all(arguments: argparse.Namespace, config: Config, root: Path, ranks: Ra
             )  # fmt: skip
             for phase in phases:
                 loaded = _latest(checkpoints, journal, ranks)
-                if loaded is None or (loaded.position.phase, loaded.position.step) < (phase.number, phase.settings.steps):
+                if loaded is None or (loaded.position.phase, loaded.position.step) < (
+                    phase.number,
+                    phase.settings.steps,
+                ):
                     train_phase(context, phase, loaded)
         spent = None
         state = {"status": "done"}

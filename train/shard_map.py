@@ -21,10 +21,7 @@ class ShardMapError(RuntimeError):
 
 def whole_parameters(trainable: Mapping[str, nn.Parameter]) -> dict[int, tuple[Tensor, list[Fragment]]]:
     """Without sharding the optimizer holds the parameters themselves."""
-    return {
-        id(p): (p, [Fragment(name, index, 0, p.numel(), 0)])
-        for index, (name, p) in enumerate(trainable.items())
-    }
+    return {id(p): (p, [Fragment(name, index, 0, p.numel(), 0)]) for index, (name, p) in enumerate(trainable.items())}
 
 
 def zero_slices(
@@ -55,4 +52,6 @@ def _prove(flat: Tensor, fragments: list[Fragment], trainable: Mapping[str, nn.P
         end = fragment.position + fragment.length
         weights = trainable[fragment.name].detach().reshape(-1)[fragment.start : fragment.start + fragment.length]
         if end > flat.numel() or not torch.equal(fragment.of(flat.detach()), weights.to(flat.dtype)):
-            raise ShardMapError(f"{fragment.name}: its shard does not hold its weights; the layout is not the known one")
+            raise ShardMapError(
+                f"{fragment.name}: its shard does not hold its weights; the layout is not the known one"
+            )

@@ -159,9 +159,7 @@ def test_bad_records_are_like_absent_ones(hostile: ShardIndex, text: TextEncoder
     reader, clean = _reader(hostile, text, threads=threads), _reader(hostile, text)
     with_bad, without = reader.read(ids, 3), clean.read(absent, 3)
     assert with_bad.present.tolist() == [i % 2 == 0 for i in range(hostile.records)]
-    assert _same(with_bad, without), (
-        "a bad record must be bit-identical to an empty slot, neighbours included"
-    )
+    assert _same(with_bad, without), "a bad record must be bit-identical to an empty slot, neighbours included"
     assert all(torch.isfinite(tensor).all() for tensor in with_bad.inputs.values())
     reader.read(ids, 4)
     assert sorted(reader.bad_records) == list(range(1, hostile.records, 2)), "each bad id once"
@@ -178,9 +176,7 @@ def test_labels(tmp_path: Path, write_tar: Callable[..., Path], picture: Callabl
     records = [json.dumps({"colour": 3, "shape": 2}).encode(), b"{}", b"no json", None]
     samples = []
     for number, labels in enumerate(records):
-        samples.append(
-            {"__key__": str(number), "jpg": picture(number)} | ({"json": labels} if labels else {})
-        )
+        samples.append({"__key__": str(number), "jpg": picture(number)} | ({"json": labels} if labels else {}))
     write_tar(tmp_path / "a.tar", samples)
     reader = BatchReader(build(tmp_path), DataSpec(16, labels=("colour", "shape")))
     batch = reader.read(np.arange(4), 0)
@@ -202,9 +198,7 @@ class _Flaky(LocalFiles):
             return raw
         if self.how == "error":
             raise OSError(errno.EIO, "Input/output error")
-        if (
-            self.how == "one member"
-        ):  # the treacherous cut: what is left parses, and looks like a missing caption
+        if self.how == "one member":  # the treacherous cut: what is left parses, and looks like a missing caption
             return raw[: next(walk(lambda at, count: raw[at : at + count], len(raw), "", whole=False)).end]
         return raw[: len(raw) // 2] if self.how == "short" else bytes(len(raw))
 

@@ -52,9 +52,7 @@ def test_offsets_are_eight_bytes_per_record_and_agree_with_tarfile(small_set: Sh
     # PAX headers really are there: the file's data does not follow its first header block at once.
     assert members[0].offset_data - members[0].offset > 512
     located = [small_set.locate(record) for record in range(11, 25)]
-    assert [start for _, start, _ in located] == [
-        member.offset for member in members if member.name.endswith("jpg")
-    ]
+    assert [start for _, start, _ in located] == [member.offset for member in members if member.name.endswith("jpg")]
     assert all(end == following[1] for (_, _, end), following in pairwise(located))
     stored = np.load(small_set.folder / "offsets.npy")
     assert stored.dtype == np.uint64 and stored.nbytes == 8 * (25 + 3)
@@ -62,9 +60,7 @@ def test_offsets_are_eight_bytes_per_record_and_agree_with_tarfile(small_set: Sh
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
 def test_long_and_foreign_names(tmp_path: Path, form: int) -> None:
-    members = [
-        (f"{LONG}{i}.{suffix}", f"{i}{suffix}".encode()) for i in range(3) for suffix in ("jpg", "seg.PNG")
-    ]
+    members = [(f"{LONG}{i}.{suffix}", f"{i}{suffix}".encode()) for i in range(3) for suffix in ("jpg", "seg.PNG")]
     # The plain name last: a long name must not stick to the member after it.
     members += [("ünïcode.jpg", b"u"), (f"{LONG}x.jpg", b"x"), ("y.jpg", b"y")]
     _write_tarfile(tmp_path / "a.tar", members, form)

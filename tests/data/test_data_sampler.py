@@ -88,9 +88,9 @@ def _p_values(draws: list[np.ndarray], records: int, q: float) -> tuple[float, f
     p_counts = 2 * min(float(stats.chi2.sf(chi2, records)), float(stats.chi2.cdf(chi2, records)))
     sizes = np.array([len(draw) for draw in draws])
     # Sizes are integers: spread over the step of the distribution function, they are uniform under H0.
-    spread = stats.binom.cdf(sizes - 1, records, q) + np.random.default_rng(1).random(
-        steps
-    ) * stats.binom.pmf(sizes, records, q)
+    spread = stats.binom.cdf(sizes - 1, records, q) + np.random.default_rng(1).random(steps) * stats.binom.pmf(
+        sizes, records, q
+    )
     return p_counts, float(stats.kstest(spread, "uniform").pvalue)
 
 
@@ -113,16 +113,12 @@ def test_the_rate_test_has_power() -> None:
     p_counts, p_sizes = _p_values([wrong.draw(step).ids for step in range(steps)], records, 1 / 50)
     assert p_counts < 1e-4 and p_sizes < 1e-6
     fixed = [np.sort(np.random.default_rng(step).choice(records, 40, replace=False)) for step in range(steps)]
-    assert _p_values(fixed, records, 1 / 50)[1] < 1e-6, (
-        "a fixed batch size must not pass for Poisson sampling"
-    )
+    assert _p_values(fixed, records, 1 / 50)[1] < 1e-6, "a fixed batch size must not pass for Poisson sampling"
 
 
 def test_digest_is_keyed_and_covers_everything() -> None:
     draw = _sampler(100, LANES // 4).draw(6)
-    message = (
-        b"".join(n.to_bytes(8, "little") for n in (6, LANES // 4, 100)) + draw.ids.astype("<i8").tobytes()
-    )
+    message = b"".join(n.to_bytes(8, "little") for n in (6, LANES // 4, 100)) + draw.ids.astype("<i8").tobytes()
     assert draw.digest == hmac.new(DIGEST_KEY, message, hashlib.sha256).hexdigest()
     others = {
         PoissonSampler(KEY, bytes(32), 100, LANES // 4).draw(6).digest,

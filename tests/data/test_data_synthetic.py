@@ -64,9 +64,7 @@ def test_captions_stay_inside_the_grammar(tmp_path: Path) -> None:
     prompted = 0
     for index in range(3000):
         rng = generator(9, index)
-        scene = Scene(
-            *(int(rng.integers(n)) for n in (len(COLOURS), len(SHAPES), len(SIZES), len(BACKGROUNDS)))
-        )
+        scene = Scene(*(int(rng.integers(n)) for n in (len(COLOURS), len(SHAPES), len(SIZES), len(BACKGROUNDS))))
         words = caption(scene, rng)
         row = text.encode(words)
         assert text.unk not in row and text.end in row and text.decode(row) == words

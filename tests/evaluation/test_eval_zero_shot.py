@@ -55,9 +55,7 @@ def test_scores_are_the_mean_entropy_of_the_labels_tokens(model: Captioner, whol
     prompts, labels = ["a photo of a", "a photo", "of"], ["red", "dark blue", "circle"]
     scores = score_labels(model, images, prompts, labels, Words(), rows=4, count_prompt=whole)
     assert not scores.requires_grad
-    expected = [
-        [by_hand(model, x, p, label, whole) for label in labels] for x, p in zip(images, prompts, strict=True)
-    ]
+    expected = [[by_hand(model, x, p, label, whole) for label in labels] for x, p in zip(images, prompts, strict=True)]
     torch.testing.assert_close(scores, torch.tensor(expected), rtol=1e-5, atol=1e-5)
     again = score_labels(model, images, prompts, labels, Words(), count_prompt=whole)
     torch.testing.assert_close(again, scores, rtol=1e-5, atol=1e-5)

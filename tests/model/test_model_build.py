@@ -16,9 +16,7 @@ from model.settings import ModelSettings
 def test_sincos_spot_values() -> None:
     text = text_positions(8, 5)[0]
     assert text[0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    expected = [math.sin(3 / 10000 ** (i / 4)) for i in range(4)] + [
-        math.cos(3 / 10000 ** (i / 4)) for i in range(4)
-    ]
+    expected = [math.sin(3 / 10000 ** (i / 4)) for i in range(4)] + [math.cos(3 / 10000 ** (i / 4)) for i in range(4)]
     torch.testing.assert_close(text[3], torch.tensor(expected))
     image = image_positions(8, 3)[0]
     assert image.shape == (10, 8) and not bool(image[0].any())

@@ -18,9 +18,7 @@ MakeInputs = Callable[[str, int], dict[str, Tensor]]
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_token_changes_no_earlier_logits(
-    settings: ModelSettings, make_inputs: MakeInputs, fused: bool
-) -> None:
+def test_a_token_changes_no_earlier_logits(settings: ModelSettings, make_inputs: MakeInputs, fused: bool) -> None:
     model = build(settings, "caption")
     use_fused(model, fused)
     inputs = make_inputs("caption", 2)

@@ -51,9 +51,7 @@ def test_fused_and_written_out_attention_agree(model: Encoder, inputs: dict[str,
     torch.testing.assert_close(fused, model(inputs), rtol=1e-6, atol=1e-6)
 
 
-def test_losses_are_per_sample_and_ignore_order_and_neighbours(
-    model: Encoder, inputs: dict[str, Tensor]
-) -> None:
+def test_losses_are_per_sample_and_ignore_order_and_neighbours(model: Encoder, inputs: dict[str, Tensor]) -> None:
     losses = model(inputs)
     assert losses.shape == (6,) and losses.dtype == torch.float32
     order = torch.tensor([3, 1, 5, 0, 2, 4])
@@ -91,6 +89,4 @@ def test_bf16_autocast_keeps_fp32_losses(model: Encoder, inputs: dict[str, Tenso
     assert rounded.dtype == torch.float32
     torch.testing.assert_close(rounded, exact, rtol=0.03, atol=0.03)
     rounded.sum().backward()
-    assert all(
-        p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad
-    )
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad)

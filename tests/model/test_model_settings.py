@@ -61,9 +61,7 @@ def test_captioner_trains_exactly_the_published_number(size: Size) -> None:
         ("captioner", "large", 16, (768, 12)),
     ],
 )
-def test_families_keep_their_own_heads(
-    family: Literal["mae", "captioner"], size: Size, heads: int, text: Any
-) -> None:
+def test_families_keep_their_own_heads(family: Literal["mae", "captioner"], size: Size, heads: int, text: Any) -> None:
     shape = ModelSettings(family=family, size=size).resolved()
     assert shape.encoder.heads == heads
     assert text is None or (shape.text.width, shape.text.heads) == text

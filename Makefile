@@ -1,0 +1,31 @@
+# make setup | demo | test | test-slow | lint. Each creates .venv if it is missing; nothing need be set up before.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := $(CURDIR)/.venv/bin
+# One process per GPU; without GPUs two processes share the CPU.
+RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ "$$n" -gt 0 ] && echo $$n || echo 2)
+READY := .venv/.ready
+
+.PHONY: setup demo test test-slow lint
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@sh launch/setup.sh "$(PYTHON)"
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/python launch/prepare.py demo
+	@PATH="$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) launch/train.py --config ds_configs/demo.json
+	@$(BIN)/python launch/account.py verify runs/demo
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check -q . || { echo "run: .venv/bin/ruff format ."; exit 1; }
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/basedpyright --level error
+
+test: lint
+	@PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m "not slow" -q
+
+test-slow: $(READY)
+	@PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m slow -q

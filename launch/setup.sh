@@ -1,0 +1,26 @@
+#!/bin/sh
+# Checks the machine, then fills .venv from the constraints file. Called by `make setup`; may be repeated.
+set -eu
+cd "$(dirname "$0")/.."
+python="${1:-}"
+missing=""
+need() { missing="$missing
+  $1: install the package $2 (Debian/Ubuntu: apt-get install $3)"; }
+
+[ -n "$python" ] || { echo "error: no Python 3.11 or newer is on the PATH; install it (Debian/Ubuntu: apt-get install python3 python3-venv python3-dev) or name it: make setup PYTHON=..." >&2; exit 2; }
+"$python" -c 'import venv, ensurepip' 2>/dev/null || need "the venv module of $python" python3-venv python3-venv
+"$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' \
+    || need "the headers of $python (Python.h)" python3-dev python3-dev
+command -v g++ >/dev/null || need "the C++ compiler g++" g++ g++
+command -v make >/dev/null || need make make make
+command -v git >/dev/null || need git git git
+[ -z "$missing" ] || { echo "error: this machine lacks$missing" >&2; exit 2; }
+
+echo "Setting up .venv: about 5 GB on disk, most of it PyTorch with its GPU libraries."
+echo "The first training run also compiles one small DeepSpeed operation (about 50 s, once)."
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+.venv/bin/python -m pip install --quiet --disable-pip-version-check uv
+.venv/bin/uv pip install --quiet --python .venv/bin/python -r pyproject.toml --extra dev -c constraints.txt
+.venv/bin/python -c 'import torch, deepspeed, timm' 2>/dev/null >/dev/null \
+    || { echo "error: the installed packages do not import; remove .venv and run make setup again" >&2; exit 2; }
+echo "Ready: .venv/bin/python"
