@@ -1,0 +1,139 @@
+"""Real launches: small shards, a small config derived from the demo's, and commands as a user would type them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+TIMEOUT = 420
+
+
+def environment() -> dict[str, str]:
+    """What a user's shell would have: nothing that helps the trainer."""
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "DS_ACCELERATOR")
+    return {name: value for name, value in os.environ.items() if name not in dropped}
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Launch:
+    """One training command, run in its own session so that the whole tree can be signalled."""
+
+    config: Path
+    cwd: Path
+    ranks: int = 2
+    launcher: str = "deepspeed"
+    arguments: list[str] = field(default_factory=list)
+
+    def command(self) -> list[str]:
+        script = [str(ROOT / "launch" / "train.py"), "--config", str(self.config), *self.arguments]
+        if self.launcher == "deepspeed":
+            return [str(BIN / "deepspeed"), "--master_port", str(free_port()), "--num_gpus", str(self.ranks), *script]
+        if self.launcher == "torchrun":
+            head = ["--nproc_per_node", str(self.ranks), "--master_port", str(free_port())]
+            return [str(BIN / "torchrun"), *head, *script]
+        return [sys.executable, *script]
+
+    def start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(), cwd=self.cwd, env=environment(), text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def run(self) -> tuple[int, str]:
+        process = self.start()
+        output, _ = process.communicate(timeout=TIMEOUT)
+        return process.returncode, output
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = TIMEOUT) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None:
+            raise AssertionError(f"ended too early ({process.returncode}):\n{process.communicate()[0]}")
+        if time.monotonic() > deadline:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError(f"the awaited moment never came:\n{process.communicate()[0]}")
+        time.sleep(0.02)
+
+
+def ledger_lines(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "ledger.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def opened_steps(run_dir: Path) -> list[int]:
+    return [line["step"] for line in ledger_lines(run_dir) if line["kind"] == "open"]
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small_data")
+    command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "demo", "--out", str(folder)]
+    subprocess.run(
+        [*command, "--private", "600", "--held-out", "64", "--textures", "200"],
+        check=True, env=environment(), capture_output=True,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_config(small_data: Path) -> dict[str, Any]:
+    """The demo's config at toy size; a debug seed makes runs comparable bit by bit (and NOT PRIVATE)."""
+    config = json.loads((ROOT / "ds_configs" / "demo.json").read_text())
+    del config["$schema"]
+    config["train_micro_batch_size_per_gpu"] = 8
+    config["model"] |= {
+        "width": 32, "depth": 1, "heads": 2, "decoder_width": 32, "decoder_depth": 1, "decoder_heads": 2,
+        "mae_decoder_width": 16, "mae_decoder_heads": 2,
+    }  # fmt: skip
+    warm, private = config["phases"]
+    warm |= {"batch": 32, "steps": 2}
+    warm["data"]["path"] = str(small_data / "textures")
+    private["data"] |= {"path": str(small_data / "private"), "tokenizer": str(small_data / "tokenizer.json")}
+    private["data"] |= {"expected_records": 600, "augment": "random_resized_crop"}
+    private["privacy"] |= {"expected_batch": 48, "noise_multiplier": 2.0, "epsilon": 8.0}
+    private["evaluation"] |= {"path": str(small_data / "held_out"), "records": 32}
+    private["steps"] = 8
+    config["run"] |= {"checkpoint_every": 3, "debug_seed": 7}
+    return config
+
+
+@pytest.fixture
+def launch(tmp_path: Path, small_config: dict[str, Any]) -> Callable[..., tuple[Launch, Path]]:
+    """Writes a config and gives the launch and its run directory; `change` edits the config first."""
+
+    def make(
+        name: str, change: Callable[[dict[str, Any]], None] | None = None, **options: Any
+    ) -> tuple[Launch, Path]:
+        config = json.loads(json.dumps(small_config))
+        run_dir = tmp_path / f"{name}-run"
+        config["run"]["dir"] = str(run_dir)
+        if change is not None:
+            change(config)
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(config))
+        return Launch(path, tmp_path, **options), run_dir
+
+    return make
