@@ -106,12 +106,17 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def latest(self) -> Loaded | None:
-        pointer = self.folder / "latest"
+        return self.newest(self.folder)
+
+    @staticmethod
+    def newest(folder: Path) -> Loaded | None:
+        """What the pointer names, checked; None where nothing was ever saved."""
+        pointer = folder / "latest"
         if not pointer.exists():
             return None
         try:
             named = json.loads(pointer.read_text())
-            return Loaded.open(self.folder / named["folder"], named["manifest_sha256"])
+            return Loaded.open(folder / named["folder"], named["manifest_sha256"])
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{pointer} is damaged ({error}); restore it or start a new run directory") from None
 

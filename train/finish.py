@@ -23,7 +23,7 @@ from train.checkpoint import Loaded
 from train.clip import MOST_ALLOWANCE
 from train.config import Config
 from train.recipe import ReadyPhase
-from train.report import write_report
+from train.report import outcomes, read_curves, write_report
 from train.run_dir import RunDir
 
 SAMPLES = 12
@@ -57,6 +57,8 @@ def finish(
     certificate.write(document, run_dir.root)
     write_report(run_dir, config, document, samples)
     board.say(certificate.markdown(document))
+    for text in outcomes(config, read_curves(run_dir)):
+        board.say(text)
 
 
 def _captions(phases: list[ReadyPhase], latest: Loaded) -> list[dict[str, str]]:

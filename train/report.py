@@ -19,6 +19,7 @@ def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], s
     claim = certificate["claim"]
     body = [f"<h1>{html.escape(certificate['run'])}</h1>", f"<p class='claim'>{html.escape(claim['statement'])}</p>"]
     body += [f"<p>{html.escape(text)}</p>" for text in (config.about.source, config.about.expect) if text]
+    body += [f"<p>{html.escape(text)}</p>" for text in outcomes(config, curves)]
     for phase in config.phases:
         points = curves.get(phase.name, {})
         if points:
@@ -52,6 +53,21 @@ def read_curves(run_dir: RunDir) -> dict[str, dict[str, dict[int, float]]]:
     return curves
 
 
+def outcomes(config: Config, curves: dict[str, dict[str, dict[int, float]]]) -> list[str]:
+    """What the public measurements came to, next to where they started and to chance."""
+    found: list[str] = []
+    for phase in config.phases:
+        points = curves.get(phase.name, {})
+        settings = phase.evaluation.zero_shot if phase.evaluation else None
+        for axis, labels in settings.axes.items() if settings else ():
+            values = points.get(f"zero_shot_{axis}")
+            if values:
+                first, last = values[min(values)], values[max(values)]
+                beside = f"before {phase.name}: {first:.3f}, chance {1 / len(labels):.3f}"
+                found.append(f"zero-shot {axis}: {last:.3f} ({beside})")
+    return found
+
+
 def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
     """The phase's panels side by side, as SVG."""
     import matplotlib
@@ -64,7 +80,8 @@ def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
     count = len(panels) + bool(answers)
     if not count:
         return ""
-    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}):
+    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+    with plt.rc_context(style):
         drawing, axes = plt.subplots(1, count, figsize=(3.1 * count, 2.5), squeeze=False, layout="constrained")
         for axis, name in zip(axes[0], panels, strict=False):
             steps, values = zip(*sorted(points[name].items()), strict=True)

@@ -94,7 +94,7 @@ def test_every_cut_is_refused(small_set: ShardIndex, tmp_path: Path) -> None:
     # Up to one zero block after the data: there tarfile and webdataset end without a word.
     for length in {*range(0, end + 1024, 512), *range(1, end, 397), end + 512, end + 1023}:
         broken.write_bytes(raw[:length])
-        with pytest.raises(ShardError, match="cut|end marker|no record|extension header"):
+        with pytest.raises(ShardError, match=r"cut|end marker|no record|extension header"):
             build(broken.parent)
     broken.write_bytes(raw[: end + 1024])
     assert build(broken.parent).records == 1

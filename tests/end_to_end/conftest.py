@@ -115,7 +115,7 @@ def small_config(small_data: Path) -> dict[str, Any]:
     private["data"] |= {"expected_records": 600, "augment": "random_resized_crop"}
     private["privacy"] |= {"expected_batch": 48, "noise_multiplier": 2.0, "epsilon": 8.0}
     private["evaluation"] |= {"path": str(small_data / "held_out"), "records": 32}
-    private["steps"] = 8
+    private["steps"] = 12
     config["run"] |= {"checkpoint_every": 3, "debug_seed": 7}
     return config
 
@@ -124,9 +124,7 @@ def small_config(small_data: Path) -> dict[str, Any]:
 def launch(tmp_path: Path, small_config: dict[str, Any]) -> Callable[..., tuple[Launch, Path]]:
     """Writes a config and gives the launch and its run directory; `change` edits the config first."""
 
-    def make(
-        name: str, change: Callable[[dict[str, Any]], None] | None = None, **options: Any
-    ) -> tuple[Launch, Path]:
+    def make(name: str, change: Callable[[dict[str, Any]], None] | None = None, **options: Any) -> tuple[Launch, Path]:
         config = json.loads(json.dumps(small_config))
         run_dir = tmp_path / f"{name}-run"
         config["run"]["dir"] = str(run_dir)

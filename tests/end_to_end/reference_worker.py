@@ -142,7 +142,8 @@ def first_step(engine, reference: nn.Module, objective: str, kind: str, ranks) -
     squares, whole = 0.0, sum(float((t**2).sum()) for t in total.values())
     seen = 0
     every = ranks.gather(pieces)
-    for name, start, length, values in every[0] if engine._zero.stage == 0 else sum(every, []):
+    distinct = every[:1] if engine._zero.stage == 0 else every  # replicas at stage 0
+    for name, start, length, values in (piece for pieces in distinct for piece in pieces):
         squares += float(((values - total[name].reshape(-1)[start : start + length]) ** 2).sum())
         seen += length
     assert seen == sum(t.numel() for t in total.values()), "some elements were seen twice or never"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -15,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.end_to_end.conftest import ROOT, Launch, environment, ledger_lines, opened_steps, wait_for
 from train.checkpoint import Loaded
 
 Make = Callable[..., tuple[Launch, Path]]
-STEPS = 8
+STEPS = 12
 
 
 def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -120,7 +122,7 @@ def test_the_same_weights_by_torchrun_from_elsewhere(finished: tuple[Path, str],
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
-@pytest.mark.parametrize("how", ["SIGTERM to the launcher", "SIGTERM to all", "SIGKILL"])
+@pytest.mark.parametrize("how", ["SIGTERM to the launcher", "SIGKILL", "stop file"])
 def test_stopped_and_resumed_ends_bitwise_where_it_would_have(
     finished: tuple[Path, str], launch: Make, how: str
 ) -> None:
@@ -129,19 +131,23 @@ def test_stopped_and_resumed_ends_bitwise_where_it_would_have(
     wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
     if how == "SIGTERM to the launcher":
         os.kill(process.pid, signal.SIGTERM)
+    elif how == "SIGKILL":
+        os.killpg(process.pid, signal.SIGKILL)
     else:
-        os.killpg(process.pid, signal.SIGTERM if how == "SIGTERM to all" else signal.SIGKILL)
-    process.communicate(timeout=120)
+        (run_dir / "stop").touch()
+    output, _ = process.communicate(timeout=120)
+    if how == "stop file":
+        assert process.returncode == 75 and "start the same command again" in output, output
+        assert json.loads((run_dir / "run_state.json").read_text())["status"] == "stopped, resume me"
     broken_at = len(opened_steps(run_dir))
-    assert 5 <= broken_at <= STEPS
+    assert 5 <= broken_at < STEPS, "it was over before it could be stopped"
 
     code, output = job.run()
     assert code == 0, output
     lines = ledger_lines(run_dir)
     assert opened_steps(run_dir) == list(range(1, STEPS + 1)), "a step is missing or was charged twice"
     assert sum(line["kind"] == "commit" for line in lines) == STEPS
-    if broken_at < STEPS:
-        assert any(line["kind"] == "resume" for line in lines)
+    assert any(line["kind"] == "resume" for line in lines)
     expected, got = final_weights(finished[0]), final_weights(run_dir)
     different = [name for name in expected if not torch.equal(expected[name], got[name])]
     assert not different, different
@@ -216,3 +222,24 @@ def test_a_second_process_on_the_same_directory_is_refused_while_the_first_lives
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     assert code == 5 and "in use by another process" in output, output
+
+
+def test_export_takes_weights_and_certificate_and_never_the_key(finished: tuple[Path, str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished[0], run_dir)
+    out = tmp_path / "out"
+    script = [sys.executable, str(ROOT / "launch" / "export.py"), str(run_dir)]
+    done = subprocess.run([*script, str(out)], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert (out / "NOT_PRIVATE.txt").read_text().startswith("NOT PRIVATE (debug)")
+    exported = load_file(out / "model.safetensors")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in final_weights(run_dir).items())
+    assert account("verify", str(out)).returncode == 0, "an export carries what its claim needs"
+
+    # A key that occurs anywhere in what would leave: nothing may be written.
+    (run_dir / "secret" / "run.key").write_bytes((out / "model.safetensors").read_bytes()[-32:])
+    refused = subprocess.run([*script, str(tmp_path / "leak")], capture_output=True, text=True, env=environment())
+    assert refused.returncode == 2 and "contains the run key" in refused.stderr
+    assert not (tmp_path / "leak").exists()
+    inside = subprocess.run([*script, str(run_dir / "out")], capture_output=True, text=True, env=environment())
+    assert inside.returncode == 2 and "secret folder" in inside.stderr

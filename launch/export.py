@@ -1,0 +1,30 @@
+"""Export: python launch/export.py RUN_DIR OUT writes the weights and their certificate, and never the run key."""
+
+import argparse
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="export.py", description="Weights and certificate for release.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("out", type=Path, help="a folder that does not exist yet, outside the run directory")
+    arguments = parser.parse_args()
+    from accounting.ledger import LedgerError
+    from train.checkpoint import CheckpointError
+    from train.export import ExportError, export
+
+    try:
+        for path in export(arguments.run_dir, arguments.out):
+            print(path)
+        return 0
+    except (LedgerError, CheckpointError, ExportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 5 if isinstance(error, LedgerError | CheckpointError) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The repository keeps its own rules: sizes, links, the pitfall map, and nothing that belongs to one machine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("accounting", "data", "evaluation", "launch", "model", "train")
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.splitlines() if (ROOT / name).is_file()]
+
+
+def test_every_source_file_can_be_read_in_one_sitting() -> None:
+    long = {str(path): len(path.read_text().splitlines()) for p in PACKAGES for path in (ROOT / p).rglob("*.py")}
+    assert not {name: lines for name, lines in long.items() if lines > 300}
+    assert len((ROOT / "train" / "step.py").read_text().splitlines()) <= 80
+    assert not list(ROOT.rglob("[a-z]*/utils.py")) or all(".venv" in str(p) for p in ROOT.rglob("utils.py"))
+
+
+def test_every_source_file_says_what_it_is_for() -> None:
+    silent = [str(p) for d in PACKAGES for p in (ROOT / d).rglob("*.py") if p.read_text().strip() and '"""' not in
+              p.read_text()[:8]]  # fmt: skip
+    assert not silent
+
+
+def test_files_named_in_the_documents_exist() -> None:
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "tests" / "README.md"):
+        text = document.read_text()
+        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (document.parent / link).exists(), f"{document.name} links to {link}"
+    # The file map: the first name of a cell has its folder, the others share it.
+    for cell in re.findall(r"^\| ([^|]*`[^|]*) \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE):
+        names = re.findall(r"`([^`]+)`", cell)
+        folder = names[0].rpartition("/")[0]
+        for name in names:
+            assert (ROOT / name).exists() or (ROOT / folder / name).exists(), name
+
+
+def test_no_registry_address_or_machine_path_is_committed() -> None:
+    words = ["pypi" + r"\.", "npm" + r"js\.", "find-" + "links", "index-" + "url", r"(?<![\w.])/(work|root|home)" + "/"]
+    pattern = re.compile("|".join(words))
+    for path in tracked():
+        if path.suffix in {".png", ".jpg"}:
+            continue
+        found = pattern.search(path.read_text(errors="ignore"))
+        assert not found, f"{path}: {found.group(0) if found else ''}"
+
+
+def test_constraints_pin_versions_without_addresses() -> None:
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        assert line.startswith("#") or re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!_-]+", line), line
+
+
+def test_pitfall_map_covers_every_row_and_names_tests_that_exist() -> None:
+    text = (ROOT / "tests" / "README.md").read_text()
+    rows = {row[0]: row[1] for row in re.findall(r"^\| ([AB]\d+) \|[^|]*\| ([^|]+) \|$", text, flags=re.MULTILINE)}
+    assert set(rows) == {f"A{i}" for i in range(1, 29)} | {f"B{i}" for i in range(1, 27)}
+    sources = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    for row, cell in rows.items():
+        named = re.findall(r"`(test_\w+\.py)::(\w+)`", cell)
+        assert named or cell.startswith(("cannot occur", "open")), f"{row} names neither a test nor a reason"
+        for file, test in named:
+            assert f"def {test}(" in sources.get(file, ""), f"{row}: {file}::{test} does not exist"
+
+
+@pytest.mark.parametrize("module", ["accounting.cli", "accounting.certificate", "accounting.journal", "accounting.keys"])
+def test_accounting_never_imports_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_missing_compiler_is_named_with_its_package(tmp_path: Path) -> None:
+    """Set-up on a machine that lacks g++: said first, before anything is installed."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("sh", "dirname", "make", "git"):
+        source = subprocess.run(["sh", "-c", f"command -v {name}"], capture_output=True, text=True).stdout.strip()
+        (tools / name).symlink_to(source)
+    done = subprocess.run(
+        ["sh", str(ROOT / "launch" / "setup.sh"), sys.executable],
+        env={"PATH": str(tools)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "g++" in done.stderr and "apt-get install" in done.stderr, done.stderr
