@@ -71,7 +71,9 @@ def test_pitfall_map_covers_every_row_and_names_tests_that_exist() -> None:
             assert f"def {test}(" in sources.get(file, ""), f"{row}: {file}::{test} does not exist"
 
 
-@pytest.mark.parametrize("module", ["accounting.cli", "accounting.certificate", "accounting.journal", "accounting.keys"])
+@pytest.mark.parametrize(
+    "module", ["accounting.cli", "accounting.certificate", "accounting.journal", "accounting.keys"]
+)
 def test_accounting_never_imports_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -64,9 +64,11 @@ def _run(arguments: argparse.Namespace, config: Config) -> int:
     from accounting.ledger import LedgerError
     from train.checkpoint import CheckpointError
     from train.engine_deepspeed import start_ranks
+    from train.gradient import UpdateError
     from train.ranks import Disagreement
     from train.run import run_all
     from train.self_test import SelfTestError
+    from train.shard_map import ShardMapError
     from train.stop import Stopped
 
     ranks = start_ranks()
@@ -79,7 +81,7 @@ def _run(arguments: argparse.Namespace, config: Config) -> int:
         return RESUME_ME
     except BudgetSpent as error:
         return _complain(error, BUDGET_SPENT)
-    except SelfTestError as error:
+    except (SelfTestError, UpdateError, ShardMapError) as error:
         return _complain(error, SELF_TEST_FAILED)
     except (LedgerError, CheckpointError, KeyFileError, Disagreement) as error:
         return _complain(error, REFUSED)

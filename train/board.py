@@ -28,6 +28,8 @@ class Board:
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
         from torch.utils.tensorboard import SummaryWriter
 
+        # One time for all public points: the times of private steps tell their batch sizes.
+        self._opened = time.time()
         self._public = SummaryWriter(str(run_dir.public_board), flush_secs=5)
         self._private = SummaryWriter(str(run_dir.private_board), flush_secs=5)
         self._public_log = run_dir.public_log.open("a")
@@ -35,11 +37,11 @@ class Board:
 
     def public(self, phase: str, step: int, values: dict[str, float]) -> None:
         if self._main:
-            self._write(self._public, self._public_log, phase, step, values)
+            self._write(self._public, self._public_log, phase, step, values, self._opened)
 
     def private(self, phase: str, step: int, values: dict[str, float]) -> None:
         if self._main:
-            self._write(self._private, self._private_log, phase, step, values)
+            self._write(self._private, self._private_log, phase, step, values, None)
 
     def bad_records(self, phase: str, rank: int, reasons: dict[int, str]) -> None:
         """Private: which records of the data set are unusable says something about them."""
@@ -58,9 +60,11 @@ class Board:
                 sink.close()
 
     @staticmethod
-    def _write(writer: Any, log: Any, phase: str, step: int, values: dict[str, float]) -> None:
+    def _write(
+        writer: Any, log: Any, phase: str, step: int, values: dict[str, float], walltime: float | None
+    ) -> None:  # fmt: skip
         for name, value in values.items():
-            writer.add_scalar(f"{phase}/{name}", value, step)
+            writer.add_scalar(f"{phase}/{name}", value, step, walltime=walltime)
         log.write(json.dumps({"phase": phase, "step": step, **values}) + "\n")
         log.flush()
         writer.flush()

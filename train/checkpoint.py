@@ -77,8 +77,8 @@ class Checkpoints:
 
     def _fresh(self, temporary: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for orphan in self.folder.glob(".*.tmp"):
-            shutil.rmtree(orphan)
+        for orphan in self.folder.glob(".*.tmp"):  # folders, and a pointer that was never swung
+            shutil.rmtree(orphan) if orphan.is_dir() else orphan.unlink()
         temporary.mkdir()
 
     def _publish(self, temporary: Path, position: Position, manifest: dict[str, Any]) -> str:

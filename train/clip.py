@@ -18,8 +18,9 @@ from accounting.facts import ClippingFact
 from accounting.plan import PrivacyPlan
 
 UNIT_ROUNDOFF = 2.0**-24
-# Norms add squares in fp32 along one dimension (at most 16,384 elements: a relative error below 5e-4), factors
-# are rounded once. C is lowered by this much more.
+# Norms add squares in fp32 along rows of at most this many elements, which is a relative error below 9.8e-4, and
+# factors are rounded once. C is lowered by this much more.
+LONGEST_ROW = 1 << 15
 FACTOR_ROUNDING = 1e-3
 MOST_ALLOWANCE = 0.05
 
@@ -68,9 +69,13 @@ class ClipRule:
         return self.bound * (1 + self.allowance)
 
     def factors(self, norms: Tensor) -> Tensor:
-        """fp64 in, fp32 out; 0 for a norm that is zero or not finite. A record's scaled norm never exceeds `bound`."""
+        """fp64 in, fp32 out; 0 for a norm that is zero or not finite. A record's scaled norm never exceeds `bound`.
+
+        Also 0 where the factor is subnormal in fp32 (norms beyond C·1e38): it would be rounded by far more than
+        FACTOR_ROUNDING.
+        """
         factors = (self.bound / norms).clamp(max=1.0) if self.kind == "flat" else self.bound / (norms + self.gamma)
-        usable = torch.isfinite(norms) & (norms > 0)
+        usable = torch.isfinite(norms) & (norms > 0) & (factors >= torch.finfo(torch.float32).tiny)
         return torch.where(usable, factors, torch.zeros_like(factors)).to(torch.float32)
 
     def fact(self) -> ClippingFact:

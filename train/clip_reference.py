@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from model.attention import use_fused
-from train.clip import ClippedSum, ClipRule
+from train.clip import LONGEST_ROW, ClipError, ClippedSum, ClipRule
 
 # Outside these, squares may overflow or vanish in fp32 and the norm is taken again in fp64.
 SMALLEST, LARGEST = 1e-12, 1e12
@@ -26,6 +26,12 @@ class ReferenceClip:
     def prepare(self, model: nn.Module) -> None:
         """Fused attention has no vmap rule on CPU: correct, but slower than the written-out form."""
         use_fused(model, False)
+        longest = max(p.shape[-1] for p in model.parameters() if p.requires_grad and p.dim())
+        if longest > LONGEST_ROW:
+            raise ClipError(
+                f"norms add squares in fp32 along rows of up to {LONGEST_ROW} elements, but the model has {longest}; "
+                "use a smaller vocabulary or width"
+            )
 
     def clipped_sum(self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor) -> ClippedSum:
         trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

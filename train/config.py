@@ -90,7 +90,9 @@ class Schedule(Section):
     warmup: int = Field(default=0, ge=0, description="Steps of linear warm-up; the first step already moves.")
     shape: Literal["constant", "linear", "cosine"] = "cosine"
     end: int | None = Field(
-        default=None, gt=0, description="Step at which the shape reaches zero; null means the last."
+        default=None,
+        gt=0,
+        description="Last step of the shape, zero after it; null: the last of the phase.",
     )
 
 

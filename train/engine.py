@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,14 @@ class Shard:
     weights: Tensor
     fragments: Sequence[Fragment]
     state: dict[str, Tensor]
+
+
+class Observation(NamedTuple):
+    """Private: per-record losses of a micro-batch, gradient norms and the sum's sensitivity where clipping made it."""
+
+    losses: Tensor
+    norms: Tensor | None = None
+    sensitivity: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,8 @@ class ShardedEngine(Protocol):
         """Reduces once, lets `update` finish the gradient, steps the optimizer, and checks that it all happened."""
         ...
 
-    def observe(self) -> tuple[Tensor, Tensor | None]:
-        """Private: per-record losses of the last micro-batch, and their gradient norms where clipping made them."""
+    def observe(self) -> Observation:
+        """Of the last micro-batch, as it entered the sum."""
         ...
 
     def shards(self) -> list[Shard]: ...

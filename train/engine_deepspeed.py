@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from data.batches import MicroBatch
 from train.clip import PlainForward, PrivateForward, assert_exact_matmul
 from train.config import ZeroOptimization
-from train.engine import Applied, Shard
+from train.engine import Applied, Observation, Shard
 from train.gradient import Update, UpdateError
 from train.process import describe_process
 from train.ranks import Ranks
@@ -108,10 +108,12 @@ class DeepSpeedEngine:
         if outer is not self._base and getattr(outer, "optimizer", None) is not self._base:
             raise UpdateError("DeepSpeed replaced the optimizer, and the noise hook with it; use AdamW")
 
-    def observe(self) -> tuple[Tensor, Tensor | None]:
+    def observe(self) -> Observation:
         observed = self._forward.observed
         assert observed is not None, "nothing was accumulated yet"
-        return (observed, None) if isinstance(observed, Tensor) else (observed.losses, observed.norms)
+        if isinstance(observed, Tensor):
+            return Observation(observed)
+        return Observation(observed.losses, observed.norms, observed.sensitivity)
 
     def shards(self) -> list[Shard]:
         found = []

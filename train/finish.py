@@ -32,6 +32,8 @@ DEVIATIONS = [
     "the expected one plus 8 standard deviations.",
     "Proved here on the devices listed under `machine`; kernels of other devices may round a record's gradient "
     "depending on its row.",
+    "Whoever watches the console or the files while the run lasts sees when steps end, and so roughly how large their "
+    "batches were; nothing that is kept records it.",
     "Everything is as private as the run directory's secret folder was while the run lasted.",
 ]
 

@@ -32,6 +32,10 @@ class Fragment:
     length: int
     position: int
 
+    @property
+    def elements(self) -> range:
+        return range(self.start, self.start + self.length)
+
     def of(self, flat: Tensor) -> Tensor:
         return flat.view(-1)[self.position : self.position + self.length]
 
@@ -52,16 +56,17 @@ class NoisyUpdate:
         self.mechanism = mechanism
         self.step = step
         self.elements = 0
-        self._seen: set[tuple[int, int]] = set()
+        self._seen: dict[int, list[range]] = {}
 
     @torch.no_grad()
     def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
         if flat.dtype != torch.float32:
             raise UpdateError(f"the reduced sum must be fp32 when the noise is added, but is {flat.dtype}")
         for fragment in fragments:
-            if (fragment.parameter, fragment.start) in self._seen:
+            seen, asked = self._seen.setdefault(fragment.parameter, []), fragment.elements
+            if any(asked.start < other.stop and other.start < asked.stop for other in seen):
                 raise UpdateError(f"noise for {fragment.name} at {fragment.start} was asked for twice in one step")
-            self._seen.add((fragment.parameter, fragment.start))
+            seen.append(asked)
             noise = self.mechanism.draw(self.step, fragment.parameter, fragment.start, fragment.length)
             piece = fragment.of(flat)
             piece.add_(torch.from_numpy(noise).to(piece.device))

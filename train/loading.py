@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from train.config import Config
-from train.refusals import find_refusals
+from train.refusals import find_refusals, without_harmless
 
 PATH_KEYS = {"path", "tokenizer", "dir"}
 
@@ -22,11 +22,13 @@ class ConfigError(ValueError):
 def load(path: Path, overrides: list[str]) -> Config:
     """Paths in the file are relative to the file's folder, paths in overrides (and run.dir) to the current one."""
     try:
-        raw = json.loads(path.read_text(), object_pairs_hook=_no_duplicates)
+        raw = _parse(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}; name one of ds_configs/*.json") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not valid JSON: {error.msg} at line {error.lineno}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a config: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold one JSON object")
     _absolute_paths(raw, path.resolve().parent)
@@ -35,10 +37,20 @@ def load(path: Path, overrides: list[str]) -> Config:
     refused = find_refusals(raw)
     if refused:
         raise ConfigError("\n".join(refused))
+    raw = without_harmless(raw, {field.alias or name for name, field in Config.model_fields.items()})
     try:
-        return Config.model_validate(raw)
+        # As JSON and strict: "8" is no number, 2.0 no count, true no 1.
+        return Config.model_validate_json(json.dumps(raw), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(_sentence(fault) for fault in error.errors())) from None
+
+
+def _parse(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_infinity)
+
+
+def _no_infinity(constant: str) -> Any:
+    raise ConfigError(f"{constant} is not a number that a run can use; give a finite one")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -67,7 +79,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
     if not separator or not dotted:
         raise ConfigError(f"--set takes key=value, for example phases.1.steps=10, but was given {text!r}")
     try:
-        new: Any = json.loads(literal)
+        new: Any = _parse(literal)
     except json.JSONDecodeError:
         new = literal
     parts = dotted.split(".")
@@ -83,7 +95,8 @@ def _override(raw: dict[str, Any], text: str) -> None:
         raise ConfigError(f"--set {dotted}: only keys of an object can be set")
     if parts[-1] == "privacy" and new is None and isinstance(holder.get("privacy"), dict):
         # The non-private twin of a recipe keeps its batch.
-        holder.setdefault("batch", round(float(holder["privacy"].get("expected_batch", 1))))
+        expected = holder["privacy"].get("expected_batch")
+        holder.setdefault("batch", round(expected) if isinstance(expected, int | float) else expected)
     holder[parts[-1]] = new
 
 

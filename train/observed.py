@@ -15,8 +15,11 @@ class Observed:
     records: int = 0
     loss_sum: float = 0.0
     norms: list[Tensor] = field(default_factory=list)
+    sensitivity: float = 0.0
+    """The largest that a micro-batch's sum had. Public: it depends on the rule alone."""
 
-    def add(self, present: Tensor, losses: Tensor, norms: Tensor | None) -> None:
+    def add(self, present: Tensor, losses: Tensor, norms: Tensor | None, sensitivity: float = 0.0) -> None:
+        self.sensitivity = max(self.sensitivity, sensitivity)
         mask = present.cpu()
         self.records += int(mask.sum())
         self.loss_sum += float(torch.nan_to_num(losses.detach().float().cpu()[mask]).sum())

@@ -114,6 +114,11 @@ def find_refusals(raw: dict[str, Any]) -> list[str]:
     return found
 
 
+def without_harmless(raw: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """A section that DeepSpeed knows and that is switched off (`"fp16": {"enabled": false}`) says nothing."""
+    return {key: value for key, value in raw.items() if key in known or key not in REFUSED}
+
+
 def _get(raw: dict[str, Any], dotted: str) -> tuple[bool, Any]:
     value: Any = raw
     for part in dotted.split("."):

@@ -6,10 +6,12 @@ noise comes from its own key. A run that fails it does not start.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,12 +21,20 @@ from model.safety import CouplingError, coupling_probe, refuse_coupling
 from model.settings import Shape
 from train.clip import ClipEngine
 from train.engine import ShardedEngine
-from train.gradient import Fragment, NoisyUpdate, PlainUpdate, Update
+from train.gradient import NoisyUpdate, PlainUpdate, UpdateError
 from train.noise import NoiseMechanism
+from train.probes import Capture, Push, synthetic_batch
 from train.ranks import Ranks
 
 SIGMA_TOLERANCE = 0.05
-HOSTILE = {"1e19": 1e19, "NaN": math.nan, "infinite": math.inf, "1e-25": 1e-25}
+# As many draws as make the tolerance more than six standard deviations wide: no honest run fails by chance.
+SIGMA_DRAWS = 1 << 13
+SUM_TOLERANCE = 1e-3
+HOSTILE = {"1e3": 1e3, "1e19": 1e19, "NaN": math.nan, "infinite": math.inf, "1e-25": 1e-25}
+PROOF_RATE = 0.1
+HEAD = 16
+
+T = TypeVar("T")
 
 
 class SelfTestError(RuntimeError):
@@ -38,73 +48,95 @@ class SelfTestReport:
     records_per_second: float
 
 
-class _Capture:
-    """Lets the real update work on the gradient, and keeps what it made of it."""
-
-    def __init__(self, inner: Update) -> None:
-        self.inner = inner
-        self.found: list[tuple[Fragment, Tensor]] = []
-
-    @property
-    def elements(self) -> int:
-        return self.inner.elements
-
-    def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
-        self.inner.finish(flat, fragments)
-        self.found += [(fragment, fragment.of(flat).detach().cpu().clone()) for fragment in fragments]
-
-
-def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> MicroBatch:
-    """Random inputs of the right form; nothing of any data set."""
-    draw = torch.Generator().manual_seed(seed)
-    inputs = {"images": torch.randn(size, 3, shape.image_size, shape.image_size, generator=draw)}
-    if objective == "mae":
-        inputs["mask_noise"] = torch.rand(size, shape.patches, generator=draw)
-    else:
-        inputs["tokens"] = torch.randint(1, shape.vocabulary, (size, shape.text_length), generator=draw)
-    return MicroBatch(inputs, torch.ones(size, dtype=torch.bool))
-
-
 def self_test(
     engine: ShardedEngine, clip: ClipEngine, noise: NoiseMechanism, replicated: bool, shape: Shape,
     objective: str, micro_batch: int, ranks: Ranks,
 ) -> SelfTestReport:  # fmt: skip
     """`noise` has the planned deviation and divisor but the self-test's key."""
     batch = synthetic_batch(shape, objective, micro_batch, seed=ranks.rank).to(engine.device)
-    _coupling(engine, batch)
-    before = [shard.weights.detach().clone() for shard in engine.shards()]
-    largest = _hostile(engine, clip, batch)
-
     absent = MicroBatch(batch.inputs, torch.zeros_like(batch.present))
-    engine.accumulate(absent)
-    captured = _Capture(NoisyUpdate(noise, step=1))
-    engine.update(captured, learning_rate=0.0)
-    sigma = _measured_sigma(captured, noise, clip, replicated, ranks)
+    if engine.optimizer_step():
+        raise SelfTestError("the self-test must run before the optimizer's state is restored; it would be lost")
+    weights = [shard.weights.detach().clone() for shard in engine.shards()]
+    before = _fingerprint(engine)
+    try:
+        few = synthetic_batch(shape, objective, 3, seed=ranks.rank).to(engine.device)
+        _agree(ranks, lambda: _coupling(engine, few))
+        _agree(ranks, lambda: _clipping_binds(engine, clip, batch))
+        largest = max(ranks.gather(_agree(ranks, lambda: _hostile(engine, clip, batch))))
 
-    engine.accumulate(batch)
-    started = time.monotonic()
-    engine.accumulate(batch)
-    engine.accumulate(batch)
-    seconds = max(ranks.gather(time.monotonic() - started))
-    gradients = _Capture(PlainUpdate(3 * micro_batch * ranks.world))
-    engine.update(gradients, learning_rate=0.0)
-    _all_trained(engine, gradients, ranks)
+        drawn = [_empty_step(engine, noise, step, absent) for step in range(1, _steps(engine) + 1)]
+        _every_element_once(engine, drawn[0], replicated, ranks)
+        sigma = _measured_sigma(drawn, noise, clip, ranks)
+        _streams_differ(drawn, replicated, ranks)
 
-    engine.set_optimizer_step(0)
-    for shard, kept in zip(engine.shards(), before, strict=True):
-        if not torch.equal(shard.weights.detach(), kept):
-            raise SelfTestError("the self-test changed the weights; the optimizer moves at learning rate 0")
+        engine.accumulate(batch)
+        started = time.monotonic()
+        engine.accumulate(batch)
+        engine.accumulate(batch)
+        seconds = max(ranks.gather(time.monotonic() - started))
+        gradients = Capture(PlainUpdate(batch=1))
+        engine.update(gradients, learning_rate=0.0)
+        _all_trained(engine, gradients, ranks)
+        _sum_is_the_sum(engine, clip, batch, 3, gradients, replicated, ranks)
+
+        engine.accumulate(absent)
+        left = Capture(PlainUpdate(batch=1))
+        engine.update(left, learning_rate=0.0)
+        _agree(ranks, lambda: _nothing_left(left))
+
+        _weights_move(engine, absent, weights, ranks)
+    except UpdateError as error:
+        raise SelfTestError(str(error)) from error
+    _agree(ranks, lambda: _forget_moments(engine))
+    _agree(ranks, lambda: _unchanged(engine, before))
     return SelfTestReport(sigma, largest, 2 * micro_batch * ranks.world / seconds)
 
 
-def _coupling(engine: ShardedEngine, batch: MicroBatch) -> None:
+def _agree(ranks: Ranks, check: Callable[[], T]) -> T:
+    """A check of one rank's own things; what one finds stops all, so that nobody waits in a collective."""
+    found, objection = None, None
+    try:
+        found = check()
+    except SelfTestError as error:
+        objection = str(error)
+    _stop_all(ranks, objection)
+    return found  # pyright: ignore[reportReturnType]
+
+
+def _stop_all(ranks: Ranks, objection: str | None) -> None:
+    for other in ranks.gather(objection):
+        if other is not None:
+            raise SelfTestError(other)
+
+
+def _coupling(engine: ShardedEngine, few: MicroBatch) -> None:
     try:
         refuse_coupling(engine.model)
-        few = {name: tensor[:3] for name, tensor in batch.inputs.items()}
         # Kernels on a GPU may not be bitwise independent of the row; on a CPU they are.
-        coupling_probe(engine.model, few, tolerance=0.0 if engine.device.type == "cpu" else 1e-5)
+        coupling_probe(engine.model, few.inputs, tolerance=0.0 if engine.device.type == "cpu" else 1e-5)
     except CouplingError as error:
         raise SelfTestError(f"records are not independent: {error}") from None
+
+
+def _clipping_binds(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch) -> None:
+    """One record under a bound a tenth of its own norm: whatever C is, here the factor must act."""
+    rule, alone = clip.rule, torch.zeros_like(batch.present)
+    alone[0] = True
+
+    def size() -> float:
+        return _norm(clip.clipped_sum(engine.model, batch.inputs, alone).gradients.values())
+
+    try:
+        clip.rule = replace(rule, kind="flat", bound=1e30)
+        whole = size()
+        for kind in ("flat", rule.kind):
+            clip.rule = replace(rule, kind=kind, bound=whole / 10)
+            ratio = size() / clip.rule.sensitivity if whole else math.inf
+            if not ratio <= 1.0:
+                raise SelfTestError(f"one record moved the sum by {ratio:.3f} times the bound; clipping does not hold")
+    finally:
+        clip.rule = rule
 
 
 def _hostile(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch) -> float:
@@ -117,37 +149,142 @@ def _hostile(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch) -> floa
         images = batch.inputs["images"].clone()
         images[0] = images[0] * value
         moved = clip.clipped_sum(engine.model, {**batch.inputs, "images": images}, batch.present).gradients
-        squares = sum(float((moved[k].double() - base[k].double()).square().sum()) for k in base)
-        distance = math.sqrt(squares) / clip.rule.sensitivity
+        distance = _norm(moved[k].double() - base[k].double() for k in base) / clip.rule.sensitivity
         if not distance <= 1.0:
             raise SelfTestError(f"a hostile record ({name}) moved the sum by {distance:.3f}·C; clipping does not hold")
         largest = max(largest, distance)
     return largest
 
 
-def _measured_sigma(
-    captured: _Capture, noise: NoiseMechanism, clip: ClipEngine, replicated: bool, ranks: Ranks
-) -> float:
-    """From an empty step: what reached the optimizer is noise and nothing else."""
-    values = torch.cat([values for _, values in captured.found]).double() if captured.found else torch.zeros(0)
-    parts = ranks.gather((len(values), float(values.square().sum()), values[:64].tolist()))
+def _steps(engine: ShardedEngine) -> int:
+    """Empty steps to draw: at least two, so that they can be told apart, and enough to measure sigma."""
+    return max(2, math.ceil(SIGMA_DRAWS / engine.trainable_elements))
+
+
+def _empty_step(engine: ShardedEngine, noise: NoiseMechanism, step: int, absent: MicroBatch) -> Capture:
+    engine.accumulate(absent)
+    captured = Capture(NoisyUpdate(noise, step))
+    engine.update(captured, learning_rate=0.0)
+    return captured
+
+
+def _every_element_once(engine: ShardedEngine, captured: Capture, replicated: bool, ranks: Ranks) -> None:
+    """The shards of all ranks tile every parameter: no element without noise, none with two draws."""
+    parts = ranks.gather([(fragment.name, fragment.start, fragment.length) for fragment, _ in captured.found])
+    for covering in parts if replicated else [[piece for part in parts for piece in part]]:
+        ends = dict.fromkeys((name for name, p in engine.model.named_parameters() if p.requires_grad), 0)
+        for name, start, length in sorted(covering):
+            if ends.get(name) != start:
+                raise SelfTestError(f"elements of {name} around {start} get noise twice, or never")
+            ends[name] = start + length
+        for name, end in ends.items():
+            if end != engine.model.get_parameter(name).numel():
+                raise SelfTestError(f"elements of {name} from {end} on get no noise and no update")
+
+
+def _measured_sigma(drawn: list[Capture], noise: NoiseMechanism, clip: ClipEngine, ranks: Ranks) -> float:
+    """From empty steps: what reached the optimizer is noise and nothing else."""
+    values = [values.double() for captured in drawn for _, values in captured.found]
+    parts = ranks.gather((sum(v.numel() for v in values), sum(float(v.square().sum()) for v in values)))
     count, squares = sum(part[0] for part in parts), sum(part[1] for part in parts)
     measured = math.sqrt(squares / max(1, count)) * noise.divisor / clip.rule.sensitivity
     planned = noise.std / clip.rule.sensitivity
     if not abs(measured - planned) <= SIGMA_TOLERANCE * planned:
         raise SelfTestError(f"the noise has sigma = {measured:.4f} where {planned:.4f} is planned")
-    heads = [tuple(part[2]) for part in parts if part[2]]
-    if len(set(heads)) != (1 if replicated else len(heads)):
-        raise SelfTestError(
-            "replicas drew different noise" if replicated else "two ranks drew the same noise for different elements"
-        )
     return measured
 
 
-def _all_trained(engine: ShardedEngine, gradients: _Capture, ranks: Ranks) -> None:
+def _streams_differ(drawn: list[Capture], replicated: bool, ranks: Ranks) -> None:
+    """Equal on replicas; otherwise no two parameters, ranks or steps begin with the same noise."""
+    heads = [tuple(v[:HEAD].tolist()) for captured in drawn[:2] for _, v in captured.found if len(v) >= HEAD]
+    whole = hashlib.sha256()
+    for _, values in drawn[0].found:
+        whole.update(values.numpy().tobytes())
+    parts = ranks.gather((heads, whole.hexdigest()))
+    if replicated and len({part[1] for part in parts}) > 1:
+        raise SelfTestError("replicas drew different noise")
+    every = parts[0][0] if replicated else [head for part in parts for head in part[0]]
+    if len(set(every)) != len(every):
+        raise SelfTestError("the same noise was drawn for different elements or steps")
+
+
+def _all_trained(engine: ShardedEngine, gradients: Capture, ranks: Ranks) -> None:
     moved = {fragment.name for fragment, values in gradients.found if bool((values != 0).any())}
     reached = set().union(*ranks.gather(moved))
     declared = {name for name, p in engine.model.named_parameters() if p.requires_grad}
     if reached != declared:
         odd = ", ".join(sorted(declared ^ reached)[:3])
         raise SelfTestError(f"the trained set is not the declared one: {odd} … get no gradient")
+
+
+def _sum_is_the_sum(
+    engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, times: int, gradients: Capture, replicated: bool,
+    ranks: Ranks,
+) -> None:  # fmt: skip
+    """What the engine reduced over micro-batches and ranks against the clip engine's own sums: no mean, no scale."""
+    own = clip.clipped_sum(engine.model, batch.inputs, batch.present).gradients
+    expected = {name: ranks.add(times * own[name]).flatten().cpu().double() for name in sorted(own)}
+    error = [values.double() - expected[f.name][f.start : f.start + f.length] for f, values in gradients.found]
+    parts = ranks.gather(_norm(error) ** 2)
+    off = math.sqrt(parts[0] if replicated else sum(parts)) / max(_norm(expected.values()), 1e-30)
+    # Every rank must see the same verdict: replicas are added up, too.
+    if not max(ranks.gather(off if math.isfinite(off) else math.inf)) <= SUM_TOLERANCE:
+        raise SelfTestError(
+            f"the reduced sum differs from the sum of the clipped gradients by {off:.3g} of its size; "
+            "something scales, drops or repeats micro-batches or ranks"
+        )
+
+
+def _nothing_left(captured: Capture) -> None:
+    for fragment, values in captured.found:
+        if bool((values != 0).any()):
+            raise SelfTestError(f"{fragment.name} keeps a gradient of the step before")
+
+
+def _weights_move(engine: ShardedEngine, absent: MicroBatch, weights: list[Tensor], ranks: Ranks) -> None:
+    """One step at a real learning rate moves every element; then the weights are put back, on every rank."""
+    _agree(ranks, lambda: _forget_moments(engine))  # so that the first one shows the gradient that arrived
+    engine.accumulate(absent)
+    engine.update(Push(), learning_rate=PROOF_RATE)
+    still: str | None = None
+    for shard, kept in zip(engine.shards(), weights, strict=True):
+        for fragment in shard.fragments:
+            if bool((fragment.of(shard.weights.detach()) == fragment.of(kept)).any()):
+                still = f"the optimizer does not move {fragment.name}, although it is declared as trained"
+            moment = fragment.of(shard.state["exp_avg"]) if "exp_avg" in shard.state else fragment.of(kept)[:0]
+            if len(moment) and bool((moment != moment[0]).any()):
+                still = f"something changes the gradient of {fragment.name} after the noise was added"
+        with torch.no_grad():
+            shard.weights.copy_(kept)
+    _stop_all(ranks, still)
+    # The engine hands the restored shards to the model, as after every step.
+    engine.accumulate(absent)
+    engine.update(PlainUpdate(batch=1), learning_rate=0.0)
+
+
+def _fingerprint(engine: ShardedEngine) -> dict[str, str]:
+    """Of the model as it computes, and of this rank's shards."""
+    tensors = dict(engine.model.state_dict())
+    tensors |= {f"shard {i}": shard.weights.detach() for i, shard in enumerate(engine.shards())}
+    return {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in tensors.items()}
+
+
+def _unchanged(engine: ShardedEngine, before: dict[str, str]) -> None:
+    after = _fingerprint(engine)
+    for name, digest in before.items():
+        if after.get(name) != digest:
+            raise SelfTestError(f"the self-test changed the weights ({name}); the optimizer moves at learning rate 0")
+
+
+def _forget_moments(engine: ShardedEngine) -> None:
+    engine.set_optimizer_step(0)
+    if engine.optimizer_step() or any(bool(t.any()) for shard in engine.shards() for t in shard.state.values()):
+        raise SelfTestError("the self-test left something in the optimizer's state")
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _norm(gradients: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from accounting.facts import NoiseFact, SamplingFact, StepFacts
+from accounting.facts import ClippingFact, NoiseFact, SamplingFact, StepFacts
 from accounting.journal import Journal
 from data.batches import MicroBatch
 from data.sampler import Draw, PoissonSampler
@@ -37,7 +37,7 @@ class PrivateStep:
         draw = self.sampler.draw(step)
         self.ranks.require_same(f"the records of step {step}", draw.digest)
         announced = NoiseFact(self.noise.std, self.noise.divisor, self.engine.trainable_elements)
-        self._record("open", step, draw, announced)
+        self._record("open", step, draw, self.clip.rule.fact(), announced)
 
         observed = Observed()
         for micro_batch in self.micro_batches(draw.ids, step):
@@ -47,12 +47,15 @@ class PrivateStep:
 
         update = NoisyUpdate(self.noise, step)
         applied = self.engine.update(update, learning_rate)
-        self._record("commit", step, draw, update.fact(applied.elements))
+        # Of the sums as they were made, on every rank, and of the rule as it stands: the largest.
+        sensitivity = max(self.clip.rule.sensitivity, *self.ranks.gather(observed.sensitivity))
+        summed = ClippingFact(self.clip.rule.kind, sensitivity)
+        self._record("commit", step, draw, summed, update.fact(applied.elements))
         return observed
 
-    def _record(self, act: str, step: int, draw: Draw, noise: NoiseFact) -> None:
+    def _record(self, act: str, step: int, draw: Draw, clipping: ClippingFact, noise: NoiseFact) -> None:
         """Each part states what it did; the main rank writes it down, and its refusal reaches every rank."""
-        facts = StepFacts(SamplingFact(draw.threshold, draw.records, draw.digest), self.clip.rule.fact(), noise)
+        facts = StepFacts(SamplingFact(draw.threshold, draw.records, draw.digest), clipping, noise)
         self.ranks.on_main(lambda: self._write(act, step, facts))
 
     def _write(self, act: str, step: int, facts: StepFacts) -> None:

@@ -51,8 +51,8 @@ def _ancestors() -> tuple[int, int]:
     try:
         command = Path(f"/proc/{parent}/cmdline").read_bytes()
         fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return parent, 0
+    except OSError:  # gone while we looked, or hidden from us
+        command, fields = b"", []
     if b"deepspeed.launcher.launch" in command:
         return parent, int(fields[1])
     # Without a launcher the parent is a shell, whose end is no reason to stop (nohup).

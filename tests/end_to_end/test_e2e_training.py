@@ -102,7 +102,10 @@ def test_verify_agrees_and_names_a_changed_line(finished: tuple[Path, str], tmp_
 def test_public_sinks_show_no_private_quantity(finished: tuple[Path, str]) -> None:
     """Contract 16: losses, norms and batch sizes of private records reach private sinks alone."""
     run_dir, output = finished
-    public = EventAccumulator(str(run_dir / "tb" / "public")).Reload().Tags()["scalars"]
+    board = EventAccumulator(str(run_dir / "tb" / "public")).Reload()
+    public = board.Tags()["scalars"]
+    times = {event.wall_time for tag in public for event in board.Scalars(tag)}
+    assert len(times) == 1, "the times of private steps tell their batch sizes"
     private = EventAccumulator(str(run_dir / "tb" / "private")).Reload()
     assert {"private/epsilon", "private/lr", "private/public_loss", "private/update_snr"} <= set(public)
     assert {"private/loss", "private/records", "private/gradient_norm"} <= set(private.Tags()["scalars"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
+import struct
 
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -158,13 +161,18 @@ def test_global_random_state_and_threads_of_others_do_not_matter() -> None:
         assert np.array_equal(mechanism.draw(4, 2, 3, 100), first)
 
 
-def test_the_noise_of_a_known_key_stays_what_it_is() -> None:
-    """Ledgers and resumed runs rely on it; a change needs a new segment everywhere."""
-    drawn = NoiseMechanism(KEY, 1.0, 1.0).draw(1, 2, 3, 4)
-    assert drawn.tolist() == pytest.approx(PINNED, abs=1e-6)
-
-
-PINNED = [0.0, 0.0, 0.0, 0.0]
+def test_the_noise_is_box_muller_on_aes_256_block_by_block() -> None:
+    """Written out a second time: ledgers and resumed runs rely on these very numbers."""
+    step, parameter, start, length = 3, 2, 5, 8
+    drawn = NoiseMechanism(KEY, 2.0, 1.0).draw(step, parameter, start, length)
+    block_cipher = Cipher(algorithms.AES256(KEY), modes.ECB()).encryptor()
+    for offset, value in enumerate(drawn.tolist()):
+        block, half = divmod(start + offset, 2)
+        counter = step.to_bytes(5, "big") + parameter.to_bytes(3, "big") + block.to_bytes(8, "big")
+        first, second = struct.unpack("<QQ", block_cipher.update(counter))
+        angle = 2 * math.pi * second / 2**64
+        radius = math.sqrt(-2 * math.log((first + 1) / 2**64))
+        assert value == pytest.approx(2.0 * radius * (math.sin(angle) if half else math.cos(angle)), rel=1e-6, abs=1e-6)
 
 
 def noised(world: int, mechanism: NoiseMechanism, sizes: dict[str, int], step: int = 1) -> dict[str, np.ndarray]:

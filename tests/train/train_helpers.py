@@ -20,7 +20,7 @@ from model.settings import ModelSettings
 from train.clip import ClipRule, PlainForward, PrivateForward
 from train.clip_reference import ReferenceClip
 from train.config import Optimizer, OptimizerParams
-from train.engine import Applied, Shard
+from train.engine import Applied, Observation, Shard
 from train.gradient import Fragment, Update, UpdateError
 from train.noise import NoiseMechanism
 from train.optim import make_optimizer
@@ -29,7 +29,7 @@ from train.ranks import Disagreement
 T = TypeVar("T")
 
 NANO = ModelSettings(
-    family="captioner", image_size=32, patch_size=8, width=32, depth=2, heads=2, decoder_depth=1, mae_decoder_width=16,
+    family="captioner", image_size=32, patch_size=8, width=16, depth=1, heads=2, decoder_depth=1, mae_decoder_width=16,
     mae_decoder_depth=1, mae_decoder_heads=2, text_length=8, vocabulary=32, qkv_bias=True,
 )  # fmt: skip
 SHAPE = NANO.resolved()
@@ -174,10 +174,12 @@ class LocalEngine:
             raise UpdateError(f"{elements} elements were finished")
         return Applied(self.trainable_elements)
 
-    def observe(self) -> tuple[Tensor, Tensor | None]:
+    def observe(self) -> Observation:
         observed = self.forward.observed
         assert observed is not None
-        return (observed, None) if isinstance(observed, Tensor) else (observed.losses, observed.norms)
+        if isinstance(observed, Tensor):
+            return Observation(observed)
+        return Observation(observed.losses, observed.norms, observed.sensitivity)
 
     def shards(self) -> list[Shard]:
         return [
@@ -231,8 +233,8 @@ class Toy(nn.Module):
         self.register_buffer("table", torch.linspace(-1, 1, width))
         with torch.no_grad():
             for p in self.parameters():
-                if p.dim() > 1:
-                    p.copy_(torch.randn(p.shape, generator=draw) * 0.3)
+                if p.requires_grad:
+                    p.copy_(torch.randn(p.shape, generator=draw) * 0.3 + (p.dim() == 1))
 
     def forward(self, inputs: Any) -> Tensor:
         hidden = torch.tanh(self.norm(self.first(inputs["images"].flatten(1)))) * self.frozen + self.table

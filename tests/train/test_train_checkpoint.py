@@ -1,0 +1,245 @@
+"""Checkpoints: whole or absent, readable at any world size, and every damaged byte is named."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train_helpers import LocalEngine, Toy, alone, on_ranks, private_engine, toy_batch
+
+from train import checkpoint as checkpoint_module
+from train.checkpoint import CheckpointError, Checkpoints, Position
+from train.gradient import NoisyUpdate
+
+HEADER = {"run": "toy", "ledger": {"length": 3, "head": "f" * 64}}
+
+
+def trained(ranks: Any, replicated: bool = False, steps: int = 2) -> LocalEngine:
+    engine, _, noise = private_engine(ranks, replicated=replicated)
+    for step in range(1, steps + 1):
+        engine.accumulate(toy_batch(6, seed=10 * step + ranks.rank))
+        engine.update(NoisyUpdate(noise, step), 1e-2)
+    return engine
+
+
+def saved(folder: Path, ranks: Any, step: int = 2, replicated: bool = False, keep: int = 2) -> str:
+    engine = trained(ranks, replicated, step)
+    return Checkpoints(folder, ranks, keep).save(Position(1, step), engine, replicated, HEADER)
+
+
+def whole_state(engines: list[LocalEngine]) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state by name, put together from all ranks."""
+    found: dict[str, torch.Tensor] = {}
+    for engine in engines:
+        for shard in engine.shards():
+            for f in shard.fragments:
+                for kind, tensor in {"weights": shard.weights.detach(), **shard.state}.items():
+                    key = f"{kind} {f.name}"
+                    size = engine.parameters[f.name].numel()
+                    found.setdefault(key, torch.full((size,), torch.nan))
+                    found[key][f.start : f.start + f.length] = f.of(tensor)
+    return found
+
+
+@pytest.mark.parametrize(("write_world", "replicated"), [(1, False), (2, False), (3, False), (2, True)])
+def test_what_one_number_of_ranks_wrote_another_reads_bit_by_bit(
+    tmp_path: Path, write_world: int, replicated: bool
+) -> None:
+    def write(ranks: Any) -> LocalEngine:
+        engine = trained(ranks, replicated)
+        Checkpoints(tmp_path, ranks, 2).save(Position(1, 2), engine, replicated, HEADER)
+        return engine
+
+    written = on_ranks(write_world, write)
+    expected = whole_state(written)
+    assert len(list(tmp_path.glob("phase*/piece-*"))) == (1 if replicated else write_world)
+    for world in (1, 2, 3):
+        for again in (False, True):
+
+            def read(ranks: Any, again: bool = again) -> LocalEngine:
+                loaded = Checkpoints(tmp_path, ranks, 2).latest()
+                assert loaded is not None and loaded.position == Position(1, 2)
+                model = Toy()
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.zero_()
+                model.load_state_dict(loaded.state_dict(model.state_dict()))
+                engine, _, _ = private_engine(ranks, replicated=again, model=model)
+                loaded.restore_optimizer(engine)
+                return engine
+
+            engines = on_ranks(world, read)
+            found = whole_state(engines)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+            assert {engine.optimizer_step() for engine in engines} == {2}
+            fixed = engines[0].model.state_dict()
+            assert torch.equal(fixed["frozen"], Toy().frozen) and torch.equal(fixed["table"], Toy().table)
+
+
+def test_training_goes_on_bit_by_bit_after_a_resume(tmp_path: Path) -> None:
+    straight = trained(alone(), steps=4)
+    saved(tmp_path, alone(), step=2)
+    loaded = Checkpoints(tmp_path, alone(), 2).latest()
+    assert loaded is not None
+    model = Toy()
+    model.load_state_dict(loaded.state_dict(model.state_dict()))
+    engine, _, noise = private_engine(alone(), model=model)
+    loaded.restore_optimizer(engine)
+    for step in (3, 4):
+        engine.accumulate(toy_batch(6, seed=10 * step))
+        engine.update(NoisyUpdate(noise, step), 1e-2)
+    first, second = whole_state([straight]), whole_state([engine])
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_the_manifest_carries_the_head_of_the_ledger_and_its_digest_is_returned(tmp_path: Path) -> None:
+    digest = saved(tmp_path, alone())
+    loaded = Checkpoints(tmp_path, alone(), 2).latest()
+    assert loaded is not None and loaded.digest == digest
+    assert loaded.manifest["ledger"] == HEADER["ledger"]
+    assert loaded.weights()["first.weight"].shape == (6, 48)
+
+
+def test_a_position_is_written_once(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, alone(), 2)
+    first = checkpoints.save(Position(1, 2), trained(alone()), False, HEADER)
+    second = checkpoints.save(Position(1, 2), trained(alone(), steps=1), False, HEADER)
+    assert first == second
+
+
+def test_any_damaged_or_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    on_ranks(2, lambda ranks: saved(tmp_path / "good", ranks))
+    files = [path for path in sorted((tmp_path / "good").rglob("*")) if path.is_file()]
+    assert len(files) == 4  # pointer, manifest, two pieces
+    for path in files:
+        content = path.read_bytes()
+        for place in {0, len(content) // 3, len(content) // 2, len(content) - 2}:
+            bad = tmp_path / "bad"
+            shutil.copytree(tmp_path / "good", bad)
+            target = bad / path.relative_to(tmp_path / "good")
+            target.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            with pytest.raises(CheckpointError) as refused:
+                Checkpoints(bad, alone(), 2).latest()
+            # A flipped byte of the pointer makes it point nowhere, or at a manifest that it does not fit.
+            expected = (target.name,) if path.name != "latest" else ("latest", "phase01", "manifest.json")
+            assert any(name in str(refused.value) for name in expected), str(refused.value)
+            shutil.rmtree(bad)
+        if path.name != "latest":
+            shutil.copytree(tmp_path / "good", tmp_path / "bad")
+            (tmp_path / "bad" / path.relative_to(tmp_path / "good")).unlink()
+            with pytest.raises(CheckpointError):
+                Checkpoints(tmp_path / "bad", alone(), 2).latest()
+            shutil.rmtree(tmp_path / "bad")
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, alone())
+    loaded = Checkpoints(tmp_path, alone(), 2).latest()
+    assert loaded is not None
+    with pytest.raises(CheckpointError, match="another model"):
+        loaded.state_dict({"something": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match="holds 288 of 300 elements"):
+        loaded.read("weights", "first.weight", 0, 300)
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing is cleaned up by an `except Exception`."""
+
+
+OPERATIONS: list[tuple[Any, str]] = [
+    (os, "fsync"), (os, "replace"), (os, "rename"), (Path, "rename"), (Path, "replace"), (Path, "mkdir"),
+    (Path, "write_bytes"), (Path, "write_text"), (Path, "unlink"), (shutil, "rmtree"),
+    (checkpoint_module, "save_file"),
+]  # fmt: skip
+
+
+def kill_at(moment: int, monkeypatch: pytest.MonkeyPatch, before: bool) -> Callable[[], int]:
+    """Counts file operations and dies before, or right after, the given one; returns how many there were."""
+    count = 0
+
+    def wrapped(real: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if before and count == moment:
+                raise Killed
+            result = real(*arguments, **options)
+            if not before and count == moment:
+                raise Killed
+            return result
+
+        return act
+
+    for holder, name in OPERATIONS:
+        monkeypatch.setattr(holder, name, wrapped(getattr(holder, name)))
+    return lambda: count
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_kill_between_any_two_file_operations_leaves_a_whole_checkpoint(tmp_path: Path, before: bool) -> None:
+    engines = {step: trained(alone(), steps=step) for step in (1, 2, 3)}
+    weights = {step: engines[step].flats[0].detach().clone() for step in engines}
+    moment, finished = 0, False
+    while not finished:
+        moment += 1
+        folder = tmp_path / f"at{moment}"
+        for step in (1, 2):
+            Checkpoints(folder, alone(), 1).save(Position(0, step), engines[step], False, HEADER)
+        with pytest.MonkeyPatch.context() as patch:
+            operations = kill_at(moment, patch, before)
+            with contextlib.suppress(Killed):
+                Checkpoints(folder, alone(), 1).save(Position(0, 3), engines[3], False, HEADER)
+            finished = operations() < moment
+        loaded = Checkpoints(folder, alone(), 1).latest()
+        assert loaded is not None and loaded.position.step in (2, 3), f"after operation {moment}"
+        stored = torch.cat([loaded.read("weights", name, 0, p.numel()) for name, p in engines[1].parameters.items()])
+        assert torch.equal(stored, weights[loaded.position.step])
+        # The next start cleans up and goes on.
+        Checkpoints(folder, alone(), 1).save(Position(0, 3), engines[3], False, HEADER)
+        again = Checkpoints(folder, alone(), 1).latest()
+        assert again is not None and again.position.step == 3
+        if not finished:
+            Checkpoints(folder, alone(), 1).save(Position(0, 4), engines[3], False, HEADER)
+            left = sorted(path.name for path in folder.iterdir())
+            assert left == ["latest", "phase00-step00000004"], "orphans are gone"
+    assert moment > 10
+
+
+def test_orphans_of_a_killed_save_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".phase00-step00000001.tmp").mkdir()
+    (tmp_path / ".phase00-step00000001.tmp" / "piece-00000-of-00001.safetensors").write_bytes(b"torn")
+    (tmp_path / ".latest.tmp").write_text("{}")
+    saved(tmp_path, alone())
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_old_checkpoints_are_retired_but_never_the_newest(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, alone(), 3)
+    engine = trained(alone())
+    for position in (Position(0, 5), Position(0, 10), Position(1, 0), Position(1, 5), Position(1, 10)):
+        checkpoints.save(position, engine, False, HEADER)
+    names = sorted(path.name for path in tmp_path.glob("phase*"))
+    assert names == [Position(1, s).folder for s in (0, 5, 10)]
+    loaded = checkpoints.latest()
+    assert loaded is not None and loaded.position == Position(1, 10)
+
+
+def test_no_key_lies_in_a_checkpoint(tmp_path: Path) -> None:
+    """The engine draws its noise with b's'*32; no form of it may reach the disk, in any file or file name."""
+    saved(tmp_path, alone())
+    secret = b"s" * 32
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert secret not in content and secret.hex().encode() not in content
+
+
+def test_without_a_checkpoint_there_is_none(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "nothing", alone(), 2).latest() is None

@@ -1,0 +1,398 @@
+"""Per-record clipping against a loop over single records, with hostile records among them; and its rounding bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from train_helpers import SHAPE, Toy, nano_inputs, plan_for, toy_batch
+
+from model.build import build
+from train.clip import (
+    MOST_ALLOWANCE,
+    ClipError,
+    ClipRule,
+    PlainForward,
+    PrivateForward,
+    assert_exact_matmul,
+    rounding_allowance,
+)
+from train.clip_reference import ReferenceClip
+
+KINDS = ["flat", "automatic"]
+GAMMA = 0.01
+
+
+def brute_force(
+    model: nn.Module, inputs: dict[str, Tensor], present: Tensor, kind: str, bound: float
+) -> tuple[dict[str, Tensor], list[float]]:
+    """One record at a time, sums in fp64, nothing taken from train/."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in trainable.items()}
+    norms = []
+    for row in range(len(present)):
+        loss = model({name: tensor[row : row + 1] for name, tensor in inputs.items()}).sum()
+        gradients = [g.double() for g in torch.autograd.grad(loss, list(trainable.values()))]
+        norm = math.sqrt(sum(float((g**2).sum()) for g in gradients))
+        norms.append(norm)
+        if not present[row] or not math.isfinite(norm) or not math.isfinite(float(loss.detach())) or norm == 0:
+            continue
+        factor = min(1.0, bound / norm) if kind == "flat" else bound / (norm + GAMMA)
+        for name, gradient in zip(trainable, gradients, strict=True):
+            total[name] += factor * gradient
+    return total, norms
+
+
+def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    error = sum(float((found[name].double() - expected[name]).square().sum()) for name in expected)
+    return math.sqrt(error / sum(float(t.double().square().sum()) for t in expected.values()))
+
+
+def size(gradients: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+
+
+class Scaled(nn.Module):
+    """A model whose loss per record is multiplied by an input: hostile norms of any size, on demand."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        rest = {name: tensor for name, tensor in inputs.items() if name != "scale"}
+        return self.inner(rest) * inputs["scale"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("objective", ["mae", "caption"])
+def test_the_clipped_sum_equals_a_loop_over_single_records(objective: str, kind: str) -> None:
+    model = build(SHAPE, objective)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    inputs = nano_inputs(objective, 9)
+    inputs["images"][2] *= 1e3
+    inputs["images"][5, 1, 3, 3] = math.nan
+    inputs["images"][6] = 0.0
+    present = torch.tensor([True] * 7 + [False, True])
+    _, norms = brute_force(model, inputs, present, kind, 1.0)
+    bound = float(np.nanmedian(norms))  # some are clipped, some are not
+    expected, _ = brute_force(model, inputs, present, kind, bound)
+    clip = ReferenceClip(ClipRule(kind, bound, 0.0, GAMMA))  # pyright: ignore[reportArgumentType]
+    clip.prepare(model)
+    clipped = clip.clipped_sum(model, inputs, present)
+    assert relative_error(clipped.gradients, expected) < 1e-6
+    assert clipped.factors[[5, 7]].tolist() == [0.0, 0.0]
+    assert kind == "automatic" or 0 < int((clipped.factors == 1).sum()) < 7
+    for row in (0, 1, 2, 3, 4, 6, 8):
+        assert float(clipped.norms[row]) == pytest.approx(norms[row], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hostile_norms_are_summed_exactly_or_not_at_all(kind: str) -> None:
+    """Norm zero, far below and far above the range of fp32 squares, NaN and infinity, beside ordinary records."""
+    model = Scaled(Toy())
+    scales = [1.0, 0.0, 1e-25, 1e-15, 1e15, 1e19, 1e25, math.nan, math.inf, -math.inf, 1.0, 1e30]
+    batch = toy_batch(len(scales))
+    inputs = {**batch.inputs, "scale": torch.tensor(scales)}
+    rule = ClipRule(kind, 0.7, 0.0, GAMMA)  # pyright: ignore[reportArgumentType]
+    clip = ReferenceClip(rule)
+    clipped = clip.clipped_sum(model, inputs, batch.present)
+    expected, norms = brute_force(model, inputs, batch.present, kind, 0.7)
+    assert relative_error(clipped.gradients, expected) < 1e-6
+    assert all(bool(torch.isfinite(g).all()) for g in clipped.gradients.values())
+    for row in (2, 3, 4, 5, 6, 11):
+        assert float(clipped.norms[row]) == pytest.approx(norms[row], rel=1e-5), scales[row]
+        assert float(clipped.factors[row]) > 0
+    assert clipped.factors[[1, 7, 8, 9]].tolist() == [0.0] * 4
+    for row in range(len(scales)):
+        alone = torch.zeros(len(scales), dtype=torch.bool)
+        alone[row] = True
+        assert size(clip.clipped_sum(model, inputs, alone).gradients) <= 0.7 * (1 + 1e-6), scales[row]
+
+
+def test_a_loss_that_is_not_finite_with_a_finite_gradient_contributes_nothing() -> None:
+    class Shifted(Scaled):
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            return self.inner({"images": inputs["images"]}) + inputs["scale"]
+
+    batch = toy_batch(3)
+    inputs = {**batch.inputs, "scale": torch.tensor([0.0, math.inf, 0.0])}
+    clipped = ReferenceClip(ClipRule("flat", 1.0, 0.0)).clipped_sum(Shifted(Toy()), inputs, batch.present)
+    assert math.isfinite(float(clipped.norms[1])) and float(clipped.factors[1]) == 0
+    assert float(clipped.factors[0]) > 0
+
+
+@pytest.mark.parametrize("hostile", [math.nan, math.inf, 1e19, 1e-25, 0.0])
+def test_neighbours_of_a_hostile_record_do_not_change_in_any_bit(hostile: float) -> None:
+    model = build(SHAPE, "caption")
+    clip = ReferenceClip(ClipRule("flat", 1.0, 0.0))
+    clip.prepare(model)
+    inputs, present = nano_inputs("caption", 6), torch.ones(6, dtype=torch.bool)
+    changed = {**inputs, "images": inputs["images"].clone()}
+    changed["images"][3] *= hostile
+    before, after = clip.clipped_sum(model, inputs, present), clip.clipped_sum(model, changed, present)
+    others = [0, 1, 2, 4, 5]
+    for name in ("norms", "losses", "factors"):
+        assert torch.equal(getattr(before, name)[others], getattr(after, name)[others]), name
+    without = present.clone()
+    without[3] = False
+    base = clip.clipped_sum(model, changed, without).gradients
+    moved = {name: after.gradients[name].double() - base[name].double() for name in base}
+    assert size(moved) <= 1.0 + 1e-6
+    if not math.isfinite(hostile):
+        assert all(torch.equal(after.gradients[name], base[name]) for name in base)
+
+
+def test_the_content_of_an_absent_slot_does_not_matter() -> None:
+    batch = toy_batch(6, absent=(1, 4))
+    clip, model = ReferenceClip(ClipRule("flat", 1.0, 0.0)), Toy()
+    expected = clip.clipped_sum(model, batch.inputs, batch.present).gradients
+    for value in (1.0, 1e30, math.nan, math.inf):
+        images = batch.inputs["images"].clone()
+        images[[1, 4]] = value
+        found = clip.clipped_sum(model, {"images": images}, batch.present).gradients
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    nobody = clip.clipped_sum(model, batch.inputs, torch.zeros(6, dtype=torch.bool))
+    assert size(nobody.gradients) == 0.0 and not nobody.factors.any()
+
+
+@pytest.mark.parametrize("objective", ["mae", "caption"])
+def test_a_record_contributes_the_same_in_any_row(objective: str) -> None:
+    model = build(SHAPE, objective)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    clip = ReferenceClip(ClipRule("flat", 0.5, 0.0))
+    clip.prepare(model)
+    inputs = nano_inputs(objective, 8)
+    order = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
+    here = clip.clipped_sum(model, inputs, torch.ones(8, dtype=torch.bool))
+    there = clip.clipped_sum(model, {k: v[order] for k, v in inputs.items()}, torch.ones(8, dtype=torch.bool))
+    assert torch.allclose(here.norms[order], there.norms, rtol=1e-6, atol=0)
+    assert relative_error(there.gradients, here.gradients) < 1e-6
+    for row in range(8):
+        place = int((order == row).nonzero())
+        only, elsewhere = torch.zeros(8, dtype=torch.bool), torch.zeros(8, dtype=torch.bool)
+        only[row], elsewhere[place] = True, True
+        first = clip.clipped_sum(model, inputs, only).gradients
+        second = clip.clipped_sum(model, {k: v[order] for k, v in inputs.items()}, elsewhere).gradients
+        difference = {name: first[name].double() - second[name].double() for name in first}
+        assert size(first) <= 0.5 * (1 + 1e-6) and size(difference) < 1e-6
+
+
+def test_frozen_parameters_get_no_sum_and_do_not_count_in_the_norm() -> None:
+    model, batch = Toy(), toy_batch(5)
+    model.first.weight.requires_grad_(False)
+    clipped = ReferenceClip(ClipRule("flat", 0.5, 0.0)).clipped_sum(model, batch.inputs, batch.present)
+    assert set(clipped.gradients) == {n for n, p in model.named_parameters() if p.requires_grad}
+    expected, norms = brute_force(model, batch.inputs, batch.present, "flat", 0.5)
+    assert clipped.norms.tolist() == pytest.approx(norms, rel=1e-5)
+    assert relative_error(clipped.gradients, expected) < 1e-6
+
+
+def test_a_parameter_used_twice_counts_with_its_whole_gradient() -> None:
+    """Pitfalls A13, A14: tied weights."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(48, 48)
+
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            x = inputs["images"].flatten(1)
+            return (self.layer(torch.tanh(self.layer(x))) - torch.tanh(x) @ self.layer.weight).square().sum(1)
+
+    model, batch = Tied(), toy_batch(6)
+    clipped = ReferenceClip(ClipRule("flat", 1.0, 0.0)).clipped_sum(model, batch.inputs, batch.present)
+    expected, _ = brute_force(model, batch.inputs, batch.present, "flat", 1.0)
+    assert relative_error(clipped.gradients, expected) < 1e-6
+
+
+def test_per_sample_gradients_agree_with_opacus() -> None:
+    from opacus.grad_sample import GradSampleModule
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.layers = nn.Sequential(nn.Linear(48, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x.flatten(1)).square().sum(1)
+
+    class Named(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            return self.inner(inputs["images"])
+
+    model, batch = Plain(), toy_batch(7)
+    clipped = ReferenceClip(ClipRule("flat", 2.0, 0.0)).clipped_sum(Named(model), batch.inputs, batch.present)
+    theirs = GradSampleModule(model, loss_reduction="sum")
+    theirs(batch.inputs["images"]).sum().backward()
+    samples = {name: p.grad_sample for name, p in theirs._module.named_parameters()}
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in samples.values()]).norm(dim=0)
+    factors = (2.0 / norms).clamp(max=1.0)
+    assert 0 < int((factors < 1).sum()) <= 7
+    expected = {f"inner.{name}": torch.einsum("b,b...->...", factors, g) for name, g in samples.items()}
+    assert clipped.norms.tolist() == pytest.approx(norms.tolist(), rel=1e-5)
+    assert relative_error(clipped.gradients, expected) < 1e-6
+
+
+# What the sharded engine wraps
+
+
+def test_the_scalar_of_the_private_forward_has_the_clipped_sum_as_its_gradient() -> None:
+    batch, other = toy_batch(6, absent=(2,)), toy_batch(6, seed=3)
+    clip = ReferenceClip(ClipRule("flat", 0.5, 0.0))
+    forward = PrivateForward(Toy(), clip)
+    expected = clip.clipped_sum(forward.model, batch.inputs, batch.present).gradients
+    second = clip.clipped_sum(forward.model, other.inputs, other.present).gradients
+    fired: list[str] = []
+    for name, p in forward.model.named_parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    loss = forward(batch.inputs, batch.present)
+    assert loss.shape == () and float(loss.detach()) == 0.0
+    loss.backward()
+    assert sorted(fired) == sorted(expected)
+    grads = {name: p.grad for name, p in forward.model.named_parameters() if p.grad is not None}
+    assert grads.keys() == expected.keys() and all(torch.equal(grads[n], expected[n]) for n in expected)
+    forward(other.inputs, other.present).backward()
+    for name, p in forward.model.named_parameters():
+        if p.requires_grad:
+            assert p.grad is not None and torch.equal(p.grad, expected[name] + second[name])
+    assert len(fired) == 2 * len(expected)
+    assert forward.observed is not None and forward.observed.losses.shape == (6,)
+
+
+def test_the_private_forward_touches_every_parameter_even_for_an_empty_batch() -> None:
+    batch = toy_batch(4, absent=(0, 1, 2, 3))
+    forward = PrivateForward(Toy(), ReferenceClip(ClipRule("flat", 1.0, 0.0)))
+    forward(batch.inputs, batch.present).backward()
+    for name, p in forward.model.named_parameters():
+        assert (p.grad is not None) == p.requires_grad, name
+        assert p.grad is None or not p.grad.any()
+
+
+def test_the_plain_forward_sums_the_losses_of_the_present_alone() -> None:
+    batch = toy_batch(5, absent=(1,))
+    forward = PlainForward(Toy())
+    images = batch.inputs["images"].clone()
+    images[1] = math.nan
+    loss = forward({"images": images}, batch.present)
+    expected = Toy()(batch.inputs)[[0, 2, 3, 4]]
+    assert float(loss.detach()) == pytest.approx(float(expected.detach().sum()), rel=1e-6)
+    assert forward.observed is not None and float(forward.observed[1]) == 0.0
+
+
+# The rule and its bound
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    bound=st.floats(1e-3, 1e3),
+    norm=st.one_of(st.floats(min_value=0), st.just(math.nan), st.just(math.inf), st.floats(1e-50, 1e50)),
+)
+def test_no_norm_times_its_factor_exceeds_the_bound(kind: str, bound: float, norm: float) -> None:
+    rule = ClipRule(kind, bound, 0.0, GAMMA)  # pyright: ignore[reportArgumentType]
+    factor = rule.factors(torch.tensor([norm], dtype=torch.float64))
+    assert factor.dtype == torch.float32
+    value = float(factor)
+    assert value >= 0 and math.isfinite(value)
+    if not math.isfinite(norm) or norm == 0:
+        assert value == 0
+    else:
+        assert value * norm <= bound * (1 + 2.0**-23)
+        if 1e-30 < norm < 1e30:
+            expected = min(1.0, bound / norm) if kind == "flat" else bound / (norm + GAMMA)
+            assert value == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("norm", [3e38, 1e40, 1e42, 7.3e44, 1e45, 1e300])
+def test_factors_too_small_for_fp32_are_zero_and_not_rounded_up(norm: float) -> None:
+    for kind in KINDS:
+        factor = float(ClipRule(kind, 1.0, 0.0).factors(torch.tensor([norm], dtype=torch.float64)))  # pyright: ignore[reportArgumentType]
+        assert factor * norm <= 1 + 1e-6
+
+
+def test_the_rule_lowers_c_by_what_rounding_may_add() -> None:
+    plan = plan_for(records=20_000, batch=1000, clip_norm=0.5)
+    rule = ClipRule.of(plan, "flat", GAMMA, 64)
+    assert rule.allowance == rounding_allowance(plan.largest_batch, 64) > 1e-3
+    assert rule.bound < 0.5 and rule.sensitivity == pytest.approx(0.5, rel=1e-12)
+    fact = rule.fact()
+    assert (fact.rule, fact.sensitivity) == ("flat", rule.sensitivity)
+    changed = ClipRule("flat", 2 * rule.bound, rule.allowance)
+    assert changed.fact().sensitivity == pytest.approx(1.0, rel=1e-12), "stated from the bound in use"
+
+
+def test_a_batch_whose_rounding_cannot_be_bounded_is_refused() -> None:
+    plan = plan_for(records=10**9, batch=5e6)
+    with pytest.raises(ClipError, match="use a smaller expected_batch"):
+        ClipRule.of(plan, "flat", GAMMA, 64)
+    largest = [b for b in (1000, 10_000, 100_000) if rounding_allowance(b, 256) <= MOST_ALLOWANCE]
+    assert largest, "ordinary batches are allowed"
+
+
+def test_reduced_precision_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_exact_matmul()
+    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    with pytest.raises(ClipError, match="reduced precision"):
+        assert_exact_matmul()
+
+
+def accumulated(draw: Callable[[int], Tensor], factors: Tensor, micro_batch: int) -> Tensor:
+    """As in training: tensordot within a micro-batch, fp32 addition over micro-batches."""
+    total: Tensor | None = None
+    for start in range(0, len(factors), micro_batch):
+        part = torch.tensordot(factors[start : start + micro_batch], draw(start), dims=1)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+@pytest.mark.parametrize(("count", "micro_batch"), [(3_000, 64), (120_000, 64), (120_000, 500)])
+def test_the_rounding_allowance_bounds_the_difference_of_two_neighbouring_sums(count: int, micro_batch: int) -> None:
+    """Aligned gradients at the bound, with one record more or less: the fp32 sums differ by at most C."""
+    width, c = 48, 1.0
+    allowance = rounding_allowance(count, micro_batch)
+    bound = c / (1 + allowance)
+    generator = torch.Generator().manual_seed(3)
+    direction = torch.rand(width, generator=generator) + 0.5
+    scales = torch.rand(count, generator=generator) * 3 + 1.01
+    norms = direction.double().norm() * scales.double()
+    factors = ClipRule("flat", bound, allowance).factors(norms)
+
+    def records(start: int) -> Tensor:
+        return scales[start : start + micro_batch, None] * direction
+
+    whole = accumulated(records, factors, micro_batch)
+    exact = torch.zeros(width, dtype=torch.float64)
+    for start in range(0, count, micro_batch):
+        exact += torch.tensordot(factors[start : start + micro_batch].double(), records(start).double(), dims=1)
+    error = float((whole.double() - exact).norm())
+    assert 0 < error <= (allowance - 1e-3) / 2 * bound, "each of the two sums may take half of the allowance"
+    for removed in (0, count // 2, count - 1):
+        fewer = factors.clone()
+        fewer[removed] = 0.0
+        assert float((whole.double() - accumulated(records, fewer, micro_batch).double()).norm()) <= c
+
+
+def test_the_rounding_that_the_allowance_covers_is_real() -> None:
+    """A chain of fp32 additions as long as the allowance supposes loses more than a tenth of what it allows."""
+    micro_batch, count = 1, 4_000
+    value = torch.tensor(1 / 3, dtype=torch.float32)
+    total = torch.zeros((), dtype=torch.float32)
+    for _ in range(count):
+        total += value
+    error = abs(float(total) - count * float(value))
+    allowed = (rounding_allowance(count, micro_batch) - 1e-3) / 2 / 3
+    assert allowed / 100 < error <= allowed

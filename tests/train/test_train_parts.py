@@ -1,0 +1,342 @@
+"""The small parts: shard map, schedules, pace, boards, what is observed, and reasons to stop."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import stat
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from train_helpers import LocalEngine, Toy, alone, on_ranks
+
+from train import stop as stop_module
+from train.board import RATE_STEPS, Board, Pace
+from train.config import Optimizer, OptimizerParams, Schedule
+from train.gradient import Fragment
+from train.observed import Observed
+from train.optim import learning_rate, make_optimizer
+from train.run_dir import RunDir, open_private
+from train.shard_map import ShardMapError, whole_parameters, zero_slices
+from train.stop import Stopped, StopRequest
+
+# The shard map
+
+
+def mapped(parameter: nn.Parameter, start: int, length: int, position: int, group: int = 0, outside: int = -1) -> None:
+    """The addresses that DeepSpeed leaves on a parameter."""
+    parameter._hp_mapping = SimpleNamespace(  # pyright: ignore
+        lp_fragment_address=SimpleNamespace(start=start, numel=length),
+        hp_fragment_address=SimpleNamespace(start=position, numel=length if outside < 0 else outside),
+        param_group_index=group,
+    )
+
+
+@pytest.fixture
+def sliced() -> tuple[dict[str, nn.Parameter], torch.Tensor]:
+    """This rank holds the end of `a`, all of `b`, nothing of `c`, and two elements of padding."""
+    a, b, c = (nn.Parameter(torch.arange(n, dtype=torch.float32) + 100 * n) for n in (10, 4, 3))
+    flat = torch.cat([a.detach()[6:], b.detach(), torch.zeros(2)])
+    mapped(a, 6, 4, 0)
+    mapped(b, 0, 4, 4)
+    return {"a": a, "b": b, "c": c}, flat
+
+
+def test_slices_become_fragments_in_order(sliced: Any) -> None:
+    trainable, flat = sliced
+    found, fragments = zero_slices(dict(reversed(trainable.items())), [flat])[id(flat)]
+    assert found is flat and [f.name for f in fragments] == ["a", "b"]
+    _, fragments = zero_slices(trainable, [flat])[id(flat)]
+    assert fragments == [Fragment("a", 0, 6, 4, 0), Fragment("b", 1, 0, 4, 4)]
+    assert fragments[0].of(flat).tolist() == trainable["a"][6:].tolist()
+
+
+def test_a_map_that_does_not_fit_the_weights_is_refused(sliced: Any) -> None:
+    trainable, flat = sliced
+    flat[5] += 1
+    with pytest.raises(ShardMapError, match="b: its shard does not hold its weights"):
+        zero_slices(trainable, [flat])
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ((0, 4, 3), "overlaps"), ((0, 4, 0), "overlaps"), ((0, 4, 8), "does not hold"), ((1, 3, 4), "does not hold"),
+        ((0, 4, 4, 0, 3), "different sizes"),
+    ],
+)  # fmt: skip
+def test_overlaps_and_wrong_places_are_refused(sliced: Any, address: tuple[int, ...], message: str) -> None:
+    trainable, flat = sliced
+    mapped(trainable["b"], *address)
+    with pytest.raises(ShardMapError, match=message):
+        zero_slices(trainable, [flat])
+
+
+def test_without_sharding_the_parameters_are_the_shards() -> None:
+    trainable = {"a": nn.Parameter(torch.zeros(2, 3)), "b": nn.Parameter(torch.zeros(4))}
+    layout = whole_parameters(trainable)
+    assert layout[id(trainable["b"])] == (trainable["b"], [Fragment("b", 1, 0, 4, 0)])
+    fragment = layout[id(trainable["a"])][1][0]
+    fragment.of(trainable["a"].detach()).fill_(7.0)
+    assert trainable["a"].detach().tolist() == [[7.0] * 3] * 2
+
+
+def test_the_tests_own_engine_tiles_the_model() -> None:
+    layouts = on_ranks(3, lambda ranks: LocalEngine(_plain(), ranks).layout[0])
+    covered = sorted((f.parameter, f.start, f.length) for layout in layouts for f in layout)
+    assert sum(length for _, _, length in covered) == sum(p.numel() for p in Toy().parameters() if p.requires_grad)
+    assert any(length % 2 for _, _, length in covered)
+
+
+def _plain() -> Any:
+    from train.clip import PlainForward
+
+    return PlainForward(Toy())
+
+
+# Optimizer and schedule
+
+
+def test_adamw_follows_its_definition() -> None:
+    params = OptimizerParams(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    p, frozen = nn.Parameter(torch.linspace(-1, 1, 5)), nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer = make_optimizer(Optimizer(params=params), [p, frozen])
+    assert [q for group in optimizer.param_groups for q in group["params"]] == [p]
+    w, m, v = p.detach().double().clone(), torch.zeros(5).double(), torch.zeros(5).double()
+    for t in (1, 2, 3):
+        g = torch.sin(torch.arange(5.0) * t)
+        p.grad = g.clone()
+        optimizer.param_groups[0]["lr"] = rate = 0.01 * t
+        optimizer.step()
+        m, v = 0.8 * m + 0.2 * g, 0.95 * v + 0.05 * g.double() ** 2
+        w = w * (1 - rate * 0.1) - rate * (m / (1 - 0.8**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-6)
+        assert torch.allclose(p.detach().double(), w, atol=1e-6)
+
+
+def test_a_fresh_optimizer_does_not_move_by_itself() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = make_optimizer(Optimizer(), [p])
+    p.grad = torch.ones(3)
+    optimizer.step()
+    assert p.detach().tolist() == [1.0] * 3
+
+
+def test_learning_rates_by_hand() -> None:
+    def rates(steps: int, **settings: Any) -> list[float]:
+        return [learning_rate(Schedule(peak=1.0, **settings), steps, t) for t in range(1, steps + 1)]
+
+    assert rates(4, shape="constant") == [1.0] * 4
+    assert rates(6, shape="constant", warmup=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert rates(6, shape="linear", warmup=2) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
+    assert rates(4, shape="linear", end=2) == pytest.approx([1.0, 0.5, 0.0, 0.0])
+    cosine = rates(8, shape="cosine")
+    assert cosine == pytest.approx([0.5 * (1 + math.cos(math.pi * t / 8)) for t in range(8)])
+    assert rates(3, warmup=10)[0] == pytest.approx(0.1), "the first step moves (pitfall B19)"
+    for shape in ("constant", "linear", "cosine"):
+        found = rates(50, shape=shape, warmup=7)
+        assert min(found) > 0 and max(found) == 1.0
+
+
+# Pace: contract 16
+
+
+def paced(private: bool, steps: int, monkeypatch: pytest.MonkeyPatch) -> Pace:
+    clock = iter(range(10_000))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)) * 2)
+    pace = Pace(50.0, private)
+    for _ in range(steps + 1):
+        pace.tick()
+    return pace
+
+
+def test_no_private_rate_is_shown_before_a_hundred_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RATE_STEPS == 100
+    for steps in (0, 1, 99):
+        pace = paced(True, steps, monkeypatch)
+        assert pace.rate() is None and pace.line(steps, 500) == ""
+        pace.calibrate(1234.0)
+        rate = pace.rate()
+        assert rate is not None and rate[0] == 1234.0 and "synthetic" in rate[1]
+    rate = paced(True, 100, monkeypatch).rate()
+    assert rate == (25.0, "")
+    assert paced(False, 1, monkeypatch).rate() == (25.0, "")
+
+
+def test_the_private_rate_is_the_expected_batch_over_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = paced(True, 250, monkeypatch)
+    assert len(pace._times) == RATE_STEPS + 1
+    assert "25 samples/s" in pace.line(250, 350) and "ETA 3m20s" in pace.line(250, 350)
+    assert "ETA 2h" in pace.line(250, 250 + 3700)
+
+
+# Boards
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+@pytest.fixture
+def boarded(tmp_path: Path) -> tuple[RunDir, Board]:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.prepare()
+    return run_dir, Board(run_dir, main=True)
+
+
+def test_private_values_reach_private_sinks_alone(boarded: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir, board = boarded
+    board.public("private", 3, {"lr": 0.5, "epsilon": 1.25})
+    board.private("private", 3, {"loss": 7.125, "records": 977.0})
+    board.bad_records("private", 0, {11: "no caption"})
+    board.say("step 3")
+    board.close()
+    assert scalars(run_dir.public_board) == {"private/lr": [(3, 0.5)], "private/epsilon": [(3, 1.25)]}
+    assert scalars(run_dir.private_board) == {"private/loss": [(3, 7.125)], "private/records": [(3, 977.0)]}
+    assert json.loads(run_dir.public_log.read_text()) == {"phase": "private", "step": 3, "lr": 0.5, "epsilon": 1.25}
+    assert json.loads(run_dir.private_log.read_text())["loss"] == 7.125
+    private = {run_dir.private_board, run_dir.private_log, run_dir.root / "logs" / "bad-records-rank0.jsonl"}
+    for path in run_dir.root.rglob("*"):
+        if path.is_file() and not any(p in (path, *path.parents) for p in private):
+            assert not any(word in path.read_bytes() for word in (b"977", b"7.125", b"no caption", b"loss")), path
+    assert capsys.readouterr().out == "step 3\n"
+
+
+def test_private_files_are_for_the_owner_alone(boarded: Any) -> None:
+    run_dir, board = boarded
+    before = os.umask(0)  # the most generous umask must not matter
+    try:
+        board.bad_records("private", 1, {1: "x"})
+        open_private(run_dir.root / "logs" / "other").close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(run_dir.private_board.stat().st_mode) == 0o700
+    for name in ("private.jsonl", "bad-records-rank1.jsonl", "other"):
+        assert stat.S_IMODE((run_dir.root / "logs" / name).stat().st_mode) == 0o600, name
+    board.close()
+
+
+def test_public_events_carry_no_time_of_a_step(boarded: Any) -> None:
+    """The time of one private step tells its batch size (contract 16): every public event has the same time."""
+    run_dir, board = boarded
+    for step in (1, 2, 3):
+        board.public("private", step, {"lr": 0.1})
+        time.sleep(0.02)
+    board.close()
+    accumulator = EventAccumulator(str(run_dir.public_board))
+    accumulator.Reload()
+    assert len({event.wall_time for event in accumulator.Scalars("private/lr")}) == 1
+
+
+def test_only_the_main_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = RunDir(tmp_path)
+    board = Board(run_dir, main=False)
+    board.public("p", 1, {"a": 1.0})
+    board.private("p", 1, {"a": 1.0})
+    board.say("nothing")
+    board.close()
+    assert not list(tmp_path.rglob("*")) and capsys.readouterr().out == ""
+
+
+# Observed
+
+
+def test_observed_sums_over_micro_batches_and_ranks() -> None:
+    def act(ranks: Any) -> dict[str, float]:
+        observed = Observed()
+        present = torch.tensor([True, False, True])
+        for _ in range(2):
+            observed.add(present, torch.tensor([1.0, math.nan, 3.0]), torch.tensor([0.5, 99.0, 2.0 + ranks.rank]))
+        return observed.over_ranks(ranks, 2.5)
+
+    first, second = on_ranks(2, act)
+    assert first == second
+    assert first == pytest.approx({"records": 8, "loss": 2.0, "gradient_norm": 12 / 8, "clipped_fraction": 2 / 8})
+
+
+def test_observed_survives_hostile_and_empty_batches() -> None:
+    observed = Observed()
+    present = torch.tensor([True, True])
+    observed.add(present, torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 1.0]))
+    assert observed.over_ranks(alone(), 1.0)["loss"] == 0.5
+    assert Observed().over_ranks(alone(), 1.0) == {"records": 0.0, "loss": 0.0}
+
+
+# Stop
+
+
+@pytest.fixture
+def request_at(tmp_path: Path) -> Any:
+    kept = {number: signal.getsignal(number) for number in stop_module.SIGNALS}
+    yield lambda: StopRequest(tmp_path / "stop")
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", stop_module.SIGNALS)
+def test_a_signal_is_a_reason_and_not_a_death(request_at: Any, number: signal.Signals) -> None:
+    request = request_at()
+    request.check(alone())
+    os.kill(os.getpid(), number)
+    assert request.raised() == number.name
+    with pytest.raises(Stopped, match=number.name):
+        request.check(alone())
+
+
+def test_the_stop_file_stops(request_at: Any, tmp_path: Path) -> None:
+    request = request_at()
+    assert request.raised() is None
+    (tmp_path / "stop").touch()
+    with pytest.raises(Stopped, match="the file stop"):
+        request.check(alone())
+
+
+def test_a_reason_on_one_rank_stops_all(request_at: Any) -> None:
+    request, other = request_at(), request_at()
+    request.reason = "SIGTERM"
+
+    def act(ranks: Any) -> str:
+        with pytest.raises(Stopped) as stopped:
+            (other if ranks.main else request).check(ranks)
+        return str(stopped.value)
+
+    assert on_ranks(2, act) == ["a signal to another rank", "SIGTERM"]
+
+
+def test_the_death_of_the_launcher_stops_its_ranks(request_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # torchrun: the agent is our parent
+    request = request_at()
+    assert request.raised() is None
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert request.raised() == "the launcher's death"
+
+
+def test_the_death_of_a_shell_does_not_stop_a_run_without_launcher(
+    request_at: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    request = request_at()
+    for parent in (1, 4_194_303):  # adopted by init; a parent that is gone while we look
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        assert request.raised() is None
+
+
+def test_the_runner_above_deepspeeds_launcher_counts(monkeypatch: pytest.MonkeyPatch, request_at: Any) -> None:
+    """`deepspeed` starts a launcher that starts us; when the runner dies, the launcher is adopted by init."""
+    files = {"cmdline": b"python\0-m\0deepspeed.launcher.launch\0", "stat": "77 (a b) c) S 55 1 1"}
+    monkeypatch.setattr(os, "getppid", lambda: 77)
+    monkeypatch.setattr(Path, "read_bytes", lambda self: files[self.name])
+    monkeypatch.setattr(Path, "read_text", lambda self: files[self.name])
+    request = request_at()
+    assert request._parents == (77, 55) and request.raised() is None
+    files["stat"] = "77 (a b) c) S 1 1 1"
+    assert request.raised() == "the launcher's death"

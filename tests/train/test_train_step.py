@@ -1,0 +1,301 @@
+"""The private step with a real ledger: open, compute, commit; and what is done is what is charged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from train_helpers import LocalEngine, alone, on_ranks, plan_for, private_engine, toy_batch
+
+from accounting.journal import BudgetSpent, Journal
+from accounting.ledger import Ledger, LedgerError
+from accounting.plan import PrivacyPlan
+from data.batches import MicroBatch, slots
+from data.sampler import PoissonSampler
+from train.noise import NoiseMechanism
+from train.ranks import Disagreement
+from train.step import PrivateStep
+from train.stop import Stopped
+
+KEY, DIGEST_KEY = b"k" * 32, b"d" * 32
+RECORDS = torch.randn(400, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Stop:
+    """Asks to stop at the n-th micro-batch."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at, self.count = at, 0
+
+    def check(self, ranks: Any) -> None:
+        self.count += 1
+        if self.count == self.at:
+            raise Stopped("test")
+
+
+def read(ids: np.ndarray, ranks: Any, micro_batch: int = 8) -> Iterator[MicroBatch]:
+    for row in slots(ids, ranks.rank, ranks.world, micro_batch):
+        present = torch.from_numpy(row >= 0)
+        images = torch.where(present.view(-1, 1, 1, 1), RECORDS[torch.from_numpy(row).clamp(min=0)], 0.0)
+        yield MicroBatch({"images": images}, present)
+
+
+def journal_at(path: Path, plan: PrivacyPlan, begin: bool = True) -> Journal:
+    journal = Journal(Ledger.open(path / "ledger.jsonl"))
+    if begin:
+        journal.start_run("toy", "check", False, {})
+        journal.declare_plan(0, "private", plan, {"accountant": "pld"})
+        journal.begin_segment(0, "config", "data", 0, "first", salt="salt")
+    return journal
+
+
+def step_of(
+    ranks: Any, journal: Journal | None, plan: PrivacyPlan, stop: Any = None, replicated: bool = False, **changes: Any
+) -> tuple[PrivateStep, LocalEngine]:
+    engine, clip, noise = private_engine(ranks, plan, replicated)
+    sampler = PoissonSampler(KEY, DIGEST_KEY, plan.records, plan.threshold)
+    parts: dict[str, Any] = {"sampler": sampler, "clip": clip, "noise": noise} | changes
+    step = PrivateStep(
+        0, journal, parts["sampler"], parts["clip"], parts["noise"], engine, ranks, stop or Stop(),
+        lambda ids, step: read(ids, ranks),
+    )  # fmt: skip
+    return step, engine
+
+
+def kinds(journal: Journal) -> list[str]:
+    return [entry.kind for entry in journal.ledger.entries][3:]
+
+
+def weights(engine: LocalEngine) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in engine.parameters.values()])
+
+
+@pytest.fixture
+def plan() -> PrivacyPlan:
+    return plan_for()
+
+
+def test_the_ledger_is_written_before_anything_is_computed_and_after_everything(
+    tmp_path: Path, plan: PrivacyPlan
+) -> None:
+    journal = journal_at(tmp_path, plan)
+    step, engine = step_of(alone(), journal, plan)
+    order: list[str] = []
+    for name in ("accumulate", "update"):
+        real = getattr(engine, name)
+
+        def act(*arguments: Any, real: Any = real, name: str = name) -> Any:
+            lines = (tmp_path / "ledger.jsonl").read_text().splitlines()
+            order.append(f"{name} after {json.loads(lines[-1])['kind']}")
+            return real(*arguments)
+
+        setattr(engine, name, act)
+    observed = step.run(1, 1e-2)
+    assert set(order[:-1]) == {"accumulate after open"} and order[-1] == "update after open"
+    assert kinds(journal) == ["open", "commit"]
+    draw = step.sampler.draw(1)
+    assert observed.records == len(draw.ids) > 0
+    facts = next(iter(journal.history.committed.values()))
+    assert facts.sampling.digest == draw.digest and facts.sampling.threshold == plan.threshold
+    assert facts.noise.elements == engine.trainable_elements and facts.noise.std == plan.noise_std
+    assert facts.clipping.sensitivity == pytest.approx(plan.clip_norm, rel=1e-9)
+    assert "norm" not in (tmp_path / "ledger.jsonl").read_text().split('"open"')[1]
+
+
+def test_the_update_is_the_clipped_sum_and_the_noise_over_the_constant(tmp_path: Path, plan: PrivacyPlan) -> None:
+    """The whole step against a few lines of plain PyTorch."""
+    step, engine = step_of(alone(), journal_at(tmp_path, plan), plan)
+    reference, clip, noise = private_engine(alone(), plan)
+    before = weights(engine)
+    ids = step.sampler.draw(1).ids
+    images = RECORDS[torch.from_numpy(ids.copy())]
+    total = clip.clipped_sum(reference.model, {"images": images}, torch.ones(len(ids), dtype=torch.bool)).gradients
+    for index, (name, p) in enumerate(reference.parameters.items()):
+        drawn = torch.from_numpy(noise.draw(1, index, 0, p.numel())).view_as(p)
+        p.grad = (total[name] + drawn) / plan.divisor
+    torch.optim.AdamW(reference.parameters.values(), lr=1e-2, weight_decay=0.01).step()
+    step.run(1, 1e-2)
+    assert not torch.equal(weights(engine), before)
+    assert torch.allclose(weights(engine), weights(reference), atol=2e-6)
+
+
+def test_world_size_and_sharding_do_not_change_the_step(tmp_path: Path, plan: PrivacyPlan) -> None:
+    found = {}
+    for world, replicated in ((1, False), (2, False), (3, False), (2, True)):
+        folder = tmp_path / f"{world}{replicated}"
+        folder.mkdir()
+        journal = journal_at(folder, plan)
+
+        def act(ranks: Any, journal: Journal = journal, replicated: bool = replicated) -> torch.Tensor:
+            step, engine = step_of(ranks, journal if ranks.main else None, plan, replicated=replicated)
+            for number in (1, 2, 3):
+                step.run(number, 1e-2)
+            return weights(engine)
+
+        results = on_ranks(world, act)
+        assert all(torch.equal(results[0], other) for other in results)
+        found[world, replicated] = (results[0], (folder / "ledger.jsonl").read_bytes())
+    reference, ledger = found[1, False]
+    for result, written in found.values():
+        assert torch.allclose(result, reference, atol=5e-6) and written == ledger
+
+
+@pytest.mark.parametrize("step_number", [1, 2])
+def test_an_empty_draw_is_still_a_step_of_noise_alone(tmp_path: Path, step_number: int) -> None:
+    plan = plan_for(batch=400 / 2**32, noise_multiplier=2.0)  # K = 1: nobody comes
+    journal = journal_at(tmp_path, plan)
+    step, engine = step_of(alone(), journal, plan)
+    assert len(step.sampler.draw(step_number).ids) == 0
+    before = weights(engine)
+    observed = step.run(step_number, 1e-2)
+    assert observed.records == 0 and kinds(journal) == ["open", "commit"]
+    assert bool((weights(engine) != before).all())
+    moment = engine.shards()[0].state["exp_avg"]
+    drawn = np.concatenate([step.noise.draw(step_number, f.parameter, f.start, f.length) for f in engine.layout[0]])
+    assert torch.allclose(moment, 0.1 * torch.from_numpy(drawn) / plan.divisor, rtol=1e-5)
+
+
+def test_a_replayed_step_writes_nothing_and_gives_the_same_bits(tmp_path: Path, plan: PrivacyPlan) -> None:
+    journal = journal_at(tmp_path, plan)
+    step, engine = step_of(alone(), journal, plan)
+    step.run(1, 1e-2)
+    written = (tmp_path / "ledger.jsonl").read_bytes()
+    journal.ledger.close()
+    again, second = step_of(alone(), journal_at(tmp_path, plan, begin=False), plan)
+    again.run(1, 1e-2)
+    assert (tmp_path / "ledger.jsonl").read_bytes() == written
+    assert torch.equal(weights(engine), weights(second))
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_stop_in_mid_step_leaves_it_open_and_the_weights_alone(tmp_path: Path, plan: PrivacyPlan, at: int) -> None:
+    journal = journal_at(tmp_path, plan)
+    step, engine = step_of(alone(), journal, plan, stop=Stop(at))
+    before = weights(engine)
+    with pytest.raises(Stopped):
+        step.run(1, 1e-2)
+    assert kinds(journal) == ["open"] and torch.equal(weights(engine), before)
+    assert engine.optimizer_step() == 0
+    assert journal.history.charged()[0].count == 1, "an opened step is charged"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger.jsonl"], "the partial sum reaches no file"
+
+
+def test_nothing_is_computed_when_the_ledger_refuses(tmp_path: Path) -> None:
+    plan = plan_for(epsilon_budget=0.05, noise_multiplier=0.8)
+    journal = journal_at(tmp_path, plan)
+    step, engine = step_of(alone(), journal, plan)
+    engine.accumulate = None  # pyright: ignore
+    with pytest.raises(BudgetSpent):
+        step.run(1, 1e-2)
+    assert kinds(journal) == []
+
+
+def test_ranks_that_drew_different_records_stop(tmp_path: Path, plan: PrivacyPlan) -> None:
+    journal = journal_at(tmp_path, plan)
+
+    def act(ranks: Any) -> None:
+        key = KEY if ranks.main else b"x" * 32
+        sampler = PoissonSampler(key, DIGEST_KEY, plan.records, plan.threshold)
+        step_of(ranks, journal if ranks.main else None, plan, sampler=sampler)[0].run(1, 1e-2)
+
+    with pytest.raises(Disagreement, match="the records of step 1"):
+        on_ranks(2, act)
+    assert kinds(journal) == []
+
+
+def charged_epsilon(journal: Journal) -> float:
+    return journal.history.epsilon()
+
+
+def test_altered_parts_are_charged_as_they_acted_or_refused(tmp_path: Path, plan: PrivacyPlan) -> None:
+    """Issue 3: K, C, sigma and the divisor inside the acting objects, changed after the plan was frozen."""
+
+    def run(name: str, change: Any = None, **changes: Any) -> float:
+        folder = tmp_path / name
+        folder.mkdir()
+        journal = journal_at(folder, plan)
+        step, _ = step_of(alone(), journal, plan, **changes)
+        if change is not None:
+            change(step)
+        step.run(1, 1e-2)
+        return charged_epsilon(journal)
+
+    honest = run("honest")
+    more = PoissonSampler(KEY, DIGEST_KEY, plan.records, 2 * plan.threshold)
+    with pytest.raises(LedgerError, match="divisor"):  # n and divisor are constants of the plan
+        run("records", sampler=PoissonSampler(KEY, DIGEST_KEY, 300, plan.threshold))
+    assert run("K", sampler=more) > 1.5 * honest
+
+    def larger_c(step: PrivateStep) -> None:
+        rule = step.clip.rule
+        object.__setattr__(rule, "bound", 2 * rule.bound)
+
+    assert run("C", larger_c) > 1.5 * honest
+
+    def less_noise(step: PrivateStep) -> None:
+        step.noise.std *= 0.5
+
+    assert run("sigma", less_noise) > 1.5 * honest
+    assert run("sigma and C together", lambda step: (less_noise(step), larger_c(step))) > 2.5 * honest
+
+    def other_divisor(step: PrivateStep) -> None:
+        step.noise.divisor = 19.0
+
+    with pytest.raises(LedgerError, match="divisor 19"):
+        run("divisor", other_divisor)
+
+    def no_noise(step: PrivateStep) -> None:
+        step.noise.std = 0.0
+
+    with pytest.raises((LedgerError, ValueError)):
+        run("no noise", no_noise)
+
+
+@pytest.mark.parametrize("what", ["std", "divisor", "bound", "elements"])
+def test_a_part_that_changes_between_open_and_commit_stops_the_run(
+    tmp_path: Path, plan: PrivacyPlan, what: str
+) -> None:
+    journal = journal_at(tmp_path, plan)
+    step, engine = step_of(alone(), journal, plan)
+    honest = step.noise
+    real = engine.update
+
+    def meddling(*arguments: Any) -> Any:
+        if what in ("std", "divisor"):
+            setattr(honest, what, getattr(honest, what) * 0.5)
+        if what == "bound":
+            object.__setattr__(step.clip.rule, "bound", 2 * step.clip.rule.bound)
+        applied = real(*arguments)
+        return type(applied)(applied.elements - 1) if what == "elements" else applied
+
+    engine.update = meddling
+    with pytest.raises(LedgerError):
+        step.run(1, 1e-2)
+    if what in ("std", "bound"):  # charged with the weaker of the two
+        assert journal.history.charged()[0].sigma == pytest.approx(plan.noise_multiplier * 0.5, rel=1e-6)
+    else:  # no accounting fits what happened, and none is made up
+        with pytest.raises(LedgerError, match="no epsilon can be given"):
+            journal.history.charged()
+
+
+def test_noise_of_two_steps_and_two_segments_differs(plan: PrivacyPlan) -> None:
+    first = NoiseMechanism.of(b"1" * 32, plan).draw(1, 0, 0, 50)
+    assert not np.array_equal(first, NoiseMechanism.of(b"1" * 32, plan).draw(2, 0, 0, 50))
+    assert not np.array_equal(first, NoiseMechanism.of(b"2" * 32, plan).draw(1, 0, 0, 50))
+
+
+def test_the_divisor_does_not_follow_the_batch(tmp_path: Path, plan: PrivacyPlan) -> None:
+    """Pitfalls A10, B9: whatever number of records comes, the sum is divided by q·n."""
+    journal = journal_at(tmp_path, plan)
+    step, engine = step_of(alone(), journal, plan)
+    sizes = set()
+    for number in range(1, 6):
+        sizes.add(step.run(number, 0.0).records)
+    assert len(sizes) > 1
+    assert {facts.noise.divisor for facts in journal.history.committed.values()} == {plan.divisor}
+    engine.accumulate(toy_batch(4))

@@ -1,0 +1,259 @@
+"""A one-run privacy audit on the live stack: the config's private phase, shortened, with canaries as extra records.
+
+Everything that a run's epsilon rests on is the real thing: plan and calibration, keys, ledger, self-test, Poisson
+sampler, `PrivateStep`, clip engine, DeepSpeed, noise, optimizer. Only the canaries are added, and somebody watches
+what the optimizer is given. It uses a temporary directory and a key of its own, and never touches a run directory.
+
+What a gradient audit prints depends on coins and noise alone, because what the real records added is subtracted. What
+an audit with input canaries prints depends on weights that saw real records: publishing it costs the audit's own
+epsilon, on top of that of the training.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from scipy.stats import binom
+from torch import Tensor
+
+from accounting.accountant import describe
+from accounting.audit_bound import CONFIDENCE, audit_bound, numbers_of_guesses, refuting_share
+from accounting.journal import Journal
+from accounting.keys import Purpose, RunKey
+from accounting.ledger import Ledger
+from accounting.plan import PrivacyPlan, threshold_for
+from data.batches import BatchReader
+from data.sampler import PoissonSampler
+from model.build import build
+from train.audit_canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
+from train.audit_checks import Check, check_divisor, check_sampling
+from train.audit_record import Sightings, WatchedEngine
+from train.audit_report import AuditReport
+from train.clip import ClipRule, PrivateForward
+from train.clip_reference import ReferenceClip
+from train.config import Config, Phase, Privacy
+from train.engine_deepspeed import DeepSpeedEngine
+from train.noise import NoiseMechanism
+from train.optim import learning_rate, make_optimizer
+from train.ranks import Ranks
+from train.recipe import ReadyPhase, RecipeError, clip_rule, make_plan, prepare
+from train.self_test import self_test, synthetic_batch
+from train.step import PrivateStep
+from train.stop import StopRequest
+
+Kind = Literal["gradient", "input"]
+SAMPLING_STEPS, SAMPLING_RECORDS = 64, 200_000
+DIVISOR_STEPS, DIVISOR_RATE = 6, 0.5
+INPUT_SEED = 9_001
+FAULT = 0.3  # of the planned noise: what the audit must be able to find
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """Defaults with power: full batches and few steps hide nothing, and a claim of 2 lies below what 0.3·σ leaks."""
+
+    canaries: int = 2000
+    kind: Kind = "gradient"
+    noise_scale: float = 1.0
+    epsilon: float = 2.0
+    delta: float = 1e-5
+    steps: int = 4
+    rate: float = 1.0
+    records: int = 256
+    confidence: float = CONFIDENCE
+
+
+def audit(config: Config, options: AuditOptions, ranks: Ranks) -> AuditReport:
+    phase = _private_phase(prepare(config))
+    numbers_of_guesses(options.canaries)
+    folder = Path(ranks.on_main(lambda: tempfile.mkdtemp(prefix="murmuration-audit-")))
+    try:
+        return _Audit(config, options, phase, ranks, folder).run()
+    finally:
+        ranks.on_main(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def _private_phase(phases: list[ReadyPhase]) -> ReadyPhase:
+    for phase in phases:
+        if phase.private:
+            return phase
+    raise RecipeError("no phase of this config has `privacy`, so there is no claim to audit; audit a private recipe")
+
+
+class _Audit:
+    def __init__(
+        self, config: Config, options: AuditOptions, phase: ReadyPhase, ranks: Ranks, folder: Path
+    ) -> None:  # fmt: skip
+        self.config, self.options, self.ranks, self.folder = config, options, ranks, folder
+        self.phase = phase
+        self.micro_batch = config.train_micro_batch_size_per_gpu
+        self.replicated = config.zero_optimization.stage == 0
+        self.where = f"phases.{phase.number}"
+        self.real = min(options.records, phase.index.records)
+        self.settings, self.privacy = self._shortened()
+        self.plan = make_plan(self.settings, self.privacy, self.real + options.canaries, self.where)
+        self.stop = StopRequest(folder / "stop")
+        self.key: RunKey = ranks.on_main(RunKey.fresh)
+        self._journals: dict[str, Journal] = {}  # on the main rank alone
+
+    def _shortened(self) -> tuple[Phase, Privacy]:
+        privacy, options = self.phase.settings.privacy, self.options
+        assert privacy is not None, "a private phase was chosen"
+        batch = options.rate * (self.real + options.canaries)
+        claim = {"epsilon": options.epsilon, "delta": options.delta, "expected_batch": batch, "noise_multiplier": None}
+        privacy = privacy.model_copy(update=claim)
+        return self.phase.settings.model_copy(update={"privacy": privacy, "steps": options.steps}), privacy
+
+    def run(self) -> AuditReport:
+        began = time.monotonic()
+        options, ranks, plan, phase = self.options, self.ranks, self.plan, self.phase
+        included: np.ndarray = ranks.on_main(lambda: toss(options.canaries))
+        model = build(phase.shape, self.settings.objective)
+        clip = CanaryClip(
+            ReferenceClip(self._rule()),
+            Coordinates.choose(model, options.canaries),
+        )
+        real_engine = DeepSpeedEngine(
+            PrivateForward(model, clip), make_optimizer(self.settings.optimizer, model.parameters()),
+            self.config.zero_optimization, self.micro_batch, ranks,
+        )  # fmt: skip
+        engine = WatchedEngine(real_engine)
+        try:
+            tested = self_test(
+                engine, clip, NoiseMechanism.of(self.key.derive("self-test", phase.number, "audit"), plan),
+                self.replicated, phase.shape, self.settings.objective, self.micro_batch, ranks,
+            )  # fmt: skip
+            divisor = self._divisor(engine, clip)
+            scores, claim = self._train(engine, clip, included)
+        finally:
+            engine.close()
+        bound = audit_bound(scores, included, plan.delta, options.confidence)
+        power, false_alarms = self._power(clip.rule.bound, claim)
+        return AuditReport(
+            phase=phase.name, kind=options.kind, claim=claim, bound=bound, plan=plan,
+            stage=self.config.zero_optimization.stage, ranks=ranks.world,
+            planted_noise_scale=None if options.noise_scale == 1 else options.noise_scale,
+            measured_sigma=tested.measured_sigma, sampling=self._sampling(), divisor=divisor, power=power,
+            false_alarms=false_alarms, seconds=time.monotonic() - began,
+        )  # fmt: skip
+
+    def _rule(self) -> ClipRule:
+        try:
+            return clip_rule(self.privacy, self.plan, self.micro_batch, self.where)
+        except RecipeError as error:
+            best = round(math.sqrt(self.plan.divisor))
+            raise RecipeError(
+                f"{error} (in an audit: --set train_micro_batch_size_per_gpu={best}, or fewer --canaries)"
+            ) from None
+
+    def _train(self, engine: WatchedEngine, clip: CanaryClip, included: np.ndarray) -> tuple[np.ndarray, float]:
+        """The audited run: scores of the canaries, and the epsilon that its ledger charges."""
+        plan, derive, gradient = self.plan, self._keys("audit"), self.options.kind == "gradient"
+        crafted = None
+        if not gradient:
+            batch = synthetic_batch(self.phase.shape, self.settings.objective, self.options.canaries, INPUT_SEED)
+            crafted = batch.inputs
+        reader = BatchReader(
+            self.phase.index, self.phase.data_spec(augment=True), self.phase.text,
+            augment_key=derive("augmentation"), mask_key=derive("masks"),
+        )  # fmt: skip
+        noise = NoiseMechanism.of(derive("noise"), plan)
+        if self.options.noise_scale != 1:
+            noise = WeakenedNoise(derive("noise"), plan.noise_std, plan.divisor, self.options.noise_scale)
+        batches = CanaryBatches(reader, self.ranks, self.micro_batch, self.real, included, crafted)
+        step = self._step("audit", plan, clip, noise, engine, batches)
+        before = self._losses(engine, crafted)
+        engine.watcher = seen = Sightings(clip.coordinates)
+        for t in range(1, plan.steps + 1):
+            step.run(t, learning_rate(self.settings.schedule, plan.steps, t))
+        engine.watcher = None
+        if gradient:
+            scores = seen.scores(clip.known, plan.divisor, self.ranks, self.replicated)
+        else:
+            scores = before - self._losses(engine, crafted)
+        return scores, self.ranks.on_main(lambda: self._journals["audit"].history.epsilon())
+
+    def _divisor(self, engine: WatchedEngine, clip: CanaryClip) -> Check:
+        """Steps of `PrivateStep` with present records that contribute zero, at learning rate 0, in another ledger."""
+        plan = replace(
+            self.plan, threshold=threshold_for(self.plan.records, DIVISOR_RATE * self.plan.records),
+            steps=DIVISOR_STEPS, epsilon_budget=1e3,
+        )  # fmt: skip
+        example = synthetic_batch(self.phase.shape, self.settings.objective, self.micro_batch, INPUT_SEED)
+        noise = NoiseMechanism.of(self._keys("divisor")("noise"), plan)
+        step = self._step("divisor", plan, clip, noise, engine, SilentBatches(example, self.ranks))
+        engine.watcher = seen = Sightings(clip.coordinates)
+        for t in range(1, DIVISOR_STEPS + 1):
+            step.run(t, 0.0)
+        engine.watcher = None
+        engine.set_optimizer_step(0)
+        squares, elements = seen.sizes_of_noise(self.ranks, self.replicated)
+        sizes = np.array([len(step.sampler.draw(t).ids) for t in range(1, DIVISOR_STEPS + 1)])
+        return check_divisor(squares, elements, plan.noise_std, plan.divisor, sizes)
+
+    def _step(
+        self, purpose: str, plan: PrivacyPlan, clip: CanaryClip, noise: NoiseMechanism, engine: WatchedEngine,
+        batches: CanaryBatches | SilentBatches,
+    ) -> PrivateStep:  # fmt: skip
+        self.ranks.on_main(lambda: self._begin(purpose, plan))
+        derive = self._keys(purpose)
+        sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), plan.records, plan.threshold)
+        journal = self._journals.get(purpose)
+        return PrivateStep(self.phase.number, journal, sampler, clip, noise, engine, self.ranks, self.stop, batches)
+
+    def _begin(self, purpose: str, plan: PrivacyPlan) -> None:
+        """On the main rank: a ledger of its own, as every run has one."""
+        journal = Journal(Ledger.open(self.folder / f"{purpose}.jsonl"))
+        number, digest = self.phase.number, self.phase.index.manifest_digest
+        journal.start_run(f"{purpose} of phase {self.phase.name}", self.key.check_value(), self.key.debug, {})
+        journal.declare_plan(number, self.phase.name, plan, describe("pld"))
+        contents = self.phase.contents()
+        journal.begin_segment(number, self.config.digest(number, contents), digest, 0, "first", purpose)
+        self._journals[purpose] = journal
+
+    def _keys(self, purpose: str) -> Callable[[Purpose], bytes]:
+        return lambda use: self.key.derive(use, self.phase.number, purpose)
+
+    def _losses(self, engine: WatchedEngine, crafted: Mapping[str, Tensor] | None) -> np.ndarray:
+        """Of every input canary under the present weights; ranks hold the same weights, so each computes all."""
+        if crafted is None:
+            return np.zeros(0)
+        found = []
+        with torch.no_grad():
+            for start in range(0, self.options.canaries, self.micro_batch):
+                part = {name: t[start : start + self.micro_batch].to(engine.device) for name, t in crafted.items()}
+                found.append(engine.model(part).double().cpu())
+        return torch.cat(found).numpy()
+
+    def _sampling(self) -> Check:
+        """The real sampler at the rate that the config really trains with."""
+        privacy, total = self.phase.settings.privacy, self.phase.index.records
+        assert privacy is not None, "a private phase was chosen"
+        records, threshold = min(total, SAMPLING_RECORDS), threshold_for(total, privacy.expected_batch)
+        derive = self._keys("sampling")
+        sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), records, threshold)
+        return check_sampling([sampler.draw(t).ids for t in range(1, SAMPLING_STEPS + 1)], records, sampler.q)
+
+    def _power(self, bound: float, claim: float) -> tuple[float | None, float | None]:
+        """Of this audit at the fault that it must find, and its false alarms: simulated, for gradient canaries."""
+        if self.options.kind != "gradient":
+            return None, None
+        options, plan = self.options, self.plan
+        taken = binom.pmf(np.arange(plan.steps + 1), plan.steps, plan.sampling_rate)
+        std = math.sqrt(plan.steps) * plan.noise_std / bound
+
+        def share(scale: float) -> float:
+            return refuting_share(
+                options.canaries, taken.tolist(), std * scale, claim, plan.delta, confidence=options.confidence
+            )
+
+        return share(FAULT), share(1.0)

@@ -1,0 +1,51 @@
+"""What the self-test sends through the live engine in the place of private records, and how it looks at the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from data.batches import MicroBatch
+from model.settings import Shape
+from train.gradient import Fragment, Update
+
+
+class Capture:
+    """Lets the real update work on the gradient, and keeps what it made of it."""
+
+    def __init__(self, inner: Update) -> None:
+        self.inner = inner
+        self.found: list[tuple[Fragment, Tensor]] = []
+
+    @property
+    def elements(self) -> int:
+        return self.inner.elements
+
+    def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
+        self.inner.finish(flat, fragments)
+        self.found += [(fragment, fragment.of(flat).detach().cpu().clone()) for fragment in fragments]
+
+
+class Push:
+    """The same gradient everywhere."""
+
+    def __init__(self) -> None:
+        self.elements = 0
+
+    def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
+        for fragment in fragments:
+            fragment.of(flat).fill_(1.0)
+            self.elements += fragment.length
+
+
+def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> MicroBatch:
+    """Random inputs of the right form; nothing of any data set."""
+    draw = torch.Generator().manual_seed(seed)
+    inputs = {"images": torch.randn(size, 3, shape.image_size, shape.image_size, generator=draw)}
+    if objective == "mae":
+        inputs["mask_noise"] = torch.rand(size, shape.patches, generator=draw)
+    else:
+        inputs["tokens"] = torch.randint(1, shape.vocabulary, (size, shape.text_length), generator=draw)
+    return MicroBatch(inputs, torch.ones(size, dtype=torch.bool))
