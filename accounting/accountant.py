@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
 from typing import Literal
@@ -19,24 +19,33 @@ import dp_accounting
 import numpy as np
 from dp_accounting.pld import privacy_loss_distribution as pld
 from dp_accounting.rdp import RdpAccountant
-from scipy.special import log_ndtr
+
+from accounting.gaussian import AccountingError, gaussian_delta, gaussian_epsilon, gaussian_mu
+
+__all__ = [
+    "Accountant", "AccountingError", "Event", "delta_at", "describe", "epsilon", "gaussian_epsilon", "gdp_mu", "merge",
+    "round_up",
+]  # fmt: skip
 
 Accountant = Literal["pld", "rdp"]
 INTERVAL = 1e-4
 TAIL_MASS = 1e-15
-
-
-class AccountingError(ValueError):
-    """No trustworthy epsilon can be given; the message says why."""
+# The mass that a discretisation cuts off is charged to delta; above this share of it, the answer is not trusted.
+MOST_TAIL_SHARE = 1e-3
 
 
 @dataclass(frozen=True)
 class Event:
-    """`count` steps in which each record took part with probability `rate`, noised with `sigma` = std / sensitivity."""
+    """`count` steps in which each record took part with probability `rate`, noised with `sigma` = std / sensitivity.
+
+    With a `cap`, at most so many of the `records` took part, chosen uniformly among those that were drawn.
+    """
 
     rate: float
     sigma: float
     count: int
+    cap: int | None = None
+    records: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1:
@@ -45,6 +54,8 @@ class Event:
             raise AccountingError(f"a noise multiplier must be finite and positive, but is {self.sigma}")
         if self.count < 0:
             raise AccountingError(f"a step count cannot be negative, but is {self.count}")
+        if (self.cap is None) != (self.records is None) or min(self.cap or 1, self.records or 1) < 1:
+            raise AccountingError(f"a capped batch needs a cap and a record count of at least 1: {self}")
 
 
 def describe(accountant: Accountant) -> dict[str, object]:
@@ -57,10 +68,12 @@ def describe(accountant: Accountant) -> dict[str, object]:
 
 def merge(events: Iterable[Event]) -> list[Event]:
     """Equal mechanisms counted together: composition does not depend on order."""
-    counts: dict[tuple[float, float], int] = {}
+    counts: dict[Event, int] = {}
     for event in events:
-        counts[event.rate, event.sigma] = counts.get((event.rate, event.sigma), 0) + event.count
-    return [Event(rate, sigma, count) for (rate, sigma), count in sorted(counts.items()) if count]
+        kind = replace(event, count=0)
+        counts[kind] = counts.get(kind, 0) + event.count
+    merged = [replace(kind, count=count) for kind, count in counts.items() if count]
+    return sorted(merged, key=lambda e: (e.rate, e.sigma, e.cap or 0, e.records or 0))
 
 
 def epsilon(events: Sequence[Event], delta: float, accountant: Accountant = "pld") -> float:
@@ -70,33 +83,48 @@ def epsilon(events: Sequence[Event], delta: float, accountant: Accountant = "pld
     merged = merge(events)
     if not merged:
         return 0.0
-    if all(event.rate == 1 for event in merged):
-        return gaussian_epsilon(sum(e.count / e.sigma**2 for e in merged) ** -0.5, delta)
-    value = _pld_epsilon(merged, delta) if accountant == "pld" else _rdp_epsilon(merged, delta)
+    if accountant == "rdp":
+        value = _rdp_epsilon(merged, delta)
+    elif (sigma := _plain_sigma(merged)) is not None:
+        value = gaussian_epsilon(sigma, delta)
+    else:
+        value = float(_composed(merged, delta).get_epsilon_for_delta(delta))
     if not math.isfinite(value) or value < 0:
         raise AccountingError(f"the {accountant} accountant did not converge (epsilon = {value}) for {merged}")
     return value
 
 
-def gaussian_epsilon(sigma: float, delta: float) -> float:
-    """Exact epsilon of one Gaussian mechanism (Balle and Wang 2018), the upper end of the last bisection interval."""
-
-    def log_delta(eps: float) -> float:
-        first = log_ndtr(0.5 / sigma - eps * sigma)
-        second = eps + log_ndtr(-0.5 / sigma - eps * sigma)
-        return first + math.log1p(-math.exp(min(second - first, -1e-300))) if second < first else -math.inf
-
-    if log_delta(0.0) <= math.log(delta):
+def delta_at(events: Sequence[Event], epsilon: float) -> float:
+    """Smallest provable delta at `epsilon` of all the events together (exact for q = 1, PLD otherwise)."""
+    if not (math.isfinite(epsilon) and epsilon >= 0):
+        raise AccountingError(f"epsilon must be finite and at least 0, but is {epsilon}")
+    merged = merge(events)
+    if not merged:
         return 0.0
-    low, high = 0.0, 1.0
-    while log_delta(high) > math.log(delta):
-        low, high = high, high * 2
-        if high > 1e9:
-            raise AccountingError(f"no finite epsilon for sigma = {sigma} at delta = {delta}")
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if log_delta(middle) > math.log(delta) else (low, middle)
-    return high
+    if (sigma := _plain_sigma(merged)) is not None:
+        return gaussian_delta(sigma, epsilon)
+    composed = _composed(merged)
+    value = float(composed.get_delta_for_epsilon(epsilon))
+    if not 0 <= value <= 1:
+        raise AccountingError(f"the pld accountant did not converge (delta = {value}) for {merged}")
+    return value
+
+
+def gdp_mu(events: Sequence[Event], delta: float, points: int = 64) -> float:
+    """The mu of the Gaussian mechanism that protects no better than these events wherever delta(eps) >= `delta`.
+
+    Exact for q = 1. Otherwise the largest mu over a grid of (eps, delta(eps)) of the PLD, not the central-limit
+    formula, which understates; between grid points it is an interpolation, so it describes and does not certify.
+    """
+    merged = merge(events)
+    if not merged:
+        return 0.0
+    if (sigma := _plain_sigma(merged)) is not None:
+        return 1 / sigma
+    composed = _composed(merged, delta)
+    grid = np.linspace(0.0, float(composed.get_epsilon_for_delta(delta)), points)
+    curve = [float(composed.get_delta_for_epsilon(e)) for e in grid]
+    return max(gaussian_mu(float(e), d) for e, d in zip(grid, curve, strict=True) if 0 < d < 1)
 
 
 def round_up(value: float, digits: int = 4) -> float:
@@ -106,38 +134,83 @@ def round_up(value: float, digits: int = 4) -> float:
     return rounded if rounded >= value else (math.ceil(value * scale) + 1) / scale
 
 
+def show_delta(delta: float) -> str:
+    """Three significant digits, rounded up: a smaller delta than the true one would be a better promise."""
+    digits = 2 - math.floor(math.log10(delta))
+    shown = f"{delta:.3g}"
+    return shown if float(shown) >= delta else f"{float(shown) + 10.0**-digits:.3g}"
+
+
+def _plain_sigma(events: Sequence[Event]) -> float | None:
+    """Noise of the one Gaussian mechanism that full-batch steps amount to; None if anything was sampled."""
+    if any(event.rate != 1 or event.cap is not None for event in events):
+        return None
+    return sum(e.count / e.sigma**2 for e in events) ** -0.5
+
+
 @lru_cache(maxsize=64)
-def _one_step(rate: float, sigma: float) -> pld.PrivacyLossDistribution:
+def _one_step(kind: Event) -> pld.PrivacyLossDistribution:
+    if kind.cap is not None and kind.records is not None:
+        return pld.from_truncated_subsampled_gaussian_mechanism(
+            kind.records, kind.rate, kind.cap, kind.sigma, value_discretization_interval=INTERVAL
+        )
     return pld.from_gaussian_mechanism(
-        sigma, sampling_prob=rate, value_discretization_interval=INTERVAL, pessimistic_estimate=True
+        kind.sigma, sampling_prob=kind.rate, value_discretization_interval=INTERVAL, pessimistic_estimate=True
     )
 
 
-def _pld_epsilon(events: Sequence[Event], delta: float) -> float:
-    # The mass cut off the tails is added to delta by the library, but it must stay far below it to be harmless.
-    if TAIL_MASS * sum(1 for _ in events) > delta / 1000:
-        raise AccountingError(f"delta = {delta} is too small for PLD accounting (at least {1000 * TAIL_MASS:g})")
+@lru_cache(maxsize=16)
+def _composed_part(event: Event) -> pld.PrivacyLossDistribution:
+    return _one_step(replace(event, count=1)).self_compose(event.count, TAIL_MASS)
+
+
+def _composed(events: Sequence[Event], delta: float | None = None) -> pld.PrivacyLossDistribution:
+    if delta is not None and 2 * TAIL_MASS * len(events) > MOST_TAIL_SHARE * delta:
+        least = 2 * TAIL_MASS * len(events) / MOST_TAIL_SHARE
+        raise AccountingError(f"delta = {delta} is too small for PLD accounting; use at least {least:g}")
     total: pld.PrivacyLossDistribution | None = None
-    for event in events:
-        part = _one_step(event.rate, event.sigma).self_compose(event.count, TAIL_MASS)
-        total = part if total is None else total.compose(part, TAIL_MASS)
+    try:
+        for event in events:
+            part = _composed_part(event)
+            total = part if total is None else total.compose(part, TAIL_MASS)
+    except (ValueError, MemoryError, OverflowError) as error:
+        raise AccountingError(f"the pld accountant cannot discretise {events}: {error}; use more noise") from None
     assert total is not None
-    return float(total.get_epsilon_for_delta(delta))
+    lost = float(total.get_delta_for_epsilon(1e9))
+    if delta is not None and not lost <= MOST_TAIL_SHARE * delta:
+        raise AccountingError(
+            f"PLD accounting did not converge: it lost a mass of {lost:g}, more than delta / 1000; use more noise"
+        )
+    return total
 
 
 def _rdp_epsilon(events: Sequence[Event], delta: float) -> float:
+    return rdp_epsilon([(dp_event(event), event.count) for event in events], delta)
+
+
+def dp_event(event: Event) -> dp_accounting.DpEvent:
+    """One of the event's steps, as dp_accounting's RDP accountant knows it."""
+    if event.cap is not None:
+        raise AccountingError("RDP cannot account for a capped batch; use the PLD accountant")
+    return dp_accounting.PoissonSampledDpEvent(event.rate, dp_accounting.GaussianDpEvent(event.sigma))
+
+
+def rdp_epsilon(events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: float) -> float:
+    """dp_accounting's RDP answer, or an error where its orders do not carry it."""
     accountant = RdpAccountant()
     absl_logger = logging.getLogger("absl")
     level = absl_logger.level
-    absl_logger.setLevel(logging.ERROR)  # its per-order warnings become one error below
+    absl_logger.setLevel(logging.CRITICAL)  # its per-order warnings become one error below
     try:
-        for event in events:
-            gaussian = dp_accounting.GaussianDpEvent(event.sigma)
-            accountant.compose(dp_accounting.PoissonSampledDpEvent(event.rate, gaussian), event.count)
+        for event, count in events:
+            accountant.compose(event, count)
         value, order = accountant.get_epsilon_and_optimal_order(delta)
     finally:
         absl_logger.setLevel(level)
     orders, divergences = np.asarray(accountant._orders), np.asarray(accountant._rdp)
+    if np.isnan(divergences).any() or (divergences < 0).any():
+        # The library answers a negative divergence with epsilon = 0.
+        raise AccountingError("RDP accounting is numerically unstable here; use the PLD accountant")
     usable = orders[np.isfinite(divergences)]
     # The bound is convex in the order: an optimum inside the converged orders is the optimum, one at their edge is not.
     if not usable.size or order <= usable.min() or order >= usable.max():

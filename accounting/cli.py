@@ -1,27 +1,41 @@
-"""`launch/account.py`: epsilon, calibrate, verify. JSON with --json, a few lines for people without. Never imports torch."""
+"""The commands of `launch/account.py` and their options. JSON with --json, a few lines for people without.
+
+No command imports torch: whoever checks a run needs dp-accounting and nothing of the trainer.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accounting.accountant import AccountingError, Event, describe, epsilon, round_up
-from accounting.calibrate import calibrate_sigma
-from accounting.certificate import CertificateError, verify
+from accounting.accountant import AccountingError
+from accounting.certificate import CertificateError
+from accounting.cli_calibrate import calibrate
+from accounting.cli_epsilon import epsilon_command
+from accounting.cli_plan import plan_command
+from accounting.cli_run import explain_command, verify_command
 from accounting.ledger import LedgerError
-from accounting.plan import RATE_DENOMINATOR, PlanError, parse_delta, threshold_for
+from accounting.plan import PlanError
 
 OK, BAD_INPUT, REFUSED = 0, 2, 5
+Command = Callable[[argparse.Namespace], tuple[dict[str, Any], str]]
+COMMANDS: dict[str, Command] = {
+    "epsilon": epsilon_command,
+    "calibrate": calibrate,
+    "plan": plan_command,
+    "verify": verify_command,
+    "explain": explain_command,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
-        values, text = {"epsilon": _epsilon, "calibrate": _calibrate, "verify": _verify}[arguments.command](arguments)
+        values, text = COMMANDS[arguments.command](arguments)
     except (LedgerError, CertificateError) as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
@@ -33,80 +47,69 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="account.py", description="Recompute, plan and check epsilon.")
+    parser = argparse.ArgumentParser(prog="account.py", description="Recompute, plan, check and explain epsilon.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, help_text in (
-        ("epsilon", "epsilon of Poisson-sampled Gaussian steps"),
-        ("calibrate", "sigma for epsilon"),
-    ):
-        command = commands.add_parser(name, help=help_text)
-        command.add_argument("--n", type=int, required=True, help="records")
-        command.add_argument("--batch", type=float, required=True, help="expected batch, q·n")
-        command.add_argument("--steps", type=int, required=True)
-        command.add_argument("--delta", default=None, help="a number, 1/n or 1/(2n); default 1/(2n)")
-        command.add_argument("--accountant", choices=("pld", "rdp"), default="pld")
-        command.add_argument("--json", action="store_true")
-        if name == "epsilon":
-            command.add_argument("--sigma", type=float, required=True, help="noise multiplier, std / C")
-        else:
-            command.add_argument("--epsilon", type=float, required=True, help="target, never exceeded")
-    command = commands.add_parser("verify", help="recompute a run's epsilon from its ledger alone")
-    command.add_argument("target", type=Path, metavar="RUN_DIR|certificate.json")
-    command.add_argument("--accountant", choices=("pld", "rdp"), default="pld")
-    command.add_argument("--json", action="store_true")
+    _epsilon_options(commands.add_parser("epsilon", help="epsilon of Poisson-sampled Gaussian steps"))
+    _calibrate_options(commands.add_parser("calibrate", help="the sigma, steps or batch that reaches an epsilon"))
+    _plan_options(commands.add_parser("plan", help="tables and plots: epsilon over steps, sigma over batch"))
+    _verify_options(commands.add_parser("verify", help="recompute a run's epsilon from its ledger alone"))
+    _explain_options(commands.add_parser("explain", help="what a run or an epsilon promises, in plain words"))
     return parser
 
 
-def _setting(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.steps < 1:
-        raise PlanError(f"--steps must be at least 1, but is {arguments.steps}")
-    threshold = threshold_for(arguments.n, arguments.batch)
-    return {
-        "n": arguments.n,
-        "rate": threshold / RATE_DENOMINATOR,
-        "threshold": threshold,
-        "expected_batch": threshold / RATE_DENOMINATOR * arguments.n,
-        "steps": arguments.steps,
-        "delta": parse_delta(arguments.delta, arguments.n),
-        **describe(arguments.accountant),
-    }
+def _common(command: argparse.ArgumentParser, required: bool = True) -> None:
+    command.add_argument("--n", type=int, required=required, help="records")
+    command.add_argument("--delta", default=None, help="a number, 1/n or 1/(2n); default 1/(2n)")
+    command.add_argument("--accountant", choices=("pld", "rdp"), default="pld")
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
-def _epsilon(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    setting = _setting(arguments)
-    event = Event(setting["rate"], arguments.sigma, arguments.steps)
-    value = epsilon([event], setting["delta"], arguments.accountant)
-    values = {**setting, "sigma": arguments.sigma, "epsilon": value, "epsilon_rounded_up": round_up(value)}
-    return values, f"ε = {round_up(value)} (rounded up)\n{_explain(values)}"
-
-
-def _calibrate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    setting = _setting(arguments)
-    sigma = calibrate_sigma(setting["rate"], arguments.steps, arguments.epsilon, setting["delta"], arguments.accountant)
-    value = epsilon([Event(setting["rate"], sigma, arguments.steps)], setting["delta"], arguments.accountant)
-    values = {**setting, "target_epsilon": arguments.epsilon, "sigma": sigma, "epsilon": value}
-    return values, f"σ = {sigma} gives ε = {value:.6f} ≤ {arguments.epsilon:g}\n{_explain(values)}"
-
-
-def _explain(values: dict[str, Any]) -> str:
-    return (
-        f"σ = {values['sigma']:g}, q = {values['rate']:.8g} = {values['threshold']}/2^32, T = {values['steps']}, "
-        f"δ = {values['delta']:.6g}; {values['accountant'].upper()}, dp-accounting {values['dp_accounting']}"
+def _epsilon_options(command: argparse.ArgumentParser) -> None:
+    _common(command)
+    command.add_argument("--batch", type=float, required=True, help="expected batch, q·n")
+    command.add_argument("--steps", type=int, required=True)
+    command.add_argument("--sigma", type=float, required=True, help="noise multiplier, std / C")
+    command.add_argument(
+        "--phase", action="append", default=[], metavar="N,BATCH,SIGMA,STEPS", help="a further phase; may be repeated"
     )
-
-
-def _verify(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    verdict = verify(arguments.target, arguments.accountant)
-    lines = [f"ledger of {verdict.run}: {verdict.lines} lines, unbroken, head {verdict.head}"]
-    if verdict.delta is not None:
-        lines.append(
-            f"ε = {verdict.epsilon:.6f} of {verdict.budget:g} at δ = {verdict.delta:.6g}, recomputed from "
-            f"{verdict.opened} opened steps ({verdict.committed} committed)"
-        )
-    lines.append(
-        "there is no certificate yet" if verdict.certified is None and verdict.delta is not None
-        else "the certificate agrees"
+    command.add_argument("--cap", type=int, help="most records per step; drawn ones beyond it are dropped at random")
+    command.add_argument(
+        "--sampling", choices=("poisson", "shuffled"), default="poisson",
+        help="shuffled: fixed slices of shuffled epochs, for which no amplification may be claimed",
     )  # fmt: skip
-    if verdict.objection:
-        lines.append(verdict.objection)
-    return asdict(verdict), "\n".join(lines)
+    command.add_argument("--at-epsilon", type=float, metavar="EPSILON", help="also the delta at this epsilon")
+    command.add_argument("--gdp", action="store_true", help="also the mu of Gaussian differential privacy")
+    command.add_argument("--cross-check", choices=("opacus",), help="also Opacus's RDP and PRV (imports torch, apart)")
+
+
+def _calibrate_options(command: argparse.ArgumentParser) -> None:
+    command.epilog = "Of --sigma, --steps and --batch leave out the one to be found."
+    _common(command)
+    command.add_argument("--epsilon", type=float, required=True, help="target, never exceeded")
+    command.add_argument("--batch", type=float, help="expected batch, q·n")
+    command.add_argument("--steps", type=int)
+    command.add_argument("--sigma", type=float, help="noise multiplier, std / C")
+
+
+def _plan_options(command: argparse.ArgumentParser) -> None:
+    _common(command)
+    command.add_argument("--epsilon", type=float, required=True, help="the fixed epsilon of the second table")
+    command.add_argument("--batch", type=float, required=True, help="expected batch, q·n")
+    command.add_argument("--steps", type=int, required=True)
+    command.add_argument("--sigma", type=float, help="noise multiplier of the first table; calibrated if left out")
+    command.add_argument("--plot", type=Path, metavar="FILE.png|FILE.svg", help="both tables as a picture")
+
+
+def _verify_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", type=Path, metavar="RUN_DIR|certificate.json")
+    command.add_argument("--accountant", choices=("pld", "rdp"), default="pld")
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _explain_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", type=Path, nargs="?", metavar="RUN_DIR", help="or give numbers instead")
+    _common(command, required=False)
+    command.add_argument("--epsilon", type=float, help="with --delta: the promise itself")
+    command.add_argument("--batch", type=float, help="with --n, --steps and --sigma: it is computed")
+    command.add_argument("--steps", type=int)
+    command.add_argument("--sigma", type=float)

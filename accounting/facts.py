@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,21 +38,47 @@ class NoiseFact:
 
 
 @dataclass(frozen=True)
+class MetricFact:
+    """By whoever releases a noised metric of the same draw: its name, what one record moves it by, its noise."""
+
+    name: str
+    sensitivity: float
+    std: float
+
+
+@dataclass(frozen=True)
 class StepFacts:
     sampling: SamplingFact
     clipping: ClippingFact
     noise: NoiseFact
+    metrics: tuple[MetricFact, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        value = asdict(self)
+        metrics = list(value.pop("metrics"))
+        return {**value, "metrics": metrics} if metrics else value
 
     @staticmethod
     def from_dict(value: dict[str, Any]) -> StepFacts:
         return StepFacts(
-            SamplingFact(**value["sampling"]), ClippingFact(**value["clipping"]), NoiseFact(**value["noise"])
-        )
+            SamplingFact(**value["sampling"]), ClippingFact(**value["clipping"]), NoiseFact(**value["noise"]),
+            tuple(MetricFact(**metric) for metric in value.get("metrics", [])),
+        )  # fmt: skip
 
     def event(self) -> Event:
         """The mechanism that these facts describe; a step without noise is no mechanism at all."""
-        sigma = self.noise.std / self.clipping.sensitivity if self.clipping.sensitivity > 0 else math.nan
-        return Event(self.sampling.threshold / RATE_DENOMINATOR, sigma, 1)
+        released = [(self.clipping.sensitivity, self.noise.std)]
+        released += [(metric.sensitivity, metric.std) for metric in self.metrics]
+        return Event(self.sampling.threshold / RATE_DENOMINATOR, combined_sigma(released), 1)
+
+
+def combined_sigma(released: Sequence[tuple[float, float]]) -> float:
+    """Noise multiplier of everything released from one draw: (sensitivity, std) of each, joined as one vector.
+
+    One draw is one event. Charging its parts as events of their own would sample it again for each of them.
+    """
+    if not all(sensitivity > 0 and std > 0 for sensitivity, std in released):
+        return math.nan
+    if len(released) == 1:  # the plain ratio, without the rounding of squares and roots
+        return released[0][1] / released[0][0]
+    return sum((sensitivity / std) ** 2 for sensitivity, std in released) ** -0.5

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accounting.accountant import Accountant, Event, epsilon, merge
+from accounting.accountant import Accountant, AccountingError, Event, epsilon, merge
 from accounting.facts import StepFacts
 from accounting.ledger import FORMAT, Entry, LedgerError, parse
 from accounting.plan import PrivacyPlan
@@ -56,12 +56,21 @@ class History:
     plans: dict[int, PrivacyPlan] = field(default_factory=dict)
     phase_names: dict[int, str] = field(default_factory=dict)
     nonprivate: dict[int, bool] = field(default_factory=dict)
-    """Phases without clipping and noise, and whether their data were declared public."""
+    """Phases without clipping and noise, and whether their data were declared public every time."""
+    public_manifests: dict[int, set[str]] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
     opened: dict[StepId, StepFacts] = field(default_factory=dict)
     committed: dict[StepId, StepFacts] = field(default_factory=dict)
     checkpoints: list[CheckpointMark] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    """Steps that did what no epsilon covers, such as leaving elements without noise."""
+    late_plans: list[int] = field(default_factory=list)
+    """Phases whose plan was declared when steps of another phase had been opened: it may depend on them."""
     finished: bool = False
+    marks_before: dict[tuple[int, int], int] = field(default_factory=dict)
+    """How many checkpoints a segment was preceded by."""
+    copied: int = 0
+    """How many segments there were when the run directory was last found to be a copy."""
 
     @staticmethod
     def of(entries: Iterable[Entry]) -> History:
@@ -78,43 +87,65 @@ class History:
         return History.of(entries), entries
 
     def take(self, entry: Entry) -> None:
-        handler = getattr(self, f"_{entry.kind.replace('-', '_')}", None)
-        if handler is None:
+        if entry.kind not in KINDS:
             raise LedgerError(f"line {entry.index + 1}: unknown kind {entry.kind!r}; read it with a newer version")
         if (entry.kind == "run") != (entry.index == 0):
             raise LedgerError(f"line {entry.index + 1}: a ledger starts with exactly one run entry")
         try:
-            handler(entry.fields)
-        except (KeyError, TypeError, ValueError) as error:
+            if self.finished and entry.kind in ("plan", "nonprivate", "segment", "open", "commit", "finish"):
+                raise ValueError("the run was finished before")
+            getattr(self, f"_{entry.kind}")(entry.fields)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise LedgerError(f"line {entry.index + 1}: malformed {entry.kind!r} entry: {error}") from None
 
     def _run(self, fields: dict[str, Any]) -> None:
         if fields["format"] != FORMAT:
             raise ValueError(f"format {fields['format']!r} is not {FORMAT!r}")
+        if not isinstance(fields["debug"], bool):
+            raise ValueError("`debug` must be true or false")
         self.run = fields
 
     def _plan(self, fields: dict[str, Any]) -> None:
-        if fields["phase"] in self.plans:
-            raise ValueError(f"phase {fields['phase']} has a plan already, and a plan is frozen")
-        self.plans[fields["phase"]] = PrivacyPlan(**fields["plan"])
-        self.phase_names[fields["phase"]] = fields["name"]
+        phase = fields["phase"]
+        if phase in self.plans:
+            raise ValueError(f"phase {phase} has a plan already, and a plan is frozen")
+        if phase in self.nonprivate:
+            raise ValueError(f"phase {phase} was non-private before, so it cannot become private")
+        if self.opened:
+            self.late_plans.append(phase)
+        self.plans[phase] = PrivacyPlan(**fields["plan"])
+        self.phase_names[phase] = fields["name"]
 
     def _nonprivate(self, fields: dict[str, Any]) -> None:
-        self.nonprivate[fields["phase"]] = bool(fields["public_data"])
-        self.phase_names[fields["phase"]] = fields["name"]
+        phase = fields["phase"]
+        if phase in self.plans:
+            raise ValueError(f"phase {phase} was private before, so it cannot train without noise")
+        # One declaration as not public is enough, whatever is said before or after.
+        self.nonprivate[phase] = fields["public_data"] is True and self.nonprivate.get(phase, True)
+        self.public_manifests.setdefault(phase, set()).add(fields["manifest_digest"])
+        self.phase_names[phase] = fields["name"]
 
     def _segment(self, fields: dict[str, Any]) -> None:
         segment = Segment(**fields)
+        if segment.phase not in self.plans:
+            raise ValueError(f"phase {segment.phase} has no plan")
         if segment.number != len(self.segments_of(segment.phase)):
             raise ValueError(f"segment {segment.number} is out of order")
+        self.marks_before[segment.phase, segment.number] = len(self.checkpoints)
         self.segments.append(segment)
 
     def _open(self, fields: dict[str, Any]) -> None:
         step_id, facts = _step(fields)
         if step_id in self.opened:
             raise ValueError(f"{step_id} was opened before; a replayed step is not written twice")
-        if step_id.phase not in self.plans or step_id.segment != len(self.segments_of(step_id.phase)) - 1:
-            raise ValueError(f"{step_id} was opened outside the current segment")
+        segment = self._require_current(step_id)
+        plan = self.plans[step_id.phase]
+        if not segment.from_step < step_id.step <= plan.steps:
+            raise ValueError(f"{step_id} is outside the steps {segment.from_step + 1} to {plan.steps} of its segment")
+        if (facts.sampling.records, facts.noise.divisor) != (plan.records, plan.divisor):
+            raise ValueError(f"{step_id} has another record count or divisor than its plan")
+        if facts.noise.elements < 1:
+            raise ValueError(f"{step_id} announces noise for no element")
         facts.event()
         self.opened[step_id] = facts
 
@@ -122,10 +153,25 @@ class History:
         step_id, facts = _step(fields)
         if step_id not in self.opened or step_id in self.committed:
             raise ValueError(f"{step_id} was committed without being open, or twice")
+        self._require_current(step_id)
         self.committed[step_id] = facts
+        fault = _fault(self.opened[step_id], facts)
+        if fault is not None:
+            self.faults.append(f"step {step_id.step} of phase {step_id.phase} {fault}")
+
+    def _require_current(self, step_id: StepId) -> Segment:
+        """Acts happen in the segment that was begun last, in any phase: going back to another needs a new one."""
+        if not self.segments or (self.segments[-1].phase, self.segments[-1].number) != (step_id.phase, step_id.segment):
+            raise ValueError(f"{step_id} is outside the current segment")
+        return self.segments[-1]
 
     def _checkpoint(self, fields: dict[str, Any]) -> None:
         self.checkpoints.append(CheckpointMark(**fields))
+
+    def _copied(self, fields: dict[str, Any]) -> None:
+        if not isinstance(fields["reason"], str):
+            raise ValueError("a reason is a text")
+        self.copied = len(self.segments)
 
     def _resume(self, fields: dict[str, Any]) -> None:
         del fields  # tells a reader where the run went on; nothing is charged or credited for it
@@ -143,6 +189,18 @@ class History:
     def last_checkpoint(self) -> CheckpointMark | None:
         return self.checkpoints[-1] if self.checkpoints else None
 
+    def pending(self) -> list[StepId]:
+        """Steps of the current segment that were opened and never committed."""
+        if not self.segments:
+            return []
+        last = self.segments[-1]
+        found = []
+        for step_id in reversed(self.opened):  # in the order of opening, hence the current segment's are at the end
+            if (step_id.phase, step_id.segment) != (last.phase, last.number) or step_id in self.committed:
+                break
+            found.append(step_id)
+        return found
+
     def why_not_private(self) -> str | None:
         """None if the claim of privacy may be made."""
         if self.run["debug"]:
@@ -150,7 +208,27 @@ class History:
         undeclared = [self.phase_names[index] for index, public in self.nonprivate.items() if not public]
         if undeclared:
             return f"NOT PRIVATE: phase {', '.join(undeclared)} trained without noise on data not declared public"
+        protected = {segment.manifest_digest for segment in self.segments}
+        exposed = [self.phase_names[i] for i, manifests in self.public_manifests.items() if manifests & protected]
+        if exposed:
+            names = ", ".join(exposed)
+            return f"NOT PRIVATE: phase {names} trained without noise on records that another phase protects"
+        if self.faults:
+            return f"NOT PRIVATE: {self.faults[0]}"
         return None if self.plans else "NOT PRIVATE: no phase of this run was private"
+
+    def why_budget_is_claimed(self) -> str | None:
+        """Why the claim must be the planned budget and not what was spent: someone may have chosen by the outputs."""
+        for segment in self.segments:
+            if segment.number > 0:
+                return f"phase {self.phase_names[segment.phase]} went on in a new segment ({segment.reason})"
+        for phase, plan in self.plans.items():
+            done = max((step_id.step for step_id in self.committed if step_id.phase == phase), default=0)
+            if done < plan.steps and (self.finished or any(later > phase for later in self.phase_names)):
+                return f"phase {self.phase_names[phase]} ended after {done} of {plan.steps} planned steps"
+        if self.late_plans:
+            return f"the plan of phase {self.phase_names[self.late_plans[0]]} was declared after private steps had run"
+        return None
 
     def charged(self, phase: int | None = None) -> list[Event]:
         """Each opened step at the weaker of what was announced and what was done."""
@@ -159,8 +237,8 @@ class History:
             if phase is not None and step_id.phase != phase:
                 continue
             done = self.committed.get(step_id, announced)
-            if done.sampling != announced.sampling:
-                raise LedgerError(f"{step_id}: what was sampled changed between open and commit")
+            if done is not announced and (fault := _fault(announced, done)) is not None:
+                raise LedgerError(f"no epsilon can be given: step {step_id.step} of phase {step_id.phase} {fault}")
             events.append(min(announced.event(), done.event(), key=lambda event: event.sigma))
         return merge(events)
 
@@ -180,5 +258,25 @@ class History:
         return sum(plan.epsilon_budget for plan in self.plans.values())
 
 
+KINDS = frozenset(
+    {"run", "plan", "nonprivate", "segment", "open", "commit", "checkpoint", "copied", "resume", "recovered", "finish"}
+)
+
+
 def _step(fields: dict[str, Any]) -> tuple[StepId, StepFacts]:
     return StepId(fields["phase"], fields["segment"], fields["step"]), StepFacts.from_dict(fields["facts"])
+
+
+def _fault(announced: StepFacts, done: StepFacts) -> str | None:
+    """What puts a committed step outside any accounting; weaker noise alone is charged instead."""
+    if done.sampling != announced.sampling:
+        return "used other records than were announced"
+    if done.noise.elements != announced.noise.elements:
+        return f"put noise on {done.noise.elements} elements and not on the announced {announced.noise.elements}"
+    if done.noise.divisor != announced.noise.divisor:
+        return "was divided by another number than was announced"
+    try:
+        done.event()
+    except AccountingError as error:
+        return f"was not a noised step ({error})"
+    return None

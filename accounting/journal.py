@@ -37,19 +37,35 @@ class Journal:
 
     def declare_plan(self, phase: int, name: str, plan: PrivacyPlan, method: dict[str, object]) -> None:
         """Freezes the plan; on resume, refuses one that differs from the frozen one."""
+        if phase in self.history.nonprivate:
+            raise LedgerError(
+                f"phase {name!r} began without noise, so it cannot become private; start a new run directory"
+            )
         known = self.history.plans.get(phase)
         if known is None:
+            others = {other.delta for other in self.history.plans.values()} - {plan.delta}
+            if others:
+                raise LedgerError(
+                    f"phase {name!r} has delta = {plan.delta:.6g} but an earlier phase has {others.pop():.6g}; "
+                    "a run claims one delta, so write the same number in every privacy section"
+                )
             self._append("plan", phase=phase, name=name, plan=plan.as_dict(), method=method)
         elif known != plan:
-            changed = [k for k, v in plan.as_dict().items() if v != known.as_dict()[k]]
+            new, old = plan.as_dict(), known.as_dict()
+            changed = [k for k in {**old, **new} if new.get(k) != old.get(k)]
             raise LedgerError(
                 f"the plan of phase {name!r} is frozen in the ledger, but {', '.join(changed)} changed; "
                 "restore the config and data, or start a new run directory"
             )
 
     def declare_nonprivate(self, phase: int, name: str, public_data: bool, manifest_digest: str) -> None:
-        """`public_data` is the user's word; without it the whole run is marked NOT PRIVATE."""
-        if phase not in self.history.nonprivate:
+        """`public_data` is the user's word, and every change of it is kept; one "no" marks the run NOT PRIVATE."""
+        if phase in self.history.plans:
+            raise LedgerError(
+                f"phase {name!r} began as a private phase, so it cannot go on without noise; start a new run directory"
+            )
+        known = self.history.nonprivate.get(phase)
+        if known is None or known > public_data or manifest_digest not in self.history.public_manifests[phase]:
             fields = {"name": name, "public_data": public_data, "manifest_digest": manifest_digest}
             self._append("nonprivate", phase=phase, **fields)
 
@@ -76,6 +92,11 @@ class Journal:
             if known != facts:
                 raise LedgerError(f"step {step} of phase {phase} would be replayed differently from how it was opened")
             return
+        unfinished = self.history.pending()
+        if unfinished:
+            raise LedgerError(
+                f"step {step} of phase {phase} cannot begin while step {unfinished[0].step} is open; finish that first"
+            )
         event = facts.event()
         plan = self.history.plans[phase]
         if (facts.sampling.records, facts.noise.divisor) != (plan.records, plan.divisor):
@@ -98,7 +119,11 @@ class Journal:
             if known != facts:
                 raise LedgerError(f"step {step} of phase {phase} was replayed differently from how it was committed")
             return
-        announced = self.history.opened[step_id]
+        announced = self.history.opened.get(step_id)
+        if announced is None:
+            raise LedgerError(f"step {step} of phase {phase} cannot be committed before it is opened")
+        if facts != announced:
+            self._credit.clear()
         self._append("commit", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict())
         if facts != announced:  # charged with the weaker of the two either way
             raise LedgerError(
@@ -117,23 +142,54 @@ class Journal:
         if not self.history.finished:
             self._append("finish")
 
+    def note_copied(self, reason: str) -> None:
+        """This directory is a copy, and its original may go on too: no key of before may be used from here on."""
+        self._append("copied", reason=reason)
+
     def new_segment_reason(self, phase: int, step: int, config_digest: str) -> str | None:
-        """Why steps after `step` must not be replayed under their old keys; None if they may be."""
+        """Why steps after `step` must not be replayed under their old keys; None if they may be.
+
+        They may be only if nothing that depends on them can have left the job: the last durable checkpoint of the
+        whole run is the one at `step`, in the segment that was begun last.
+        """
         segments = self.history.segments_of(phase)
         if not segments:
             return "first"
-        last = self.history.last_checkpoint()
-        if last is not None and (last.phase, last.step) > (phase, step):
-            return f"rolled back to step {step} of phase {phase}, behind a checkpoint that outputs may depend on"
-        if segments[-1].config_digest != config_digest:
+        current = segments[-1]
+        # First, because the caller demands a declaration for it, and a rollback must not hide it.
+        if current.config_digest != config_digest:
             return "the config changed"
+        if self.history.copied >= len(self.history.segments):
+            return "the run directory was copied, and its original may go on with the same keys"
+        if current is not self.history.segments[-1]:
+            return f"another phase was trained after phase {phase}"
+        marks = self.history.checkpoints[self.history.marks_before[phase, current.number] :]
+        if not marks:
+            # Nothing of this segment has left the job, so it may be done again from where it began.
+            if step == current.from_step:
+                return None
+            return f"the checkpoint is of step {step}, but the segment began after step {current.from_step}"
+        last = marks[-1]
+        if (last.phase, last.segment) != (phase, current.number):
+            return f"phase {last.phase} was trained after phase {phase}"
+        if last.step > step:
+            return f"rolled back to step {step} of phase {phase}, behind a checkpoint that outputs may depend on"
+        # A kill between a checkpoint and its line leaves a checkpoint of the newest committed step.
+        newest = max((s for s in self.history.opened if (s.phase, s.segment) == (phase, current.number)), default=None)
+        if last.step < step and (newest is None or newest.step != step or newest not in self.history.committed):
+            return f"the checkpoint of step {step} is not the last one that the ledger knows of"
         return None
 
     def _step_id(self, phase: int, step: int) -> StepId:
-        return StepId(phase, self.history.segments_of(phase)[-1].number, step)
+        segments = self.history.segments_of(phase)
+        if not segments:
+            raise LedgerError(f"phase {phase} has no segment; begin one before its first step")
+        return StepId(phase, segments[-1].number, step)
 
     def _budget(self, phase: int) -> float:
-        return sum(plan.epsilon_budget for index, plan in self.history.plans.items() if index <= phase)
+        """Of the phases up to this one, and of later ones that were opened before a rollback led back here."""
+        reached = max([phase, *(segment.phase for segment in self.history.segments)])
+        return sum(plan.epsilon_budget for index, plan in self.history.plans.items() if index <= reached)
 
     def _affordable(self, phase: int, event: Event, wanted: int) -> int:
         return affordable_steps(

@@ -62,14 +62,18 @@ def parse(content: bytes, name: str = "ledger.jsonl") -> list[Entry]:
         where = f"{name} line {index + 1}"
         try:
             value = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise LedgerError(f"{where}: not a JSON line, so it was changed after it was written") from None
-        if not isinstance(value, dict) or not {"index", "kind", "previous", "hash"} <= value.keys():
+        known = isinstance(value, dict) and {"index", "kind", "previous", "hash"} <= value.keys()
+        if not known or not isinstance(value["kind"], str):
             raise LedgerError(f"{where}: not a ledger entry")
         fields = {k: v for k, v in value.items() if k not in ("index", "kind", "previous", "hash")}
         if value["index"] != index or value["previous"] != previous:
             raise LedgerError(f"{where}: does not follow the line before it; a line was removed, added or changed")
-        entry = make_entry(index, value["kind"], fields, previous)
+        try:
+            entry = make_entry(index, value["kind"], fields, previous)
+        except ValueError:
+            raise LedgerError(f"{where}: holds a number that is not finite, which no ledger contains") from None
         if entry.hash != value["hash"] or entry.line() != raw + b"\n":
             raise LedgerError(f"{where}: its content does not match its hash, so it was changed after it was written")
         entries.append(entry)
@@ -84,10 +88,14 @@ class Ledger:
         self.path = path
         self.entries = entries
         self._descriptor = descriptor
+        self._broken = False
 
     @classmethod
     def open(cls, path: Path, wait_seconds: float = 0.0, say: Callable[[str], None] = print) -> Ledger:
-        """Creates the file if there is none; drops a torn last line, which announced nothing that then happened."""
+        """Creates the file if there is none; drops a torn last line, which announced nothing that then happened.
+
+        A last line that lacks nothing but its end is completed, not dropped: what it announced may have happened.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = not path.exists()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -96,11 +104,26 @@ class Ledger:
             _sync_folder(path.parent)
         content = path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
-        ledger = cls(path, parse(whole, path.name), descriptor)
-        if len(whole) != len(content):
-            os.ftruncate(descriptor, len(whole))
-            ledger.append("recovered", torn_bytes=len(content) - len(whole))
+        try:
+            entries = parse(whole, path.name)
+            ledger = cls(path, entries, descriptor)
+            if len(whole) != len(content):
+                ledger._mend(content[len(whole) :], len(whole))
+        except BaseException:
+            os.close(descriptor)
+            raise
         return ledger
+
+    def _mend(self, tail: bytes, whole: int) -> None:
+        try:
+            completed = parse(b"".join(entry.line() for entry in self.entries) + tail + b"\n", self.path.name)
+        except LedgerError:
+            os.ftruncate(self._descriptor, whole)
+        else:
+            os.write(self._descriptor, b"\n")
+            self.entries = completed
+        if self.entries:  # a ledger's first line tells of the run, so an empty one stays empty
+            self.append("recovered", torn_bytes=len(tail))
 
     @property
     def head(self) -> str:
@@ -114,9 +137,13 @@ class Ledger:
         """Durable when it returns: the caller may act on what it announced."""
         entry = make_entry(self.length, kind, json.loads(_canonical(fields)), self.head)
         line = entry.line()
+        if self._broken:
+            raise LedgerError(f"{self.path} could not be written before; start again, and the ledger will be mended")
+        self._broken = True  # until this line is durable: another one behind half a line would be lost with it
         if os.write(self._descriptor, line) != len(line):
             raise LedgerError(f"{self.path}: the disk took only a part of a line; free space and start again")
         os.fsync(self._descriptor)
+        self._broken = False
         self.entries.append(entry)
         return entry
 

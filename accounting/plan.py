@@ -28,6 +28,19 @@ def threshold_for(records: int, expected_batch: float) -> int:
 
 
 @dataclass(frozen=True)
+class PlannedMetric:
+    """A number that is published with noise at every step: each record adds at most `bound` to it."""
+
+    name: str
+    bound: float
+    std: float
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(value) and value > 0 for value in (self.bound, self.std)):
+            raise PlanError(f"metric {self.name!r} needs a finite positive bound and noise: {self.bound}, {self.std}")
+
+
+@dataclass(frozen=True)
 class PrivacyPlan:
     """Public constants of one private phase."""
 
@@ -40,8 +53,12 @@ class PrivacyPlan:
     epsilon_budget: float
     unit: str = UNIT
     adjacency: str = ADJACENCY
+    metrics: tuple[PlannedMetric, ...] = ()
 
     def __post_init__(self) -> None:
+        # A ledger holds them as JSON.
+        found = tuple(m if isinstance(m, PlannedMetric) else PlannedMetric(**m) for m in self.metrics)
+        object.__setattr__(self, "metrics", found)
         if not 1 <= self.threshold <= RATE_DENOMINATOR:
             raise PlanError(f"the sampling threshold K must lie in [1, 2^32], but is {self.threshold}")
         for name in ("clip_norm", "noise_multiplier", "epsilon_budget"):
@@ -50,10 +67,9 @@ class PrivacyPlan:
                 raise PlanError(f"{name} must be a finite positive number, but is {value}")
         if self.records < 1 or self.steps < 1:
             raise PlanError(f"records and steps must be at least 1, but are {self.records} and {self.steps}")
-        if not 0 < self.delta < 1 / self.records:
-            # delta = 1/n is the papers' usual choice, so it is allowed; anything above it protects nobody.
-            if self.delta != 1 / self.records:
-                raise PlanError(f"delta must lie in (0, 1/n] = (0, {1 / self.records:.3g}], but is {self.delta}")
+        # delta = 1/n is the papers' usual choice, so it is allowed; anything above it protects nobody.
+        if not 0 < self.delta <= 1 / self.records:
+            raise PlanError(f"delta must lie in (0, 1/n] = (0, {1 / self.records:.3g}], but is {self.delta}")
 
     @property
     def sampling_rate(self) -> float:
@@ -76,8 +92,17 @@ class PrivacyPlan:
         """Standard deviation of the noise on each element of the clipped sum."""
         return self.noise_multiplier * self.clip_norm
 
+    @property
+    def effective_noise_multiplier(self) -> float:
+        """Of gradient and metrics together, which are one event: what the accountant must be asked about."""
+        if not self.metrics:
+            return self.noise_multiplier
+        return (self.noise_multiplier**-2 + sum((m.bound / m.std) ** 2 for m in self.metrics)) ** -0.5
+
     def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+        value = asdict(self)
+        metrics = list(value.pop("metrics"))
+        return {**value, "metrics": metrics} if metrics else value
 
 
 def parse_delta(text: float | str | None, records: int) -> float:

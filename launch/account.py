@@ -1,4 +1,4 @@
-"""Account: python launch/account.py epsilon | calibrate | verify RUN_DIR. Never imports torch."""
+"""Account: python launch/account.py epsilon | calibrate | plan | verify RUN_DIR | explain. Never imports torch."""
 
 import sys
 from pathlib import Path

@@ -16,9 +16,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from scipy.stats import binom
 from torch import Tensor
 
 from accounting.accountant import describe
-from accounting.audit_bound import CONFIDENCE, audit_bound, numbers_of_guesses, refuting_share
+from accounting.audit_bound import audit_bound, refuting_share
 from accounting.journal import Journal
 from accounting.keys import Purpose, RunKey
 from accounting.ledger import Ledger
@@ -36,82 +35,45 @@ from data.sampler import PoissonSampler
 from model.build import build
 from train.audit_canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
 from train.audit_checks import Check, check_divisor, check_sampling
+from train.audit_plan import AuditPlan
 from train.audit_record import Sightings, WatchedEngine
 from train.audit_report import AuditReport
-from train.clip import ClipRule, PrivateForward
+from train.clip import PrivateForward
 from train.clip_reference import ReferenceClip
-from train.config import Config, Phase, Privacy
+from train.config import Config
 from train.engine_deepspeed import DeepSpeedEngine
 from train.noise import NoiseMechanism
 from train.optim import learning_rate, make_optimizer
 from train.ranks import Ranks
-from train.recipe import ReadyPhase, RecipeError, clip_rule, make_plan, prepare
 from train.self_test import self_test, synthetic_batch
 from train.step import PrivateStep
 from train.stop import StopRequest
 
-Kind = Literal["gradient", "input"]
 SAMPLING_STEPS, SAMPLING_RECORDS = 64, 200_000
 DIVISOR_STEPS, DIVISOR_RATE = 6, 0.5
 INPUT_SEED = 9_001
 FAULT = 0.3  # of the planned noise: what the audit must be able to find
 
 
-@dataclass(frozen=True)
-class AuditOptions:
-    """Defaults with power: full batches and few steps hide nothing, and a claim of 2 lies below what 0.3·σ leaks."""
-
-    canaries: int = 2000
-    kind: Kind = "gradient"
-    noise_scale: float = 1.0
-    epsilon: float = 2.0
-    delta: float = 1e-5
-    steps: int = 4
-    rate: float = 1.0
-    records: int = 256
-    confidence: float = CONFIDENCE
-
-
-def audit(config: Config, options: AuditOptions, ranks: Ranks) -> AuditReport:
-    phase = _private_phase(prepare(config))
-    numbers_of_guesses(options.canaries)
+def audit(config: Config, planned: AuditPlan, ranks: Ranks) -> AuditReport:
     folder = Path(ranks.on_main(lambda: tempfile.mkdtemp(prefix="murmuration-audit-")))
     try:
-        return _Audit(config, options, phase, ranks, folder).run()
+        return _Audit(config, planned, ranks, folder).run()
     finally:
         ranks.on_main(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def _private_phase(phases: list[ReadyPhase]) -> ReadyPhase:
-    for phase in phases:
-        if phase.private:
-            return phase
-    raise RecipeError("no phase of this config has `privacy`, so there is no claim to audit; audit a private recipe")
-
-
 class _Audit:
-    def __init__(
-        self, config: Config, options: AuditOptions, phase: ReadyPhase, ranks: Ranks, folder: Path
-    ) -> None:  # fmt: skip
-        self.config, self.options, self.ranks, self.folder = config, options, ranks, folder
-        self.phase = phase
+    def __init__(self, config: Config, planned: AuditPlan, ranks: Ranks, folder: Path) -> None:
+        self.config, self.planned, self.ranks, self.folder = config, planned, ranks, folder
+        self.options, self.phase, self.settings, self.plan = (
+            planned.options, planned.phase, planned.settings, planned.plan,
+        )  # fmt: skip
         self.micro_batch = config.train_micro_batch_size_per_gpu
         self.replicated = config.zero_optimization.stage == 0
-        self.where = f"phases.{phase.number}"
-        self.real = min(options.records, phase.index.records)
-        self.settings, self.privacy = self._shortened()
-        self.plan = make_plan(self.settings, self.privacy, self.real + options.canaries, self.where)
         self.stop = StopRequest(folder / "stop")
         self.key: RunKey = ranks.on_main(RunKey.fresh)
         self._journals: dict[str, Journal] = {}  # on the main rank alone
-
-    def _shortened(self) -> tuple[Phase, Privacy]:
-        privacy, options = self.phase.settings.privacy, self.options
-        assert privacy is not None, "a private phase was chosen"
-        batch = options.rate * (self.real + options.canaries)
-        claim = {"epsilon": options.epsilon, "delta": options.delta, "expected_batch": batch, "noise_multiplier": None}
-        privacy = privacy.model_copy(update=claim)
-        return self.phase.settings.model_copy(update={"privacy": privacy, "steps": options.steps}), privacy
 
     def run(self) -> AuditReport:
         began = time.monotonic()
@@ -119,7 +81,7 @@ class _Audit:
         included: np.ndarray = ranks.on_main(lambda: toss(options.canaries))
         model = build(phase.shape, self.settings.objective)
         clip = CanaryClip(
-            ReferenceClip(self._rule()),
+            ReferenceClip(self.planned.rule),
             Coordinates.choose(model, options.canaries),
         )
         real_engine = DeepSpeedEngine(
@@ -146,15 +108,6 @@ class _Audit:
             false_alarms=false_alarms, seconds=time.monotonic() - began,
         )  # fmt: skip
 
-    def _rule(self) -> ClipRule:
-        try:
-            return clip_rule(self.privacy, self.plan, self.micro_batch, self.where)
-        except RecipeError as error:
-            best = round(math.sqrt(self.plan.divisor))
-            raise RecipeError(
-                f"{error} (in an audit: --set train_micro_batch_size_per_gpu={best}, or fewer --canaries)"
-            ) from None
-
     def _train(self, engine: WatchedEngine, clip: CanaryClip, included: np.ndarray) -> tuple[np.ndarray, float]:
         """The audited run: scores of the canaries, and the epsilon that its ledger charges."""
         plan, derive, gradient = self.plan, self._keys("audit"), self.options.kind == "gradient"
@@ -169,7 +122,7 @@ class _Audit:
         noise = NoiseMechanism.of(derive("noise"), plan)
         if self.options.noise_scale != 1:
             noise = WeakenedNoise(derive("noise"), plan.noise_std, plan.divisor, self.options.noise_scale)
-        batches = CanaryBatches(reader, self.ranks, self.micro_batch, self.real, included, crafted)
+        batches = CanaryBatches(reader, self.ranks, self.micro_batch, self.planned.real, included, crafted)
         step = self._step("audit", plan, clip, noise, engine, batches)
         before = self._losses(engine, crafted)
         engine.watcher = seen = Sightings(clip.coordinates)
@@ -236,9 +189,8 @@ class _Audit:
 
     def _sampling(self) -> Check:
         """The real sampler at the rate that the config really trains with."""
-        privacy, total = self.phase.settings.privacy, self.phase.index.records
-        assert privacy is not None, "a private phase was chosen"
-        records, threshold = min(total, SAMPLING_RECORDS), threshold_for(total, privacy.expected_batch)
+        total = self.phase.index.records
+        records, threshold = min(total, SAMPLING_RECORDS), threshold_for(total, self.planned.trained_rate_batch)
         derive = self._keys("sampling")
         sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), records, threshold)
         return check_sampling([sampler.draw(t).ids for t in range(1, SAMPLING_STEPS + 1)], records, sampler.q)

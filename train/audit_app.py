@@ -12,7 +12,7 @@ from accounting.audit_bound import AuditError
 from train.config import Config
 from train.loading import ConfigError, load
 
-DONE, BAD_INPUT, SELF_TEST_FAILED, REFUSED, REFUTED = 0, 2, 4, 5, 6
+DONE, BAD_INPUT, SELF_TEST_FAILED, REFUSED, REFUTED, RESUME_ME = 0, 2, 4, 5, 6, 75
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -21,7 +21,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description="Audit a recipe's privacy claim from outside: deepspeed launch/audit.py --config "
         "ds_configs/demo.json --canaries 2000. A short training of its private phase, canaries as extra records, in a "
         "temporary directory with its own key.",
-        epilog="Exit codes: 0 not refuted, 2 bad input, 4 self-test failed, 5 ledger refused, 6 claim refuted.",
+        epilog="Exit codes: 0 not refuted, 2 bad input, 4 self-test failed, 5 ledger refused, 6 claim refuted, 75 "
+        "stopped without a result.",
     )
     parser.add_argument("--config", type=Path, required=True, help="one of ds_configs/*.json, or your own")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key; may be repeated")
@@ -72,34 +73,40 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace, config: Config) -> int:
+    # Heavy imports only now: bad input is answered quickly, and all of it before a process group is started.
+    from train.audit_plan import AuditOptions, plan_audit
     from train.process import quiet_libraries
+    from train.recipe import RecipeError
 
     quiet_libraries()
-    from accounting.ledger import LedgerError
-    from train.audit import AuditOptions, audit
-    from train.audit_canaries import CanaryError
-    from train.engine_deepspeed import start_ranks
-    from train.ranks import Disagreement
-    from train.recipe import RecipeError
-    from train.self_test import SelfTestError
-    from train.stop import Stopped
-
-    ranks = start_ranks()
     options = AuditOptions(
         canaries=arguments.canaries, kind=arguments.kind, noise_scale=arguments.noise_scale,
         epsilon=arguments.epsilon, delta=arguments.delta, steps=arguments.steps, rate=arguments.rate,
         records=arguments.records, confidence=arguments.confidence,
     )  # fmt: skip
     try:
-        report = audit(config, options, ranks)
+        planned = plan_audit(config, options)
+    except (RecipeError, AuditError, OSError) as error:
+        return _complain(error, BAD_INPUT)
+
+    from accounting.ledger import LedgerError
+    from train.audit import audit
+    from train.engine_deepspeed import start_ranks
+    from train.ranks import Disagreement
+    from train.self_test import SelfTestError
+    from train.stop import Stopped
+
+    ranks = start_ranks()
+    try:
+        report = audit(config, planned, ranks)
     except SelfTestError as error:
         return _complain(error, SELF_TEST_FAILED)
     except (LedgerError, Disagreement) as error:
         return _complain(error, REFUSED)
-    except (RecipeError, AuditError, CanaryError, OSError) as error:
+    except (AuditError, OSError) as error:
         return _complain(error, BAD_INPUT)
     except Stopped as stop:
-        return _complain(RuntimeError(f"stopped by {stop} before there was a result; start it again"), BAD_INPUT)
+        return _complain(RuntimeError(f"stopped by {stop} before there was a result; start it again"), RESUME_ME)
     if ranks.main:
         print(report.as_json() if arguments.json else report.as_text(), flush=True)
     return REFUTED if report.refuted else DONE

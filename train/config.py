@@ -59,12 +59,30 @@ class Clip(Section):
     gamma: float = Field(default=0.01, gt=0, description="Automatic clipping scales by C / (norm + gamma).")
 
 
+class ReleasedMetric(Section):
+    """Published with noise at every step, and charged as one event with the gradient."""
+
+    name: Literal["loss", "clipped"]
+    bound: float = Field(default=1.0, gt=0, description="Each record adds a number in [0, bound].")
+    noise_multiplier: float = Field(gt=0, description="Noise on the sum, in units of the bound.")
+
+
 class Privacy(Section):
     epsilon: float = Field(gt=0, description="Budget of the phase; training stops before it is passed.")
     delta: float | str | None = Field(default=None, description="A number, '1/n' or '1/(2n)'; null means 1/(2n).")
     expected_batch: float = Field(gt=0, description="q·n: the constant by which every noised sum is divided.")
     clip: Clip = Clip()
     noise_multiplier: float | None = Field(default=None, gt=0, description="null: calibrated from epsilon.")
+    release: list[ReleasedMetric] = Field(default=[], description="Metrics of private records to publish with noise.")
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Privacy:
+        names = [metric.name for metric in self.release]
+        if len(set(names)) != len(names):
+            raise ValueError("privacy.release names a metric twice; each can be released once")
+        if any(metric.name == "clipped" and metric.bound != 1.0 for metric in self.release):
+            raise ValueError("a record is clipped or not, so the bound of the metric 'clipped' is 1")
+        return self
 
 
 class OptimizerParams(Section):

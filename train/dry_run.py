@@ -45,6 +45,7 @@ def _promise(config: Config, number: int, phase: Phase) -> list[str]:
         f"q             {plan.sampling_rate:.8g} = {plan.threshold}/2^32 (expected batch {plan.divisor:,.2f})",
         f"sigma         {plan.noise_multiplier:g}"
         + (" (calibrated)" if phase.privacy.noise_multiplier is None else " (given)"),
+        *(f"released      {m.name}: bound {m.bound:g}, noise {m.std:g} per step" for m in plan.metrics),
         f"C             {plan.clip_norm:g} ({phase.privacy.clip.kind})",
         f"T             {plan.steps}",
         f"epsilon       {round_up(spent)} of {plan.epsilon_budget:g} (PLD)",

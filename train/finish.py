@@ -25,6 +25,7 @@ from train.config import Config
 from train.recipe import ReadyPhase
 from train.report import outcomes, read_curves, write_report
 from train.run_dir import RunDir
+from train.siblings import siblings
 
 SAMPLES = 12
 DEVIATIONS = [
@@ -48,6 +49,12 @@ def finish(
     extra: dict[str, Any] = {
         "tuned_on_private_data": "nothing declared: hyper-parameters come from the config alone",
         "known_deviations": DEVIATIONS,
+        "siblings": [
+            other
+            for phase in phases
+            if phase.private
+            for other in siblings(phase.index.folder, journal.ledger.entries[0].hash)
+        ],
         "machine": "cuda" if torch.cuda.is_available() else "cpu (gloo); not yet proved on GPUs with NCCL",
         "hashes": {
             "config_sha256": hashlib.sha256(identity).hexdigest(),

@@ -15,6 +15,8 @@ class Observed:
     records: int = 0
     loss_sum: float = 0.0
     norms: list[Tensor] = field(default_factory=list)
+    released: dict[str, float] = field(default_factory=dict)
+    """Public once a checkpoint is durable: noised, and charged with the step."""
     sensitivity: float = 0.0
     """The largest that a micro-batch's sum had. Public: it depends on the rule alone."""
 

@@ -26,6 +26,7 @@ from train.clip import PlainForward, PrivateForward
 from train.clip_reference import ReferenceClip
 from train.config import Config
 from train.engine_deepspeed import DeepSpeedEngine
+from train.metrics import MetricRelease
 from train.noise import NoiseMechanism
 from train.optim import learning_rate, make_optimizer
 from train.plain_step import PlainStep
@@ -33,6 +34,7 @@ from train.public_eval import PublicEvaluator
 from train.ranks import Ranks
 from train.recipe import ReadyPhase, clip_rule, make_plan
 from train.self_test import self_test
+from train.siblings import register
 from train.step import PrivateStep
 from train.stop import StopRequest
 from train.trainer import Step, Trainer
@@ -67,7 +69,7 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     resumed = loaded is not None and loaded.position.phase == number
     done = loaded.position.step if loaded is not None and resumed else 0
     model = _model(phase, loaded, resumed)
-    plan = ranks.on_main(lambda: _declare(run, phase))
+    plan = ranks.on_main(lambda: declare(run, phase))
     segment = ranks.on_main(lambda: _segment(run, phase, done)) if plan else None
     derive = partial(_derive, run.key, number, segment)
     micro_batch = config.train_micro_batch_size_per_gpu
@@ -103,7 +105,8 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
         sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), plan.records, plan.threshold)
         noise = NoiseMechanism.of(derive("noise"), plan)
         step = PrivateStep(
-            number, run.journal, sampler, clip, noise, engine, ranks, run.stop, micro_batches
+            number, run.journal, sampler, clip, noise, engine, ranks, run.stop, micro_batches,
+            MetricRelease(derive("metric-noise"), plan, clip.rule.bound, ranks) if plan.metrics else None,
         )  # fmt: skip
     else:
         epochs = PublicEpochs(phase.index.records, int(records), derive("public-order"))
@@ -142,7 +145,8 @@ def _model(phase: ReadyPhase, loaded: Loaded | None, resumed: bool) -> nn.Module
     return model
 
 
-def _declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
+def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
+    """Into the ledger, frozen. Plans of later phases are declared before the first step: they depend on no output."""
     privacy = phase.settings.privacy
     if privacy is None:
         run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, phase.index.manifest_digest)
@@ -150,6 +154,11 @@ def _declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     known = run.writer.history.plans.get(phase.number)
     plan = make_plan(phase.settings, privacy, phase.index.records, f"phases.{phase.number}", known)
     run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
+    warning = register(
+        phase.index.folder, run.writer.ledger.entries[0].hash, run.name, plan.epsilon_budget, plan.delta
+    )  # fmt: skip
+    if warning is not None:
+        run.board.say(warning)
     return plan
 
 

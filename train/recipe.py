@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from accounting.accountant import AccountingError, Event, epsilon
 from accounting.calibrate import calibrate_sigma
-from accounting.plan import PlanError, PrivacyPlan, parse_delta, threshold_for
+from accounting.plan import PlanError, PlannedMetric, PrivacyPlan, parse_delta, threshold_for
 from data.batches import DataSpec
 from data.index import ShardIndex
 from data.tar import ShardError
@@ -121,22 +121,34 @@ def make_plan(
     try:
         threshold = threshold_for(records, privacy.expected_batch)
         delta = parse_delta(privacy.delta, records)
+        metrics = tuple(PlannedMetric(m.name, m.bound, m.bound * m.noise_multiplier) for m in privacy.release)
         fixed = dict(
             records=records, threshold=threshold, clip_norm=privacy.clip.norm, steps=phase.steps, delta=delta,
-            epsilon_budget=privacy.epsilon,
+            epsilon_budget=privacy.epsilon, metrics=metrics,
         )  # fmt: skip
         sigma = privacy.noise_multiplier
         if sigma is None and known is not None and all(getattr(known, k) == v for k, v in fixed.items()):
             sigma = known.noise_multiplier
         if sigma is None:
-            sigma = calibrate_sigma(threshold / 2**32, phase.steps, privacy.epsilon, delta)
+            together = calibrate_sigma(threshold / 2**32, phase.steps, privacy.epsilon, delta)
+            sigma = _share_of_gradient(together, metrics)
         return PrivacyPlan(noise_multiplier=sigma, **fixed)  # pyright: ignore[reportArgumentType]
     except (PlanError, AccountingError) as error:
         raise RecipeError(f"{where}.privacy: {error}") from None
 
 
+def _share_of_gradient(together: float, metrics: tuple[PlannedMetric, ...]) -> float:
+    """The gradient's noise multiplier such that gradient and metrics, which are one event, have `together`."""
+    if not metrics:
+        return together
+    left = together**-2 - sum((m.bound / m.std) ** 2 for m in metrics)
+    if left <= 0:
+        raise PlanError(f"the released metrics alone need more than the budget; their noise must exceed {together:g}")
+    return math.ceil(left**-0.5 * 1e5) / 1e5
+
+
 def planned_epsilon(plan: PrivacyPlan) -> float:
-    return epsilon([Event(plan.sampling_rate, plan.noise_multiplier, plan.steps)], plan.delta)
+    return epsilon([Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.steps)], plan.delta)
 
 
 def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int, where: str) -> ClipRule:

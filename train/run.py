@@ -8,6 +8,7 @@ from pathlib import Path
 
 from accounting import certificate
 from accounting.history import History
+from accounting.identity import recognise
 from accounting.journal import BudgetSpent, Journal
 from accounting.keys import RunKey, destroy
 from accounting.ledger import Ledger, LedgerError
@@ -15,7 +16,7 @@ from train.board import Board
 from train.checkpoint import CheckpointError, Checkpoints, Loaded
 from train.config import Config
 from train.finish import finish
-from train.phase import RunContext, train_phase
+from train.phase import RunContext, declare, train_phase
 from train.ranks import Ranks
 from train.recipe import prepare
 from train.run_dir import RunDir
@@ -44,6 +45,9 @@ def run_all(arguments: argparse.Namespace, config: Config, root: Path, ranks: Ra
             journal.start_run(name, key.check_value(), key.debug, _versions())
         elif journal.history.run["key_check"] != key.check_value():
             raise LedgerError(f"{run_dir.key} is not the key of this ledger; restore the right one or start anew")
+        copied = recognise(journal, run_dir.key.parent)
+        if copied is not None:
+            print(f"{copied}; new keys from here on, and all opened steps stay charged", flush=True)
         return key
 
     key = ranks.on_main(open_run)
@@ -61,6 +65,9 @@ def run_all(arguments: argparse.Namespace, config: Config, root: Path, ranks: Ra
                 config=config, name=name, ranks=ranks, key=key, journal=journal, board=board,
                 stop=StopRequest(run_dir.stop_file), checkpoints=checkpoints, new_segment=arguments.new_segment,
             )  # fmt: skip
+            for phase in phases:
+                if phase.private:
+                    ranks.on_main(lambda phase=phase: declare(context, phase))
             for phase in phases:
                 loaded = _latest(checkpoints, journal, ranks)
                 if loaded is None or (loaded.position.phase, loaded.position.step) < (

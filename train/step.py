@@ -17,6 +17,7 @@ from data.sampler import Draw, PoissonSampler
 from train.clip import ClipEngine
 from train.engine import ShardedEngine
 from train.gradient import NoisyUpdate
+from train.metrics import MetricRelease
 from train.noise import NoiseMechanism
 from train.observed import Observed
 from train.ranks import Ranks
@@ -27,11 +28,11 @@ class PrivateStep:
     def __init__(
         self, phase: int, journal: Journal | None, sampler: PoissonSampler, clip: ClipEngine, noise: NoiseMechanism,
         engine: ShardedEngine, ranks: Ranks, stop: StopRequest,
-        micro_batches: Callable[[np.ndarray, int], Iterator[MicroBatch]],
+        micro_batches: Callable[[np.ndarray, int], Iterator[MicroBatch]], metrics: MetricRelease | None = None,
     ) -> None:  # fmt: skip
         self.phase, self.journal, self.ranks, self.stop = phase, journal, ranks, stop
         self.sampler, self.clip, self.noise, self.engine = sampler, clip, noise, engine
-        self.micro_batches = micro_batches
+        self.micro_batches, self.metrics = micro_batches, metrics
 
     def run(self, step: int, learning_rate: float) -> Observed:
         draw = self.sampler.draw(step)
@@ -44,6 +45,8 @@ class PrivateStep:
             self.stop.check(self.ranks)
             self.engine.accumulate(micro_batch)
             observed.add(micro_batch.present, *self.engine.observe())
+            if self.metrics is not None:
+                self.metrics.add(micro_batch.present, self.engine.observe())
 
         update = NoisyUpdate(self.noise, step)
         applied = self.engine.update(update, learning_rate)
@@ -51,11 +54,14 @@ class PrivateStep:
         sensitivity = max(self.clip.rule.sensitivity, *self.ranks.gather(observed.sensitivity))
         summed = ClippingFact(self.clip.rule.kind, sensitivity)
         self._record("commit", step, draw, summed, update.fact(applied.elements))
+        if self.metrics is not None:
+            observed.released = self.metrics.release(step)
         return observed
 
     def _record(self, act: str, step: int, draw: Draw, clipping: ClippingFact, noise: NoiseFact) -> None:
         """Each part states what it did; the main rank writes it down, and its refusal reaches every rank."""
-        facts = StepFacts(SamplingFact(draw.threshold, draw.records, draw.digest), clipping, noise)
+        metrics = self.metrics.facts() if self.metrics is not None else ()
+        facts = StepFacts(SamplingFact(draw.threshold, draw.records, draw.digest), clipping, noise, metrics)
         self.ranks.on_main(lambda: self._write(act, step, facts))
 
     def _write(self, act: str, step: int, facts: StepFacts) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from train.board import Board, Pace
@@ -43,6 +43,8 @@ class Trainer:
     spent: Callable[[], float | None]
     budget: float | None
     public_records: bool
+    held_back: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Noised metrics of steps whose weights are not durable yet: a replay after a change must not release twice."""
 
     def run(self, done: int) -> None:
         """Trains from `done` steps to the end; on a stop request saves what is complete and raises Stopped."""
@@ -58,6 +60,8 @@ class Trainer:
             self.pace.tick()
             summary = observed.over_ranks(self.ranks, self.clip_bound)
             (self.board.public if self.public_records else self.board.private)(self.name, step, summary)
+            if observed.released:
+                self.held_back[step] = observed.released
             if step % self.log_every == 0 or step == self.steps:
                 self._progress(step, rate)
             if step % self.checkpoint_every == 0 or step == self.steps:
@@ -83,6 +87,9 @@ class Trainer:
             Position(self.number, step), self.engine, self.replicated, self.ranks.on_main(self.header)
         )
         self.ranks.on_main(lambda: self.checkpointed(step, digest))
+        for earlier, released in self.held_back.items():
+            self.board.public(self.name, earlier, released)
+        self.held_back.clear()
         if self.evaluator is None or not measure:
             return
         found = self.evaluator.measure()

@@ -1,0 +1,110 @@
+"""What a ledger supports saying, as one JSON document: the content of a certificate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accounting.accountant import AccountingError, describe, epsilon, round_up, show_delta
+from accounting.history import History
+from accounting.ledger import Entry
+from accounting.plan import ADJACENCY, UNIT
+from accounting.tuning import Tuning, tuned_epsilon
+
+FORMAT = "murmuration-certificate/1"
+MECHANISM = (
+    "per-record gradients clipped in L2 norm over all trainable parameters, summed over an exact "
+    "Poisson sample, Gaussian noise added once to the sum, divided by the constant q·n"
+)
+DEVIATIONS = [
+    "Noise and sums are floating-point numbers (64-bit draws, 32-bit sums), not samples of the ideal distributions.",
+    "A restored copy of the whole run directory, secret folder included, cannot be told from the original.",
+]
+
+
+def compose(history: History, entries: list[Entry], extra: dict[str, Any]) -> dict[str, Any]:
+    """Everything a reader needs to recompute the claim.
+
+    `extra` holds hashes, deviations and what was declared: `tuned_on_private_data` (a text, or a mapping with
+    `statement` and the numbers of a `Tuning`) and `siblings` (other runs on the same records).
+    """
+    added = dict(extra)
+    deviations = added.pop("known_deviations", [])
+    private = bool(history.plans)
+    objection = history.why_not_private()
+    chargeable = private and not history.faults
+    spent = history.epsilon() if chargeable else None
+    basis = history.why_budget_is_claimed() if chargeable else None
+    claimed = None if spent is None else max(spent, history.budget()) if basis else spent
+    delta = history.delta() if private else None
+    tuned = added.get("tuned_on_private_data")
+    if isinstance(tuned, dict) and "mean" in tuned and delta is not None and chargeable:
+        cost = tuned_epsilon(history.charged(), delta, Tuning.from_dict(tuned))
+        added["tuned_on_private_data"] = {**tuned, "epsilon": cost}
+        claimed = max(claimed or 0.0, cost)
+        basis = f"{basis}; and the run was chosen among several" if basis else "the run was chosen among several"
+    claim: dict[str, Any] = {
+        "private": objection is None,
+        "statement": objection or _statement(claimed or 0.0, delta or 0.0),
+        "epsilon": spent,
+        "epsilon_rounded_up": None if spent is None else round_up(spent),
+        "epsilon_claimed": None if claimed is None else round_up(claimed),
+        "claimed_because": basis or "every opened step is charged, and the planned number of steps was run",
+        "delta": delta,
+        "epsilon_budget": history.budget() if private else None,
+        "epsilon_rdp": _second_opinion(history) if chargeable else None,
+        "method": describe("pld"),
+    }
+    return {
+        "format": FORMAT,
+        "run": history.run["name"],
+        "claim": claim,
+        "unit": UNIT,
+        "adjacency": ADJACENCY,
+        "mechanism": MECHANISM,
+        "phases": [_phase(history, index) for index in sorted(history.phase_names)],
+        "segments": [segment.__dict__ for segment in history.segments],
+        "known_deviations": DEVIATIONS + deviations,
+        **added,
+        "ledger": {"length": len(entries), "head": entries[-1].hash},
+    }
+
+
+def _phase(history: History, index: int) -> dict[str, Any]:
+    plan, name = history.plans.get(index), history.phase_names[index]
+    if plan is None:
+        return {
+            "phase": index,
+            "name": name,
+            "private": False,
+            "data_declared_public": history.nonprivate[index],
+        }
+    faulty = bool(history.faults)
+    return {
+        "phase": index,
+        "name": name,
+        "private": True,
+        "plan": plan.as_dict(),
+        "sampling_rate": plan.sampling_rate,
+        "steps_opened": sum(1 for s in history.opened if s.phase == index),
+        "steps_committed": sum(1 for s in history.committed if s.phase == index),
+        "segments": len(history.segments_of(index)),
+        "events": [
+            {"mechanism": "Poisson-subsampled Gaussian", "rate": e.rate, "sigma": e.sigma, "count": e.count}
+            for e in ([] if faulty else history.charged(index))
+        ],
+        **({"faults": history.faults} if faulty else {}),
+    }
+
+
+def _statement(claimed: float, delta: float) -> str:
+    return (
+        f"({round_up(claimed)}, {show_delta(delta)})-differential privacy for {UNIT}, "
+        "for everything that this run released"
+    )
+
+
+def _second_opinion(history: History) -> float | str:
+    try:
+        return epsilon(history.charged(), history.delta(), "rdp")
+    except AccountingError as error:
+        return f"refused: {error}"

@@ -1,0 +1,123 @@
+"""The check that a ledger alone supports what a certificate and the checkpoints beside it say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accounting.accountant import Accountant
+from accounting.history import History
+from accounting.ledger import Entry, LedgerError
+from accounting.statement import FORMAT, compose
+
+AGREEMENT = 1e-6
+# What follows from the ledger alone; everything else in a certificate is somebody's word.
+DERIVED = ("run", "unit", "adjacency", "mechanism", "phases", "segments")
+DERIVED_CLAIMS = (
+    "private", "statement", "epsilon", "epsilon_rounded_up", "epsilon_claimed", "claimed_because", "delta",
+    "epsilon_budget",
+)  # fmt: skip
+
+
+class CertificateError(ValueError):
+    """The certificate and the ledger do not support each other; the message says where."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What could be recomputed from the ledger alone."""
+
+    run: str
+    objection: str | None
+    epsilon: float
+    delta: float | None
+    budget: float
+    opened: int
+    committed: int
+    lines: int
+    head: str
+    certified: float | None
+    claimed: float | None = None
+    claimed_because: str | None = None
+    checkpoints: int = 0
+
+
+def verify(target: Path, accountant: Accountant = "pld") -> Verdict:
+    """Recomputes epsilon from the ledger of a run directory (or beside a certificate) and compares."""
+    run_dir = target if target.is_dir() else target.parent
+    named = target if target.is_file() and target.suffix == ".json" else None
+    certificate_path = named or run_dir / "certificate.json"
+    history, entries = History.read(run_dir / "ledger.jsonl")
+    if not entries:
+        raise LedgerError(f"{run_dir / 'ledger.jsonl'} is empty; there is nothing to verify")
+    checkpoints = _check_checkpoints(run_dir, entries)
+    private = bool(history.plans)
+    # A run whose ledger tells of a fault has no epsilon: this raises, and says which step.
+    spent = history.epsilon(accountant) if private else 0.0
+    if private and accountant == "pld" and spent > history.budget():
+        raise CertificateError(f"the ledger charges epsilon = {spent:.6f}, above the budget of {history.budget():g}")
+    certified = claimed = because = None
+    if certificate_path.is_file():
+        try:
+            certificate = json.loads(certificate_path.read_text(encoding="utf-8"))
+            certified = _compare(certificate, history, entries)
+            claimed, because = certificate["claim"]["epsilon_claimed"], certificate["claim"]["claimed_because"]
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+            if isinstance(error, CertificateError):
+                raise
+            raise CertificateError(f"{certificate_path.name} is damaged: {error!r}") from None
+    return Verdict(
+        run=history.run["name"], objection=history.why_not_private(), epsilon=spent,
+        delta=history.delta() if private else None, budget=history.budget() if private else 0.0,
+        opened=len(history.opened), committed=len(history.committed), lines=len(entries), head=entries[-1].hash,
+        certified=certified, claimed=claimed, claimed_because=because, checkpoints=checkpoints,
+    )  # fmt: skip
+
+
+def _check_checkpoints(run_dir: Path, entries: list[Entry]) -> int:
+    """A ledger that was cut is a valid shorter ledger; what was written later remembers how long it had been."""
+    manifests = sorted(run_dir.glob("checkpoints/*/manifest.json"))
+    for manifest in manifests:
+        try:
+            stored = json.loads(manifest.read_text(encoding="utf-8"))["ledger"]
+            length, head = int(stored["length"]), stored["head"]
+        except (OSError, KeyError, TypeError, ValueError):
+            raise CertificateError(f"{manifest} is damaged, so it cannot vouch for the ledger; restore it") from None
+        _require_line(entries, length, head, f"the checkpoint {manifest.parent.name}")
+    return len(manifests)
+
+
+def _require_line(entries: list[Entry], length: int, head: str, witness: str) -> None:
+    if len(entries) < length:
+        raise CertificateError(
+            f"the ledger has {len(entries)} lines but {witness} was written after {length}: lines were removed"
+        )
+    if length < 1 or entries[length - 1].hash != head:
+        raise CertificateError(f"ledger line {length} is not the one that {witness} names as its head")
+
+
+def _compare(certificate: dict[str, Any], history: History, entries: list[Entry]) -> float | None:
+    if certificate["format"] != FORMAT:
+        raise CertificateError(f"the certificate has format {certificate['format']!r}, not {FORMAT!r}")
+    length = certificate["ledger"]["length"]
+    _require_line(entries, length, certificate["ledger"]["head"], "the certificate")
+    if any(entry.kind in ("open", "commit", "segment") for entry in entries[length:]):
+        raise CertificateError("steps were opened after the certificate was written; it no longer covers the run")
+    declared = {k: certificate[k] for k in ("tuned_on_private_data",) if k in certificate}
+    expected = compose(history, entries, declared)
+    pairs = [(key, certificate[key], expected[key]) for key in DERIVED]
+    pairs += [(f"claim.{key}", certificate["claim"][key], expected["claim"][key]) for key in DERIVED_CLAIMS]
+    for name, found, recomputed in pairs:
+        # Through JSON and back, as the certificate went.
+        if not _same(found, json.loads(json.dumps(recomputed))):
+            raise CertificateError(f"the certificate says {name} = {found}, but the ledger gives {recomputed}")
+    claimed = certificate["claim"]["epsilon"]
+    return None if claimed is None else float(claimed)
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, float) and isinstance(found, (int, float)) and not isinstance(found, bool):
+        return abs(found - expected) <= AGREEMENT * min(1.0, abs(expected))
+    return type(found) is type(expected) and found == expected

@@ -1,0 +1,85 @@
+"""Calibration: accounted again it never passes the target, and one step of its grid less does."""
+
+from __future__ import annotations
+
+import pytest
+
+from accounting.accountant import AccountingError, Event, epsilon
+from accounting.calibrate import affordable_steps, calibrate_batch, calibrate_sigma, calibrate_steps
+from accounting.plan import RATE_DENOMINATOR, threshold_for
+
+DEMO = (20_000, 1000, 50, 2.5e-5)
+
+
+@pytest.mark.parametrize(
+    ("rate", "steps", "target", "delta", "by"),
+    [
+        pytest.param(0.05, 50, 8.0, 2.5e-5, "pld", marks=pytest.mark.slow), (0.05, 50, 8.0, 2.5e-5, "rdp"),
+        pytest.param(0.01, 100, 0.5, 1e-6, "pld", marks=pytest.mark.slow),
+        (1.0, 1, 4.0, 1e-6, "pld"), (1.0, 7, 1.0, 1e-6, "rdp"), (0.002, 300, 3.0, 1e-7, "rdp"),
+        (0.2, 3, 0.2, 1e-4, "pld"),
+        pytest.param(0.5, 3, 0.03, 1e-4, "pld", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_sigma(rate, steps, target, delta, by) -> None:
+    sigma = calibrate_sigma(rate, steps, target, delta, by)
+    assert sigma == round(sigma, 5)
+    assert epsilon([Event(rate, sigma, steps)], delta, by) <= target
+    assert epsilon([Event(rate, round(sigma - 1e-5, 5), steps)], delta, by) > target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n", "batch", "steps", "share", "rdp", "pld"),
+    [
+        (233_000_000, 98_304, 6000, 0.5, 0.4799, 0.4565), (2_330_000, 98_304, 6000, 0.5, 2.4838, 2.3682),
+        (233_804_767, 1_310_720, 5708, 1.0, 0.7296, 0.7071),
+    ],
+)  # fmt: skip
+def test_exact_sigmas_of_the_papers(n, batch, steps, share, rdp, pld) -> None:
+    assert abs(calibrate_sigma(batch / n, steps, 8.0, share / n, "rdp") - rdp) < 1e-4
+    assert abs(calibrate_sigma(batch / n, steps, 8.0, share / n) - pld) < 2e-4
+
+
+@pytest.mark.parametrize("by", [pytest.param("pld", marks=pytest.mark.slow), "rdp"])
+def test_steps(by) -> None:
+    steps = calibrate_steps(0.05, 0.8, 6.0, 2.5e-5, by)
+    assert epsilon([Event(0.05, 0.8, steps)], 2.5e-5, by) <= 6.0
+    assert epsilon([Event(0.05, 0.8, steps + 1)], 2.5e-5, by) > 6.0
+
+
+@pytest.mark.parametrize("by", [pytest.param("pld", marks=pytest.mark.slow), "rdp"])
+def test_batch(by) -> None:
+    n, _, steps, delta = DEMO
+
+    def spent(batch: int) -> float:
+        return epsilon([Event(threshold_for(n, batch) / RATE_DENOMINATOR, 0.8, steps)], delta, by)
+
+    batch = calibrate_batch(n, 0.8, steps, 6.0, delta, by)
+    assert spent(batch) <= 6.0 < spent(batch + 1)
+
+
+def test_everything_fits_where_there_is_noise_enough() -> None:
+    assert calibrate_batch(50, 100.0, 2, 8.0, 1e-3) == 50
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, float("nan"), float("inf")])
+def test_nonsense_targets(target: float) -> None:
+    with pytest.raises(AccountingError, match="finite and positive"):
+        calibrate_sigma(0.1, 1, target, 1e-6)
+
+
+def test_what_cannot_be_reached_is_said() -> None:
+    with pytest.raises(AccountingError, match="single step passes"):
+        calibrate_steps(0.5, 0.5, 0.1, 1e-6)
+    with pytest.raises(AccountingError, match="batch of 1 passes"):
+        calibrate_batch(10, 0.5, 3, 0.1, 1e-6)
+
+
+def test_affordable_steps_meet_the_budget_exactly() -> None:
+    charged = [Event(0.05, 0.8, 10)]
+    count = affordable_steps(charged, 0.05, 0.8, 10_000, 5.0, 2.5e-5)
+    assert epsilon([Event(0.05, 0.8, 10 + count)], 2.5e-5) <= 5.0 < epsilon([Event(0.05, 0.8, 11 + count)], 2.5e-5)
+    assert affordable_steps(charged, 0.05, 0.8, 3, 5.0, 2.5e-5) == 3
+    assert affordable_steps(charged, 0.05, 0.8, 3, 0.1, 2.5e-5) == 0
+    assert affordable_steps(charged, 0.05, 0.8, 0, 5.0, 2.5e-5) == 0

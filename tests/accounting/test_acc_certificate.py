@@ -1,0 +1,153 @@
+"""A certificate says what its ledger supports, in words that are true, and stops verifying when either changes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from acc_world import CONFIG, DATA, PLAN, begin, facts, train, whole_run
+
+from accounting import certificate
+from accounting.accountant import AccountingError, Event, epsilon
+from accounting.certificate import CertificateError, compose, html_page, markdown, verify
+from accounting.explain import attack_power, best_guess, explain
+from accounting.tuning import Tuning, tuned_epsilon
+
+
+def certified(folder: Path, extra: dict | None = None) -> dict:
+    journal = whole_run(folder)
+    document = compose(journal.history, journal.ledger.entries, extra or {})
+    certificate.write(document, folder)
+    journal.ledger.close()
+    return document
+
+
+def test_three_files_and_one_claim(tmp_path: Path) -> None:
+    document = certified(tmp_path, {"known_deviations": ["Proved on CPU alone."], "hashes": {"config": "abc"}})
+    spent = epsilon([Event(1.0, 20.0, 3)], PLAN.delta)
+    assert document["claim"]["epsilon"] == spent
+    assert spent <= document["claim"]["epsilon_rounded_up"] == document["claim"]["epsilon_claimed"] <= spent + 1.1e-4
+    verdict = verify(tmp_path)
+    assert verdict.certified == spent and verdict.objection is None and verdict.claimed is not None
+    assert verify(tmp_path / "certificate.json").head == verdict.head
+    for name in ("certificate.md", "certificate.html"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        for words in (document["claim"]["statement"], "Proved on CPU alone.", "NIST SP 800-226", verdict.head):
+            assert words in text
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("claim", "epsilon"), 0.01), (("claim", "epsilon_rounded_up"), 0.01), (("claim", "epsilon_claimed"), 0.01),
+        (("claim", "statement"), "(0.1, 1e-9)-differential privacy"), (("claim", "delta"), 1e-9),
+        (("claim", "private"), False), (("claim", "epsilon_budget"), 0.1), (("unit",), "one person"),
+        (("adjacency",), "replace"), (("mechanism",), "magic"), (("phases",), []), (("segments",), []),
+        (("ledger", "length"), 2), (("ledger", "length"), 99), (("ledger", "head"), "0" * 64), (("format",), "x"),
+        (("claim",), None), (("ledger",), {}), (("phases", 0, "events", 0, "sigma"), 30.0), (("run",), "another"),
+        (("claim", "claimed_because"), "trust me"), (("phases", 0, "plan", "clip_norm"), 0.1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_no_word_of_it_can_be_improved(tmp_path: Path, where: tuple, value: object) -> None:
+    document = copy.deepcopy(certified(tmp_path))
+    place = document
+    for key in where[:-1]:
+        place = place[key]
+    place[where[-1]] = value
+    (tmp_path / "certificate.json").write_text(json.dumps(document))
+    with pytest.raises(CertificateError):
+        verify(tmp_path)
+
+
+def test_a_certificate_does_not_cover_later_steps(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    train(journal, range(1, 3))
+    certificate.write(compose(journal.history, journal.ledger.entries, {}), tmp_path)
+    verify(tmp_path)
+    train(journal, range(3, 4))
+    journal.ledger.close()
+    with pytest.raises(CertificateError, match="no longer covers"):
+        verify(tmp_path)
+
+
+@pytest.mark.parametrize("why", ["stopped early", "new segment"])
+def test_the_budget_is_claimed_where_outputs_may_have_been_chosen(tmp_path: Path, why: str) -> None:
+    journal = begin(tmp_path)
+    train(journal, range(1, 4))
+    journal.checkpointed(0, 3, "a")
+    if why == "new segment":
+        journal.begin_segment(0, CONFIG, DATA, 3, "a better learning rate")
+        train(journal, range(4, 41))
+    journal.finish()
+    document = compose(journal.history, journal.ledger.entries, {})
+    assert document["claim"]["epsilon"] < document["claim"]["epsilon_claimed"] == PLAN.epsilon_budget
+    assert f"({PLAN.epsilon_budget}," in document["claim"]["statement"]
+    certificate.write(document, tmp_path)
+    assert verify(tmp_path).claimed == PLAN.epsilon_budget
+
+
+def test_what_is_not_private_says_so_everywhere(tmp_path: Path) -> None:
+    journal = begin(tmp_path, debug=True)
+    journal.open_step(0, 1, facts(1))
+    document = compose(journal.history, journal.ledger.entries, {})
+    assert not document["claim"]["private"]
+    for text in (document["claim"]["statement"], markdown(document), html_page(document)):
+        assert "NOT PRIVATE (debug)" in text
+    assert "private: false" in markdown(document) and "accountant: PLD" not in markdown(document)
+
+
+def test_tuning_is_charged_and_recomputed(tmp_path: Path) -> None:
+    tuned = {"statement": "learning rate, 5 runs on average", "mean": 5.0, "shape": 1.0}
+    document = certified(tmp_path, {"tuned_on_private_data": tuned, "siblings": [{"run": "a", "epsilon": 0.5}, "b"]})
+    cost = document["tuned_on_private_data"]["epsilon"]
+    assert document["claim"]["epsilon_claimed"] >= cost > document["claim"]["epsilon"]
+    assert "run: a" in markdown(document)
+    verify(tmp_path)
+    document["tuned_on_private_data"]["mean"] = 2.0
+    (tmp_path / "certificate.json").write_text(json.dumps(document))
+    with pytest.raises(CertificateError):
+        verify(tmp_path)
+
+
+def test_repeat_and_select_lies_between_one_run_and_all_of_them() -> None:
+    events = [Event(0.01, 1.0, 200)]
+    one = epsilon(events, 1e-6, "rdp")
+    drawn = [tuned_epsilon(events, 1e-6, Tuning(mean, shape)) for mean in (10, 100) for shape in (1.0, math.inf)]
+    assert all(one < value < 10 * one for value in drawn)
+    assert tuned_epsilon(events, 1e-6, Tuning(3, fixed=True)) == epsilon([Event(0.01, 1.0, 600)], 1e-6)
+    assert Tuning.from_dict(Tuning(4, math.inf).as_dict()) == Tuning(4, math.inf)
+    for nonsense in ({"mean": 0}, {"mean": 2.5, "fixed": True}, {"mean": 3, "shape": -1.0}, {"mean": math.nan}):
+        with pytest.raises(AccountingError):
+            Tuning(**nonsense)
+
+
+def test_pages_escape_what_names_contain(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    document = compose(journal.history, journal.ledger.entries, {"known_deviations": ["<script>alert(1)</script>"]})
+    document["phases"][0]["name"] = "a|b<i>"
+    assert "<script>" not in html_page(document) and "<i>" not in html_page(document)
+    assert all(line.count("|") == 5 for line in markdown(document).splitlines() if "a/b" in line)
+
+
+def test_plain_words_state_true_limits() -> None:
+    for value in (0.0, 0.1, 1.0, 8.0, 452.8, 5000.0):
+        assert 0.5 <= best_guess(value, 1e-6) <= 1.0 and 0.0 <= attack_power(value, 1e-6) <= 1.0
+        text = explain(value, 1e-6, "one record")
+        assert f"epsilon = {value:g}" in text and "nan" not in text
+    assert best_guess(math.log(3), 0.0) == pytest.approx(0.75)
+    assert attack_power(math.log(2), 0.0) == pytest.approx(0.02)
+    assert "No promise" in explain(1.0, 1e-6, "one record", "NOT PRIVATE (debug)")
+
+
+def test_late_plans_do_not_shrink_the_claim(tmp_path: Path) -> None:
+    journal = begin(tmp_path, replace(PLAN, steps=2))
+    train(journal, range(1, 3), replace(PLAN, steps=2))
+    assert journal.history.why_budget_is_claimed() is None
+    journal.declare_plan(1, "later", PLAN, {})
+    assert "later" in (journal.history.why_budget_is_claimed() or "")

@@ -1,0 +1,160 @@
+"""`launch/account.py` as a user runs it: numbers, JSON, exit codes, one sentence for every refusal, and no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from acc_world import whole_run
+
+from accounting import certificate
+from accounting.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+VIP = "--n 233000000 --batch 98304 --steps 6000 --delta 2.145922746781116e-09"
+SMALL = "--n 2000 --batch 40 --steps 4 --delta 1e-4"
+
+
+def account(arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "launch" / "account.py"), *arguments.split()]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
+
+
+def here(arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same without a new process: imports and discretisations are shared."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(arguments.split())
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def answer(arguments: str, by: Callable[[str], subprocess.CompletedProcess[str]] = here) -> dict:
+    done = by(arguments + " --json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    journal = whole_run(tmp_path)
+    certificate.write(certificate.compose(journal.history, journal.ledger.entries, {}), tmp_path)
+    journal.ledger.close()
+    return tmp_path
+
+
+def test_the_commands_that_were_promised(tmp_path: Path) -> None:
+    rdp = answer(f"epsilon {VIP} --sigma 0.48 --accountant rdp", account)
+    pld = answer(f"epsilon {VIP} --sigma 0.48 --accountant pld", account)
+    assert abs(rdp["epsilon"] - 7.996) < 1e-3 and abs(pld["epsilon"] - 6.83) < 1e-2
+    sigma = answer(f"calibrate {VIP} --epsilon 8 --accountant rdp", account)["sigma"]
+    assert answer(f"epsilon {VIP} --sigma {sigma!r} --accountant rdp")["epsilon"] <= 8
+    assert "7.9963" in account(f"epsilon {VIP} --sigma 0.48 --accountant rdp", tmp_path).stdout
+
+
+@pytest.mark.slow
+def test_opacus_is_a_third_opinion() -> None:
+    found = answer(f"epsilon {VIP} --sigma 0.48 --cross-check opacus")["cross_check"]
+    assert abs(found["opacus_rdp"] - 7.9961) < 1e-3 and abs(found["opacus_prv"] - 6.8420) < 1e-3
+
+
+@pytest.mark.slow
+def test_calibrated_by_pld() -> None:
+    found = answer(f"calibrate {VIP} --epsilon 8")
+    assert abs(found["sigma"] - 0.4565) < 2e-4 and found["epsilon"] <= 8
+
+
+def test_shuffled_epochs() -> None:
+    done = answer("epsilon --n 233804767 --batch 1310720 --sigma 0.728 --steps 5708 --delta 1/n --sampling shuffled")
+    assert abs(done["epsilon"] - 74.2) < 0.05 and done["participations"] == 32
+
+
+def test_phases_caps_deltas_and_mu() -> None:
+    plain = answer(f"epsilon {SMALL} --sigma 2")
+    more = answer(f"epsilon {SMALL} --sigma 2 --phase 2000,40,2,4 --at-epsilon 1 --gdp")
+    assert more["epsilon"] == pytest.approx(answer(f"epsilon {SMALL} --sigma 2".replace("4 --d", "8 --d"))["epsilon"])
+    assert plain["epsilon"] < more["epsilon"] and 0 < more["delta_at_epsilon"] < 1e-4 and more["gdp_mu"] > 0
+    low = answer(f"epsilon {SMALL} --sigma 2 --cap 40")
+    assert low["epsilon"] > plain["epsilon"] and "is low" in low["cap_note"]
+
+
+@pytest.mark.parametrize(("given", "unknown"), [("--batch 40 --sigma 1", "steps"), ("--steps 4 --sigma 1", "batch")])
+def test_each_unknown(given: str, unknown: str) -> None:
+    found = answer(f"calibrate --n 2000 --delta 1e-4 --epsilon 2 --accountant rdp {given}")
+    assert found["unknown"] == unknown and found["epsilon"] <= 2 and found[unknown] >= 1
+
+
+def test_plan_draws(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    found = answer(f"plan --n 2000 --batch 2000 --steps 4 --epsilon 3 --accountant rdp --plot {picture}")
+    rows = [row["epsilon"] for row in found["epsilon_over_steps"]]
+    assert rows == sorted(rows) and rows[-1] <= 3
+    noise = [row["noise_per_record"] for row in found["sigma_over_batch"]]
+    assert noise == sorted(noise, reverse=True) and picture.read_text().startswith("<?xml")
+    assert ".png or .svg" in here(f"plan {SMALL} --epsilon 3 --sigma 2 --plot x.gif").stderr
+
+
+def test_verify_and_explain_a_run(run_dir: Path) -> None:
+    found = answer(f"verify {run_dir}")
+    assert found["certified"] == found["epsilon"] and found["opened"] == 3
+    assert "the certificate agrees" in here(f"verify {run_dir}").stdout
+    told = answer(f"explain {run_dir}")
+    assert told["private"] and told["epsilon"] == found["claimed"] and "one record" in told["explanation"]
+    ledger = run_dir / "ledger.jsonl"
+    content = bytearray(ledger.read_bytes())
+    content[len(content) // 2] ^= 1
+    ledger.write_bytes(bytes(content))
+    for command in ("verify", "explain"):
+        done = account(f"{command} {run_dir} --json")
+        assert done.returncode == 5 and "ledger.jsonl line " in done.stderr and done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ("verify /nowhere", 5, "there is no ledger"),
+        ("explain", 2, "explain needs a RUN_DIR"),
+        ("explain --epsilon 3", 2, "--delta"),
+        ("explain --epsilon nan --delta 1e-6", 2, "at least 0"),
+        (f"epsilon {SMALL} --sigma 0", 2, "finite and positive"),
+        (f"epsilon {SMALL} --sigma 0 --sampling shuffled", 2, "finite and positive"),
+        ("epsilon --n 10 --batch 40 --steps 4 --sigma 1", 2, "expected_batch must lie"),
+        ("epsilon --n 100 --batch 40 --steps 0 --sigma 1", 2, "--steps must be at least 1"),
+        (f"epsilon {SMALL} --sigma 1 --phase 3,4", 2, "--phase takes"),
+        (f"epsilon {SMALL} --sigma 1 --phase 2000,40,0,4", 2, "finite and positive"),
+        (f"calibrate {SMALL} --epsilon 2 --sigma 1", 2, "leave out exactly one"),
+        (f"calibrate {SMALL} --epsilon 0", 2, "finite and positive"),
+        (f"calibrate {SMALL} --epsilon 1 --accountant prv", 2, "invalid choice"),
+    ],
+)
+def test_refusals(arguments: str, code: int, words: str) -> None:
+    done = here(arguments)
+    assert done.returncode == code and words in done.stderr, done
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_explain_from_numbers() -> None:
+    assert "2,981" in answer("explain --epsilon 8 --delta 1e-9")["explanation"]
+    assert answer("explain --n 2000 --batch 2000 --sigma 3 --steps 4 --delta 1e-4")["epsilon"] > 0
+
+
+def test_no_command_imports_torch(run_dir: Path) -> None:
+    program = (
+        "import sys, pkgutil, importlib, accounting\n"
+        "from accounting.cli import main\n"
+        "for line in sys.argv[1:]: assert main(line.split()) == 0\n"
+        "for found in pkgutil.iter_modules(accounting.__path__): importlib.import_module('accounting.' + found.name)\n"
+        "assert not {'torch', 'opacus', 'deepspeed', 'timm', 'transformers'} & set(sys.modules)\n"
+        "assert not {'train', 'data', 'model', 'evaluation', 'launch'} & set(sys.modules)"
+    )
+    lines = [f"epsilon {SMALL} --sigma 2", f"verify {run_dir}", f"explain {run_dir}"]
+    done = subprocess.run([sys.executable, "-c", program, *lines], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,219 @@
+"""The ledger's file: any change is found and named, a torn end is mended, one writer at a time, durable before acts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from acc_world import begin, facts, reopen, train, whole_run
+
+from accounting import certificate
+from accounting.certificate import CertificateError, verify
+from accounting.history import History
+from accounting.ledger import GENESIS, Ledger, LedgerError, make_entry, parse
+
+
+def certified(folder: Path) -> bytes:
+    journal = whole_run(folder, steps=2)
+    certificate.write(certificate.compose(journal.history, journal.ledger.entries, {}), folder)
+    journal.ledger.close()
+    return (folder / "ledger.jsonl").read_bytes()
+
+
+def test_every_flipped_byte_is_found_and_its_line_named(tmp_path: Path) -> None:
+    content = certified(tmp_path)
+    verify(tmp_path)
+    for position in range(len(content)):
+        line = content[:position].count(b"\n") + 1
+        for flip in (0x01, 0x80):
+            changed = bytearray(content)
+            changed[position] ^= flip
+            with pytest.raises(LedgerError) as caught:
+                History.of(parse(bytes(changed)))
+            # A changed line end joins its line with the next one, so the fault is seen at either.
+            assert any(f"line {k}:" in str(caught.value) for k in (line, line + 1)), (position, str(caught.value))
+
+
+def test_cutting_anywhere_is_found(tmp_path: Path) -> None:
+    content = certified(tmp_path)
+    # Every length that leaves whole lines, and a spread of others.
+    for length in sorted(
+        {*range(0, len(content), 7), *(k + 1 for k, c in enumerate(content) if c == 10)} - {len(content)}
+    ):
+        (tmp_path / "ledger.jsonl").write_bytes(content[:length])
+        with pytest.raises((LedgerError, CertificateError), match=r"line|empty"):
+            verify(tmp_path)
+
+
+def test_removed_added_and_swapped_lines_are_found(tmp_path: Path) -> None:
+    lines = certified(tmp_path).splitlines(keepends=True)
+    for k in range(len(lines)):
+        variants = [lines[:k] + lines[k + 1 :], lines[: k + 1] + lines[k:]]
+        if k + 1 < len(lines):
+            variants.append([*lines[:k], lines[k + 1], lines[k], *lines[k + 2 :]])
+        for changed in variants:
+            (tmp_path / "ledger.jsonl").write_bytes(b"".join(changed))
+            with pytest.raises((LedgerError, CertificateError), match="line"):
+                verify(tmp_path)
+
+
+def test_checkpoints_vouch_for_the_ledger_where_there_is_no_certificate(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    train(journal, range(1, 4))
+    folder = tmp_path / "checkpoints" / "phase00-step00000003"
+    folder.mkdir(parents=True)
+    header = {"ledger": {"length": journal.ledger.length, "head": journal.ledger.head}}
+    (folder / "manifest.json").write_text(json.dumps(header))
+    journal.ledger.close()
+    assert verify(tmp_path).checkpoints == 1
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    with pytest.raises(CertificateError, match="lines were removed"):
+        verify(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("_init__", {}), ("init", {}), ("take", {}), ("open", {}), ("segment", {"phase": 0}), ("run", {"format": "x"}),
+        ("commit", {"phase": 0, "segment": 0, "step": 1, "facts": {}}), ("copied", {}), ("plan", {"phase": 0}),
+    ],
+)  # fmt: skip
+def test_a_well_chained_line_of_nonsense_is_refused_with_its_line(tmp_path: Path, kind: str, fields: dict) -> None:
+    journal = begin(tmp_path)
+    train(journal, range(1, 3))
+    length = journal.ledger.length
+    line = make_entry(length, kind, fields, journal.ledger.head).line()
+    content = (tmp_path / "ledger.jsonl").read_bytes() + line
+    with pytest.raises(LedgerError, match=f"line {length + 1}"):
+        History.of(parse(content))
+
+
+@pytest.mark.parametrize(
+    "raw", [b"7", b"[]", b"null", b"{}", b'{"index":0,"kind":[],"previous":"","hash":""}', b"[" * 99999]
+)
+def test_lines_that_are_no_entries(raw: bytes) -> None:
+    with pytest.raises(LedgerError, match="line 1"):
+        parse(raw + b"\n")
+
+
+def test_numbers_that_are_not_finite_are_refused() -> None:
+    line = b'{"hash":"0","index":0,"kind":"run","previous":"' + GENESIS.encode() + b'","x":NaN}\n'
+    with pytest.raises(LedgerError, match="line 1"):
+        parse(line)
+
+
+def test_a_torn_tail_is_dropped_and_said(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    train(journal, range(1, 3))
+    whole = (tmp_path / "ledger.jsonl").read_bytes()
+    journal.open_step(0, 3, facts(3))
+    journal.ledger.close()
+    torn = (tmp_path / "ledger.jsonl").read_bytes()[:-7]
+    for tail in (torn[len(whole) :], b"\0\0\0\0", b"x"):
+        (tmp_path / "ledger.jsonl").write_bytes(whole + tail)
+        again = reopen(tmp_path)
+        assert [e.kind for e in again.ledger.entries][-1] == "recovered"
+        assert max(s.step for s in again.history.opened) == 2
+        again.ledger.close()
+        verify(tmp_path)
+
+
+def test_a_whole_line_without_its_end_is_completed_and_not_forgotten(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    journal.open_step(0, 1, facts(1))
+    journal.ledger.close()
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+    again = reopen(tmp_path)
+    assert [e.kind for e in again.ledger.entries][-2:] == ["open", "recovered"]
+    assert len(again.history.opened) == 1
+    again.ledger.close()
+    assert History.read(path)[0].opened == again.history.opened
+
+
+def test_a_torn_first_line_leaves_an_empty_ledger(tmp_path: Path) -> None:
+    (tmp_path / "ledger.jsonl").write_bytes(b'{"format":')
+    assert begin(tmp_path).ledger.length == 3
+
+
+def test_damage_before_the_end_is_never_mended(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    train(journal, range(1, 3))
+    journal.ledger.close()
+    path = tmp_path / "ledger.jsonl"
+    content = path.read_bytes().replace(b'"step":1', b'"step":9', 1)
+    path.write_bytes(content + b"torn")
+    with pytest.raises(LedgerError, match="changed after it was written"):
+        reopen(tmp_path)
+    assert path.read_bytes() == content + b"torn"
+
+
+def test_one_writer_in_this_process_and_in_another(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    with pytest.raises(LedgerError, match="in use by another process"):
+        reopen(tmp_path)
+    program = (
+        "import sys; from pathlib import Path; from accounting.ledger import Ledger, LedgerError\n"
+        "try: Ledger.open(Path(sys.argv[1])); print('taken')\n"
+        "except LedgerError as error: print(error)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "ledger.jsonl")]
+    assert "in use by another process" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    journal.ledger.close()
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "taken"
+    reopen(tmp_path).ledger.close()
+
+
+def test_waiting_for_the_lock_is_said_and_ends(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    said: list[str] = []
+    with pytest.raises(LedgerError):
+        Ledger.open(tmp_path / "ledger.jsonl", 0.3, said.append)
+    assert len(said) == 1
+    journal.ledger.close()
+
+
+def test_a_line_is_on_disk_before_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    acts: list[str] = []
+    write, sync = os.write, os.fsync
+    monkeypatch.setattr(os, "write", lambda fd, data: (acts.append("write"), write(fd, data))[1])
+    monkeypatch.setattr(os, "fsync", lambda fd: (acts.append("fsync"), sync(fd))[1])
+    journal = begin(tmp_path)
+    acts.clear()
+    train(journal, range(1, 3))
+    assert acts == ["write", "fsync"] * 4
+
+
+@pytest.mark.parametrize("fault", ["short write", "no space", "sync fails"])
+def test_after_a_failed_write_this_process_writes_no_more(tmp_path: Path, monkeypatch, fault: str) -> None:
+    journal = begin(tmp_path)
+    train(journal, range(1, 3))
+
+    def broken(fd: int, data: bytes = b"") -> int:
+        if fault == "short write":
+            return real(fd, data[:9])
+        raise OSError(28, "No space left on device")
+
+    name = "fsync" if fault == "sync fails" else "write"
+    real = getattr(os, name)
+    monkeypatch.setattr(os, name, broken)
+    with pytest.raises((LedgerError, OSError)):
+        journal.open_step(0, 3, facts(3))
+    monkeypatch.undo()
+    with pytest.raises(LedgerError, match="could not be written before"):
+        journal.ledger.append("resume", phase=0, step=2)
+    journal.ledger.close()
+    again = reopen(tmp_path)
+    train(again, range(3, 5))
+    again.ledger.close()
+    verify(tmp_path)
+
+
+def test_nothing_private_and_no_time_stands_in_it(tmp_path: Path) -> None:
+    for line in certified(tmp_path).decode().splitlines():
+        assert not {"time", "loss", "batch_size", "ids", "norm"} & set(json.loads(line))

@@ -1,0 +1,121 @@
+"""The audit without DeepSpeed: the real step, ledger, sampler, clipping and noise on a toy, ranks as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from accounting.accountant import describe
+from accounting.audit_bound import AuditBound, audit_bound
+from accounting.calibrate import calibrate_sigma
+from accounting.journal import Journal
+from accounting.ledger import Ledger
+from accounting.plan import PrivacyPlan
+from data.batches import EMPTY, MicroBatch
+from data.sampler import PoissonSampler
+from tests.train.train_helpers import LocalEngine, Toy, on_ranks
+from train.audit_canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
+from train.audit_checks import Check, check_divisor
+from train.audit_record import Sightings, WatchedEngine
+from train.clip import ClipRule, PrivateForward
+from train.clip_reference import ReferenceClip
+from train.noise import NoiseMechanism
+from train.step import PrivateStep
+
+WIDTH = 48  # more parameters than canaries
+REAL, CANARIES, MICRO_BATCH, STEPS, CLAIM, DELTA = 40, 2000, 128, 4, 2.0, 1e-5
+
+
+class NoStop:
+    def check(self, ranks: Any) -> None:
+        del ranks
+
+
+class ToyReader:
+    """Records by chance; an id of -1 is padding."""
+
+    def read(self, row: np.ndarray, step: int) -> MicroBatch:
+        del step
+        images = torch.randn(len(row), 3, 4, 4, generator=torch.Generator().manual_seed(int(row.max()) + 2))
+        there = torch.from_numpy(row != EMPTY)
+        return MicroBatch({"images": torch.where(there.view(-1, 1, 1, 1), images, 0.0)}, there)
+
+
+def toy_plan(records: int, rate: float, steps: int, claim: float) -> PrivacyPlan:
+    sigma = calibrate_sigma(rate, steps, claim, DELTA)
+    return PrivacyPlan(records, round(rate * 2**32), 1.0, sigma, steps, DELTA, claim)
+
+
+def canary_clip(plan: PrivacyPlan, model: Toy, canaries: int) -> CanaryClip:
+    rule = ClipRule.of(plan, "flat", 0.01, MICRO_BATCH)
+    return CanaryClip(ReferenceClip(rule), Coordinates.choose(model, canaries))
+
+
+def private_step(
+    folder: Path, ranks: Any, plan: PrivacyPlan, clip: CanaryClip, model: Toy, noise: NoiseMechanism,
+    batches: Callable[..., Any], replicated: bool = False,
+) -> PrivateStep:  # fmt: skip
+    journal = None
+    if ranks.main:
+        journal = Journal(Ledger.open(folder / "ledger.jsonl"))
+        journal.start_run("toy audit", "-", False, {})
+        journal.declare_plan(0, "private", plan, describe("pld"))
+        journal.begin_segment(0, "config", "data", 0, "first")
+    engine = WatchedEngine(LocalEngine(PrivateForward(model, clip), ranks, replicated))
+    engine.watcher = Sightings(clip.coordinates)
+    sampler = PoissonSampler(folder.name.encode().ljust(32, b"k")[:32], b"d" * 32, plan.records, plan.threshold)
+    return PrivateStep(0, journal, sampler, clip, noise, engine, ranks, NoStop(), batches)  # pyright: ignore
+
+
+def sightings(step: PrivateStep) -> Sightings:
+    assert isinstance(step.engine, WatchedEngine) and step.engine.watcher is not None
+    return step.engine.watcher
+
+
+def toy_audit(
+    folder: Path, scale: float = 1.0, world: int = 1, replicated: bool = False, rate: float = 1.0, steps: int = STEPS,
+    canaries: int = CANARIES,
+) -> tuple[AuditBound, float]:  # fmt: skip
+    """The bound, and the epsilon that the ledger charges."""
+    plan = toy_plan(REAL + canaries, rate, steps, CLAIM)
+    included, key = toss(canaries), toss(32).tobytes()
+
+    def one(ranks: Any) -> tuple[np.ndarray, float]:
+        model = Toy(WIDTH)
+        clip = canary_clip(plan, model, canaries)
+        noise = NoiseMechanism.of(key, plan)
+        if scale != 1:
+            noise = WeakenedNoise(key, plan.noise_std, plan.divisor, scale)
+        batches = CanaryBatches(ToyReader(), ranks, MICRO_BATCH, REAL, included, None)  # pyright: ignore
+        step = private_step(folder, ranks, plan, clip, model, noise, batches, replicated)
+        for t in range(1, steps + 1):
+            step.run(t, 1e-2)
+        scores = sightings(step).scores(clip.known, plan.divisor, ranks, replicated)
+        return scores, step.journal.history.epsilon() if step.journal else 0.0
+
+    scores, claim = on_ranks(world, one)[0]
+    return audit_bound(scores, included, DELTA), claim
+
+
+def toy_divisor(folder: Path, world: int = 1, steps: int = 8, records: int = 100) -> Check:
+    """Steps of silent records at q = 1/2: noise, and whatever it is divided by."""
+    plan = PrivacyPlan(records, 2**31, 1.0, 1.5, steps, DELTA, epsilon_budget=1e3)
+    key = toss(32).tobytes()
+
+    def one(ranks: Any) -> Check:
+        model = Toy(WIDTH)
+        clip = canary_clip(plan, model, 2)
+        example = ToyReader().read(np.arange(MICRO_BATCH), 0)
+        noise = NoiseMechanism.of(key, plan)
+        step = private_step(folder, ranks, plan, clip, model, noise, SilentBatches(example, ranks))
+        for t in range(1, steps + 1):
+            step.run(t, 0.0)
+        squares, elements = sightings(step).sizes_of_noise(ranks, replicated=False)
+        sizes = np.array([len(step.sampler.draw(t).ids) for t in range(1, steps + 1)])
+        return check_divisor(squares, elements, plan.noise_std, plan.divisor, sizes)
+
+    return on_ranks(world, one)[0]

@@ -1,0 +1,263 @@
+"""The audit has power and raises no false alarm: in process, through DeepSpeed (slow), and for faults of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import train.step
+from data.sampler import PoissonSampler
+from tests.end_to_end.audit_toy import (
+    CANARIES,
+    CLAIM,
+    WIDTH,
+    ToyReader,
+    canary_clip,
+    toy_audit,
+    toy_divisor,
+    toy_plan,
+)
+from tests.end_to_end.conftest import BIN, ROOT, environment, free_port
+from tests.train.train_helpers import Toy, alone
+from train import audit_app
+from train.audit_canaries import CANARY, CanaryBatches, toss
+from train.audit_checks import check_sampling
+from train.gradient import NoisyUpdate
+
+RATE, RECORDS, DRAWS = 0.25, 400, 40
+
+
+@pytest.mark.parametrize(("world", "replicated"), [(1, False), (2, False), (2, True)])
+def test_honest_noise_stays_below_its_claim_and_a_third_of_it_does_not(
+    tmp_path: Path, world: int, replicated: bool
+) -> None:
+    honest, claim = toy_audit(tmp_path / "honest", 1.0, world, replicated)
+    weak, same = toy_audit(tmp_path / "weak", 0.3, world, replicated)
+    print(f"claim {claim:.3f}; lower bound, honest {honest.epsilon:.3f}, with 0.3·σ {weak.epsilon:.3f}")
+    assert claim == same and CLAIM - 1e-3 < claim <= CLAIM, "the planted fault is invisible to the ledger"
+    assert 0.1 < honest.epsilon < claim < weak.epsilon
+
+
+def test_a_canary_adds_its_bound_at_its_coordinate_and_one_left_out_adds_exactly_nothing() -> None:
+    plan = toy_plan(20, 1.0, 2, CLAIM)
+    model = Toy(WIDTH)
+    clip = canary_clip(plan, model, 10)
+    included = np.array([True, False] * 5)
+
+    def gradient(ids: list[int], coins: np.ndarray) -> torch.Tensor:
+        batches = CanaryBatches(ToyReader(), alone(), 20, 10, coins, None)  # pyright: ignore
+        (batch,) = batches(np.array(ids), 1)
+        found = clip.clipped_sum(model, batch.inputs, batch.present).gradients
+        return torch.cat([found[name].flatten() for name in clip.coordinates.names])
+
+    everybody, nobody = list(range(20)), np.zeros(10, bool)
+    moved = gradient(everybody, included) - gradient(everybody, nobody)
+    expected = torch.zeros_like(moved)
+    expected[torch.from_numpy(clip.coordinates.flat[included])] = clip.rule.bound
+    assert torch.allclose(moved, expected, atol=1e-6) and clip.rule.bound < clip.rule.sensitivity
+    alone_there = [10 + int(i) for i in np.flatnonzero(included)]
+    assert torch.equal(gradient(alone_there, included), expected)
+    assert torch.equal(gradient(everybody, nobody), gradient([*range(19)], nobody)), "left out, it adds exactly zero"
+
+
+def test_under_poisson_sampling_with_steps_of_noise_alone_the_honest_claim_stands(tmp_path: Path) -> None:
+    """60 records at q = 0.01: most steps draw few, some nobody."""
+    found, claim = toy_audit(tmp_path, rate=0.01, steps=12, canaries=20)
+    assert found.epsilon <= claim <= CLAIM
+
+
+def test_an_input_canary_takes_its_own_inputs_and_one_left_out_is_padding() -> None:
+    coins = np.array([True, False, True])
+    own = {"images": torch.full((3, 3, 4, 4), 7.0) + torch.arange(3).view(3, 1, 1, 1)}
+    batches = CanaryBatches(ToyReader(), alone(), 4, 10, coins, own)  # pyright: ignore
+    (batch,) = batches(np.array([9, 10, 11, 12]), 1)
+    assert batch.present.tolist() == [True, True, False, True] and CANARY not in batch.inputs
+    images = batch.inputs["images"]
+    assert torch.equal(images[1], own["images"][0]) and torch.equal(images[3], own["images"][2])
+    assert not images[2].any() and images[0].any()
+
+
+def test_what_is_no_canary_passes_through_and_the_rule_reaches_the_engine() -> None:
+    plan = toy_plan(20, 1.0, 2, CLAIM)
+    model = Toy(WIDTH)
+    clip = canary_clip(plan, model, 10)
+    batch = ToyReader().read(np.arange(6), 1)
+    with_key = {**batch.inputs, CANARY: torch.full((6,), -1)}
+    a = clip.clipped_sum(model, batch.inputs, batch.present).gradients
+    b = clip.clipped_sum(model, with_key, batch.present).gradients
+    c = clip.inner.clipped_sum(model, batch.inputs, batch.present).gradients
+    assert all(torch.equal(a[k], c[k]) and torch.equal(b[k], c[k]) for k in c)
+    assert clip.inner.rule == clip.rule
+
+
+# Shuffled sampling that is claimed as Poisson, and its relatives.
+
+
+def honest_draws(number: int) -> list[np.ndarray]:
+    sampler = PoissonSampler(number.to_bytes(32, "big"), b"d" * 32, RECORDS, round(RATE * 2**32))
+    return [sampler.draw(t).ids for t in range(1, DRAWS + 1)]
+
+
+def shuffled_draws(draw: np.random.Generator) -> list[np.ndarray]:
+    size = round(RATE * RECORDS)
+    epochs = [np.split(draw.permutation(RECORDS), RECORDS // size) for _ in range(DRAWS * size // RECORDS)]
+    return [np.sort(batch) for epoch in epochs for batch in epoch]
+
+
+def test_our_sampler_passes_as_poisson_and_p_values_are_honest() -> None:
+    found = [check_sampling(honest_draws(number), RECORDS, RATE) for number in range(200)]
+    assert all(each.passed for each in found)
+    for name in found[0].p_values:
+        low = np.mean([each.p_values[name] < 0.1 for each in found])
+        assert 0.03 < low < 0.19, (name, low)
+
+
+def test_shuffled_epochs_are_told_from_poisson_by_every_sign_of_them() -> None:
+    check = check_sampling(shuffled_draws(np.random.default_rng(0)), RECORDS, RATE)
+    assert not check.passed
+    assert max(check.p_values[name] for name in ("sizes", "participation", "overlap")) < 1e-6, check
+    assert check.p_values["total"] > 0.5, "in total they look right"
+
+
+@pytest.mark.parametrize("fault", ["fixed size", "the same batch again", "another rate", "random parts of an epoch"])
+def test_other_samplers_under_a_poisson_claim_are_told_apart(fault: str) -> None:
+    draw = np.random.default_rng(3)
+    size = round(RATE * RECORDS)
+    if fault == "fixed size":
+        draws = [draw.choice(RECORDS, size, replace=False) for _ in range(DRAWS)]
+    elif fault == "the same batch again":
+        draws = [batch for batch in honest_draws(1)[: DRAWS // 2] for _ in range(2)]
+    elif fault == "another rate":
+        draws = [np.flatnonzero(draw.random(RECORDS) < 1.2 * RATE) for _ in range(DRAWS)]
+    else:  # once per epoch, in a batch of chance: sizes vary as they should
+        places = [draw.integers(0, 4, RECORDS) for _ in range(DRAWS // 4)]
+        draws = [np.flatnonzero(place == part) for place in places for part in range(4)]
+    assert not check_sampling(draws, RECORDS, RATE).passed
+
+
+# A divisor that follows the realised batch.
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_our_divisor_is_the_constant(tmp_path: Path, world: int) -> None:
+    check = toy_divisor(tmp_path, world)
+    assert check.passed and set(check.p_values) == {"scale", "follows the batch size"}
+
+
+@pytest.mark.parametrize("fault", ["realised size", "constant, but another"])
+def test_a_divisor_that_leaks_or_is_wrong_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    drawn: dict[int, int] = {}
+    real_draw = PoissonSampler.draw
+
+    def noted(self: PoissonSampler, step: int) -> Any:
+        found = real_draw(self, step)
+        drawn[step] = len(found.ids)
+        return found
+
+    class Leaky(NoisyUpdate):
+        """Reports q·n to the ledger and divides by something else."""
+
+        def finish(self, flat: Any, fragments: Any) -> None:
+            super().finish(flat, fragments)
+            other = drawn[self.step] if fault == "realised size" else 1.1 * self.mechanism.divisor
+            for fragment in fragments:
+                fragment.of(flat).mul_(self.mechanism.divisor / other)
+
+    monkeypatch.setattr(PoissonSampler, "draw", noted)
+    monkeypatch.setattr(train.step, "NoisyUpdate", Leaky)
+    check = toy_divisor(tmp_path)
+    assert not check.passed
+    assert (check.p_values["follows the batch size"] < 1e-6) == (fault == "realised size"), check
+
+
+# The command.
+
+
+def audit_command(config: Path, *arguments: str, ranks: int = 2) -> tuple[int, dict[str, Any], str]:
+    script = [str(ROOT / "launch" / "audit.py"), "--config", str(config), "--json", *arguments]
+    head = [str(BIN / "deepspeed"), "--master_port", str(free_port()), "--num_gpus", str(ranks)]
+    done = subprocess.run(
+        [*head, *script], cwd=config.parent, env=environment(), capture_output=True, text=True, timeout=420
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"phase"')]
+    assert lines, done.stdout + done.stderr
+    return done.returncode, json.loads(lines[-1]), done.stdout + done.stderr
+
+
+@pytest.fixture
+def small_file(tmp_path: Path, small_config: dict[str, Any]) -> Path:
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(small_config | {"train_micro_batch_size_per_gpu": 48}))
+    return path
+
+
+def show(found: dict[str, Any]) -> None:
+    print(
+        f"\n{found['kind']} canaries, noise × {found['planted_noise_scale'] or 1}: claim ε ≤ "
+        f"{found['claimed_epsilon']:.3f} at δ = {found['delta']:g}, lower bound ε ≥ {found['lower_bound']:.3f} "
+        f"({found['confidence']:.0%}; {found['correct']} of {found['guesses']} right), {found['seconds']} s"
+    )
+
+
+@pytest.mark.slow
+def test_audit_through_deepspeed_does_not_refute_the_honest_run(small_file: Path) -> None:
+    code, found, output = audit_command(small_file)
+    show(found)
+    assert code == 0, output
+    assert found["ranks"] == 2 and found["zero_stage"] == 1 and found["canaries"] == CANARIES
+    assert 0.1 < found["lower_bound"] < found["claimed_epsilon"] <= 2.0
+    assert found["power_at_0.3_sigma"] > 0.99 and found["false_alarms"] < 0.01 and found["refuted"] == []
+    assert not (small_file.parent / "runs").exists(), "an audit leaves no run directory"
+
+
+@pytest.mark.slow
+def test_audit_through_deepspeed_refutes_noise_of_a_third(small_file: Path) -> None:
+    code, found, output = audit_command(small_file, "--noise-scale", "0.3")
+    show(found)
+    assert code == 6, output
+    assert found["lower_bound"] > found["claimed_epsilon"] > 1.99 and found["planted_noise_scale"] == 0.3
+    # Everything that the run says of itself is in order: only the auditor sees it.
+    assert found["sigma"] == pytest.approx(found["measured_sigma_at_self_test"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_audit_with_input_canaries_runs_and_does_not_refute(small_file: Path) -> None:
+    code, found, output = audit_command(small_file, "--kind", "input", "--canaries", "200", "--records", "64")
+    show(found)
+    assert code == 0 and found["kind"] == "input" and found["lower_bound"] <= found["claimed_epsilon"], output
+
+
+def test_what_makes_no_audit_is_refused_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo = str(ROOT / "ds_configs" / "demo.json")
+    for extra in (
+        [demo, "--canaries", "1"],
+        [demo, "--noise-scale", "0"],
+        [demo, "--noise-scale", "0.3", "--kind", "input"],
+        [str(tmp_path / "none.json")],
+    ):
+        assert audit_app.main(["--config", *extra]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and len(error.splitlines()) == 1
+
+
+def test_a_training_run_knows_no_way_to_weaken_its_noise(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(ROOT / "ds_configs" / "demo.json")]
+    done = subprocess.run(
+        [*script, "--noise-scale", "0.3"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "--noise-scale" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_coins_are_fair() -> None:
+    heads = int(toss(100_000).sum())
+    assert abs(heads - 50_000) < 6 * 158

@@ -1,0 +1,64 @@
+"""Training metrics of private records that may be published: bounded per record, summed, noised, charged.
+
+What is released from one draw is one event: the gradient and these sums are one vector with noise on each part, and
+the ledger charges their combined noise multiplier (contract 9). The values are held back until a checkpoint is durable.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accounting.facts import MetricFact
+from accounting.plan import PlannedMetric, PrivacyPlan
+from train.engine import Observation
+from train.noise import NoiseMechanism
+from train.ranks import Ranks
+
+
+class MetricRelease:
+    """The noised metrics of one logical step at a time; without planned metrics it does nothing."""
+
+    def __init__(self, key: bytes, plan: PrivacyPlan, clip_bound: float, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._clip_bound = clip_bound
+        self._divisor = plan.divisor
+        self._planned = plan.metrics
+        self._noise = [NoiseMechanism(key, metric.std, plan.divisor) for metric in plan.metrics]
+        self._sums = torch.zeros(len(plan.metrics), dtype=torch.float64)
+
+    def facts(self) -> tuple[MetricFact, ...]:
+        """By what each record moves a sum, and the noise that the mechanisms in use draw."""
+        return tuple(
+            MetricFact(metric.name, metric.bound, noise.std)
+            for metric, noise in zip(self._planned, self._noise, strict=True)
+        )
+
+    def add(self, present: Tensor, observed: Observation) -> None:
+        """A micro-batch of this rank."""
+        for index, metric in enumerate(self._planned):
+            self._sums[index] += _bounded_sum(self._values(metric, observed), present, metric.bound)
+
+    def _values(self, metric: PlannedMetric, observed: Observation) -> Tensor:
+        if metric.name == "loss":
+            return observed.losses
+        assert observed.norms is not None, "a private phase measures gradient norms"
+        return (observed.norms > self._clip_bound).double()
+
+    def release(self, step: int) -> dict[str, float]:
+        """Summed over ranks, noised once (each rank draws the same keyed noise), divided by the constant q·n."""
+        if not self._planned:
+            return {}
+        sums = self._ranks.add(self._sums.to(self._ranks.device, copy=True)).cpu()
+        self._sums.zero_()
+        return {
+            f"noised_{metric.name}": float(sums[index] + float(noise.draw(step, index, 0, 1)[0])) / self._divisor
+            for index, (metric, noise) in enumerate(zip(self._planned, self._noise, strict=True))
+        }
+
+
+def _bounded_sum(values: Tensor, present: Tensor, bound: float) -> float:
+    """Each present record adds a number in [0, bound]; one that is not finite adds 0."""
+    values = values.detach().double()
+    counts = present & torch.isfinite(values)
+    return float(torch.where(counts, values.clamp(0.0, bound), torch.zeros_like(values)).sum())
