@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from train.config import Config, run_dir_of
@@ -59,24 +60,36 @@ def _run(arguments: argparse.Namespace, config: Config) -> int:
 
     quiet_libraries()
     # Heavy imports only now: bad input is answered in a second.
+    from train.engine_deepspeed import start_ranks
+    from train.run import run_all
+
+    ranks = start_ranks()
+    code = _guarded(lambda: run_all(arguments, config, run_dir_of(config, arguments.config), ranks), ranks.main)
+    if code != DONE:
+        # Other ranks may be gone already: tearing the process group down in order could abort or hang.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _guarded(act: Callable[[], None], main_rank: bool) -> int:
+    """What went wrong, as an exit code and one sentence."""
     from accounting.journal import BudgetSpent
     from accounting.keys import KeyFileError
     from accounting.ledger import LedgerError
     from train.checkpoint import CheckpointError
-    from train.engine_deepspeed import start_ranks
     from train.gradient import UpdateError
     from train.ranks import Disagreement
-    from train.run import run_all
     from train.self_test import SelfTestError
     from train.shard_map import ShardMapError
     from train.stop import Stopped
 
-    ranks = start_ranks()
     try:
-        run_all(arguments, config, run_dir_of(config, arguments.config), ranks)
+        act()
         return DONE
     except Stopped as stop:
-        if ranks.main:
+        if main_rank:
             print(f"stopped by {stop}; start the same command again to go on", flush=True)
         return RESUME_ME
     except BudgetSpent as error:

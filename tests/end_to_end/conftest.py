@@ -114,6 +114,9 @@ def small_config(small_data: Path) -> dict[str, Any]:
     private["data"] |= {"path": str(small_data / "private"), "tokenizer": str(small_data / "tokenizer.json")}
     private["data"] |= {"expected_records": 600, "augment": "random_resized_crop"}
     private["privacy"] |= {"expected_batch": 48, "noise_multiplier": 2.0, "epsilon": 8.0}
+    private["privacy"]["release"] = [
+        {"name": "loss", "bound": 8.0, "noise_multiplier": 6.0}, {"name": "clipped", "noise_multiplier": 6.0},
+    ]  # fmt: skip
     private["evaluation"] |= {"path": str(small_data / "held_out"), "records": 32}
     private["steps"] = 12
     config["run"] |= {"checkpoint_every": 3, "debug_seed": 7}

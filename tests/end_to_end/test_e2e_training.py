@@ -68,6 +68,7 @@ def test_ledger_has_each_step_once_with_the_facts_of_the_acting_parts(finished: 
     for line in commits:
         assert line["facts"]["noise"]["elements"] == weights
         assert line["facts"]["sampling"]["threshold"] == round(48 / 600 * 2**32)
+        assert [metric["name"] for metric in line["facts"]["metrics"]] == ["loss", "clipped"]
     assert len({line["facts"]["sampling"]["digest"] for line in commits}) == STEPS
     assert not any(re.search(r"\d{4}-\d\d-\d\d|time", json.dumps(line)) for line in lines if line["kind"] != "run")
 
@@ -108,6 +109,8 @@ def test_public_sinks_show_no_private_quantity(finished: tuple[Path, str]) -> No
     assert len(times) == 1, "the times of private steps tell their batch sizes"
     private = EventAccumulator(str(run_dir / "tb" / "private")).Reload()
     assert {"private/epsilon", "private/lr", "private/public_loss", "private/update_snr"} <= set(public)
+    # Released with noise, charged with the step's gradient: these may be seen.
+    assert {"private/noised_loss", "private/noised_clipped"} <= set(public)
     assert {"private/loss", "private/records", "private/gradient_norm"} <= set(private.Tags()["scalars"])
     assert not {"private/loss", "private/records", "private/gradient_norm", "private/clipped_fraction"} & set(public)
     secret = [json.loads(line) for line in (run_dir / "logs" / "private.jsonl").read_text().splitlines()]

@@ -1,0 +1,154 @@
+"""Noised training metrics: bounded per record, one event with the gradient, held back until weights are durable."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_train_step import DIGEST_KEY, KEY, Stop, journal_at, read
+from train_helpers import alone, on_ranks, plan_for, private_engine
+
+from accounting.accountant import Event, epsilon
+from accounting.facts import MetricFact
+from accounting.plan import PlannedMetric, PrivacyPlan
+from data.sampler import PoissonSampler
+from train.config import Phase, ReleasedMetric
+from train.engine import Observation
+from train.metrics import MetricRelease
+from train.recipe import RecipeError, make_plan, planned_epsilon
+from train.siblings import LOG, register, siblings
+from train.step import PrivateStep
+
+METRIC_KEY = b"m" * 32
+LOSS, CLIPPED = PlannedMetric("loss", 4.0, 12.0), PlannedMetric("clipped", 1.0, 5.0)
+
+
+@pytest.fixture
+def plan() -> PrivacyPlan:
+    return replace(plan_for(), metrics=(LOSS, CLIPPED))
+
+
+def quiet(plan: PrivacyPlan) -> PrivacyPlan:
+    """So little noise that the sums can be read."""
+    return replace(plan, metrics=tuple(replace(metric, std=1e-9) for metric in plan.metrics))
+
+
+def test_each_record_adds_a_bounded_number_and_hostile_or_absent_ones_nothing(plan: PrivacyPlan) -> None:
+    release = MetricRelease(METRIC_KEY, quiet(plan), clip_bound=1.0, ranks=alone())
+    losses = torch.tensor([1.0, 1e30, -5.0, math.nan, math.inf, 2.0])
+    norms = torch.tensor([0.5, 2.0, 3.0, math.nan, math.inf, 9.0])
+    present = torch.tensor([True, True, True, True, True, False])
+    release.add(present, Observation(losses, norms, 1.0))
+    found = release.release(1)
+    assert found["noised_loss"] * plan.divisor == pytest.approx(1.0 + 4.0, abs=1e-6)
+    assert found["noised_clipped"] * plan.divisor == pytest.approx(3.0, abs=1e-6)
+    assert release.release(2)["noised_loss"] * plan.divisor == pytest.approx(0.0, abs=1e-6), (
+        "a step leaks into the next"
+    )
+
+
+def test_one_record_moves_no_metric_by_more_than_its_bound(plan: PrivacyPlan) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        losses, norms = torch.randn(5, generator=draw) * 100, torch.rand(5, generator=draw) * 2
+        sums = []
+        for last in (True, False):
+            release = MetricRelease(METRIC_KEY, quiet(plan), clip_bound=1.0, ranks=alone())
+            release.add(torch.tensor([True] * 4 + [last]), Observation(losses, norms, 1.0))
+            sums.append(release.release(1))
+        for metric in plan.metrics:
+            moved = abs(sums[0][f"noised_{metric.name}"] - sums[1][f"noised_{metric.name}"]) * plan.divisor
+            assert moved <= metric.bound * (1 + 1e-6)
+
+
+def test_the_noise_is_the_planned_one_once_for_all_ranks_and_new_at_each_step(plan: PrivacyPlan) -> None:
+    def released(ranks: Any) -> list[float]:
+        release = MetricRelease(METRIC_KEY, plan, clip_bound=1.0, ranks=ranks)
+        return [release.release(step)["noised_loss"] * plan.divisor for step in range(1, 401)]
+
+    single = released(alone())
+    assert on_ranks(2, released) == [single, single], "ranks must publish one number, with one draw of noise"
+    deviation = float(np.std(single))
+    # 400 draws: the deviation is known to 3.5 %, so that 0.8 and 1.25 of the plan are told apart.
+    assert 0.87 * LOSS.std < deviation < 1.13 * LOSS.std
+    assert len(set(single)) == 400
+
+
+def test_gradient_and_metrics_of_a_step_are_charged_as_one_event(tmp_path: Path, plan: PrivacyPlan) -> None:
+    journal = journal_at(tmp_path, plan)
+    engine, clip, noise = private_engine(alone(), plan, False)
+    sampler = PoissonSampler(KEY, DIGEST_KEY, plan.records, plan.threshold)
+    release = MetricRelease(METRIC_KEY, plan, clip.rule.bound, alone())
+    step = PrivateStep(
+        0, journal, sampler, clip, noise, engine, alone(), Stop(),  # pyright: ignore[reportArgumentType]
+        lambda ids, step: read(ids, alone()), release,
+    )  # fmt: skip
+    observed = step.run(1, 1e-2)
+    assert set(observed.released) == {"noised_loss", "noised_clipped"}
+    entry = journal.ledger.entries[-1]
+    assert entry.kind == "commit" and len(entry.fields["facts"]["metrics"]) == 2
+    charged = journal.history.charged()
+    assert charged[0].sigma == pytest.approx(plan.effective_noise_multiplier, rel=1e-9)
+    assert charged[0].sigma < plan.noise_multiplier and charged[0].count == 1
+    # A mechanism that drew less than it planned is charged with what it drew.
+    assert release.facts()[0] == MetricFact("loss", 4.0, 12.0)
+    release._noise[0].std = 1.0
+    assert release.facts()[0].std == 1.0
+
+
+def settings(**privacy: Any) -> Phase:
+    return Phase.model_validate(
+        {
+            "name": "private",
+            "data": {"path": "x", "tokenizer": "t"},
+            "objective": "caption",
+            "steps": 20,
+            "schedule": {"peak": 1e-3},
+            "privacy": {"epsilon": 4.0, "expected_batch": 50.0, **privacy},
+        }
+    )
+
+
+def test_calibration_pays_for_the_metrics_out_of_the_gradient() -> None:
+    bare = settings()
+    phase = settings(release=[{"name": "loss", "bound": 8.0, "noise_multiplier": 6.0}])
+    assert bare.privacy is not None and phase.privacy is not None
+    alone_plan = make_plan(bare, bare.privacy, 1000, "phases.0")
+    plan = make_plan(phase, phase.privacy, 1000, "phases.0")
+    assert plan.noise_multiplier > alone_plan.noise_multiplier
+    assert planned_epsilon(plan) <= 4.0
+    unpaid = epsilon([Event(plan.sampling_rate, plan.noise_multiplier, plan.steps)], plan.delta)
+    assert unpaid < planned_epsilon(plan), "the metrics were not charged"
+
+
+def test_metrics_that_alone_pass_the_budget_are_refused() -> None:
+    phase = settings(release=[{"name": "loss", "bound": 8.0, "noise_multiplier": 0.1}])
+    assert phase.privacy is not None
+    with pytest.raises(RecipeError, match="metrics alone need more than the budget"):
+        make_plan(phase, phase.privacy, 1000, "phases.0")
+
+
+def test_a_metric_named_twice_or_a_share_above_one_is_refused() -> None:
+    twice = [{"name": "loss", "noise_multiplier": 5.0}] * 2
+    with pytest.raises(ValueError, match="names a metric twice"):
+        settings(release=twice)
+    with pytest.raises(ValueError, match="bound of the metric 'clipped' is 1"):
+        settings(release=[{"name": "clipped", "bound": 2.0, "noise_multiplier": 5.0}])
+    assert ReleasedMetric(name="loss", noise_multiplier=1.0).bound == 1.0
+
+
+def test_runs_on_the_same_records_know_of_each_other(tmp_path: Path) -> None:
+    assert register(tmp_path, "a", "first", 8.0, 1e-5) is None
+    assert register(tmp_path, "a", "first", 8.0, 1e-5) is None
+    assert register(tmp_path, "b", "second", 2.0, 1e-5) is None
+    assert [entry["run"] for entry in siblings(tmp_path, "b")] == ["first"]
+    assert [entry["run"] for entry in siblings(tmp_path, "a")] == ["second"]
+    with (tmp_path / LOG).open("a") as log:
+        log.write('{"id": "torn')
+    assert len(siblings(tmp_path, "c")) == 2
+    assert "cannot be written" in (register(tmp_path / "absent", "a", "first", 8.0, 1e-5) or "")
