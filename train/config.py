@@ -158,6 +158,15 @@ class Phase(Section):
         return self
 
 
+class Tuning(Section):
+    """What was chosen by looking at outputs of private runs on these records; it is written into the certificate."""
+
+    statement: str = Field(min_length=1, description="What was tried and what was chosen by.")
+    mean: float | None = Field(default=None, ge=1, description="Average number of runs; null: stated, not charged.")
+    shape: float | Literal["poisson"] = Field(default=1.0, description="Of their number: 0 logarithmic, 1 geometric.")
+    fixed: bool = Field(default=False, description="Their number was fixed beforehand: all of them are charged.")
+
+
 class Run(Section):
     engine: Literal["deepspeed"] = "deepspeed"
     clip_engine: Literal["reference"] = "reference"
@@ -166,6 +175,7 @@ class Run(Section):
     keep_checkpoints: int = Field(default=2, gt=0)
     log_every: int = Field(default=10, gt=0)
     keep_key: bool = Field(default=False, description="Keep the run key after the final certificate.")
+    tuned_on_private_data: Tuning | None = None
     debug_seed: int | None = Field(default=None, description="Keys from this seed: repeatable, and NOT PRIVATE.")
 
 

@@ -47,7 +47,7 @@ def finish(
     run_dir.evaluation.write_text(json.dumps(samples) + "\n")
     identity = json.dumps(config.model_dump(by_alias=True), sort_keys=True).encode()
     extra: dict[str, Any] = {
-        "tuned_on_private_data": "nothing declared: hyper-parameters come from the config alone",
+        "tuned_on_private_data": _tuning(config),
         "known_deviations": DEVIATIONS,
         "siblings": [
             other
@@ -68,6 +68,13 @@ def finish(
     board.say(certificate.markdown(document))
     for text in outcomes(config, read_curves(run_dir)):
         board.say(text)
+
+
+def _tuning(config: Config) -> str | dict[str, Any]:
+    declared = config.run.tuned_on_private_data
+    if declared is None:
+        return "nothing declared: hyper-parameters come from the config alone"
+    return declared.statement if declared.mean is None else declared.model_dump()
 
 
 def _captions(phases: list[ReadyPhase], latest: Loaded) -> list[dict[str, str]]:

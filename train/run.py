@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from accounting import certificate
+from accounting.accountant import round_up
 from accounting.history import History
 from accounting.identity import recognise
 from accounting.journal import BudgetSpent, Journal
@@ -101,6 +102,8 @@ def run_all(arguments: argparse.Namespace, config: Config, root: Path, ranks: Ra
             board.say(verdict.objection)
         else:
             board.say(f"final ε = {verdict.epsilon:.6f} of {verdict.budget:g} at δ = {verdict.delta:.3g}, verified")
+            if verdict.claimed is not None and verdict.claimed > round_up(verdict.epsilon):
+                board.say(f"claimed ε = {verdict.claimed:g}: {verdict.claimed_because}")
         board.say(f"report: {run_dir.report}")
     ranks.barrier()
     board.close()

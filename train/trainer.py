@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from accounting.journal import BudgetSpent
 from train.board import Board, Pace
 from train.checkpoint import Checkpoints, Position
 from train.engine import ShardedEngine
@@ -54,8 +55,8 @@ class Trainer:
             rate = self.learning_rate(step)
             try:
                 observed = self.step.run(step, rate)
-            except Stopped:
-                self._checkpoint(step - 1, measure=False)
+            except (Stopped, BudgetSpent) as reason:
+                self._checkpoint(step - 1, measure=isinstance(reason, BudgetSpent))
                 raise
             self.pace.tick()
             summary = observed.over_ranks(self.ranks, self.clip_bound)

@@ -26,6 +26,7 @@ ROWS = [
     ("dpcap", DPCAP, 1_310_720, 0.728, 5708, 1.0, 8.0499, 7.3370),
     ("dpcap-half", DPCAP, 1_310_720, 0.728, 5708, 0.5, 8.2585, 7.5391),
     ("dpcap-eps2", DPCAP, 1_310_720, 1.18, 2854, 1.0, 1.9928, 1.7768),
+    ("dpcap-eps7", 2_000_000_000, 1_310_720, 0.527, 5000, 1.0, 7.3019, 6.3001),
     ("tan", IMAGENET, 32_768, 2.5, 18_000, 8e-7 * IMAGENET, 7.9798, 7.4856),
 ]
 
@@ -59,7 +60,26 @@ def test_full_batch_table(target: float) -> None:
     assert abs(calibrate_sigma(1.0, 1, target, 1e-6, "rdp") - rdp) <= 1e-4
 
 
-EPOCHS = {15: (391, 0.6970, 0.6659), 17: (98, 0.9484, 0.9000), 20: (13, 1.7828, 1.6891)}
+EPOCHS = {
+    15: (391, 0.6970, 0.6659), 16: (196, 0.8011, 0.7634), 17: (98, 0.9484, 0.9000), 18: (49, 1.1567, 1.0930),
+    19: (25, 1.4446, 1.3624), 20: (13, 1.7828, 1.6891),
+}  # fmt: skip
+
+
+EXACT = [
+    # n, B, T, delta·n, epsilon, sigma by RDP, sigma by PLD: four digits, so epsilon is met to a few thousandths
+    (LAION, 98_304, 6000, 0.5, 8.0, 0.4799, 0.4565), (LAION / 10, 98_304, 6000, 0.5, 8.0, 0.6638, 0.6417),
+    (LAION / 100, 98_304, 6000, 0.5, 8.0, 2.4838, 2.3682), (LAION, 32_768, 18_000, 0.5, 8.0, 0.4474, 0.4250),
+    (LAION, 8192, 72_000, 0.5, 8.0, 0.4139, 0.3936), (DPCAP, 1_310_720, 5708, 1.0, 8.0, 0.7296, 0.7071),
+    (DPCAP, 1_310_720, 2854, 1.0, 2.0, 1.1769, 1.1023),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "batch", "steps", "share", "target", "rdp", "pld"), EXACT)
+def test_exact_sigmas_meet_their_epsilon(n, batch, steps, share, target, rdp, pld) -> None:
+    for by, sigma in (("rdp", rdp), ("pld", pld)):
+        spent = epsilon([Event(batch / n, sigma, steps)], share / n, by)
+        assert abs(spent - target) < 5e-3, (by, spent)
 
 
 @pytest.mark.parametrize("power", EPOCHS)
@@ -76,7 +96,10 @@ def test_shuffled_epochs_cost_what_they_cost() -> None:
 
     assert abs(honest(DPCAP, 1_310_720, 0.728, 5708, 1 / DPCAP) - 74.2) < 0.05
     assert abs(honest(DPCAP, 1_310_720, 1.18, 2854, 1 / DPCAP) - 24.7) < 0.05
+    assert abs(honest(2_000_000_000, 1_310_720, 0.527, 5000, 1 / 2_000_000_000) - 29.8) < 0.05
     assert abs(honest(LAION, 98_304, 0.48, 6000, 0.5 / LAION) - 27.1) < 0.05
+    # 253.1 epochs: some records are seen 254 times, and the bound is for them.
+    assert 51.7 <= honest(LAION / 100, 98_304, 2.5, 6000, 0.5 / (LAION / 100)) < 51.85
 
 
 @pytest.mark.slow

@@ -249,3 +249,42 @@ def test_export_takes_weights_and_certificate_and_never_the_key(finished: tuple[
     assert not (tmp_path / "leak").exists()
     inside = subprocess.run([*script, str(run_dir / "out")], capture_output=True, text=True, env=environment())
     assert inside.returncode == 2 and "secret folder" in inside.stderr
+
+
+@pytest.mark.slow
+def test_a_copied_run_directory_goes_on_with_new_keys_and_every_step_charged(launch: Make, tmp_path: Path) -> None:
+    job, run_dir = launch("original")
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    copy = tmp_path / "copy-run"
+    shutil.copytree(run_dir, copy)
+    (copy / "secret").chmod(0o700)
+    before = len(opened_steps(copy))
+
+    job.arguments = ["--set", f"run.dir={copy}"]
+    code, output = job.run()
+    assert code == 0 and "new keys from here on" in output, output
+    segments = [line for line in ledger_lines(copy) if line["kind"] == "segment"]
+    assert len(segments) == 2
+    verdict = json.loads(account("verify", str(copy), "--json").stdout)
+    assert verdict["opened"] == before + STEPS - segments[1]["from_step"]
+    assert verdict["claimed"] == 8.0, "outputs of the first segment may have been seen: the budget is claimed"
+
+
+@pytest.mark.slow
+def test_the_budget_ends_a_run_before_it_is_passed(launch: Make) -> None:
+    def tight(config: dict[str, Any]) -> None:
+        config["phases"][1]["privacy"]["epsilon"] = 0.25
+        config["phases"][1]["privacy"]["release"] = []
+
+    job, run_dir = launch("tight", tight)
+    code, output = job.run()
+    assert code == 3, output
+    done = opened_steps(run_dir)
+    assert 3 < len(done) < STEPS
+    assert (run_dir / "checkpoints" / f"phase01-step{len(done):08d}").is_dir(), "the last paid step was not kept"
+    assert json.loads((run_dir / "run_state.json").read_text())["status"] == "budget spent"
+    verdict = json.loads(account("verify", str(run_dir), "--json").stdout)
+    assert verdict["epsilon"] <= 0.25 and verdict["committed"] == len(done)
