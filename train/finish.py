@@ -65,7 +65,8 @@ def finish(
     document = certificate.compose(journal.history, journal.ledger.entries, extra)
     certificate.write(document, run_dir.root)
     write_report(run_dir, config, document, samples)
-    board.say(certificate.markdown(document))
+    # The claim and what it rests on; what it means in plain words stands in the files.
+    board.say(certificate.markdown(document).partition("## What this means")[0])
     for text in outcomes(config, read_curves(run_dir)):
         board.say(text)
 
