@@ -34,7 +34,8 @@ def rounding_allowance(largest_batch: int, micro_batch: int) -> float:
 
     A chain of k fp32 additions of terms with total norm S errs by at most S·k·u/(1-k·u), here S = B·C with every
     gradient aligned. No element goes through more additions than: one micro-batch, then all micro-batches on one
-    rank (fewer, when ranks share them and are then reduced). Two neighbouring sums may err in opposite directions.
+    rank. With W ranks it is one micro-batch, 1/W of the micro-batches and W ranks: no more, as long as there are not
+    more ranks than micro-batches (`recipe.clip_rule` refuses that). Neighbouring sums may err in opposite directions.
     """
     chain = micro_batch + -(-largest_batch // micro_batch) + 1
     relative = chain * UNIT_ROUNDOFF / (1 - chain * UNIT_ROUNDOFF)

@@ -76,7 +76,7 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     replicated = config.zero_optimization.stage == 0
     clip = None
     if plan is not None and settings.privacy is not None:
-        clip = ReferenceClip(clip_rule(settings.privacy, plan, micro_batch, f"phases.{number}"))
+        clip = ReferenceClip(clip_rule(settings.privacy, plan, micro_batch, f"phases.{number}", ranks.world))
     engine = DeepSpeedEngine(
         PrivateForward(model, clip) if clip else PlainForward(model),
         make_optimizer(settings.optimizer, model.parameters()),

@@ -151,7 +151,14 @@ def planned_epsilon(plan: PrivacyPlan) -> float:
     return epsilon([Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.steps)], plan.delta)
 
 
-def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int, where: str) -> ClipRule:
+def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int, where: str, world: int = 1) -> ClipRule:
+    most = math.ceil(plan.largest_batch / micro_batch)
+    if world > most:
+        # Adding up so many nearly empty ranks would round more often than the allowance covers.
+        raise RecipeError(
+            f"{where}: {world} ranks share at most {most} micro-batches of {micro_batch}; use at most {most} ranks or "
+            "a smaller train_micro_batch_size_per_gpu"
+        )
     try:
         return ClipRule.of(plan, privacy.clip.kind, privacy.clip.gamma, micro_batch)
     except ClipError as error:

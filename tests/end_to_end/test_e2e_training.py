@@ -288,3 +288,41 @@ def test_the_budget_ends_a_run_before_it_is_passed(launch: Make) -> None:
     assert json.loads((run_dir / "run_state.json").read_text())["status"] == "budget spent"
     verdict = json.loads(account("verify", str(run_dir), "--json").stdout)
     assert verdict["epsilon"] <= 0.25 and verdict["committed"] == len(done)
+
+
+@pytest.mark.slow
+def test_the_non_private_twin_says_so_everywhere_and_keeps_private_losses_private(launch: Make) -> None:
+    job, run_dir = launch("twin", lambda config: config["run"].pop("debug_seed"), launcher="python")
+    job.arguments = ["--set", "phases.1.privacy=null"]
+    code, output = job.run()
+    assert code == 0 and "NOT PRIVATE" in output, output
+    certificate = json.loads((run_dir / "certificate.json").read_text())
+    assert certificate["claim"]["private"] is False and certificate["claim"]["epsilon"] is None
+    assert "NOT PRIVATE" in (run_dir / "report.html").read_text()
+    public = EventAccumulator(str(run_dir / "tb" / "public")).Reload().Tags()["scalars"]
+    assert "private/public_loss" in public and "private/loss" not in public
+    assert not opened_steps(run_dir)
+    assert account("verify", str(run_dir)).returncode == 0
+
+
+@pytest.mark.slow
+def test_resume_must_and_never_are_obeyed(launch: Make) -> None:
+    job, run_dir = launch("modes", launcher="python")
+    job.arguments = ["--resume", "must"]
+    code, output = job.run()
+    assert code == 5 and "there is no run" in output, output
+    (run_dir).mkdir(parents=True)
+    (run_dir / "ledger.jsonl").touch()
+    job.arguments = ["--resume", "never"]
+    code, output = job.run()
+    assert code == 5 and "holds a run already" in output, output
+
+
+@pytest.mark.slow
+def test_more_ranks_than_micro_batches_are_bad_input(launch: Make) -> None:
+    def coarse(config: dict[str, Any]) -> None:
+        config["train_micro_batch_size_per_gpu"] = 200
+
+    job, _ = launch("coarse", coarse)
+    code, output = job.run()
+    assert code == 2 and "2 ranks share at most 1 micro-batches" in output, output

@@ -24,6 +24,8 @@ from train.clip import (
     rounding_allowance,
 )
 from train.clip_reference import ReferenceClip
+from train.config import Privacy
+from train.recipe import RecipeError, clip_rule
 
 KINDS = ["flat", "automatic"]
 GAMMA = 0.01
@@ -396,3 +398,21 @@ def test_the_rounding_that_the_allowance_covers_is_real() -> None:
     error = abs(float(total) - count * float(value))
     allowed = (rounding_allowance(count, micro_batch) - 1e-3) / 2 / 3
     assert allowed / 100 < error <= allowed
+
+
+def test_the_chain_of_additions_is_never_longer_than_the_allowance_counts() -> None:
+    """For every number of ranks that is accepted: one micro-batch, a rank's share of them, then the ranks."""
+    for largest, micro_batch in ((48, 8), (1000, 64), (1251, 64), (5000, 32), (97, 97), (10, 64)):
+        counted = micro_batch + math.ceil(largest / micro_batch) + 1
+        for world in range(1, math.ceil(largest / micro_batch) + 1):
+            share = math.ceil(math.ceil(largest / world) / micro_batch)
+            chain = min(micro_batch, math.ceil(largest / world)) + share + world - 1
+            assert chain <= counted, (largest, micro_batch, world)
+
+
+def test_more_ranks_than_micro_batches_are_refused() -> None:
+    plan = plan_for()
+    privacy = Privacy(epsilon=8.0, expected_batch=plan.divisor)
+    with pytest.raises(RecipeError, match="ranks share at most"):
+        clip_rule(privacy, plan, plan.largest_batch, "phases.0", world=2)
+    assert clip_rule(privacy, plan, plan.largest_batch, "phases.0").kind == "flat"
