@@ -23,10 +23,10 @@ def recognise(journal: Journal, secret: Path) -> str | None:
 
     The ledger's line is durable before the memory changes, so that a kill between the two is noticed again.
     """
-    memory = secret / NAME
-    reason = None
-    if journal.ledger.length and journal.history.segments:
-        reason = _why_copied(memory, _identity(journal.ledger.path, secret))
+    changed = _why_copied(secret / NAME, _identity(journal.ledger.path, secret))
+    if changed is None:
+        return None  # and nothing is written: a kill in the middle would look like a copy
+    reason = changed if journal.history.segments else None
     if reason is not None:
         journal.note_copied(reason)
     _remember(journal.ledger.path, secret)

@@ -146,6 +146,19 @@ class Journal:
         """This directory is a copy, and its original may go on too: no key of before may be used from here on."""
         self._append("copied", reason=reason)
 
+    def admit_checkpoint(self, digest: str) -> None:
+        """In a copy, only a checkpoint that its ledger names may be gone on from.
+
+        Another one was made after the ledger's last word, and the original may have made that step again, rounded
+        differently: both outputs would stand under one noise key.
+        """
+        copied = self.history.copied and self.history.copied >= len(self.history.segments)
+        if copied and not any(mark.digest == digest for mark in self.history.checkpoints):
+            raise LedgerError(
+                "this copy was taken between a checkpoint and its line in the ledger; "
+                "copy the run directory again after its original went on, or start a new one"
+            )
+
     def new_segment_reason(self, phase: int, step: int, config_digest: str) -> str | None:
         """Why steps after `step` must not be replayed under their old keys; None if they may be.
 
@@ -175,8 +188,9 @@ class Journal:
         if last.step > step:
             return f"rolled back to step {step} of phase {phase}, behind a checkpoint that outputs may depend on"
         # A kill between a checkpoint and its line leaves a checkpoint of the newest committed step.
-        newest = max((s for s in self.history.opened if (s.phase, s.segment) == (phase, current.number)), default=None)
-        if last.step < step and (newest is None or newest.step != step or newest not in self.history.committed):
+        # (The step after it may be open: it was dropped in the middle, and released nothing.)
+        done = [s.step for s in self.history.committed if (s.phase, s.segment) == (phase, current.number)]
+        if last.step < step and max(done, default=None) != step:
             return f"the checkpoint of step {step} is not the last one that the ledger knows of"
         return None
 

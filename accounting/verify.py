@@ -17,7 +17,7 @@ AGREEMENT = 1e-6
 DERIVED = ("run", "unit", "adjacency", "mechanism", "phases", "segments")
 DERIVED_CLAIMS = (
     "private", "statement", "epsilon", "epsilon_rounded_up", "epsilon_claimed", "claimed_because", "delta",
-    "epsilon_budget",
+    "epsilon_budget", "epsilon_rdp",
 )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def verify(target: Path, accountant: Accountant = "pld") -> Verdict:
 
 def _check_checkpoints(run_dir: Path, entries: list[Entry]) -> int:
     """A ledger that was cut is a valid shorter ledger; what was written later remembers how long it had been."""
-    manifests = sorted(run_dir.glob("checkpoints/*/manifest.json"))
+    manifests = sorted(run_dir.glob("checkpoints/phase*-step*/manifest.json"))
     for manifest in manifests:
         try:
             stored = json.loads(manifest.read_text(encoding="utf-8"))["ledger"]

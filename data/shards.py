@@ -74,7 +74,7 @@ class ShardReader:
 
     def read(self, record: int) -> dict[str, bytes]:
         path, start, end = self.index.locate(record)
-        what = f"{path}, record {record} (bytes {start}-{end})"
+        what = str(path)  # the shard alone: which record was drawn is nobody's business, and this reaches the console
         problem: ShardError | None = None
         for attempt in range(_TRIES):
             if attempt:

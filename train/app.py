@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from train.config import Config, run_dir_of
 from train.loading import ConfigError, load
@@ -51,11 +52,12 @@ def main(argv: list[str] | None = None) -> int:
 
         prepare(config)  # refuses before anything is started or written
     except (ConfigError, RecipeError) as error:
+        error.everywhere = os.environ.get("LOCAL_RANK", "0") != "0"  # pyright: ignore[reportAttributeAccessIssue]
         return _complain(error, BAD_INPUT)
-    return _run(arguments, config)
+    _run(arguments, config)
 
 
-def _run(arguments: argparse.Namespace, config: Config) -> int:
+def _run(arguments: argparse.Namespace, config: Config) -> NoReturn:
     from train.process import quiet_libraries
 
     quiet_libraries()
@@ -64,21 +66,29 @@ def _run(arguments: argparse.Namespace, config: Config) -> int:
     from train.run import run_all
 
     ranks = start_ranks()
-    code = _guarded(lambda: run_all(arguments, config, run_dir_of(config, arguments.config), ranks), ranks.main)
-    if code != DONE:
-        # Other ranks may be gone already: tearing the process group down in order could abort or hang.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    leave(_guarded(lambda: run_all(arguments, config, run_dir_of(config, arguments.config), ranks), ranks.main))
+
+
+def leave(code: int) -> NoReturn:
+    """Everything is written and closed. Tearing the process group down in order may abort or hang: it is not done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _guarded(act: Callable[[], None], main_rank: bool) -> int:
     """What went wrong, as an exit code and one sentence."""
+    import torch
+    from safetensors import SafetensorError
+
+    from accounting.accountant import AccountingError
+    from accounting.certificate import CertificateError
     from accounting.journal import BudgetSpent
     from accounting.keys import KeyFileError
     from accounting.ledger import LedgerError
+    from data.tar import ShardError
     from train.checkpoint import CheckpointError
+    from train.clip import ClipError
     from train.gradient import UpdateError
     from train.ranks import Disagreement
     from train.self_test import SelfTestError
@@ -98,12 +108,21 @@ def _guarded(act: Callable[[], None], main_rank: bool) -> int:
         return _complain(error, SELF_TEST_FAILED)
     except (LedgerError, CheckpointError, KeyFileError, Disagreement) as error:
         return _complain(error, REFUSED)
-    except (RecipeError, OSError) as error:
+    except (RecipeError, ShardError, ClipError, AccountingError, CertificateError, SafetensorError, OSError) as error:
         return _complain(error, BAD_INPUT)
+    except RuntimeError as error:
+        if "gloo" not in str(error).lower() and not isinstance(error, torch.distributed.DistError):
+            raise
+        return _complain(
+            RuntimeError("another rank ended; see its message, then start the same command again"), RESUME_ME
+        )
 
 
 def _complain(error: Exception, code: int) -> int:
-    if os.environ.get("RANK", "0") == "0":
+    """By one rank where all fail alike, by each where it may be alone with its trouble."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or (not getattr(error, "everywhere", False) and code in (BAD_INPUT, REFUSED)):
+        who = "error" if rank == "0" else f"error (rank {rank})"
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr, flush=True)
+            print(f"{who}: {line}", file=sys.stderr, flush=True)
     return code

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from accounting.audit_bound import AuditError
+from train.app import leave
 from train.config import Config
 from train.loading import ConfigError, load
 
@@ -97,19 +98,24 @@ def _run(arguments: argparse.Namespace, config: Config) -> int:
     from train.stop import Stopped
 
     ranks = start_ranks()
-    try:
-        report = audit(config, planned, ranks)
-    except SelfTestError as error:
-        return _complain(error, SELF_TEST_FAILED)
-    except (LedgerError, Disagreement) as error:
-        return _complain(error, REFUSED)
-    except (AuditError, OSError) as error:
-        return _complain(error, BAD_INPUT)
-    except Stopped as stop:
-        return _complain(RuntimeError(f"stopped by {stop} before there was a result; start it again"), RESUME_ME)
-    if ranks.main:
-        print(report.as_json() if arguments.json else report.as_text(), flush=True)
-    return REFUTED if report.refuted else DONE
+
+    def act() -> int:
+        try:
+            report = audit(config, planned, ranks)
+        except SelfTestError as error:
+            return _complain(error, SELF_TEST_FAILED)
+        except (LedgerError, Disagreement) as error:
+            return _complain(error, REFUSED)
+        except (AuditError, OSError) as error:
+            return _complain(error, BAD_INPUT)
+        except Stopped as stop:
+            return _complain(RuntimeError(f"stopped by {stop} before there was a result; start it again"), RESUME_ME)
+        if ranks.main:
+            print(report.as_json() if arguments.json else report.as_text(), flush=True)
+        ranks.barrier()
+        return REFUTED if report.refuted else DONE
+
+    leave(act())
 
 
 def _complain(error: Exception, code: int) -> int:

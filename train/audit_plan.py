@@ -59,7 +59,13 @@ def plan_audit(config: Config, options: AuditOptions) -> AuditPlan:
         raise RecipeError(f"{options.canaries} canaries need as many parameters, the model has {elements}; use fewer")
     real = min(options.records, phase.index.records)
     batch = options.rate * (real + options.canaries)
-    claim = {"epsilon": options.epsilon, "delta": options.delta, "expected_batch": batch, "noise_multiplier": None}
+    claim = {
+        "epsilon": options.epsilon,
+        "delta": options.delta,
+        "expected_batch": batch,
+        "noise_multiplier": None,
+        "release": [],
+    }
     privacy = phase.settings.privacy.model_copy(update=claim)
     settings = phase.settings.model_copy(update={"privacy": privacy, "steps": options.steps})
     plan = make_plan(settings, privacy, real + options.canaries, where)

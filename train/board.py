@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import deque
 from typing import Any
 
 from train.run_dir import RunDir, open_private
@@ -73,28 +72,36 @@ class Board:
 class Pace:
     """Records per second that may be shown: expected records over the time of at least 100 steps.
 
-    The time of one private step tells its batch size. Until 100 steps are done, the rate comes from timing
-    synthetic records through the same engine (`prior`), which says nothing about the data.
+    The time of one private step tells its batch size, and so do the differences of overlapping windows: windows follow
+    one another. Until the first is full, the rate comes from timing synthetic records through the same engine
+    (`calibrate`), which says nothing about the data.
     """
 
     def __init__(self, records_per_step: float, private: bool) -> None:
         self._records = records_per_step
         self._window = RATE_STEPS if private else 1
-        self._times: deque[float] = deque(maxlen=RATE_STEPS + 1)
         self._prior: float | None = None
-        self._private = private
+        self._known: float | None = None
+        self._started: float | None = None
+        self._steps = 0
 
     def calibrate(self, records_per_second: float) -> None:
         self._prior = records_per_second
 
     def tick(self) -> None:
-        self._times.append(time.monotonic())
+        now = time.monotonic()
+        if self._started is None:
+            self._started = now
+            return
+        self._steps += 1
+        if self._steps == self._window:
+            self._known = self._records * self._steps / max(now - self._started, 1e-9)
+            self._steps, self._started = 0, now
 
     def rate(self) -> tuple[float, str] | None:
         """(records per second, how it is known)"""
-        steps = len(self._times) - 1
-        if steps >= self._window:
-            return self._records * steps / (self._times[-1] - self._times[0]), ""
+        if self._known is not None:
+            return self._known, ""
         return (self._prior, " (timed on synthetic records)") if self._prior else None
 
     def line(self, step: int, steps: int) -> str:

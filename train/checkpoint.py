@@ -202,7 +202,6 @@ class Loaded:
 
 def _tensors_of(engine: ShardedEngine, fixed: bool) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    sharded = set()
     for shard in engine.shards():
         for fragment in shard.fragments:
             for kind, tensor in {WEIGHTS: shard.weights.detach(), **shard.state}.items():

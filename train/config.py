@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from accounting import tuning as accounted_tuning
 from model.settings import ModelSettings
 
 
@@ -72,7 +73,7 @@ class Privacy(Section):
     delta: float | str | None = Field(default=None, description="A number, '1/n' or '1/(2n)'; null means 1/(2n).")
     expected_batch: float = Field(gt=0, description="q·n: the constant by which every noised sum is divided.")
     clip: Clip = Clip()
-    noise_multiplier: float | None = Field(default=None, gt=0, description="null: calibrated from epsilon.")
+    noise_multiplier: float | None = Field(default=None, ge=0.1, description="null: calibrated from epsilon.")
     release: list[ReleasedMetric] = Field(default=[], description="Metrics of private records to publish with noise.")
 
     @model_validator(mode="after")
@@ -165,6 +166,12 @@ class Tuning(Section):
     mean: float | None = Field(default=None, ge=1, description="Average number of runs; null: stated, not charged.")
     shape: float | Literal["poisson"] = Field(default=1.0, description="Of their number: 0 logarithmic, 1 geometric.")
     fixed: bool = Field(default=False, description="Their number was fixed beforehand: all of them are charged.")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Tuning:
+        if self.mean is not None:
+            accounted_tuning.Tuning.from_dict(self.model_dump())  # raises a ValueError that says why
+        return self
 
 
 class Run(Section):

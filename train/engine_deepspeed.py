@@ -100,7 +100,7 @@ class DeepSpeedEngine:
         if self.ranks.sum(int(applied)) != self.ranks.world:
             raise UpdateError("DeepSpeed skipped the optimizer step on some rank")
         if self.ranks.sum(int(finite)) != self.ranks.world:
-            raise UpdateError("the weights are no longer finite; lower the learning rate and resume")
+            raise UpdateError("the weights are no longer finite; resume with a lower learning rate and --new-segment")
         return Applied(self.trainable_elements)
 
     def _require_own_optimizer(self) -> None:

@@ -155,7 +155,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     plan = make_plan(phase.settings, privacy, phase.index.records, f"phases.{phase.number}", known)
     run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
     warning = register(
-        phase.index.folder, run.writer.ledger.entries[0].hash, run.name, plan.epsilon_budget, plan.delta
+        phase.index.folder, run.writer.ledger.entries[0].hash, phase.name, run.name, plan.epsilon_budget, plan.delta
     )  # fmt: skip
     if warning is not None:
         run.board.say(warning)

@@ -16,6 +16,12 @@ class Disagreement(RuntimeError):
     """Ranks hold different values where they must hold the same."""
 
 
+def spoken_for(error: Exception) -> Exception:
+    """Marks an error that every rank has: one may speak for all."""
+    error.everywhere = True  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
 @dataclass(frozen=True)
 class Ranks:
     rank: int
@@ -50,7 +56,9 @@ class Ranks:
     def require_same(self, what: str, value: Any) -> None:
         found = self.gather(value)
         if any(other != found[0] for other in found):
-            raise Disagreement(f"the ranks disagree about {what}; check that all machines have the same files and code")
+            raise spoken_for(
+                Disagreement(f"the ranks disagree about {what}; check that all machines have the same files and code")
+            )
 
     def on_main(self, act: Callable[[], T]) -> T:
         """Runs on rank 0 and gives every rank its result, or its error: nobody is left waiting."""
@@ -62,5 +70,5 @@ class Ranks:
                 outcome[1] = error
         dist.broadcast_object_list(outcome, src=0)
         if outcome[1] is not None:
-            raise outcome[1]
+            raise spoken_for(outcome[1])
         return outcome[0]

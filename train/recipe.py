@@ -60,7 +60,25 @@ class ReadyPhase:
 
 def prepare(config: Config) -> list[ReadyPhase]:
     shape = resolve_shape(config)
-    return [_open(config, number, phase, shape) for number, phase in enumerate(config.phases)]
+    phases = [_open(config, number, phase, shape) for number, phase in enumerate(config.phases)]
+    _keep_apart(phases)
+    return phases
+
+
+def _keep_apart(phases: list[ReadyPhase]) -> None:
+    """What is used as public, in whichever phase, holds no shard of records that a private phase protects."""
+    owners = {shard.sha256: phase for phase in phases if phase.private for shard in phase.index.shards if shard.records}
+    for phase in phases:
+        uses = [(f"phases.{phase.number}.evaluation.path", phase.held_out)]
+        if not phase.private and phase.settings.data.public:
+            uses.append((f"phases.{phase.number}.data.path", phase.index))
+        for where, index in uses:
+            shared = next((shard for shard in index.shards if shard.sha256 in owners), None) if index else None
+            if shared is not None:
+                raise RecipeError(
+                    f"{where}: {shared.name} belongs to the private records of phase {owners[shared.sha256].name!r}; "
+                    "name data that are public"
+                )
 
 
 def resolve_shape(config: Config) -> Shape:
@@ -88,8 +106,6 @@ def _open(config: Config, number: int, phase: Phase, shape: Shape) -> ReadyPhase
     held_out = None
     if phase.evaluation is not None:
         held_out = _open_index(phase.evaluation.path, f"{where}.evaluation.path")
-        if held_out.manifest_digest == index.manifest_digest and phase.privacy is not None:
-            raise RecipeError(f"{where}.evaluation.path names the private records themselves; it must be public data")
     if phase.privacy is None and phase.batch is not None and phase.batch > index.records:
         raise RecipeError(f"{where}.batch = {phase.batch} exceeds the {index.records} records of its data")
     return ReadyPhase(number, phase, shape, index, text, held_out)

@@ -44,6 +44,7 @@ def run_all(arguments: argparse.Namespace, config: Config, root: Path, ranks: Ra
         key = run_dir.run_key(fresh, config.run.debug_seed)
         if fresh:
             journal.start_run(name, key.check_value(), key.debug, _versions())
+            run_dir.adopt_key()
         elif journal.history.run["key_check"] != key.check_value():
             raise LedgerError(f"{run_dir.key} is not the key of this ledger; restore the right one or start anew")
         copied = recognise(journal, run_dir.key.parent)
@@ -93,6 +94,8 @@ def run_all(arguments: argparse.Namespace, config: Config, root: Path, ranks: Ra
             run_dir.write_state(run=name, **state, **_where(journal.history))
     latest = checkpoints.latest()
     assert latest is not None, "a trained phase ends with a checkpoint"
+    if latest.position.phase >= len(phases):
+        raise LedgerError("the config has fewer phases than the run; give the config that it was trained with")
     if ranks.main and journal is not None:
         finish(config, phases, run_dir, journal, latest, board)
         if not config.run.keep_key and destroy(run_dir.key):
@@ -131,6 +134,7 @@ def _latest(checkpoints: Checkpoints, journal: Journal | None, ranks: Ranks) -> 
                     f"{checkpoints.folder} lost its checkpoints, which the ledger names; restore them or start anew"
                 )
             return
+        journal.admit_checkpoint(loaded.digest)
         stored = loaded.manifest["ledger"]
         entries = journal.ledger.entries
         if len(entries) < stored["length"] or entries[stored["length"] - 1].hash != stored["head"]:
@@ -140,6 +144,7 @@ def _latest(checkpoints: Checkpoints, journal: Journal | None, ranks: Ranks) -> 
             )
 
     ranks.on_main(check)
+    ranks.require_same("the last checkpoint (is the run directory shared?)", loaded.digest if loaded else None)
     return loaded
 
 

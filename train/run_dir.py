@@ -29,6 +29,10 @@ class RunDir:
         return self.root / "secret" / "run.key"
 
     @property
+    def new_key(self) -> Path:
+        return self.root / "secret" / "new.key"
+
+    @property
     def public_board(self) -> Path:
         return self.root / "tb" / "public"
 
@@ -64,6 +68,8 @@ class RunDir:
     def run_key(self, fresh: bool, debug_seed: int | None) -> RunKey:
         """A new key for a new ledger, the stored one for an old ledger; a leftover key is never reused."""
         if not fresh:
+            if not self.key.exists() and self.new_key.exists():
+                self.adopt_key()  # killed between the ledger's first line and the key's name
             key = load(self.key)
             if (debug_seed is not None) != key.debug:
                 raise KeyFileError(
@@ -76,8 +82,18 @@ class RunDir:
                 "use a new run directory"
             )
         key = RunKey.fresh() if debug_seed is None else RunKey.from_debug_seed(debug_seed)
-        store(key, self.key)
+        self.new_key.unlink(missing_ok=True)  # of a start that never reached its ledger: nothing was drawn with it
+        store(key, self.new_key)
         return key
+
+    def adopt_key(self) -> None:
+        """The key gets its name once the ledger knows it, so that a key without a ledger always means a lost ledger."""
+        self.new_key.replace(self.key)
+        descriptor = os.open(self.key.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def write_state(self, **state: object) -> None:
         temporary = self.root / ".run_state.tmp"

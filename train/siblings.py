@@ -12,11 +12,13 @@ from pathlib import Path
 LOG = "runs.jsonl"
 
 
-def register(index_folder: Path, run: str, name: str, epsilon: float, delta: float) -> str | None:
-    """Once per run. Returns a warning if the log cannot be written: the certificate then cannot vouch for siblings."""
-    if any(entry["id"] == run for entry in _entries(index_folder)):
+def register(index_folder: Path, run: str, phase: str, name: str, epsilon: float, delta: float) -> str | None:
+    """Once per private phase of a run. Returns a warning where the log cannot be written: siblings stay unknown."""
+    if any((entry["id"], entry.get("phase")) == (run, phase) for entry in _entries(index_folder)):
         return None
-    line = json.dumps({"id": run, "run": name, "epsilon_budget": epsilon, "delta": delta}) + "\n"
+    # A newline first: a line torn by a crash must not swallow this one.
+    entry = {"id": run, "run": name, "phase": phase, "epsilon_budget": epsilon, "delta": delta}
+    line = "\n" + json.dumps(entry) + "\n"
     try:
         with (index_folder / LOG).open("a") as log:
             log.write(line)
@@ -32,7 +34,7 @@ def siblings(index_folder: Path, run: str) -> list[dict[str, object]]:
 
 def _entries(index_folder: Path) -> list[dict[str, object]]:
     try:
-        lines = (index_folder / LOG).read_text().splitlines()
+        lines = (index_folder / LOG).read_text(errors="replace").splitlines()
     except OSError:
         return []
     found = []

@@ -33,7 +33,7 @@ from accounting.history import History
 from accounting.identity import recognise
 from accounting.journal import BudgetSpent, Journal
 from accounting.keys import RunKey
-from accounting.ledger import Ledger
+from accounting.ledger import Ledger, LedgerError
 
 PHASES = 2
 STEPS = 6
@@ -106,6 +106,12 @@ class Runs(RuleBasedStateMachine):
         if journal.ledger.length == 0:
             journal.start_run("random", run.secret.check_value(), False, {})
         recognise(journal, run.path / "secret")
+        if loaded is not None:
+            try:
+                journal.admit_checkpoint(loaded.digest)
+            except LedgerError:
+                self._kill(run)  # refused: somebody copies again, or starts anew
+                return
         run.config = config or run.config
         self.processes += 1
         run.process = self.processes

@@ -187,7 +187,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("phases.1.privacy.epsilon", "8", "valid number"),
     ("phases.1.privacy.epsilon", None, "valid number"),
     ("phases.1.privacy.expected_batch", 0, "greater than 0"),
-    ("phases.1.privacy.noise_multiplier", 0, "greater than 0"),
+    ("phases.1.privacy.noise_multiplier", 0, "greater than or equal to 0.1"),
     ("phases.1.privacy.clip.norm", 0, "greater than 0"),
     ("phases.1.privacy.clip.gamma", -1, "greater than 0"),
     ("phases.1.privacy.clip.kind", "per-layer", "'flat' or 'automatic'"),

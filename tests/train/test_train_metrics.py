@@ -143,12 +143,14 @@ def test_a_metric_named_twice_or_a_share_above_one_is_refused() -> None:
 
 
 def test_runs_on_the_same_records_know_of_each_other(tmp_path: Path) -> None:
-    assert register(tmp_path, "a", "first", 8.0, 1e-5) is None
-    assert register(tmp_path, "a", "first", 8.0, 1e-5) is None
-    assert register(tmp_path, "b", "second", 2.0, 1e-5) is None
+    assert register(tmp_path, "a", "private", "first", 8.0, 1e-5) is None
+    assert register(tmp_path, "a", "private", "first", 8.0, 1e-5) is None
+    assert register(tmp_path, "b", "private", "second", 2.0, 1e-5) is None
     assert [entry["run"] for entry in siblings(tmp_path, "b")] == ["first"]
     assert [entry["run"] for entry in siblings(tmp_path, "a")] == ["second"]
     with (tmp_path / LOG).open("a") as log:
         log.write('{"id": "torn')
     assert len(siblings(tmp_path, "c")) == 2
-    assert "cannot be written" in (register(tmp_path / "absent", "a", "first", 8.0, 1e-5) or "")
+    assert register(tmp_path, "b", "second-phase", "second", 4.0, 1e-5) is None
+    assert [entry["epsilon_budget"] for entry in siblings(tmp_path, "a")] == [2.0, 4.0], "each private phase counts"
+    assert "cannot be written" in (register(tmp_path / "absent", "a", "private", "first", 8.0, 1e-5) or "")
