@@ -232,6 +232,17 @@ def test_resuming_keeps_the_segment_only_at_the_last_checkpoint(tmp_path: Path, 
         assert journal.new_segment_reason(0, 3, CONFIG) is not None
 
 
+def test_a_stop_in_mid_step_and_a_kill_before_its_checkpoints_line_cost_nothing(tmp_path: Path) -> None:
+    """SIGTERM drops step 6 and saves step 5; SIGKILL comes before the ledger says so: the usual preemption."""
+    journal = begin(tmp_path)
+    train(journal, range(1, 6))
+    journal.checkpointed(0, 3, "a")
+    journal.open_step(0, 6, facts(6))
+    assert journal.new_segment_reason(0, 5, CONFIG) is None
+    assert journal.new_segment_reason(0, 4, CONFIG) is not None, "that is no checkpoint of the newest committed step"
+    assert journal.new_segment_reason(0, 6, CONFIG) is not None, "step 6 was never committed"
+
+
 def test_a_copy_is_recognised_and_gets_new_keys(tmp_path: Path) -> None:
     original = tmp_path / "original"
     (original / "secret").mkdir(parents=True)

@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from train_helpers import LocalEngine, Toy, alone, on_ranks
 
+from accounting.keys import KeyFileError
 from train import stop as stop_module
 from train.board import RATE_STEPS, Board, Pace
 from train.config import Optimizer, OptimizerParams, Schedule
@@ -172,9 +173,23 @@ def test_no_private_rate_is_shown_before_a_hundred_steps(monkeypatch: pytest.Mon
 
 def test_the_private_rate_is_the_expected_batch_over_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     pace = paced(True, 250, monkeypatch)
-    assert len(pace._times) == RATE_STEPS + 1
     assert "25 samples/s" in pace.line(250, 350) and "ETA 3m20s" in pace.line(250, 350)
     assert "ETA 2h" in pace.line(250, 250 + 3700)
+
+
+def test_windows_of_the_private_rate_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The difference of two overlapping windows would be the difference of two single steps."""
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    pace = Pace(100.0, private=True)
+    pace.tick()
+    rates = []
+    for step in range(1, 3 * RATE_STEPS + 1):
+        clock[0] += 1.0 + 0.01 * (step % 7)
+        pace.tick()
+        rates.append(pace.rate())
+    assert rates[: RATE_STEPS - 1] == [None] * (RATE_STEPS - 1)
+    assert len(set(rates)) == 4, "one rate per whole window, and none before the first is full"
 
 
 # Boards
@@ -340,3 +355,21 @@ def test_the_runner_above_deepspeeds_launcher_counts(monkeypatch: pytest.MonkeyP
     assert request._parents == (77, 55) and request.raised() is None
     files["stat"] = "77 (a b) c) S 1 1 1"
     assert request.raised() == "the launcher's death"
+
+
+# The run directory's key
+
+
+def test_a_kill_around_the_first_ledger_line_leaves_a_run_that_can_start(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    first = run_dir.run_key(fresh=True, debug_seed=None)
+    assert not run_dir.key.exists()
+    # Killed before the ledger's first line: nothing was drawn, so a new key takes its place.
+    second = run_dir.run_key(fresh=True, debug_seed=None)
+    assert first.secret != second.secret
+    # Killed after it, before the key had its name: the ledger knows the key, and so does the next start.
+    assert run_dir.run_key(fresh=False, debug_seed=None).secret == second.secret
+    assert run_dir.key.exists() and not run_dir.new_key.exists()
+    # A named key without a ledger means that the ledger was removed.
+    with pytest.raises(KeyFileError, match="exists without a ledger"):
+        run_dir.run_key(fresh=True, debug_seed=None)
