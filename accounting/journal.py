@@ -146,18 +146,23 @@ class Journal:
         """This directory is a copy, and its original may go on too: no key of before may be used from here on."""
         self._append("copied", reason=reason)
 
-    def admit_checkpoint(self, digest: str) -> None:
-        """In a copy, only a checkpoint that its ledger names may be gone on from.
+    def admit_checkpoint(self, phase: int, step: int, digest: str) -> None:
+        """Refuses to go on from weights whose last step may stand elsewhere, made again and rounded differently.
 
-        Another one was made after the ledger's last word, and the original may have made that step again, rounded
-        differently: both outputs would stand under one noise key.
+        The ledger names every checkpoint that outputs may depend on. One that it does not name is either the newest,
+        whose line a kill prevented, or an orphan: of a copy, or of a segment that was left.
         """
-        copied = self.history.copied and self.history.copied >= len(self.history.segments)
-        if copied and not any(mark.digest == digest for mark in self.history.checkpoints):
-            raise LedgerError(
-                "this copy was taken between a checkpoint and its line in the ledger; "
-                "copy the run directory again after its original went on, or start a new one"
-            )
+        if phase not in self.history.plans or any(mark.digest == digest for mark in self.history.checkpoints):
+            return
+        current = self.history.segments[-1] if self.history.segments else None
+        if current is not None and current.phase == phase and self.history.copied < len(self.history.segments):
+            done = [s.step for s in self.history.committed if (s.phase, s.segment) == (phase, current.number)]
+            if max(done, default=current.from_step) == step:
+                return
+        raise LedgerError(
+            f"the ledger does not know this checkpoint of step {step}, and another copy of the run may have made the "
+            "step again; go on from a checkpoint that the ledger names, or start a new run directory"
+        )
 
     def new_segment_reason(self, phase: int, step: int, config_digest: str) -> str | None:
         """Why steps after `step` must not be replayed under their old keys; None if they may be.

@@ -134,7 +134,7 @@ def _latest(checkpoints: Checkpoints, journal: Journal | None, ranks: Ranks) -> 
                     f"{checkpoints.folder} lost its checkpoints, which the ledger names; restore them or start anew"
                 )
             return
-        journal.admit_checkpoint(loaded.digest)
+        journal.admit_checkpoint(loaded.position.phase, loaded.position.step, loaded.digest)
         stored = loaded.manifest["ledger"]
         entries = journal.ledger.entries
         if len(entries) < stored["length"] or entries[stored["length"] - 1].hash != stored["head"]:
