@@ -67,6 +67,9 @@ class History:
     late_plans: list[int] = field(default_factory=list)
     """Phases whose plan was declared when steps of another phase had been opened: it may depend on them."""
     finished: bool = False
+    _line: int = 0
+    segment_lines: dict[tuple[int, int], int] = field(default_factory=dict)
+    """How long the ledger was before each segment: what was written before belongs to an earlier one."""
     marks_before: dict[tuple[int, int], int] = field(default_factory=dict)
     """How many checkpoints a segment was preceded by."""
     copied: int = 0
@@ -91,6 +94,7 @@ class History:
             raise LedgerError(f"line {entry.index + 1}: unknown kind {entry.kind!r}; read it with a newer version")
         if (entry.kind == "run") != (entry.index == 0):
             raise LedgerError(f"line {entry.index + 1}: a ledger starts with exactly one run entry")
+        self._line = entry.index
         try:
             if self.finished and entry.kind in ("plan", "nonprivate", "segment", "open", "commit", "finish"):
                 raise ValueError("the run was finished before")
@@ -132,6 +136,7 @@ class History:
         if segment.number != len(self.segments_of(segment.phase)):
             raise ValueError(f"segment {segment.number} is out of order")
         self.marks_before[segment.phase, segment.number] = len(self.checkpoints)
+        self.segment_lines[segment.phase, segment.number] = self._line
         self.segments.append(segment)
 
     def _open(self, fields: dict[str, Any]) -> None:

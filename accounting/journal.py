@@ -146,18 +146,20 @@ class Journal:
         """This directory is a copy, and its original may go on too: no key of before may be used from here on."""
         self._append("copied", reason=reason)
 
-    def admit_checkpoint(self, phase: int, step: int, digest: str) -> None:
+    def admit_checkpoint(self, phase: int, step: int, digest: str, written_at: int) -> None:
         """Refuses to go on from weights whose last step may stand elsewhere, made again and rounded differently.
 
         The ledger names every checkpoint that outputs may depend on. One that it does not name is either the newest,
-        whose line a kill prevented, or an orphan: of a copy, or of a segment that was left.
+        whose line a kill prevented, or an orphan: of a copy, or of a segment that was left. `written_at` is the length
+        of the ledger that the checkpoint remembers: an orphan is older than the current segment.
         """
         if phase not in self.history.plans or any(mark.digest == digest for mark in self.history.checkpoints):
             return
         current = self.history.segments[-1] if self.history.segments else None
         if current is not None and current.phase == phase and self.history.copied < len(self.history.segments):
             done = [s.step for s in self.history.committed if (s.phase, s.segment) == (phase, current.number)]
-            if max(done, default=current.from_step) == step:
+            own = written_at > self.history.segment_lines[phase, current.number]
+            if own and max(done, default=current.from_step) == step:
                 return
         raise LedgerError(
             f"the ledger does not know this checkpoint of step {step}, and another copy of the run may have made the "

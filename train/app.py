@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from train.config import Config, run_dir_of
 from train.loading import ConfigError, load
-from train.recipe import RecipeError
+from train.recipe import ReadyPhase, RecipeError
 
 DONE, BAD_INPUT, BUDGET_SPENT, SELF_TEST_FAILED, REFUSED, RESUME_ME = 0, 2, 3, 4, 5, 75
 
@@ -50,14 +50,14 @@ def main(argv: list[str] | None = None) -> int:
             return DONE
         from train.recipe import prepare
 
-        prepare(config)  # refuses before anything is started or written
+        phases = prepare(config)  # refuses before anything is started or written
     except (ConfigError, RecipeError) as error:
         error.everywhere = os.environ.get("LOCAL_RANK", "0") != "0"  # pyright: ignore[reportAttributeAccessIssue]
-        return _complain(error, BAD_INPUT)
-    _run(arguments, config)
+        return complain(error, BAD_INPUT)
+    _run(arguments, config, phases)
 
 
-def _run(arguments: argparse.Namespace, config: Config) -> NoReturn:
+def _run(arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase]) -> NoReturn:
     from train.process import quiet_libraries
 
     quiet_libraries()
@@ -66,7 +66,8 @@ def _run(arguments: argparse.Namespace, config: Config) -> NoReturn:
     from train.run import run_all
 
     ranks = start_ranks()
-    leave(_guarded(lambda: run_all(arguments, config, run_dir_of(config, arguments.config), ranks), ranks.main))
+    root = run_dir_of(config, arguments.config)
+    leave(_guarded(lambda: run_all(arguments, config, phases, root, ranks), ranks.main))
 
 
 def leave(code: int) -> NoReturn:
@@ -103,22 +104,22 @@ def _guarded(act: Callable[[], None], main_rank: bool) -> int:
             print(f"stopped by {stop}; start the same command again to go on", flush=True)
         return RESUME_ME
     except BudgetSpent as error:
-        return _complain(error, BUDGET_SPENT)
+        return complain(error, BUDGET_SPENT)
     except (SelfTestError, UpdateError, ShardMapError) as error:
-        return _complain(error, SELF_TEST_FAILED)
+        return complain(error, SELF_TEST_FAILED)
     except (LedgerError, CheckpointError, KeyFileError, Disagreement) as error:
-        return _complain(error, REFUSED)
+        return complain(error, REFUSED)
     except (RecipeError, ShardError, ClipError, AccountingError, CertificateError, SafetensorError, OSError) as error:
-        return _complain(error, BAD_INPUT)
+        return complain(error, BAD_INPUT)
     except RuntimeError as error:
         if "gloo" not in str(error).lower() and not isinstance(error, torch.distributed.DistError):
             raise
-        return _complain(
+        return complain(
             RuntimeError("another rank ended; see its message, then start the same command again"), RESUME_ME
         )
 
 
-def _complain(error: Exception, code: int) -> int:
+def complain(error: Exception, code: int) -> int:
     """By one rank where all fail alike, by each where it may be alone with its trouble."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or (not getattr(error, "everywhere", False) and code in (BAD_INPUT, REFUSED)):

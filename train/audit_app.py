@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import sys
 from pathlib import Path
 
 from accounting.audit_bound import AuditError
-from train.app import leave
+from train.app import complain, leave
 from train.config import Config
 from train.loading import ConfigError, load
 
@@ -50,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load(arguments.config, arguments.set)
         _check(arguments)
     except (ConfigError, AuditError) as error:
-        return _complain(error, BAD_INPUT)
+        return complain(error, BAD_INPUT)
     return _run(arguments, config)
 
 
@@ -88,7 +86,7 @@ def _run(arguments: argparse.Namespace, config: Config) -> int:
     try:
         planned = plan_audit(config, options)
     except (RecipeError, AuditError, OSError) as error:
-        return _complain(error, BAD_INPUT)
+        return complain(error, BAD_INPUT)
 
     from accounting.ledger import LedgerError
     from train.audit import audit
@@ -103,23 +101,16 @@ def _run(arguments: argparse.Namespace, config: Config) -> int:
         try:
             report = audit(config, planned, ranks)
         except SelfTestError as error:
-            return _complain(error, SELF_TEST_FAILED)
+            return complain(error, SELF_TEST_FAILED)
         except (LedgerError, Disagreement) as error:
-            return _complain(error, REFUSED)
+            return complain(error, REFUSED)
         except (AuditError, OSError) as error:
-            return _complain(error, BAD_INPUT)
+            return complain(error, BAD_INPUT)
         except Stopped as stop:
-            return _complain(RuntimeError(f"stopped by {stop} before there was a result; start it again"), RESUME_ME)
+            return complain(RuntimeError(f"stopped by {stop} before there was a result; start it again"), RESUME_ME)
         if ranks.main:
             print(report.as_json() if arguments.json else report.as_text(), flush=True)
         ranks.barrier()
         return REFUTED if report.refuted else DONE
 
     leave(act())
-
-
-def _complain(error: Exception, code: int) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr, flush=True)
-    return code

@@ -19,14 +19,16 @@ from train.config import Config
 from train.finish import finish
 from train.phase import RunContext, declare, train_phase
 from train.ranks import Ranks
-from train.recipe import prepare
+from train.recipe import ReadyPhase
 from train.run_dir import RunDir
 from train.stop import Stopped, StopRequest
 
 LOCK_WAIT_SECONDS = 60
 
 
-def run_all(arguments: argparse.Namespace, config: Config, root: Path, ranks: Ranks) -> None:
+def run_all(
+    arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase], root: Path, ranks: Ranks
+) -> None:  # fmt: skip
     run_dir = RunDir(root)
     name = root.name
     journal: Journal | None = None
@@ -55,7 +57,6 @@ def run_all(arguments: argparse.Namespace, config: Config, root: Path, ranks: Ra
     key = ranks.on_main(open_run)
     checkpoints = Checkpoints(run_dir.checkpoints, ranks, config.run.keep_checkpoints)
     board = Board(run_dir, ranks.main)
-    phases = prepare(config)
     state = {"status": "running"}
     try:
         if key is None:
@@ -134,8 +135,8 @@ def _latest(checkpoints: Checkpoints, journal: Journal | None, ranks: Ranks) -> 
                     f"{checkpoints.folder} lost its checkpoints, which the ledger names; restore them or start anew"
                 )
             return
-        journal.admit_checkpoint(loaded.position.phase, loaded.position.step, loaded.digest)
         stored = loaded.manifest["ledger"]
+        journal.admit_checkpoint(loaded.position.phase, loaded.position.step, loaded.digest, stored["length"])
         entries = journal.ledger.entries
         if len(entries) < stored["length"] or entries[stored["length"] - 1].hash != stored["head"]:
             raise LedgerError(
