@@ -14,6 +14,7 @@ from accounting.accountant import Accountant, AccountingError, Event, epsilon, m
 from accounting.facts import StepFacts
 from accounting.ledger import FORMAT, Entry, LedgerError, parse
 from accounting.plan import PrivacyPlan
+from accounting.tuning import Declared
 
 
 @dataclass(frozen=True, order=True)
@@ -66,6 +67,8 @@ class History:
     """Steps that did what no epsilon covers, such as leaving elements without noise."""
     late_plans: list[int] = field(default_factory=list)
     """Phases whose plan was declared when steps of another phase had been opened: it may depend on them."""
+    tunings: list[Declared] = field(default_factory=list)
+    """What was declared as chosen by the outputs of private runs; a declaration cannot be taken back."""
     finished: bool = False
     _line: int = 0
     segment_lines: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -184,6 +187,9 @@ class History:
     def _recovered(self, fields: dict[str, Any]) -> None:
         del fields
 
+    def _tuning(self, fields: dict[str, Any]) -> None:
+        self.tunings.append(Declared.from_dict(fields))
+
     def _finish(self, fields: dict[str, Any]) -> None:
         del fields
         self.finished = True
@@ -263,9 +269,10 @@ class History:
         return sum(plan.epsilon_budget for plan in self.plans.values())
 
 
-KINDS = frozenset(
-    {"run", "plan", "nonprivate", "segment", "open", "commit", "checkpoint", "copied", "resume", "recovered", "finish"}
-)
+KINDS = frozenset((
+    "run", "plan", "nonprivate", "tuning", "segment", "open", "commit", "checkpoint", "copied", "resume", "recovered",
+    "finish",
+))  # fmt: skip
 
 
 def _step(fields: dict[str, Any]) -> tuple[StepId, StepFacts]:

@@ -15,6 +15,7 @@ from accounting.facts import StepFacts
 from accounting.history import CheckpointMark, History, Segment, StepId
 from accounting.ledger import FORMAT, Ledger, LedgerError, make_entry
 from accounting.plan import PrivacyPlan
+from accounting.tuning import Declared, tuned_epsilon
 
 
 class BudgetSpent(RuntimeError):
@@ -68,6 +69,17 @@ class Journal:
         if known is None or known > public_data or manifest_digest not in self.history.public_manifests[phase]:
             fields = {"name": name, "public_data": public_data, "manifest_digest": manifest_digest}
             self._append("nonprivate", phase=phase, **fields)
+
+    def declare_tuning(self, declared: Declared) -> float | None:
+        """Written once, before the first step if it is known then. The epsilon that it will make of the planned run."""
+        planned = [
+            Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.steps)
+            for plan in self.history.plans.values()
+        ]
+        cost = tuned_epsilon(planned, self.history.delta(), declared.tuning) if declared.tuning and planned else None
+        if declared not in self.history.tunings:
+            self._append("tuning", **declared.as_dict())
+        return cost
 
     def begin_segment(
         self, phase: int, config_digest: str, manifest_digest: str, from_step: int, reason: str, salt: str | None = None

@@ -84,9 +84,6 @@ def _meaning(claim: dict[str, Any], unit: str) -> list[str]:
 def _nist(certificate: dict[str, Any]) -> Table:
     claim = certificate["claim"]
     public = [p["name"] for p in certificate["phases"] if not p["private"]]
-    tuned = certificate.get("tuned_on_private_data", "nothing declared")
-    if isinstance(tuned, dict):
-        tuned = tuned.get("statement", f"a search over a mean of {tuned.get('mean')} runs, charged in the claim")
     strength = "no promise" if not claim["private"] else (
         f"ε = {claim['epsilon_claimed']}, δ = {show_delta(claim['delta'])}"
     )  # fmt: skip
@@ -100,10 +97,19 @@ def _nist(certificate: dict[str, Any]) -> Table:
         ["Which mechanism?", certificate["mechanism"]],
         ["Who can use the outputs?", "anybody, for any purpose: post-processing does not weaken it"],
         ["What else was trained on?", f"non-private phases: {', '.join(public) or 'none'}"],
-        ["Was anything tuned on the private data?", str(tuned)],
+        ["Was anything tuned on the private data?", _tuned(certificate["tuned_on_private_data"])],
         ["What is not covered?", "side channels of the machine, private logs, several runs on the same records"],
         ["How can it be checked?", "hash-chained ledger; `python launch/account.py verify RUN_DIR`"],
     ]
+
+
+def _tuned(declarations: list[dict[str, Any]]) -> str:
+    if not declarations:
+        return "nothing was declared"
+    return "; ".join(
+        f"{each['statement']} ({'charged in the claim' if 'epsilon' in each else 'declared, not charged'})"
+        for each in declarations
+    )
 
 
 def _sibling(sibling: Any) -> str:

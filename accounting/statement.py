@@ -8,7 +8,7 @@ from accounting.accountant import AccountingError, describe, epsilon, round_up, 
 from accounting.history import History
 from accounting.ledger import Entry
 from accounting.plan import ADJACENCY, UNIT
-from accounting.tuning import Tuning, tuned_epsilon
+from accounting.tuning import tuned_epsilon
 
 FORMAT = "murmuration-certificate/1"
 MECHANISM = (
@@ -22,11 +22,8 @@ DEVIATIONS = [
 
 
 def compose(history: History, entries: list[Entry], extra: dict[str, Any]) -> dict[str, Any]:
-    """Everything a reader needs to recompute the claim.
-
-    `extra` holds hashes, deviations and what was declared: `tuned_on_private_data` (a text, or a mapping with
-    `statement` and the numbers of a `Tuning`) and `siblings` (other runs on the same records).
-    """
+    """Everything a reader needs to recompute the claim. `extra` holds what the ledger does not know: hashes, the
+    deviations of this trainer, `siblings` (other runs on the same records)."""
     added = dict(extra)
     deviations = added.pop("known_deviations", [])
     private = bool(history.plans)
@@ -36,10 +33,11 @@ def compose(history: History, entries: list[Entry], extra: dict[str, Any]) -> di
     basis = history.why_budget_is_claimed() if chargeable else None
     claimed = None if spent is None else max(spent, history.budget()) if basis else spent
     delta = history.delta() if private else None
-    tuned = added.get("tuned_on_private_data")
-    if isinstance(tuned, dict) and "mean" in tuned and delta is not None and chargeable:
-        cost = tuned_epsilon(history.charged(), delta, Tuning.from_dict(tuned))
-        added["tuned_on_private_data"] = {**tuned, "epsilon": cost}
+    tunings = [declared.as_dict() for declared in history.tunings]
+    for declared, shown in zip(history.tunings, tunings, strict=True):
+        if declared.tuning is None or delta is None or not chargeable:
+            continue
+        shown["epsilon"] = cost = tuned_epsilon(history.charged(), delta, declared.tuning)
         claimed = max(claimed or 0.0, cost)
         basis = f"{basis}; and the run was chosen among several" if basis else "the run was chosen among several"
     claim: dict[str, Any] = {
@@ -63,6 +61,7 @@ def compose(history: History, entries: list[Entry], extra: dict[str, Any]) -> di
         "mechanism": MECHANISM,
         "phases": [_phase(history, index) for index in sorted(history.phase_names)],
         "segments": [segment.__dict__ for segment in history.segments],
+        "tuned_on_private_data": tunings,
         "known_deviations": DEVIATIONS + deviations,
         **added,
         "ledger": {"length": len(entries), "head": entries[-1].hash},

@@ -43,6 +43,26 @@ class Tuning:
         return Tuning(value["mean"], math.inf if shape == "poisson" else float(shape), bool(value.get("fixed", False)))
 
 
+@dataclass(frozen=True)
+class Declared:
+    """What somebody says was chosen by the outputs of private runs; charged if the number of runs is known."""
+
+    statement: str
+    tuning: Tuning | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.statement, str) and self.statement):
+            raise AccountingError("a declaration of tuning says in words what was tried and what was chosen by")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"statement": self.statement, "runs": self.tuning.as_dict() if self.tuning else None}
+
+    @staticmethod
+    def from_dict(value: dict[str, Any]) -> Declared:
+        runs = value["runs"]
+        return Declared(value["statement"], None if runs is None else Tuning.from_dict(runs))
+
+
 def tuned_epsilon(events: Sequence[Event], delta: float, tuning: Tuning) -> float:
     """Of publishing the best of the runs, each of which is `events`."""
     merged = merge(events)

@@ -169,9 +169,12 @@ class Tuning(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Tuning:
-        if self.mean is not None:
-            accounted_tuning.Tuning.from_dict(self.model_dump())  # raises a ValueError that says why
+        self.declared()  # raises a ValueError that says why
         return self
+
+    def declared(self) -> accounted_tuning.Declared:
+        runs = accounted_tuning.Tuning.from_dict(self.model_dump()) if self.mean is not None else None
+        return accounted_tuning.Declared(self.statement, runs)
 
 
 class Run(Section):

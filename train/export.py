@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from accounting.certificate import CertificateError, verify
+from accounting.certificate import write as write_certificate
 from train.checkpoint import CheckpointError, Checkpoints, Loaded
 from train.run_dir import RunDir
 
@@ -35,7 +36,8 @@ def export(root: Path, out: Path) -> list[Path]:
     loaded = Checkpoints.newest(run_dir.checkpoints)
     if loaded is None:
         raise ExportError(f"{root} has no checkpoint")
-    _belongs(loaded, json.loads((root / "certificate.json").read_text()))
+    document = json.loads((root / "certificate.json").read_text(encoding="utf-8"))
+    _belongs(loaded, document)
     out.mkdir(parents=True, exist_ok=True)
     try:
         save_file(loaded.weights(), str(out / "model.safetensors"), metadata={"format": "pt"})
@@ -45,9 +47,9 @@ def export(root: Path, out: Path) -> list[Path]:
             "objective": loaded.manifest["objective"],
         }
         (out / "export.json").write_text(json.dumps({**shape, "shapes": loaded.manifest["shapes"]}, indent=2) + "\n")
-        for name in ("certificate.json", "certificate.md", "certificate.html", "ledger.jsonl"):
-            if (root / name).is_file():
-                shutil.copyfile(root / name, out / name)
+        shutil.copyfile(root / "ledger.jsonl", out / "ledger.jsonl")
+        # The pages are made anew from the document that was verified: a copy could have been edited.
+        write_certificate(document, out)
         if verdict.objection:
             (out / NOT_PRIVATE).write_text(verdict.objection + "\n")
         _holds_no_key(run_dir.key, out)

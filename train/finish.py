@@ -47,7 +47,6 @@ def finish(
     run_dir.evaluation.write_text(json.dumps(samples) + "\n")
     identity = json.dumps(config.model_dump(by_alias=True), sort_keys=True).encode()
     extra: dict[str, Any] = {
-        "tuned_on_private_data": _tuning(config),
         "known_deviations": DEVIATIONS,
         "siblings": [
             other
@@ -69,13 +68,6 @@ def finish(
     board.say(certificate.markdown(document).partition("## What this means")[0])
     for text in outcomes(config, read_curves(run_dir)):
         board.say(text)
-
-
-def _tuning(config: Config) -> str | dict[str, Any]:
-    declared = config.run.tuned_on_private_data
-    if declared is None:
-        return "nothing declared: hyper-parameters come from the config alone"
-    return declared.statement if declared.mean is None else declared.model_dump()
 
 
 def _captions(phases: list[ReadyPhase], latest: Loaded) -> list[dict[str, str]]:

@@ -61,6 +61,8 @@ def run_all(
     try:
         if key is None:
             board.say(f"{name} is finished; writing its certificate and report again")
+            ranks.on_main(lambda: _require_same_run(config, phases, journal))
+            ranks.on_main(lambda: _declare_tuning(config, journal, board))
         else:
             if key.debug:
                 board.say("NOT PRIVATE (debug): the keys come from run.debug_seed")
@@ -71,6 +73,7 @@ def run_all(
             for phase in phases:
                 if phase.private:
                     ranks.on_main(lambda phase=phase: declare(context, phase))
+            ranks.on_main(lambda: _declare_tuning(config, journal, board))
             for phase in phases:
                 loaded = _latest(checkpoints, journal, ranks)
                 if loaded is None or (loaded.position.phase, loaded.position.step) < (
@@ -78,8 +81,8 @@ def run_all(
                     phase.settings.steps,
                 ):
                     train_phase(context, phase, loaded)
-        spent = None
-        state = {"status": "done"}
+        spent = ranks.on_main(lambda: _ended_early(journal)) if key is None else None
+        state = {"status": "done" if spent is None else "budget spent"}
     except BudgetSpent as error:
         spent = error
         state = {"status": "budget spent"}
@@ -113,6 +116,42 @@ def run_all(
     board.close()
     if spent is not None:
         raise spent
+
+
+def _declare_tuning(config: Config, journal: Journal | None, board: Board) -> None:
+    """Before the first step, so that a search whose cost cannot be computed is refused while it costs nothing."""
+    assert journal is not None
+    if config.run.tuned_on_private_data is None:
+        return
+    cost = journal.declare_tuning(config.run.tuned_on_private_data.declared())
+    if cost is not None:
+        board.say(f"chosen among several private runs: ε = {round_up(cost):g} will be claimed for the planned steps")
+
+
+def _require_same_run(config: Config, phases: list[ReadyPhase], journal: Journal | None) -> None:
+    """What is written about a finished run is written from the config that it was trained with."""
+    assert journal is not None
+    history = journal.history
+    for phase in phases:
+        segments = history.segments_of(phase.number)
+        same = phase.number in history.plans or phase.number in history.nonprivate
+        if same and segments:
+            same = segments[-1].config_digest == config.digest(phase.number, phase.contents())
+        if not same:
+            raise LedgerError(
+                f"the run is finished, and phase {phase.name!r} was trained with another config or data; "
+                "give the config that it was trained with, or another run.dir"
+            )
+
+
+def _ended_early(journal: Journal | None) -> BudgetSpent | None:
+    assert journal is not None
+    history = journal.history
+    short = any(
+        plan.steps not in {done.step for done in history.committed if done.phase == phase}
+        for phase, plan in history.plans.items()
+    )
+    return BudgetSpent("the run had ended before its last step, its budget spent") if short else None
 
 
 def _resume_allowed(run_dir: RunDir, mode: str) -> None:

@@ -15,11 +15,13 @@ from accounting import certificate
 from accounting.accountant import AccountingError, Event, epsilon
 from accounting.certificate import CertificateError, compose, html_page, markdown, verify
 from accounting.explain import attack_power, best_guess, explain
-from accounting.tuning import Tuning, tuned_epsilon
+from accounting.tuning import Declared, Tuning, tuned_epsilon
 
 
-def certified(folder: Path, extra: dict | None = None) -> dict:
+def certified(folder: Path, extra: dict | None = None, tuned: Declared | None = None) -> dict:
     journal = whole_run(folder)
+    if tuned is not None:
+        journal.declare_tuning(tuned)
     document = compose(journal.history, journal.ledger.entries, extra or {})
     certificate.write(document, folder)
     journal.ledger.close()
@@ -51,6 +53,8 @@ def test_three_files_and_one_claim(tmp_path: Path) -> None:
         (("ledger", "length"), 2), (("ledger", "length"), 99), (("ledger", "head"), "0" * 64), (("format",), "x"),
         (("claim",), None), (("ledger",), {}), (("phases", 0, "events", 0, "sigma"), 30.0), (("run",), "another"),
         (("claim", "claimed_because"), "trust me"), (("phases", 0, "plan", "clip_norm"), 0.1),
+        (("known_deviations",), ["none"]), (("claim", "method", "tail_mass"), 0.0), (("claim", "method"), None),
+        (("tuned_on_private_data",), ["nothing"]),
     ],
     ids=str,
 )  # fmt: skip
@@ -103,16 +107,41 @@ def test_what_is_not_private_says_so_everywhere(tmp_path: Path) -> None:
 
 
 def test_tuning_is_charged_and_recomputed(tmp_path: Path) -> None:
-    tuned = {"statement": "learning rate, 5 runs on average", "mean": 5.0, "shape": 1.0}
-    document = certified(tmp_path, {"tuned_on_private_data": tuned, "siblings": [{"run": "a", "epsilon": 0.5}, "b"]})
-    cost = document["tuned_on_private_data"]["epsilon"]
+    tuned = Declared("learning rate, 5 runs on average", Tuning(5.0))
+    document = certified(tmp_path, {"siblings": [{"run": "a", "epsilon": 0.5}, "b"]}, tuned)
+    cost = document["tuned_on_private_data"][0]["epsilon"]
     assert document["claim"]["epsilon_claimed"] >= cost > document["claim"]["epsilon"]
-    assert "run: a" in markdown(document)
+    assert "run: a" in markdown(document) and "charged in the claim" in markdown(document)
     verify(tmp_path)
-    document["tuned_on_private_data"]["mean"] = 2.0
-    (tmp_path / "certificate.json").write_text(json.dumps(document))
-    with pytest.raises(CertificateError):
+    without = json.loads(json.dumps(document))
+    without["tuned_on_private_data"] = []
+    without["claim"]["epsilon_claimed"] = document["claim"]["epsilon_rounded_up"]
+    document["tuned_on_private_data"][0]["runs"]["mean"] = 2.0
+    for edited in (without, document):
+        (tmp_path / "certificate.json").write_text(json.dumps(edited))
+        with pytest.raises(CertificateError):
+            verify(tmp_path)
+
+
+def test_tuning_once_declared_stays_declared_and_is_priced_before_the_first_step(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    planned = epsilon([Event(1.0, 20.0, PLAN.steps)], PLAN.delta)
+    cost = journal.declare_tuning(Declared("batch sizes", Tuning(3, fixed=True)))
+    assert cost is not None and cost == epsilon([Event(1.0, 20.0, 3 * PLAN.steps)], PLAN.delta) > planned
+    assert journal.declare_tuning(Declared("a look at the loss")) is None
+    length = journal.ledger.length
+    journal.declare_tuning(Declared("a look at the loss"))
+    assert journal.ledger.length == length
+    train(journal, range(1, PLAN.steps + 1))
+    journal.finish()
+    certificate.write(compose(journal.history, journal.ledger.entries, {}), tmp_path)
+    verify(tmp_path)
+    journal.declare_tuning(Declared("one more, found later", Tuning(9, fixed=True)))
+    with pytest.raises(CertificateError, match="no longer covers"):
         verify(tmp_path)
+    later = compose(journal.history, journal.ledger.entries, {})
+    assert [each["statement"] for each in later["tuned_on_private_data"]][-1] == "one more, found later"
+    assert later["claim"]["epsilon_claimed"] > cost
 
 
 def test_repeat_and_select_lies_between_one_run_and_all_of_them() -> None:
