@@ -1,0 +1,141 @@
+"""prepare.py demo: captioned shapes that play the private set, a public held-out set, textures and a tokenizer.
+
+`DIR/private`, `DIR/held_out` (captioned and labelled) and `DIR/textures` (no captions) appear complete or not at
+all; one that is already complete is left alone. All of it is drawn, so all of it is public by construction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.progress import Progress
+
+if TYPE_CHECKING:
+    from data.synthetic import Sample
+
+ROOT = Path(__file__).resolve().parents[1]
+_RECEIPT = "prepared.json"
+_PER_SHARD = 1000
+# Apart, so that no picture of one set occurs in another.
+_SEEDS = {"private": 101, "held_out": 202, "textures": 303}
+
+
+def declare(commands: Any) -> None:
+    demo = commands.add_parser("demo", help="draw the demo data set (public by construction)", description=__doc__,
+                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--out", type=Path, default=ROOT / "demo_data", help="default: demo_data in the repository")
+    demo.add_argument("--private", type=int, default=20_000, help="captioned records of the training set")
+    demo.add_argument("--held-out", type=int, default=2_000, help="captioned and labelled public records")
+    demo.add_argument("--textures", type=int, default=10_000, help="public textures for the warm start")
+    demo.add_argument("--size", type=int, default=32, help="side of the square pictures, in pixels")
+    demo.add_argument("--force", action="store_true", help="replace folders made with other settings")
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from data.shapes import GRAMMAR_WORDS
+    from data.synthetic import VERSION, shape_samples, texture_samples
+    from data.text import word_tokenizer
+
+    counts = {"private": arguments.private, "held_out": arguments.held_out, "textures": arguments.textures}
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {count}: at least 1 record is needed")
+    side = arguments.size
+    if not 8 <= side <= 1024:
+        raise ValueError(f"--size {side}: choose 8 to 1024 pixels")
+    out: Path = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    samples: dict[str, Callable[[], Iterable[Sample]]] = {
+        "private": lambda: shape_samples(_SEEDS["private"], counts["private"], side),
+        "held_out": lambda: shape_samples(_SEEDS["held_out"], counts["held_out"], side, labels=True),
+        "textures": lambda: texture_samples(_SEEDS["textures"], counts["textures"], side),
+    }
+    with (out / ".prepare.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{out}: another prepare.py is writing here; wait until it is done") from None
+        for name, make in samples.items():
+            request = {"generator": VERSION, "seed": _SEEDS[name], "records": counts[name], "size": side}
+            _folder(out / name, request, make, force=arguments.force)
+        word_tokenizer(GRAMMAR_WORDS, out / "tokenizer.json")
+    print(f"ready: {out}")
+    print("next:  deepspeed launch/train.py --config ds_configs/demo.json")
+    return 0
+
+
+def _folder(target: Path, request: dict[str, Any], make: Callable[[], Iterable[Sample]], *, force: bool) -> None:
+    """Write one data set to a hidden folder, index it, then rename: a kill leaves nothing half-written."""
+    from data.index import build
+    from data.synthetic import write_shards
+
+    found = _receipt(target)
+    if found == request and _intact(target, request["records"]):
+        print(f"{target.name}: {request['records']} records are there already")
+        return
+    if target.exists() and not force:
+        raise ValueError(f"{target}: holds other or damaged data; replace it with --force or use another --out")
+    if target.exists() and found is None:
+        raise ValueError(f"{target}: not made by prepare.py, so --force leaves it alone; use another --out")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    started = time.monotonic()
+    write_shards(partial, _counted(make(), request["records"], target.name), _PER_SHARD)
+    build(partial)
+    (partial / _RECEIPT).write_text(json.dumps(request, indent=1) + "\n")
+    _durable(partial)
+    if target.exists():
+        replaced = target.with_name(f".{target.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+        partial.rename(target)
+        shutil.rmtree(replaced)
+    else:
+        partial.rename(target)
+    print(f"{target.name}: {request['records']} records in {time.monotonic() - started:.1f} s")
+
+
+def _receipt(folder: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((folder / _RECEIPT).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _intact(folder: Path, records: int) -> bool:
+    from data.index import ShardError, ShardIndex
+
+    try:
+        index = ShardIndex.open(folder)
+        index.check_unchanged(contents=True)
+    except ShardError:
+        return False
+    return index.records == records
+
+
+def _durable(folder: Path) -> None:
+    for path in [*folder.glob("*.tar"), folder / _RECEIPT, folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _counted(samples: Iterable[Sample], total: int, what: str) -> Iterator[Sample]:
+    show = Progress(what, "records")
+    show(0, total)
+    for number, sample in enumerate(samples, start=1):
+        yield sample
+        if number % _PER_SHARD == 0 or number == total:
+            show(number, total)
