@@ -1,0 +1,190 @@
+"""Shards behind a URL: HTTP(S), S3, Google and Azure stores, read by byte range through obstore.
+
+Credentials and endpoints come from the stores' usual environment variables (AWS_REGION, AWS_ENDPOINT_URL,
+AWS_SKIP_SIGNATURE for public buckets ...). Every answer tells the size, and mostly the ETag, of the whole
+object; an object that is not the indexed one stops the run, because its records are other people's.
+Nothing is tried again here: `data.shards` owns patience, so that each failure is treated alike.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from os import PathLike
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import from_url
+
+from data.patience import Patience, patiently
+from data.tar import ShardError
+
+TIMEOUT_SECONDS = 30.0
+SCHEMES = ("http", "https", "s3", "gs", "az", "azure", "abfs", "abfss")
+_STREAM_CHUNK = 8 << 20
+_STREAM_AHEAD = 4
+_NO_RETRY: Any = {"max_retries": 0, "retry_timeout": timedelta(0)}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which object a URL stood for when it was indexed; `etag` is None where the server tells none."""
+
+    size: int
+    etag: str | None = None
+
+    def same(self, other: Identity) -> bool:
+        return self.size == other.size and (None in (self.etag, other.etag) or self.etag == other.etag)
+
+
+def is_url(where: str | PathLike[str]) -> bool:
+    return isinstance(where, str) and where.partition("://")[0] in SCHEMES and "://" in where
+
+
+class Stores:
+    """One client, with its pool of connections, per host or bucket. Safe to call from several threads."""
+
+    def __init__(self, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        self._timeout = timeout_seconds
+        self._stores: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def fetch(self, url: str, start: int, end: int) -> tuple[bytes, Identity]:
+        """Bytes [start, end) and what they are part of; OSError for whatever could go better next time."""
+        store, path = self._store(url)
+        try:
+            answer = obstore.get(store, path, options={"range": (start, end)})
+            meta = answer.meta
+            return bytes(answer.bytes()), Identity(meta["size"], meta["e_tag"])
+        except (BaseError, OSError, ValueError) as error:
+            raise OSError(f"{_reason(error)} from the server, after at most {self._timeout:g} s") from error
+
+    def identify(self, url: str) -> Identity:
+        store, path = self._store(url)
+        try:
+            meta = obstore.head(store, path)
+            return Identity(meta["size"], meta["e_tag"])
+        except (BaseError, OSError, ValueError) as error:
+            raise OSError(f"{_reason(error)} from the server, after at most {self._timeout:g} s") from error
+
+    def _store(self, url: str) -> tuple[Any, str]:
+        parts = urlsplit(url)
+        if parts.scheme not in SCHEMES:
+            raise ShardError(f"{url}: {parts.scheme}:// is not read; use one of {', '.join(SCHEMES)}")
+        if parts.query or parts.fragment:
+            raise ShardError(f"{parts.scheme}://{parts.netloc}{parts.path}: a URL of a shard has no ? or #; drop it")
+        root = f"{parts.scheme}://{parts.netloc}"
+        with self._lock:
+            if root not in self._stores:
+                options: Any = {
+                    "timeout": timedelta(seconds=self._timeout),
+                    "connect_timeout": timedelta(seconds=min(5.0, self._timeout)),
+                    "allow_http": True,  # a cluster's own store often has no TLS; https:// stays https
+                }
+                try:
+                    self._stores[root] = from_url(root, client_options=options, retry_config=_NO_RETRY)
+                except (BaseError, ValueError) as error:
+                    raise ShardError(f"{root}: cannot be used as a store ({_reason(error)}); check the URL") from error
+        path = parts.path.lstrip("/")
+        return self._stores[root], unquote(path) if parts.scheme.startswith("http") else path
+
+
+def _reason(error: Exception) -> str:
+    """The first line alone: the rest is debug text with addresses, and this reaches the console."""
+    text = str(error).partition("\n")[0]
+    return text.rpartition(" - ")[2].strip(" :")[:120] or type(error).__name__
+
+
+class RemoteRanges:
+    """A RangeSource over URLs. `expected` says which object each URL was when the index was made."""
+
+    def __init__(self, expected: Mapping[str, Identity], timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        self._expected = expected
+        self._stores = Stores(timeout_seconds)
+
+    def read(self, where: str | PathLike[str], start: int, end: int) -> bytes:
+        url = str(where)
+        raw, found = self._stores.fetch(url, start, end)
+        known = self._expected.get(url)
+        if known is not None and not known.same(found):
+            raise ChangedShardError(
+                f"{url}: changed since it was indexed ({found.size} bytes, ETag {found.etag}; indexed with "
+                f"{known.size} bytes, ETag {known.etag}); restore it or run launch/prepare.py index"
+            )
+        return raw
+
+    def forget(self, where: str | PathLike[str]) -> None:
+        """Nothing is kept per shard."""
+
+
+class ChangedShardError(ShardError):
+    """Not the shard that was indexed. Trying again cannot help."""
+
+
+class ShardStream:
+    """One remote shard from its first byte to its last, each fetched once, some chunks ahead of the reader."""
+
+    def __init__(self, url: str, identity: Identity, fetch: Callable[[int, int], bytes], pool: ThreadPoolExecutor):
+        self.url, self.size, self.etag = url, identity.size, identity.etag
+        self._fetch, self._pool = fetch, pool
+        self._next = 0
+        self._waiting: list[Future[bytes]] = []
+        self._have = memoryview(b"")
+
+    def read(self, count: int = -1) -> bytes:
+        """Up to `count` bytes, all that are left for -1; empty at the end, as files do it."""
+        if count < 0:
+            return b"".join(iter(lambda: self.read(_STREAM_CHUNK), b""))
+        if not self._have:
+            self._refill()
+        part, self._have = bytes(self._have[:count]), self._have[count:]
+        return part
+
+    def _refill(self) -> None:
+        while self._next < self.size and len(self._waiting) < _STREAM_AHEAD:
+            end = min(self.size, self._next + _STREAM_CHUNK)
+            self._waiting.append(self._pool.submit(self._fetch, self._next, end))
+            self._next = end
+        if self._waiting:
+            self._have = memoryview(self._waiting.pop(0).result())
+
+
+@contextmanager
+def open_shard(
+    url: str, *, timeout_seconds: float = TIMEOUT_SECONDS, patience: Patience | None = None
+) -> Iterator[ShardStream]:
+    """`with open_shard(url) as stream`: `.size`, `.etag`, `.read(n)`. ShardError once patience is at its end."""
+    patience = patience or Patience()
+    stores = Stores(timeout_seconds)
+    mend = "check the URL and the access to it"
+
+    def asked(act: Callable[[], Any]) -> Any:
+        try:
+            return patiently(act, patience)
+        except OSError as error:
+            raise ShardError(f"{url}: cannot be read ({error}); {mend}") from error
+
+    identity = asked(lambda: stores.identify(url))
+
+    def fetch(start: int, end: int) -> bytes:
+        def once() -> bytes:
+            raw, found = stores.fetch(url, start, end)
+            if not identity.same(found):
+                raise ChangedShardError(f"{url}: changed while it was read; wait until its writer is done")
+            if len(raw) != end - start:
+                raise OSError(f"{len(raw)} bytes came in the place of {end - start}")
+            return raw
+
+        return asked(once)
+
+    pool = ThreadPoolExecutor(_STREAM_AHEAD, thread_name_prefix="stream")
+    try:
+        yield ShardStream(url, identity, fetch, pool)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
