@@ -17,7 +17,7 @@ import torch
 
 from data.augment import KINDS, Kind, augment, mask_noise
 from data.decode import BadRecord, decode
-from data.index import ShardIndex
+from data.index import RecordIndex
 from data.shards import RangeSource, ShardReader
 from data.text import TextEncoder
 
@@ -91,7 +91,7 @@ class BatchReader:
 
     def __init__(
         self,
-        index: ShardIndex,
+        index: RecordIndex,
         spec: DataSpec,
         text: TextEncoder | None = None,
         augment_key: bytes = b"",

@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 import numpy as np
 
-from data.tar import ShardError, split_name, walk
+from data.tar import ShardError, parse, split_name, walk
 
 FORMAT = 1
 OFFSETS, MANIFEST, FOLDER = "offsets.npy", "manifest.json", "index"
@@ -212,6 +212,30 @@ def _atomic(path: Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
 
 
+Place = Path | str  # of a shard or a file: a path, or a URL as it is written
+
+
+class RecordIndex(Protocol):
+    """What reading, sampling and training need of an index, whatever its records are made of."""
+
+    folder: Path
+    shards: Sequence[Shard]
+    records: int
+
+    @property
+    def manifest_digest(self) -> str: ...
+
+    def locate(self, record: int) -> tuple[Place, int, int]:
+        """Where one record lies: place, first byte, end."""
+        ...
+
+    def members(self, record: int, raw: bytes) -> dict[str, bytes]:
+        """The bytes that lie there, taken apart by lower-case suffix; ShardError where they are no such record."""
+        ...
+
+    def check_unchanged(self, *, contents: bool = False) -> None: ...
+
+
 class ShardIndex:
     """An opened index: how many records there are, and where each one lies."""
 
@@ -269,6 +293,9 @@ class ShardIndex:
         # Every shard stores one number more than it has records.
         at = int(record) + shard
         return self._paths[shard], int(self._offsets[at]), int(self._offsets[at + 1])
+
+    def members(self, record: int, raw: bytes) -> dict[str, bytes]:
+        return parse(raw, str(self.locate(record)[0]))
 
     def check_unchanged(self, *, contents: bool = False) -> None:
         """Sizes on disk are those of the manifest; with `contents` the hashes too (reads everything)."""

@@ -10,11 +10,10 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from pathlib import Path
 from typing import Protocol
 
-from data.index import ShardIndex
-from data.tar import ShardError, split_name, walk
+from data.index import Place, RecordIndex
+from data.tar import ShardError
 
 _TRIES = 3
 _OPEN_FILES = 256  # well under the usual limit of 1,024 descriptors per process
@@ -23,9 +22,9 @@ _OPEN_FILES = 256  # well under the usual limit of 1,024 descriptors per process
 class RangeSource(Protocol):
     """Where bytes come from; raises OSError when they do not. A short answer is the caller's to notice."""
 
-    def read(self, path: Path, start: int, end: int) -> bytes: ...
+    def read(self, path: Place, start: int, end: int) -> bytes: ...
 
-    def forget(self, path: Path) -> None:
+    def forget(self, path: Place) -> None:
         """Drop what is cached about `path` before it is tried again."""
         ...
 
@@ -33,7 +32,7 @@ class RangeSource(Protocol):
 class _Handle:
     """A descriptor that closes with its last user, so that eviction cannot pull it from under a reader."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         # Records lie far apart: read-ahead would fetch megabytes that nobody asked for.
         if hasattr(os, "posix_fadvise"):
@@ -48,10 +47,10 @@ class LocalFiles:
     """`pread` on a bounded set of open files; safe to call from several threads."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[Path, _Handle] = OrderedDict()
+        self._open: OrderedDict[Place, _Handle] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, path: Path, start: int, end: int) -> bytes:
+    def read(self, path: Place, start: int, end: int) -> bytes:
         with self._lock:
             handle = self._open.pop(path, None) or _Handle(path)
             self._open[path] = handle
@@ -59,7 +58,7 @@ class LocalFiles:
                 self._open.popitem(last=False)
         return os.pread(handle.fd, end - start, start)
 
-    def forget(self, path: Path) -> None:
+    def forget(self, path: Place) -> None:
         with self._lock:
             self._open.pop(path, None)
 
@@ -67,7 +66,7 @@ class LocalFiles:
 class ShardReader:
     """`read(id)` -> the members of one record, by lower-case suffix."""
 
-    def __init__(self, index: ShardIndex, source: RangeSource | None = None, *, pause: float = 0.2) -> None:
+    def __init__(self, index: RecordIndex, source: RangeSource | None = None, *, pause: float = 0.2) -> None:
         self.index = index
         self._source: RangeSource = source if source is not None else LocalFiles()
         self._pause = pause
@@ -83,7 +82,7 @@ class ShardReader:
                 raw = self._source.read(path, start, end)
                 if len(raw) == end - start:
                     # Damaged headers are tried again too: a page torn in transit looks just like that.
-                    return parse(raw, what)
+                    return self.index.members(record, raw)
                 problem = ShardError(f"{what}: {len(raw)} bytes came; the shard was cut, restore it")
             except OSError as error:
                 problem = ShardError(f"{what}: cannot be read ({error.strerror or error}); restore access and resume")
@@ -92,17 +91,3 @@ class ShardReader:
             self._source.forget(path)
         assert problem is not None
         raise problem
-
-
-def parse(raw: bytes, what: str) -> dict[str, bytes]:
-    """The members of one record; refuses bytes that are not exactly one record (a stale index)."""
-    members: dict[str, bytes] = {}
-    keys: set[str] = set()
-    for member in walk(lambda offset, count: raw[offset : offset + count], len(raw), what, whole=False):
-        parts = split_name(member.name)
-        if parts is not None:
-            keys.add(parts[0])
-            members[parts[1]] = raw[member.data : member.data + member.size]
-    if len(keys) != 1:
-        raise ShardError(f"{what}: holds {len(keys)} keys, not one; the index is stale, run launch/prepare.py index")
-    return members

@@ -10,7 +10,7 @@ Names are split into key and suffix exactly as webdataset does it, so that a rec
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 BLOCK = 512
@@ -21,6 +21,9 @@ _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
 _META = re.compile(r"__[^/]*__($|/)")
 _REGULAR = (b"\0", b"0", b"7")
 _EMPTY = (b"3", b"4", b"5")  # devices and directories: no content, and webdataset does not read them either
+
+
+Read = Callable[[int, int], bytes]
 
 
 class ShardError(ValueError):
@@ -44,11 +47,11 @@ def split_name(name: str) -> tuple[str, str] | None:
     return (match.group(1), match.group(2).lower()) if match else None
 
 
-def walk(read: Callable[[int, int], bytes], size: int, what: str, *, whole: bool) -> Iterator[Member]:
-    """Regular members of the `size` bytes behind `read(offset, count)`.
+def walk(read: Read, size: int, what: str, *, whole: bool) -> Generator[Member, None, int]:
+    """Regular members of the `size` bytes behind `read(offset, count)`; returns where the last block of them ends.
 
     With `whole` the bytes are an archive and must close with an end marker; without, they are a record cut
-    out of one and must end exactly on its last block.
+    out of one and must end exactly on its last block. Offsets never go down, so a stream will do.
     """
     at, start = 0, 0
     extended: dict[str, str] = {}
@@ -75,6 +78,8 @@ def walk(read: Callable[[int, int], bytes], size: int, what: str, *, whole: bool
         elif kind == b"g":
             if "path" in (shared := _pax(read(data, length), at, what)) or "size" in shared:
                 raise ShardError(f"{what}: a global header at byte {at} renames members; write the shard anew")
+            # It belongs to the archive, not to the member after it: tarfile, and so Energon, counts it like that.
+            start = start if pending else end
         elif kind != b"K":
             if kind in _REGULAR:
                 yield Member(extended.get("path") or long_name or _ustar_name(header), start, data, length, end)
@@ -88,9 +93,24 @@ def walk(read: Callable[[int, int], bytes], size: int, what: str, *, whole: bool
         _check_end(read, at, size, what)
     elif at != size:
         raise ShardError(f"{what}: zeros where a header belongs, at byte {at} of {size}")
+    return at
 
 
-def _check_end(read: Callable[[int, int], bytes], at: int, size: int, what: str) -> None:
+def parse(raw: bytes, what: str) -> dict[str, bytes]:
+    """The members of one record by suffix; refuses bytes that are not exactly one record (a stale index)."""
+    members: dict[str, bytes] = {}
+    keys: set[str] = set()
+    for member in walk(lambda offset, count: raw[offset : offset + count], len(raw), what, whole=False):
+        parts = split_name(member.name)
+        if parts is not None:
+            keys.add(parts[0])
+            members[parts[1]] = raw[member.data : member.data + member.size]
+    if len(keys) != 1:
+        raise ShardError(f"{what}: holds {len(keys)} keys, not one; the index is stale, run launch/prepare.py index")
+    return members
+
+
+def _check_end(read: Read, at: int, size: int, what: str) -> None:
     if size - at < 2 * BLOCK:
         raise ShardError(f"{what}: no end marker (two zero blocks); the file was cut off, fetch it again")
     if size - at > LONGEST_END:

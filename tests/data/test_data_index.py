@@ -13,7 +13,8 @@ import pytest
 import webdataset
 
 from data.index import ShardError, ShardIndex, build, expand
-from data.shards import ShardReader, parse
+from data.shards import ShardReader
+from data.tar import parse
 
 LONG = "folder/" + "k" * 300
 
