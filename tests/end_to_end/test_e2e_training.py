@@ -170,6 +170,26 @@ def test_a_finished_run_says_so_and_changes_nothing(finished: tuple[Path, str]) 
 
 
 @pytest.mark.slow
+def test_a_finished_run_is_certified_with_its_own_config_only_and_later_declared_tuning_is_charged(
+    launch: Make,
+) -> None:
+    job, run_dir = launch("closed", launcher="python")
+    assert job.run()[0] == 0
+    job.arguments = ["--set", "phases.1.schedule.peak=1e-5"]
+    code, output = job.run()
+    assert code == 5 and "trained with another config" in output, output
+    tuning = '{"statement": "three learning rates", "mean": 3, "fixed": true}'
+    job.arguments = ["--set", f"run.tuned_on_private_data={tuning}"]
+    code, output = job.run()
+    assert code == 0 and "will be claimed for the planned steps" in output, output
+    job.arguments = []
+    assert job.run()[0] == 0
+    certificate = json.loads((run_dir / "certificate.json").read_text())
+    assert certificate["tuned_on_private_data"][0]["statement"] == "three learning rates"
+    assert certificate["claim"]["epsilon_claimed"] > certificate["claim"]["epsilon_rounded_up"]
+
+
+@pytest.mark.slow
 def test_resume_on_one_process_gives_the_same_batches_noise_and_nearly_the_same_weights(
     finished: tuple[Path, str], launch: Make
 ) -> None:
@@ -235,12 +255,14 @@ def test_export_takes_weights_and_certificate_and_never_the_key(finished: tuple[
     shutil.copytree(finished[0], run_dir)
     out = tmp_path / "out"
     script = [sys.executable, str(ROOT / "launch" / "export.py"), str(run_dir)]
+    (run_dir / "certificate.md").write_text("(0.001, 0)-differential privacy")  # pages are not what is verified
     done = subprocess.run([*script, str(out)], capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     assert (out / "NOT_PRIVATE.txt").read_text().startswith("NOT PRIVATE (debug)")
     exported = load_file(out / "model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in final_weights(run_dir).items())
     assert account("verify", str(out)).returncode == 0, "an export carries what its claim needs"
+    assert "(0.001, 0)" not in (out / "certificate.md").read_text()
 
     # A key that occurs anywhere in what would leave: nothing may be written.
     (run_dir / "secret" / "run.key").write_bytes((out / "model.safetensors").read_bytes()[-32:])
@@ -288,6 +310,7 @@ def test_the_budget_ends_a_run_before_it_is_passed(launch: Make) -> None:
     assert json.loads((run_dir / "run_state.json").read_text())["status"] == "budget spent"
     verdict = json.loads(account("verify", str(run_dir), "--json").stdout)
     assert verdict["epsilon"] <= 0.25 and verdict["committed"] == len(done)
+    assert job.run()[0] == 3, "the same command says the same again"
 
 
 @pytest.mark.slow
