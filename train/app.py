@@ -89,7 +89,7 @@ def _guarded(act: Callable[[], None], main_rank: bool) -> int:
     from accounting.ledger import LedgerError
     from data.tar import ShardError
     from train.checkpoint import CheckpointError
-    from train.clip import ClipError
+    from train.clip_rule import ClipError
     from train.gradient import UpdateError
     from train.ranks import Disagreement
     from train.self_test import SelfTestError

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from data.batches import EMPTY, BatchReader, MicroBatch, slots
-from train.clip import ClipEngine, ClippedSum
+from train.clip import ClipEngine, Clipped, clipped_totals
 from train.noise import NoiseMechanism
 from train.ranks import Ranks
+from train.sums import GradientSums
 
 CANARY = "canary"
 ORDINARY, SILENT = -1, -2  # a real record; one that is present and contributes nothing
@@ -75,30 +76,36 @@ class CanaryClip:
     def prepare(self, model: nn.Module) -> None:
         self.inner.prepare(model)
 
-    def clipped_sum(self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor) -> ClippedSum:
+    def add_clipped(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
+    ) -> Clipped:
         self.inner.rule = self.rule  # the self-test tries other bounds, and they must reach the engine that clips
         if CANARY not in inputs:
-            return self.inner.clipped_sum(model, inputs, present)
+            return self.inner.add_clipped(model, inputs, present, sums)
         which = inputs[CANARY]
-        found = self._records(model, inputs, present & (which == ORDINARY))
+        totals, found = self._records(model, inputs, present & (which == ORDINARY))
         hits = which[present & (which >= 0)].cpu().numpy()
         for parameter, name in enumerate(self.coordinates.names):
-            total = found.gradients[name].view(-1)
-            here, offsets = self.coordinates.within(parameter, range(len(total)))
-            if here.start == here.stop:
-                continue
-            self.known[here] += total[torch.from_numpy(offsets).to(total.device)].double().cpu().numpy()
-            mine = offsets[hits[(hits >= here.start) & (hits < here.stop)] - here.start]
-            total.index_add_(0, torch.from_numpy(mine).to(total.device), total.new_full((len(mine),), self.rule.bound))
+            self._add_canaries(parameter, totals[name].view(-1), hits)
+            sums.add(name, totals[name])
         return found
 
-    def _records(self, model: nn.Module, inputs: Mapping[str, Tensor], real: Tensor) -> ClippedSum:
+    def _add_canaries(self, parameter: int, total: Tensor, hits: np.ndarray) -> None:
+        here, offsets = self.coordinates.within(parameter, range(len(total)))
+        if here.start == here.stop:
+            return
+        self.known[here] += total[torch.from_numpy(offsets).to(total.device)].double().cpu().numpy()
+        mine = offsets[hits[(hits >= here.start) & (hits < here.stop)] - here.start]
+        total.index_add_(0, torch.from_numpy(mine).to(total.device), total.new_full((len(mine),), self.rule.bound))
+
+    def _records(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], real: Tensor
+    ) -> tuple[dict[str, Tensor], Clipped]:
         if bool(real.any()):
-            found = self.inner.clipped_sum(model, {k: v for k, v in inputs.items() if k != CANARY}, real)
-            return replace(found, gradients={name: sum_.contiguous() for name, sum_ in found.gradients.items()})
+            return clipped_totals(self.inner, model, {k: v for k, v in inputs.items() if k != CANARY}, real)
         nothing = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
         zeros = torch.zeros(len(real), device=real.device)
-        return ClippedSum(nothing, self.rule.sensitivity, zeros.double(), zeros, zeros)
+        return nothing, Clipped(zeros, zeros.double(), zeros, self.rule.sensitivity)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Literal
 from accounting.audit_bound import CONFIDENCE, numbers_of_guesses
 from accounting.plan import PrivacyPlan
 from model.build import build
-from train.clip import ClipRule
+from train.clip_rule import ClipRule
 from train.config import Config, Phase
 from train.recipe import ReadyPhase, RecipeError, clip_rule, make_plan, prepare
 

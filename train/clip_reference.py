@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from model.attention import use_fused
-from train.clip import LONGEST_ROW, ClipError, ClippedSum, ClipRule
+from train.clip import Clipped
+from train.clip_rule import LONGEST_ROW, ClipError, ClipRule
+from train.sums import GradientSums
 
 # Outside these, squares may overflow or vanish in fp32 and the norm is taken again in fp64.
 SMALLEST, LARGEST = 1e-12, 1e12
@@ -33,7 +35,9 @@ class ReferenceClip:
                 "use a smaller vocabulary or width"
             )
 
-    def clipped_sum(self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor) -> ClippedSum:
+    def add_clipped(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
+    ) -> Clipped:
         trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         fixed = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
         buffers = dict(model.named_buffers())
@@ -52,8 +56,9 @@ class ReferenceClip:
             if bool(broken.any()):
                 for gradient in per_record.values():
                     gradient[broken] = 0.0
-            sums = {name: torch.tensordot(factors, gradient, dims=1) for name, gradient in per_record.items()}
-        return ClippedSum(sums, self.rule.sensitivity, norms, losses, factors)
+            for name, gradient in per_record.items():
+                sums.add(name, torch.tensordot(factors, gradient, dims=1))
+        return Clipped(losses, norms, factors, self.rule.sensitivity)
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:

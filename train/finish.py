@@ -20,7 +20,7 @@ from model.build import build
 from model.captioner import Captioner
 from train.board import Board
 from train.checkpoint import Loaded
-from train.clip import MOST_ALLOWANCE
+from train.clip_rule import MOST_ALLOWANCE
 from train.config import Config
 from train.recipe import ReadyPhase
 from train.report import outcomes, read_curves, write_report

@@ -15,7 +15,7 @@ from data.batches import BatchReader, MicroBatch, iterate, slots
 from data.text import TextEncoder
 from evaluation.text import CaptionModel
 from evaluation.zero_shot import zero_shot
-from train.clip import ClipEngine
+from train.clip import ClipEngine, clipped_totals
 from train.config import ZeroShot
 from train.engine import ShardedEngine
 from train.ranks import Ranks
@@ -85,7 +85,8 @@ class PublicEvaluator:
         sums: dict[str, torch.Tensor] = {}
         for batch in self._batches(records):
             inputs = self._model_inputs(batch)
-            for name, gradient in clip.clipped_sum(self.engine.model, inputs, batch.present).gradients.items():
+            totals, _ = clipped_totals(clip, self.engine.model, inputs, batch.present)
+            for name, gradient in totals.items():
                 sums[name] = sums.get(name, torch.zeros_like(gradient)) + gradient
         squares = 0.0
         for gradient in sums.values():

@@ -16,7 +16,7 @@ from data.index import ShardIndex
 from data.tar import ShardError
 from data.text import TextEncoder
 from model.settings import SettingsError, Shape
-from train.clip import ClipError, ClipRule
+from train.clip_rule import ClipError, ClipRule
 from train.config import Config, Phase, Privacy, ShardData
 
 MOST_RECORD_DRIFT = 0.01

@@ -19,7 +19,7 @@ from torch import Tensor
 from data.batches import MicroBatch
 from model.safety import CouplingError, coupling_probe, refuse_coupling
 from model.settings import Shape
-from train.clip import ClipEngine
+from train.clip import ClipEngine, clipped_totals
 from train.engine import ShardedEngine
 from train.gradient import NoisyUpdate, PlainUpdate, UpdateError
 from train.noise import NoiseMechanism
@@ -125,7 +125,7 @@ def _clipping_binds(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch) 
     alone[0] = True
 
     def size() -> float:
-        return _norm(clip.clipped_sum(engine.model, batch.inputs, alone).gradients.values())
+        return _norm(clipped_totals(clip, engine.model, batch.inputs, alone)[0].values())
 
     try:
         clip.rule = replace(rule, kind="flat", bound=1e30)
@@ -143,12 +143,12 @@ def _hostile(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch) -> floa
     """How far one hostile record moves the sum of its micro-batch, in units of C."""
     without = batch.present.clone()
     without[0] = False
-    base = clip.clipped_sum(engine.model, batch.inputs, without).gradients
+    base, _ = clipped_totals(clip, engine.model, batch.inputs, without)
     largest = 0.0
     for name, value in HOSTILE.items():
         images = batch.inputs["images"].clone()
         images[0] = images[0] * value
-        moved = clip.clipped_sum(engine.model, {**batch.inputs, "images": images}, batch.present).gradients
+        moved, _ = clipped_totals(clip, engine.model, {**batch.inputs, "images": images}, batch.present)
         distance = _norm(moved[k].double() - base[k].double() for k in base) / clip.rule.sensitivity
         if not distance <= 1.0:
             raise SelfTestError(f"a hostile record ({name}) moved the sum by {distance:.3f}·C; clipping does not hold")
@@ -222,7 +222,7 @@ def _sum_is_the_sum(
     ranks: Ranks,
 ) -> None:  # fmt: skip
     """What the engine reduced over micro-batches and ranks against the clip engine's own sums: no mean, no scale."""
-    own = clip.clipped_sum(engine.model, batch.inputs, batch.present).gradients
+    own, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present)
     expected = {name: ranks.add(times * own[name]).flatten().cpu().double() for name in sorted(own)}
     error = [values.double() - expected[f.name][f.start : f.start + f.length] for f, values in gradients.found]
     parts = ranks.gather(_norm(error) ** 2)

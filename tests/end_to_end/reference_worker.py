@@ -18,8 +18,9 @@ from torch import nn  # noqa: E402
 from data.batches import MicroBatch  # noqa: E402
 from model.build import build  # noqa: E402
 from model.settings import ModelSettings  # noqa: E402
-from train.clip import ClipRule, PrivateForward  # noqa: E402
+from train.clip import PrivateForward  # noqa: E402
 from train.clip_reference import ReferenceClip  # noqa: E402
+from train.clip_rule import ClipRule  # noqa: E402
 from train.config import ZeroOptimization  # noqa: E402
 from train.engine_deepspeed import DeepSpeedEngine, start_ranks  # noqa: E402
 from train.gradient import Fragment, NoisyUpdate, PlainUpdate  # noqa: E402

@@ -29,6 +29,7 @@ from tests.train.train_helpers import Toy, alone
 from train import audit_app
 from train.audit_canaries import CANARY, CanaryBatches, toss
 from train.audit_checks import check_sampling
+from train.clip import clipped_totals
 from train.gradient import NoisyUpdate
 
 RATE, RECORDS, DRAWS = 0.25, 400, 40
@@ -54,7 +55,7 @@ def test_a_canary_adds_its_bound_at_its_coordinate_and_one_left_out_adds_exactly
     def gradient(ids: list[int], coins: np.ndarray) -> torch.Tensor:
         batches = CanaryBatches(ToyReader(), alone(), 20, 10, coins, None)  # pyright: ignore
         (batch,) = batches(np.array(ids), 1)
-        found = clip.clipped_sum(model, batch.inputs, batch.present).gradients
+        found, _ = clipped_totals(clip, model, batch.inputs, batch.present)
         return torch.cat([found[name].flatten() for name in clip.coordinates.names])
 
     everybody, nobody = list(range(20)), np.zeros(10, bool)
@@ -90,9 +91,9 @@ def test_what_is_no_canary_passes_through_and_the_rule_reaches_the_engine() -> N
     clip = canary_clip(plan, model, 10)
     batch = ToyReader().read(np.arange(6), 1)
     with_key = {**batch.inputs, CANARY: torch.full((6,), -1)}
-    a = clip.clipped_sum(model, batch.inputs, batch.present).gradients
-    b = clip.clipped_sum(model, with_key, batch.present).gradients
-    c = clip.inner.clipped_sum(model, batch.inputs, batch.present).gradients
+    a, _ = clipped_totals(clip, model, batch.inputs, batch.present)
+    b, _ = clipped_totals(clip, model, with_key, batch.present)
+    c, _ = clipped_totals(clip.inner, model, batch.inputs, batch.present)
     assert all(torch.equal(a[k], c[k]) and torch.equal(b[k], c[k]) for k in c)
     assert clip.inner.rule == clip.rule
 

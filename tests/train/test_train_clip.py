@@ -14,16 +14,9 @@ from torch import Tensor, nn
 from train_helpers import SHAPE, Toy, nano_inputs, plan_for, toy_batch
 
 from model.build import build
-from train.clip import (
-    MOST_ALLOWANCE,
-    ClipError,
-    ClipRule,
-    PlainForward,
-    PrivateForward,
-    assert_exact_matmul,
-    rounding_allowance,
-)
+from train.clip import PlainForward, PrivateForward, assert_exact_matmul, clipped_totals
 from train.clip_reference import ReferenceClip
+from train.clip_rule import MOST_ALLOWANCE, ClipError, ClipRule, rounding_allowance
 from train.config import Privacy
 from train.recipe import RecipeError, clip_rule
 
@@ -87,8 +80,8 @@ def test_the_clipped_sum_equals_a_loop_over_single_records(objective: str, kind:
     expected, _ = brute_force(model, inputs, present, kind, bound)
     clip = ReferenceClip(ClipRule(kind, bound, 0.0, GAMMA))  # pyright: ignore[reportArgumentType]
     clip.prepare(model)
-    clipped = clip.clipped_sum(model, inputs, present)
-    assert relative_error(clipped.gradients, expected) < 1e-6
+    totals, clipped = clipped_totals(clip, model, inputs, present)
+    assert relative_error(totals, expected) < 1e-6
     assert clipped.factors[[5, 7]].tolist() == [0.0, 0.0]
     assert kind == "automatic" or 0 < int((clipped.factors == 1).sum()) < 7
     for row in (0, 1, 2, 3, 4, 6, 8):
@@ -104,10 +97,10 @@ def test_hostile_norms_are_summed_exactly_or_not_at_all(kind: str) -> None:
     inputs = {**batch.inputs, "scale": torch.tensor(scales)}
     rule = ClipRule(kind, 0.7, 0.0, GAMMA)  # pyright: ignore[reportArgumentType]
     clip = ReferenceClip(rule)
-    clipped = clip.clipped_sum(model, inputs, batch.present)
+    totals, clipped = clipped_totals(clip, model, inputs, batch.present)
     expected, norms = brute_force(model, inputs, batch.present, kind, 0.7)
-    assert relative_error(clipped.gradients, expected) < 1e-6
-    assert all(bool(torch.isfinite(g).all()) for g in clipped.gradients.values())
+    assert relative_error(totals, expected) < 1e-6
+    assert all(bool(torch.isfinite(g).all()) for g in totals.values())
     for row in (2, 3, 4, 5, 6, 11):
         assert float(clipped.norms[row]) == pytest.approx(norms[row], rel=1e-5), scales[row]
         assert float(clipped.factors[row]) > 0
@@ -115,7 +108,7 @@ def test_hostile_norms_are_summed_exactly_or_not_at_all(kind: str) -> None:
     for row in range(len(scales)):
         alone = torch.zeros(len(scales), dtype=torch.bool)
         alone[row] = True
-        assert size(clip.clipped_sum(model, inputs, alone).gradients) <= 0.7 * (1 + 1e-6), scales[row]
+        assert size(clipped_totals(clip, model, inputs, alone)[0]) <= 0.7 * (1 + 1e-6), scales[row]
 
 
 def test_a_loss_that_is_not_finite_with_a_finite_gradient_contributes_nothing() -> None:
@@ -125,7 +118,8 @@ def test_a_loss_that_is_not_finite_with_a_finite_gradient_contributes_nothing() 
 
     batch = toy_batch(3)
     inputs = {**batch.inputs, "scale": torch.tensor([0.0, math.inf, 0.0])}
-    clipped = ReferenceClip(ClipRule("flat", 1.0, 0.0)).clipped_sum(Shifted(Toy()), inputs, batch.present)
+    clip = ReferenceClip(ClipRule("flat", 1.0, 0.0))
+    _, clipped = clipped_totals(clip, Shifted(Toy()), inputs, batch.present)
     assert math.isfinite(float(clipped.norms[1])) and float(clipped.factors[1]) == 0
     assert float(clipped.factors[0]) > 0
 
@@ -138,30 +132,31 @@ def test_neighbours_of_a_hostile_record_do_not_change_in_any_bit(hostile: float)
     inputs, present = nano_inputs("caption", 6), torch.ones(6, dtype=torch.bool)
     changed = {**inputs, "images": inputs["images"].clone()}
     changed["images"][3] *= hostile
-    before, after = clip.clipped_sum(model, inputs, present), clip.clipped_sum(model, changed, present)
+    _, before = clipped_totals(clip, model, inputs, present)
+    sums, after = clipped_totals(clip, model, changed, present)
     others = [0, 1, 2, 4, 5]
     for name in ("norms", "losses", "factors"):
         assert torch.equal(getattr(before, name)[others], getattr(after, name)[others]), name
     without = present.clone()
     without[3] = False
-    base = clip.clipped_sum(model, changed, without).gradients
-    moved = {name: after.gradients[name].double() - base[name].double() for name in base}
+    base, _ = clipped_totals(clip, model, changed, without)
+    moved = {name: sums[name].double() - base[name].double() for name in base}
     assert size(moved) <= 1.0 + 1e-6
     if not math.isfinite(hostile):
-        assert all(torch.equal(after.gradients[name], base[name]) for name in base)
+        assert all(torch.equal(sums[name], base[name]) for name in base)
 
 
 def test_the_content_of_an_absent_slot_does_not_matter() -> None:
     batch = toy_batch(6, absent=(1, 4))
     clip, model = ReferenceClip(ClipRule("flat", 1.0, 0.0)), Toy()
-    expected = clip.clipped_sum(model, batch.inputs, batch.present).gradients
+    expected, _ = clipped_totals(clip, model, batch.inputs, batch.present)
     for value in (1.0, 1e30, math.nan, math.inf):
         images = batch.inputs["images"].clone()
         images[[1, 4]] = value
-        found = clip.clipped_sum(model, {"images": images}, batch.present).gradients
+        found, _ = clipped_totals(clip, model, {"images": images}, batch.present)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
-    nobody = clip.clipped_sum(model, batch.inputs, torch.zeros(6, dtype=torch.bool))
-    assert size(nobody.gradients) == 0.0 and not nobody.factors.any()
+    nothing, nobody = clipped_totals(clip, model, batch.inputs, torch.zeros(6, dtype=torch.bool))
+    assert size(nothing) == 0.0 and not nobody.factors.any()
 
 
 @pytest.mark.parametrize("objective", ["mae", "caption"])
@@ -171,16 +166,17 @@ def test_a_record_contributes_the_same_in_any_row(objective: str) -> None:
     clip.prepare(model)
     inputs = nano_inputs(objective, 8)
     order = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
-    here = clip.clipped_sum(model, inputs, torch.ones(8, dtype=torch.bool))
-    there = clip.clipped_sum(model, {k: v[order] for k, v in inputs.items()}, torch.ones(8, dtype=torch.bool))
+    ours, here = clipped_totals(clip, model, inputs, torch.ones(8, dtype=torch.bool))
+    moved = {k: v[order] for k, v in inputs.items()}
+    theirs, there = clipped_totals(clip, model, moved, torch.ones(8, dtype=torch.bool))
     assert torch.allclose(here.norms[order], there.norms, rtol=1e-6, atol=0)
-    assert relative_error(there.gradients, here.gradients) < 1e-6
+    assert relative_error(theirs, ours) < 1e-6
     for row in range(8):
         place = int((order == row).nonzero())
         only, elsewhere = torch.zeros(8, dtype=torch.bool), torch.zeros(8, dtype=torch.bool)
         only[row], elsewhere[place] = True, True
-        first = clip.clipped_sum(model, inputs, only).gradients
-        second = clip.clipped_sum(model, {k: v[order] for k, v in inputs.items()}, elsewhere).gradients
+        first, _ = clipped_totals(clip, model, inputs, only)
+        second, _ = clipped_totals(clip, model, moved, elsewhere)
         difference = {name: first[name].double() - second[name].double() for name in first}
         assert size(first) <= 0.5 * (1 + 1e-6) and size(difference) < 1e-6
 
@@ -188,11 +184,11 @@ def test_a_record_contributes_the_same_in_any_row(objective: str) -> None:
 def test_frozen_parameters_get_no_sum_and_do_not_count_in_the_norm() -> None:
     model, batch = Toy(), toy_batch(5)
     model.first.weight.requires_grad_(False)
-    clipped = ReferenceClip(ClipRule("flat", 0.5, 0.0)).clipped_sum(model, batch.inputs, batch.present)
-    assert set(clipped.gradients) == {n for n, p in model.named_parameters() if p.requires_grad}
+    totals, clipped = clipped_totals(ReferenceClip(ClipRule("flat", 0.5, 0.0)), model, batch.inputs, batch.present)
+    assert set(totals) == {n for n, p in model.named_parameters() if p.requires_grad}
     expected, norms = brute_force(model, batch.inputs, batch.present, "flat", 0.5)
     assert clipped.norms.tolist() == pytest.approx(norms, rel=1e-5)
-    assert relative_error(clipped.gradients, expected) < 1e-6
+    assert relative_error(totals, expected) < 1e-6
 
 
 def test_a_parameter_used_twice_counts_with_its_whole_gradient() -> None:
@@ -208,9 +204,9 @@ def test_a_parameter_used_twice_counts_with_its_whole_gradient() -> None:
             return (self.layer(torch.tanh(self.layer(x))) - torch.tanh(x) @ self.layer.weight).square().sum(1)
 
     model, batch = Tied(), toy_batch(6)
-    clipped = ReferenceClip(ClipRule("flat", 1.0, 0.0)).clipped_sum(model, batch.inputs, batch.present)
+    totals, _ = clipped_totals(ReferenceClip(ClipRule("flat", 1.0, 0.0)), model, batch.inputs, batch.present)
     expected, _ = brute_force(model, batch.inputs, batch.present, "flat", 1.0)
-    assert relative_error(clipped.gradients, expected) < 1e-6
+    assert relative_error(totals, expected) < 1e-6
 
 
 def test_per_sample_gradients_agree_with_opacus() -> None:
@@ -234,7 +230,8 @@ def test_per_sample_gradients_agree_with_opacus() -> None:
             return self.inner(inputs["images"])
 
     model, batch = Plain(), toy_batch(7)
-    clipped = ReferenceClip(ClipRule("flat", 2.0, 0.0)).clipped_sum(Named(model), batch.inputs, batch.present)
+    clip = ReferenceClip(ClipRule("flat", 2.0, 0.0))
+    totals, clipped = clipped_totals(clip, Named(model), batch.inputs, batch.present)
     theirs = GradSampleModule(model, loss_reduction="sum")
     theirs(batch.inputs["images"]).sum().backward()
     samples = {name: p.grad_sample for name, p in theirs._module.named_parameters()}
@@ -243,7 +240,7 @@ def test_per_sample_gradients_agree_with_opacus() -> None:
     assert 0 < int((factors < 1).sum()) <= 7
     expected = {f"inner.{name}": torch.einsum("b,b...->...", factors, g) for name, g in samples.items()}
     assert clipped.norms.tolist() == pytest.approx(norms.tolist(), rel=1e-5)
-    assert relative_error(clipped.gradients, expected) < 1e-6
+    assert relative_error(totals, expected) < 1e-6
 
 
 # What the sharded engine wraps
@@ -253,8 +250,8 @@ def test_the_scalar_of_the_private_forward_has_the_clipped_sum_as_its_gradient()
     batch, other = toy_batch(6, absent=(2,)), toy_batch(6, seed=3)
     clip = ReferenceClip(ClipRule("flat", 0.5, 0.0))
     forward = PrivateForward(Toy(), clip)
-    expected = clip.clipped_sum(forward.model, batch.inputs, batch.present).gradients
-    second = clip.clipped_sum(forward.model, other.inputs, other.present).gradients
+    expected, _ = clipped_totals(clip, forward.model, batch.inputs, batch.present)
+    second, _ = clipped_totals(clip, forward.model, other.inputs, other.present)
     fired: list[str] = []
     for name, p in forward.model.named_parameters():
         if p.requires_grad:

@@ -14,13 +14,14 @@ from train_helpers import SHAPE, LocalEngine, alone, on_ranks, plan_for, private
 
 from data.batches import MicroBatch
 from model.build import build
-from train.clip import ClippedSum
+from train.clip import Clipped
 from train.clip_reference import ReferenceClip
 from train.engine import Applied
 from train.gradient import NoisyUpdate, Update
 from train.noise import NoiseMechanism
 from train.probes import synthetic_batch
 from train.self_test import SelfTestError, SelfTestReport, self_test
+from train.sums import GradientSums
 
 MICRO_BATCH = 4
 
@@ -293,38 +294,41 @@ def swapped(kind: type[NoiseMechanism]) -> Callable[..., NoiseMechanism]:
 
 
 def factor_ignored(engine: Any, clip: ReferenceClip, noise: Any) -> None:
-    real = clip.clipped_sum
+    real = clip.add_clipped
 
-    def unclipped(model: nn.Module, inputs: Any, present: Tensor) -> ClippedSum:
+    def unclipped(model: nn.Module, inputs: Any, present: Tensor, sums: GradientSums) -> Clipped:
         rule, clip.rule = clip.rule, dataclasses.replace(clip.rule, kind="flat", bound=1e12)
         try:
-            return dataclasses.replace(real(model, inputs, present), sensitivity=rule.sensitivity)
+            return dataclasses.replace(real(model, inputs, present, sums), sensitivity=rule.sensitivity)
         finally:
             clip.rule = rule
 
-    clip.clipped_sum = unclipped
+    clip.add_clipped = unclipped
 
 
 def factor_halved(engine: Any, clip: ReferenceClip, noise: Any) -> None:
     """One record moves the sum by 2C."""
-    real = clip.clipped_sum
+    real = clip.add_clipped
 
-    def doubled(model: nn.Module, inputs: Any, present: Tensor) -> ClippedSum:
-        found = real(model, inputs, present)
-        return dataclasses.replace(found, gradients={n: 2 * g for n, g in found.gradients.items()})
+    def doubled(model: nn.Module, inputs: Any, present: Tensor, sums: GradientSums) -> Clipped:
+        real(model, inputs, present, sums)
+        return real(model, inputs, present, sums)
 
-    clip.clipped_sum = doubled
+    clip.add_clipped = doubled
 
 
 def nan_leaks(engine: Any, clip: ReferenceClip, noise: Any) -> None:
-    real = clip.clipped_sum
+    real = clip.add_clipped
 
-    def leaking(model: nn.Module, inputs: Any, present: Tensor) -> ClippedSum:
-        found = real(model, inputs, present)
+    def leaking(model: nn.Module, inputs: Any, present: Tensor, sums: GradientSums) -> Clipped:
+        found = real(model, inputs, present, sums)
         poison = torch.where(present & ~torch.isfinite(found.losses), torch.nan, 0.0).sum()
-        return dataclasses.replace(found, gradients={n: g + poison for n, g in found.gradients.items()})
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                sums.add(name, poison.expand_as(p))
+        return found
 
-    clip.clipped_sum = leaking
+    clip.add_clipped = leaking
 
 
 class DividesByRealised(LocalEngine):

@@ -17,6 +17,7 @@ from accounting.ledger import Ledger, LedgerError
 from accounting.plan import PrivacyPlan
 from data.batches import MicroBatch, slots
 from data.sampler import PoissonSampler
+from train.clip import clipped_totals
 from train.noise import NoiseMechanism
 from train.ranks import Disagreement
 from train.step import PrivateStep
@@ -114,7 +115,7 @@ def test_the_update_is_the_clipped_sum_and_the_noise_over_the_constant(tmp_path:
     before = weights(engine)
     ids = step.sampler.draw(1).ids
     images = RECORDS[torch.from_numpy(ids.copy())]
-    total = clip.clipped_sum(reference.model, {"images": images}, torch.ones(len(ids), dtype=torch.bool)).gradients
+    total, _ = clipped_totals(clip, reference.model, {"images": images}, torch.ones(len(ids), dtype=torch.bool))
     for index, (name, p) in enumerate(reference.parameters.items()):
         drawn = torch.from_numpy(noise.draw(1, index, 0, p.numel())).view_as(p)
         p.grad = (total[name] + drawn) / plan.divisor

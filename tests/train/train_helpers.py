@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from accounting.plan import PrivacyPlan
 from data.batches import MicroBatch
 from model.settings import ModelSettings
-from train.clip import ClipRule, PlainForward, PrivateForward
+from train.clip import PlainForward, PrivateForward
 from train.clip_reference import ReferenceClip
+from train.clip_rule import ClipRule
 from train.config import Optimizer, OptimizerParams
 from train.engine import Applied, Observation, Shard
 from train.gradient import Fragment, Update, UpdateError
