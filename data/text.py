@@ -1,54 +1,55 @@
-"""Captions -> fixed-length token rows, from a tokenizer file on this disk; nothing is ever downloaded.
+"""Captions -> fixed-length token rows, from a tokenizer on this disk; nothing is ever downloaded or learnt.
 
-A vocabulary learnt from private captions is an unaccounted release of them, so this module can only read a
-`tokenizer.json` or build one from a word list that is public by construction. It cannot train.
+`"clip"` is CLIP's BPE at 32,768 tokens, `"clip:16384"` a smaller cut of it and `"clip:full"` all of it (see
+clip_vocabulary.py); anything else is a file: BERT's WordPiece where its name ends in .txt, a tokenizer.json otherwise.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+import re
+from collections.abc import Sequence
 
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from data.clip_vocabulary import DEFAULT_SIZE, FULL_SIZE, open_clip_vocabulary
+from data.vocabulary import PAD, Vocabulary, open_bert, open_json, word_tokenizer
 
-PAD, START, END, UNK = "<pad>", "<start>", "<end>", "<unk>"
-SPECIAL = (PAD, START, END, UNK)
+__all__ = ["PAD", "TextEncoder", "is_built_in", "word_tokenizer"]
+
+_BUILT_IN = re.compile(r"clip(?::(\w+))?")
 # Characters looked at per token of the row: bounds the cost of a caption of many megabytes.
 _CHARACTERS_PER_TOKEN = 64
 
 
-class TextEncoder:
-    """Rows of exactly `length` tokens: START, words, END, then PAD; END survives truncation."""
+def is_built_in(source: str) -> bool:
+    """Whether a config's `tokenizer` names a vocabulary of ours, rather than a file."""
+    return _BUILT_IN.fullmatch(source) is not None
 
-    def __init__(self, path: str | os.PathLike[str], length: int) -> None:
+
+def open_vocabulary(source: str | os.PathLike[str]) -> Vocabulary:
+    name = os.fspath(source)
+    if match := _BUILT_IN.fullmatch(name):
+        size = match.group(1)
+        if size is None:
+            return open_clip_vocabulary(DEFAULT_SIZE)
+        if size != "full" and not size.isdecimal():
+            raise ValueError(f'"{name}" names no vocabulary; write "clip", "clip:16384" or "clip:full"')
+        return open_clip_vocabulary(FULL_SIZE if size == "full" else int(size))
+    return open_bert(name) if name.endswith(".txt") else open_json(name)
+
+
+class TextEncoder:
+    """Rows of exactly `length` tokens: START, words, END, then PAD (id 0); END survives truncation."""
+
+    def __init__(self, source: str | os.PathLike[str], length: int) -> None:
         if length < 3:
             raise ValueError(f"text length {length} leaves no room for a word between <start> and <end>")
-        try:
-            raw = Path(path).read_bytes()
-            self._tokenizer = Tokenizer.from_buffer(raw)
-        except OSError as error:
-            raise ValueError(f"{path}: no tokenizer here ({error.strerror}); name a tokenizer.json") from error
-        except Exception as error:  # the library raises bare Exceptions
-            raise ValueError(f"{path}: not a tokenizer.json ({error})") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        ids = [number for token in SPECIAL if (number := self._tokenizer.token_to_id(token)) is not None]
-        if len(ids) != len(SPECIAL) or ids[0] != 0:
-            raise ValueError(f"{path}: must hold the tokens {' '.join(SPECIAL)}, with <pad> as 0")
-        self.pad, self.start, self.end, self.unk = ids
-        self.length = length
-        self.digest = hashlib.sha256(raw).hexdigest()
-
-    @property
-    def vocabulary(self) -> int:
-        """Rows an embedding needs: the largest id plus one."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        known = open_vocabulary(source)
+        self.pad, self.start, self.end, self.unk = known.pad, known.start, known.end, known.unk
+        self.length, self.vocabulary, self.digest = length, known.size, known.digest
+        self._tokenizer, self._clean, self._decode = known.tokenizer, known.clean, known.decode
 
     def encode(self, caption: str) -> list[int]:
-        text = caption[: _CHARACTERS_PER_TOKEN * self.length]
-        words = self._tokenizer.encode(text, add_special_tokens=False).ids[: self.length - 2]
+        words = self.words(caption[: _CHARACTERS_PER_TOKEN * self.length])[: self.length - 2]
         # A caption that spells out "<end>" must not be able to end itself.
         words = [self.unk if word in (self.pad, self.start, self.end) else word for word in words]
         row = [self.start, *words, self.end]
@@ -59,28 +60,8 @@ class TextEncoder:
         words = [int(token) for token in ids]
         if self.end in words:
             words = words[: words.index(self.end)]
-        words = [token for token in words if token not in (self.pad, self.start)]
-        return self._tokenizer.decode(words, skip_special_tokens=False)
+        return self._decode([token for token in words if token not in (self.pad, self.start)])
 
     def words(self, text: str) -> list[int]:
         """The bare token ids of a text, without START, END or padding (prompts, class names)."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def word_tokenizer(words: Iterable[str], path: str | os.PathLike[str]) -> Path:
-    """Write a word-level, lower-casing `tokenizer.json` over a PUBLIC word list.
-
-    The list must be public by construction, such as the words of a grammar: never collect it from private
-    captions, since which words occur is itself information about them.
-    """
-    vocabulary = {token: number for number, token in enumerate(SPECIAL)}
-    for word in sorted({word.lower() for word in words}):
-        vocabulary.setdefault(word, len(vocabulary))
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.add_special_tokens(list(SPECIAL))
-    target, temporary = Path(path), Path(path).with_name(f".{Path(path).name}.{os.getpid()}.tmp")
-    tokenizer.save(str(temporary))
-    temporary.replace(target)
-    return target
+        return self._tokenizer.encode(self._clean(text), add_special_tokens=False).ids

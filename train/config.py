@@ -17,6 +17,9 @@ from accounting import tuning as accounted_tuning
 from model.settings import ModelSettings
 
 
+_TOKENIZER = "'clip', 'clip:16384', or a local tokenizer.json or vocab.txt that saw no private caption."
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -51,7 +54,7 @@ class ShardData(Section):
         default=None, gt=0, description="Serves --dry-run where the data are not at hand."
     )
     augment: Literal["none", "center", "random_resized_crop"] = "none"
-    tokenizer: str | None = Field(default=None, description="A local tokenizer.json that saw no private caption.")
+    tokenizer: str | None = Field(default=None, description=_TOKENIZER)
 
 
 class Clip(Section):

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from data.text import is_built_in
 from train.config import Config
 from train.refusals import find_refusals, without_harmless
 
@@ -67,10 +68,14 @@ def _absolute_paths(value: Any, folder: Path) -> None:
             _absolute_paths(item, folder)
     elif isinstance(value, dict):
         for key, item in value.items():
-            if key in PATH_KEYS - {"dir"} and isinstance(item, str):
+            if key in PATH_KEYS - {"dir"} and _is_path(key, item):
                 value[key] = str(folder / item)
             else:
                 _absolute_paths(item, folder)
+
+
+def _is_path(key: str, value: Any) -> bool:
+    return isinstance(value, str) and not (key == "tokenizer" and is_built_in(value))
 
 
 def _override(raw: dict[str, Any], text: str) -> None:
@@ -83,7 +88,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
     except json.JSONDecodeError:
         new = literal
     parts = dotted.split(".")
-    if parts[-1] in PATH_KEYS and isinstance(new, str):
+    if parts[-1] in PATH_KEYS and _is_path(parts[-1], new):
         new = str(Path.cwd() / new)
     holder: Any = raw
     for part in parts[:-1]:
