@@ -11,50 +11,76 @@ memory-mapped; the shards themselves never are (one page fault at a time is ten 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from multiprocessing import get_context
+import re
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
-from data.tar import ShardError, parse, split_name, walk
+from data.index_build import Wanted, write_index
+from data.index_format import (
+    FOLDER,
+    OFFSETS,
+    SHARDS,
+    Kept,
+    Manifest,
+    Place,
+    Shard,
+    is_url,
+    join,
+    mend,
+    read_manifest,
+    shared_shard,
+)
+from data.index_scan import scan
+from data.tar import ShardError, parse
 
-FORMAT = 1
-OFFSETS, MANIFEST, FOLDER = "offsets.npy", "manifest.json", "index"
-_CHUNK = 4 << 20
-T = TypeVar("T")
-# Below this many bytes, starting worker processes costs more than it saves.
-_WORTH_PROCESSES = 512 << 20
+__all__ = ["Place", "RecordIndex", "Shard", "ShardError", "ShardIndex", "Wanted", "build", "expand", "shared_shard"]
+
+# Offsets up to this size are checked at once (50 ms), larger ones shard by shard when they are first used.
+_CHECK_AT_ONCE = 64 << 20
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One line of the manifest."""
+class RecordIndex(Protocol):
+    """What reading, sampling and training need of an index, whatever its records are made of."""
 
-    name: str
-    records: int
-    bytes: int
-    sha256: str
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def shards(self) -> Sequence[Shard]: ...
+
+    @property
+    def records(self) -> int: ...
+
+    @property
+    def manifest_digest(self) -> str: ...
+
+    def locate(self, record: int) -> tuple[Place, int, int]:
+        """Where one record lies: place, first byte, end."""
+        ...
+
+    def members(self, record: int, raw: bytes) -> dict[str, bytes]:
+        """The bytes that lie there, taken apart by lower-case suffix; ShardError where they are no such record."""
+        ...
+
+    def check_unchanged(self, *, contents: bool = False) -> None: ...
 
 
-def expand(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
+def expand(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Place]:
     """Shards named by a folder (its *.tar, sorted), by braces (`{000000..000019}`, `{a,b}`) or by a list."""
     if not isinstance(pattern, str | os.PathLike):
-        return [path for each in pattern for path in expand(each)]
+        return [place for each in pattern for place in expand(each)]
     text = os.fspath(pattern)
-    if os.path.isdir(text):
+    if not is_url(text) and os.path.isdir(text):
         found = sorted(Path(text).glob("*.tar"))
         if not found:
             raise ShardError(f"{text}: no *.tar in this folder; name the folder that holds the shards")
-        return found
-    return [Path(each) for each in _braces(text)]
+        return list[Place](found)
+    return [each if is_url(each) else Path(each) for each in _braces(text)]
 
 
 def _braces(text: str) -> list[str]:
@@ -72,237 +98,134 @@ def _braces(text: str) -> list[str]:
     return [text[:start] + choice + rest for choice in choices for rest in tail]
 
 
-def scan(path: Path) -> tuple[np.ndarray, int, str]:
-    """Record starts and final end, size and SHA-256 of one shard; raises ShardError on anything doubtful."""
-    try:
-        with path.open("rb") as file:
-            before = os.fstat(file.fileno())
-            digest = hashlib.sha256()
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-            offsets = _record_offsets(file.fileno(), before.st_size, str(path))
-            after = os.fstat(file.fileno())
-    except OSError as error:
-        raise ShardError(
-            f"{path}: cannot be read ({error.strerror or error}); check the path and permissions"
-        ) from error
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise ShardError(f"{path}: changed while it was being indexed; wait until its writer is done")
-    _check_stats(path, len(offsets) - 1)
-    return offsets, before.st_size, digest.hexdigest()
-
-
-def _record_offsets(fd: int, size: int, what: str) -> np.ndarray:
-    starts: list[int] = []
-    end, key, suffixes = 0, None, set[str]()
-    seen: set[str] = set()
-    for member in walk(lambda offset, count: os.pread(fd, count, offset), size, what, whole=True):
-        parts = split_name(member.name)
-        if parts is None:
-            continue
-        if parts[0] != key:
-            key, suffixes = parts[0], set()
-            if key in seen:
-                raise ShardError(f"{what}: key '{key}' occurs twice; one record would count as two, so rename it")
-            seen.add(key)
-            starts.append(member.start)
-        if parts[1] in suffixes:
-            raise ShardError(f"{what}: '{member.name}' occurs twice; write the shard anew")
-        suffixes.add(parts[1])
-        end = member.end
-    return np.array([*starts, end], dtype="<u8")
-
-
-def _check_stats(path: Path, records: int) -> None:
-    """img2dataset leaves a count beside each shard, the only witness against one that ends too early."""
-    stats = path.with_name(f"{path.stem}_stats.json")
-    if not stats.is_file():
-        return
-    try:
-        expected = json.loads(stats.read_bytes())["successes"]
-    except (ValueError, KeyError, TypeError):
-        return
-    if expected != records:
-        raise ShardError(f"{path}: {records} records, but {stats.name} counts {expected}; fetch the shard again")
-
-
 def build(
     shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     folder: str | os.PathLike[str] | None = None,
     *,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    wanted: Wanted | None = None,
 ) -> ShardIndex:
     """Index the shards into `folder` (default: `index/` beside them) and open the result."""
-    paths = [path.resolve() for path in expand(shards)]
-    if not paths:
+    places = [place.resolve() if isinstance(place, Path) else place for place in expand(shards)]
+    if not places:
         raise ShardError("no shards given; name a folder or a pattern such as data/{000000..000019}.tar")
-    if len(set(paths)) != len(paths):
-        raise ShardError(f"{_first_repeat(paths)}: listed twice; its records would count twice")
-    root = Path(os.path.commonpath([path.parent for path in paths]))
-    target = Path(folder).resolve() if folder is not None else root / FOLDER
-    parts: list[np.ndarray] = []
-    table: list[Shard] = []
-    for path, (offsets, size, digest) in zip(paths, _scan_all(paths, workers), strict=True):
-        parts.append(offsets)
-        table.append(Shard(path.relative_to(root).as_posix(), len(offsets) - 1, size, digest))
-        if progress is not None:
-            progress(len(parts), len(paths))
-    full = [shard for shard in table if shard.records]
-    if not full:
-        raise ShardError(f"{paths[0]}: no record in any shard; records are members named like 000123.jpg")
-    if len({shard.sha256 for shard in full}) != len(full):
-        twin = _first_repeat([shard.sha256 for shard in full])
-        names = " and ".join(shard.name for shard in full if shard.sha256 == twin)
-        raise ShardError(f"{names}: the same bytes; their records would count twice, so remove one")
-    target.mkdir(parents=True, exist_ok=True)
-    hashed = hashlib.sha256()
-    with _atomic(target / OFFSETS) as file:
-        shape = (sum(len(part) for part in parts),)
-        np.lib.format.write_array_header_1_0(file, {"descr": "<u8", "fortran_order": False, "shape": shape})
-        for part in parts:
-            hashed.update(part.tobytes())
-            file.write(part.tobytes())
-    manifest = {
-        "format": FORMAT,
-        "folder": os.path.relpath(root, target),
-        "records": sum(shard.records for shard in table),
-        "index_sha256": hashed.hexdigest(),
-        "shards": [asdict(shard) for shard in table],
-    }
-    # Last, so that a kill in between leaves a manifest whose hash does not match: refused, not misread.
-    with _atomic(target / MANIFEST) as file:
-        file.write(json.dumps(manifest, indent=1).encode())
+    root, names = _common_root(places)
+    if folder is None and not isinstance(root, Path):
+        raise ShardError(f"{root}: the index of remote shards lies here, not there; name a folder with --out")
+    target = Path(folder).resolve() if folder is not None else Path(root) / FOLDER
+    report = progress or (lambda done, total: None)
+    write_index(root, names, target, wanted or Wanted(workers=workers), report)
     return ShardIndex.open(target)
 
 
-def _scan_all(paths: Sequence[Path], workers: int | None) -> Iterator[tuple[np.ndarray, int, str]]:
-    total = sum(path.stat().st_size for path in paths if path.is_file())
-    wanted = workers if workers is not None else (os.cpu_count() or 1 if total >= _WORTH_PROCESSES else 1)
-    if min(wanted, len(paths)) <= 1:
-        yield from map(scan, paths)
-        return
-    with ProcessPoolExecutor(min(wanted, len(paths)), mp_context=get_context("spawn")) as pool:
-        try:
-            yield from pool.map(scan, paths)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _first_repeat(items: Sequence[T]) -> T:
-    return next(item for at, item in enumerate(items) if item in items[:at])
-
-
-@contextmanager
-def _atomic(path: Path) -> Iterator[IO[bytes]]:
-    """The file appears complete or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-Place = Path | str  # of a shard or a file: a path, or a URL as it is written
-
-
-class RecordIndex(Protocol):
-    """What reading, sampling and training need of an index, whatever its records are made of."""
-
-    folder: Path
-    shards: Sequence[Shard]
-    records: int
-
-    @property
-    def manifest_digest(self) -> str: ...
-
-    def locate(self, record: int) -> tuple[Place, int, int]:
-        """Where one record lies: place, first byte, end."""
-        ...
-
-    def members(self, record: int, raw: bytes) -> dict[str, bytes]:
-        """The bytes that lie there, taken apart by lower-case suffix; ShardError where they are no such record."""
-        ...
-
-    def check_unchanged(self, *, contents: bool = False) -> None: ...
+def _common_root(places: Sequence[Place]) -> tuple[Place, list[str]]:
+    seen: set[Place] = set()
+    for place in places:
+        if place in seen:
+            raise ShardError(f"{place}: listed twice; its records would count twice")
+        seen.add(place)
+    paths = [place for place in places if isinstance(place, Path)]
+    if len(paths) == len(places):
+        root = Path(os.path.commonpath([path.parent for path in paths]))
+        return root, [path.relative_to(root).as_posix() for path in paths]
+    if paths:
+        raise ShardError(f"{paths[0]}: local and remote shards in one index; make them two, or copy one side")
+    urls = [str(place) for place in places]
+    folders = [url.split("/")[:-1] for url in urls]
+    alike = takewhile(lambda parts: len(set(parts)) == 1, zip(*folders, strict=False))
+    shared = "/".join(parts[0] for parts in alike)
+    if not re.fullmatch(r"[a-z0-9]+://[^/]+.*", shared):
+        raise ShardError(f"{urls[0]}: shards from several servers in one index; make it several")
+    return shared, [url[len(shared) + 1 :] for url in urls]
 
 
 class ShardIndex:
     """An opened index: how many records there are, and where each one lies."""
 
-    def __init__(self, folder: Path, shard_folder: Path, shards: Sequence[Shard], offsets: np.ndarray, digest: str):
-        self.folder = folder
-        self.shards = tuple(shards)
-        self.index_sha256 = digest
-        self._paths = [shard_folder / shard.name for shard in shards]
+    def __init__(self, manifest: Manifest, offsets: np.ndarray, kept: Kept) -> None:
+        self.folder = manifest.folder
+        self.shards = manifest.shards
+        self.root = manifest.root
+        self.records = kept.records
+        self._kept = kept
         self._offsets = offsets
-        self._ends = np.cumsum([shard.records for shard in shards], dtype=np.int64)
-        self.records = int(self._ends[-1])
+        self._ends = np.cumsum([shard.records for shard in manifest.shards], dtype=np.int64)
+        self._checked = bytearray(len(manifest.shards))
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], *, verify: bool = True) -> ShardIndex:
-        """Open `folder`, an index or a folder of shards that has one; `verify` re-hashes the offsets."""
-        target = Path(folder)
-        if not (target / MANIFEST).is_file() and (target / FOLDER / MANIFEST).is_file():
-            target = target / FOLDER
-        mend = f"build it with: python launch/prepare.py index {folder}"
+    def open(cls, folder: str | os.PathLike[str], *, verify: bool = True, exclusions: bool = True) -> ShardIndex:
+        """Open `folder`, an index or a folder of shards that has one.
+
+        `verify` compares each shard's offsets with the manifest, at the latest when one is used. Without
+        `exclusions` it is the index as a whole, which is what a list of exclusions counts in.
+        """
+        manifest = read_manifest(folder)
+        if manifest.kind != SHARDS:
+            raise ShardError(f"{manifest.folder}: an index of single files, not of tar shards; use data.sources.open")
         try:
-            manifest: dict[str, Any] = json.loads((target / MANIFEST).read_bytes())
-            if manifest["format"] != FORMAT:
-                raise ShardError(f"{target}: index format {manifest['format']}, {FORMAT} is needed; {mend}")
-            shards = [Shard(**entry) for entry in manifest["shards"]]
-            offsets = np.asarray(np.load(target / OFFSETS, mmap_mode="r"))
-        except FileNotFoundError as error:
-            raise ShardError(f"{target}: no index here; {mend}") from error
-        except ShardError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ShardError(f"{target}: the index cannot be read ({error}); {mend}") from error
-        total = sum(shard.records for shard in shards)
-        whole = offsets.dtype == np.dtype("<u8") and offsets.shape == (total + len(shards),)
-        if whole and verify:
-            whole = hashlib.sha256(offsets.data.cast("B")).hexdigest() == manifest["index_sha256"]
-        if not whole or manifest["records"] != total or not total:
-            raise ShardError(f"{target}: offsets and manifest do not belong together; {mend}")
-        return cls(target, target / manifest["folder"], shards, offsets, manifest["index_sha256"])
+            offsets = np.asarray(np.load(manifest.folder / OFFSETS, mmap_mode="r"))
+        except (OSError, ValueError) as error:
+            raise ShardError(f"{manifest.folder}: the offsets cannot be read ({error}); {mend(folder)}") from error
+        if offsets.dtype != np.dtype("<u8") or offsets.shape != (manifest.records + len(manifest.shards),):
+            raise ShardError(f"{manifest.folder}: offsets and manifest do not belong together; {mend(folder)}")
+        index = cls(manifest, offsets, Kept.of(manifest, exclusions))
+        if not verify:
+            index._checked = bytearray(b"\1" * len(manifest.shards))
+        elif offsets.nbytes <= _CHECK_AT_ONCE:
+            for shard in range(len(manifest.shards)):
+                index._check(shard)
+        return index
 
-    @cached_property
+    @property
     def manifest_digest(self) -> str:
-        """SHA-256 over names, counts, sizes and hashes: equal wherever the same shards lie."""
-        content = {
-            "format": FORMAT,
-            "index": self.index_sha256,
-            "shards": [asdict(shard) for shard in self.shards],
-        }
-        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        """Names, counts, sizes and hashes, and what is left out: equal wherever the same shards lie."""
+        return self._kept.digest
 
-    def locate(self, record: int) -> tuple[Path, int, int]:
+    def place(self, shard: int) -> Place:
+        return join(self.root, self.shards[shard].name)
+
+    def locate(self, record: int) -> tuple[Place, int, int]:
         """Shard, first byte and end of one record."""
-        if not 0 <= record < self.records:
-            raise ShardError(f"record {record} is outside 0..{self.records - 1}; the ids belong to another index")
-        shard = int(np.searchsorted(self._ends, record, side="right"))
+        number = self._kept.number(record)
+        shard = int(np.searchsorted(self._ends, number, side="right"))
+        self._check(shard)
         # Every shard stores one number more than it has records.
-        at = int(record) + shard
-        return self._paths[shard], int(self._offsets[at]), int(self._offsets[at + 1])
+        at = number + shard
+        return self.place(shard), int(self._offsets[at]), int(self._offsets[at + 1])
 
     def members(self, record: int, raw: bytes) -> dict[str, bytes]:
+        """The members of the record by suffix."""
         return parse(raw, str(self.locate(record)[0]))
 
     def check_unchanged(self, *, contents: bool = False) -> None:
-        """Sizes on disk are those of the manifest; with `contents` the hashes too (reads everything)."""
-        for path, shard in zip(self._paths, self.shards, strict=True):
-            try:
-                size = path.stat().st_size
-            except OSError as error:
-                raise ShardError(f"{path}: gone or unreadable since it was indexed ({error.strerror})") from error
-            if size != shard.bytes or (contents and scan(path)[2] != shard.sha256):
-                raise ShardError(f"{path}: changed since it was indexed; restore it or run launch/prepare.py index")
+        """Sizes on disk are those of the manifest; with `contents` the bytes too (reads everything).
+
+        Remote shards are compared with the manifest at every read, and here only with `contents`.
+        """
+        for number, shard in enumerate(self.shards):
+            place = self.place(number)
+            size = _size(place) if isinstance(place, Path) else shard.bytes
+            if size != shard.bytes or (contents and not _same(place, shard)):
+                raise ShardError(f"{place}: changed since it was indexed; restore it or run launch/prepare.py index")
+
+    def _check(self, shard: int) -> None:
+        if self._checked[shard]:
+            return
+        first = int(self._ends[shard]) - self.shards[shard].records + shard
+        part = self._offsets[first : int(self._ends[shard]) + shard + 1]
+        if hashlib.sha256(part.tobytes()).hexdigest() != self.shards[shard].offsets_sha256:
+            raise ShardError(f"{self.folder}: offsets and manifest do not belong together; {mend(self.folder)}")
+        self._checked[shard] = 1
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ShardError(f"{path}: gone or unreadable since it was indexed ({error.strerror})") from error
+
+
+def _same(place: Place, shard: Shard) -> bool:
+    found = scan(place)
+    return found.offsets_sha256 == shard.offsets_sha256 and shard.sha256 in ("", found.sha256)

@@ -256,4 +256,4 @@ def test_missing_and_empty_are_refused(tmp_path: Path) -> None:
     _write_tarfile(tmp_path / "a.tar", [])
     with pytest.raises(ShardError, match="no record"):
         build(tmp_path)
-    assert not (tmp_path / "index").exists()
+    assert not list(tmp_path.rglob("manifest.json")) + list(tmp_path.rglob("offsets.npy"))

@@ -1,0 +1,155 @@
+"""The files of an index: the manifest that pins the set, and what may be left out of it.
+
+The manifest names every shard with its count, size and hashes. Its digest is the identity of the record set in the
+ledger; it holds no place and no time, so it is equal wherever the same shards lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.durable import atomic
+from data.exclusions import Exclusions
+from data.tar import ShardError
+
+FORMAT = 2
+OFFSETS, MANIFEST, FOLDER = "offsets.npy", "manifest.json", "index"
+SHARDS, FILES = "shards", "files"  # what an index is made of
+
+Place = Path | str  # of a shard or a file: a path, or a URL as it is written
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One line of the manifest: a tar shard, or one class of a folder of images."""
+
+    name: str
+    records: int
+    bytes: int
+    sha256: str  # of the content; empty where the index was made without reading it
+    offsets_sha256: str = ""  # of this shard's part of offsets.npy
+    etag: str = ""  # of a remote shard; no part of the digest, because a copy has another one
+
+
+def is_url(place: str | os.PathLike[str]) -> bool:
+    return isinstance(place, str) and "://" in place
+
+
+def join(root: Place, name: str) -> Place:
+    return root / name if isinstance(root, Path) else f"{root}/{name}"
+
+
+def digest_of(kind: str, shards: Iterable[Shard]) -> str:
+    """SHA-256 over names, counts, sizes and hashes, one JSON line per shard."""
+    hashed = hashlib.sha256(f"murmuration {kind} {FORMAT}\n".encode())
+    for shard in shards:
+        line = [shard.name, shard.records, shard.bytes, shard.sha256, shard.offsets_sha256]
+        hashed.update(json.dumps(line).encode() + b"\n")
+    return hashed.hexdigest()
+
+
+def same_content(one: Shard, other: Shard) -> bool:
+    """Whether two lines are the same shard. Where one was indexed without reading it, equal offsets count as equal:
+    a false alarm is harmless, a record that counts twice is not."""
+    if one.sha256 and other.sha256:
+        return one.sha256 == other.sha256
+    return (one.bytes, one.offsets_sha256) == (other.bytes, other.offsets_sha256)
+
+
+def shared_shard(one: Sequence[Shard], other: Sequence[Shard]) -> Shard | None:
+    """The first shard of `other` whose records also lie in `one`."""
+    by_content = {shard.sha256: shard for shard in one if shard.records}
+    by_layout = {(shard.bytes, shard.offsets_sha256): shard for shard in one if shard.records}
+    for shard in other:
+        for twin in (by_content.get(shard.sha256), by_layout.get((shard.bytes, shard.offsets_sha256))):
+            if twin is not None and shard.records and same_content(twin, shard):
+                return shard
+    return None
+
+
+def write_manifest(target: Path, kind: str, root: Place, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
+    """One line per shard, so that two manifests can be compared by eye and by diff."""
+    where = os.path.relpath(root, target) if isinstance(root, Path) else root
+    head = {"format": FORMAT, "kind": kind, "folder": where, "records": sum(shard.records for shard in shards), **extra}
+    lines = [json.dumps({key: value for key, value in asdict(shard).items() if value != ""}) for shard in shards]
+    with atomic(target / MANIFEST) as file:
+        file.write((json.dumps(head)[:-1] + ', "shards": [\n' + ",\n".join(lines) + "\n]}\n").encode())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`root` is where the shards lie now; `head` what else the manifest says."""
+
+    folder: Path
+    kind: str
+    root: Place
+    records: int
+    shards: tuple[Shard, ...]
+    head: dict[str, Any]
+
+
+def find(folder: str | os.PathLike[str]) -> Path:
+    """`folder`, if it is an index, or the one inside it."""
+    target = Path(folder)
+    inside = target / FOLDER
+    return inside if not (target / MANIFEST).is_file() and (inside / MANIFEST).is_file() else target
+
+
+def mend(folder: str | os.PathLike[str]) -> str:
+    return f"build it with: python launch/prepare.py index {folder}"
+
+
+def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
+    target = find(folder)
+    try:
+        head: dict[str, Any] = json.loads((target / MANIFEST).read_bytes())
+        if head["format"] != FORMAT:
+            raise ShardError(f"{target}: index format {head['format']}, {FORMAT} is needed; {mend(folder)}")
+        shards = tuple(Shard(**{"sha256": "", **entry}) for entry in head.pop("shards"))
+        where = str(head["folder"])
+        root = where if is_url(where) else target / where
+        found = Manifest(target, head["kind"], root, int(head["records"]), shards, head)
+    except FileNotFoundError as error:
+        raise ShardError(f"{target}: no index here; {mend(folder)}") from error
+    except ShardError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ShardError(f"{target}: the index cannot be read ({error}); {mend(folder)}") from error
+    if found.records != sum(shard.records for shard in shards) or not found.records:
+        raise ShardError(f"{target}: the manifest contradicts itself; {mend(folder)}")
+    return found
+
+
+class Kept:
+    """The records that take part, numbered densely: excluded ones do not exist, for n as for every id."""
+
+    def __init__(self, total: int, digest: str, excluded: Exclusions | None) -> None:
+        ids = np.zeros(0, dtype=np.int64) if excluded is None else excluded.ids.astype(np.int64)
+        self.records = total - len(ids)
+        if not self.records:
+            raise ShardError("every record is excluded; remove exclusions.npy and exclusions.json")
+        # How many kept records come before each excluded one: 8 bytes per excluded record, none per kept one.
+        self._before = ids - np.arange(len(ids))
+        self.digest = digest
+        if excluded is not None and len(ids):
+            self.digest = hashlib.sha256(f"{digest} without {excluded.digest}".encode()).hexdigest()
+
+    @classmethod
+    def of(cls, manifest: Manifest, exclusions: bool) -> Kept:
+        digest = digest_of(manifest.kind, manifest.shards)
+        left_out = Exclusions.read(manifest.folder, digest, manifest.records) if exclusions else None
+        return cls(manifest.records, digest, left_out)
+
+    def number(self, record: int) -> int:
+        """The number of a kept record in the index as a whole."""
+        if not 0 <= record < self.records:
+            raise ShardError(f"record {record} is outside 0..{self.records - 1}; the ids belong to another index")
+        return int(record) + int(np.searchsorted(self._before, record, side="right"))
