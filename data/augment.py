@@ -10,15 +10,42 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from PIL import Image
 
-Kind = Literal["none", "center", "random_resized_crop"]
-KINDS: tuple[Kind, ...] = ("none", "center", "random_resized_crop")
-SCALE = (0.2, 1.0)
+Kind = Literal["none", "center", "random_resized_crop", "inception_crop"]
+KINDS: tuple[Kind, ...] = ("none", "center", "random_resized_crop", "inception_crop")
+# Smallest and largest share of the area that a random crop keeps.
+AREAS: dict[Kind, tuple[float, float]] = {"random_resized_crop": (0.2, 1.0), "inception_crop": (0.05, 1.0)}
 RATIO = (3 / 4, 4 / 3)
+
+
+@dataclass(frozen=True)
+class View:
+    """Which part of the upright, full-size image is shown, and whether it is mirrored."""
+
+    box: tuple[float, float, float, float]  # left, top, right, bottom
+    flip: bool = False
+
+    def shorter_side(self, width: int, height: int, size: int) -> int:
+        """How many pixels the image's shorter side needs for this part to be shown with `size` pixels."""
+        left, top, right, bottom = self.box
+        return math.ceil(min(width, height) * size / min(right - left, bottom - top))
+
+    def render(self, pixels: np.ndarray, width: int, height: int, size: int) -> np.ndarray:
+        """uint8 [size, size, 3]; `pixels` may be a smaller decoding of the `width` x `height` image."""
+        across, down = pixels.shape[1] / width, pixels.shape[0] / height
+        left, top, right, bottom = self.box
+        # Bounded, because a product may come out one rounding above the side.
+        box = (left * across, top * down, min(right * across, pixels.shape[1]), min(bottom * down, pixels.shape[0]))
+        if box == (0, 0, size, size) == (0, 0, *pixels.shape[1::-1]):
+            out = pixels
+        else:
+            out = np.asarray(Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC, box=box))
+        return np.ascontiguousarray(out[:, ::-1]) if self.flip else out
 
 
 class Uniforms:
@@ -38,29 +65,32 @@ class Uniforms:
         return (self._left.pop() >> 11) * 2.0**-53
 
 
-def augment(pixels: np.ndarray, kind: Kind, size: int, key: bytes, step: int, record: int) -> np.ndarray:
-    """uint8 [size, size, 3] from uint8 [height, width, 3]."""
-    height, width = pixels.shape[:2]
+def choose_view(kind: Kind, width: int, height: int, key: bytes, step: int, record: int) -> View:
     if kind == "none":
-        if (height, width) == (size, size):
-            return pixels
-        return _resize(pixels, size, (0, 0, width, height))
+        return View((0, 0, width, height))
     if kind == "center":
         side = min(height, width)
         left, top = (width - side) / 2, (height - side) / 2
-        return _resize(pixels, size, (left, top, left + side, top + side))
-    if kind == "random_resized_crop":
+        return View((left, top, left + side, top + side))
+    if kind in AREAS:
         uniforms = Uniforms(key, step, record)
         flip = uniforms.next() < 0.5
-        out = _resize(pixels, size, _crop_box(width, height, uniforms))
-        return np.ascontiguousarray(out[:, ::-1]) if flip else out
+        return View(_crop_box(width, height, AREAS[kind], uniforms), flip)
     raise ValueError(f"augment '{kind}' is unknown; choose one of {', '.join(KINDS)}")
 
 
-def _crop_box(width: int, height: int, uniforms: Uniforms) -> tuple[float, float, float, float]:
+def augment(pixels: np.ndarray, kind: Kind, size: int, key: bytes, step: int, record: int) -> np.ndarray:
+    """uint8 [size, size, 3] from uint8 [height, width, 3]."""
+    height, width = pixels.shape[:2]
+    return choose_view(kind, width, height, key, step, record).render(pixels, width, height, size)
+
+
+def _crop_box(
+    width: int, height: int, areas: tuple[float, float], uniforms: Uniforms
+) -> tuple[float, float, float, float]:
     """Inception-style crop: area and aspect ratio drawn until they fit, else the largest fitting centre."""
     for _ in range(10):
-        area = width * height * (SCALE[0] + (SCALE[1] - SCALE[0]) * uniforms.next())
+        area = width * height * (areas[0] + (areas[1] - areas[0]) * uniforms.next())
         ratio = math.exp(math.log(RATIO[0]) + (math.log(RATIO[1]) - math.log(RATIO[0])) * uniforms.next())
         wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < wide <= width and 0 < high <= height:
@@ -70,10 +100,6 @@ def _crop_box(width: int, height: int, uniforms: Uniforms) -> tuple[float, float
     wide, high = min(width, height * RATIO[1]), min(height, width / RATIO[0])
     left, top = (width - wide) / 2, (height - high) / 2
     return left, top, left + wide, top + high
-
-
-def _resize(pixels: np.ndarray, size: int, box: tuple[float, float, float, float]) -> np.ndarray:
-    return np.asarray(Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC, box=box))
 
 
 def mask_noise(key: bytes, step: int, record: int, patches: int) -> np.ndarray:

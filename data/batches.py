@@ -8,6 +8,7 @@ with `present` False and zero inputs; putting another record in its place would 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.augment import KINDS, Kind, augment, mask_noise
-from data.decode import BadRecord, decode
+from data.augment import KINDS, Kind, mask_noise
+from data.decode import BadRecord
+from data.decode_pool import DecodePool
 from data.index import RecordIndex
-from data.shards import RangeSource, ShardReader
+from data.picture import PictureMaker
+from data.shards import Reading, RecordReader, ShardReader, open_source
+from data.sources import RangeSource
 from data.text import TextEncoder
 
 EMPTY = -1
@@ -52,8 +56,8 @@ class DataSpec:
     image_size: int
     augment: Kind = "none"
     mask_patches: int = 0  # > 0: `mask_noise` with that many columns
-    labels: tuple[str, ...] = ()  # integer fields of the record's .json
-    image_suffixes: tuple[str, ...] = ("jpg", "jpeg", "png", "webp")
+    labels: tuple[str, ...] = ()  # integer fields of the record's .json; `cls` is its .cls
+    image_suffixes: tuple[str, ...] = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
     text_suffix: str = "txt"
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
@@ -86,8 +90,19 @@ class _Parts:
     labels: list[int]
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """A micro-batch, and which of its records were bad. Private; to be reported once the batch is used."""
+
+    batch: MicroBatch
+    bad: dict[int, str]
+
+
 class BatchReader:
-    """Reads rows of ids into MicroBatches. `bad_records` is private: its length is a function of the data."""
+    """Reads rows of ids into MicroBatches. `bad_records` is private: its length is a function of the data.
+
+    `read` may be called from several threads; records of all rows go through one pool of them, first come first.
+    """
 
     def __init__(
         self,
@@ -97,18 +112,27 @@ class BatchReader:
         augment_key: bytes = b"",
         mask_key: bytes = b"",
         *,
-        threads: int = 1,
+        reading: Reading | None = None,
         pin_memory: bool = False,
         source: RangeSource | None = None,
     ) -> None:
-        if spec.augment == "random_resized_crop" and not augment_key:
-            raise ValueError("random_resized_crop needs an augmentation key; derive one from the run key")
         if spec.mask_patches and not mask_key:
             raise ValueError("mask noise needs a mask key; derive one from the run key")
+        reading = reading or Reading()
+        pictures = PictureMaker(spec.image_size, spec.augment, augment_key)
         self.index, self.spec, self.text = index, spec, text
-        self._augment_key, self._mask_key = augment_key, mask_key
-        self._shards = ShardReader(index, source)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode") if threads > 1 else None
+        self._mask_key = mask_key
+        self._cancelled = threading.Event()
+        self._records: RecordReader
+        if isinstance(index, RecordReader):
+            self._records = index
+        else:
+            source = source or open_source(index, reading)
+            self._records = ShardReader(index, source, cancelled=self._cancelled)
+        self._processes = DecodePool(pictures, reading.workers) if reading.workers else None
+        self._picture = (self._processes or pictures).make
+        threads = reading.in_flight
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="records") if threads > 1 else None
         self._pin = pin_memory
         self._bad: dict[int, str] = {}
         # In the form the uint8 pixels want: x * scale + shift.
@@ -126,23 +150,36 @@ class BatchReader:
         return dict(self._bad)
 
     def read(self, ids_row: np.ndarray, step: int) -> MicroBatch:
+        fetched = self.fetch(ids_row, step)
+        self.report(fetched)
+        return fetched.batch
+
+    def report(self, fetched: Fetched) -> None:
+        """Bad records of a batch that is used. What was read ahead and dropped is nobody's business."""
+        for record, reason in fetched.bad.items():
+            self._bad.setdefault(record, reason)
+
+    def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
         spec, count = self.spec, len(ids_row)
         pixels = np.zeros((count, spec.image_size, spec.image_size, 3), dtype=np.uint8)
         tokens = np.zeros((count, self.text.length if self.text else 0), dtype=np.int64)
         labels = np.zeros((count, len(spec.labels)), dtype=np.int64)
         noise = np.zeros((count, spec.mask_patches), dtype=np.float32)
         present = np.zeros(count, dtype=bool)
-        for row, parts in enumerate(self._fetch([int(record) for record in ids_row], step)):
-            if parts is None:
-                continue
-            pixels[row], tokens[row], labels[row] = parts.pixels, parts.tokens, parts.labels
-            if spec.mask_patches:
-                noise[row] = mask_noise(self._mask_key, step, int(ids_row[row]), spec.mask_patches)
-            present[row] = True
+        bad: dict[int, str] = {}
+        for row, parts in enumerate(self._all([int(record) for record in ids_row], step)):
+            if isinstance(parts, BadRecord):
+                bad[int(ids_row[row])] = str(parts)
+            elif parts is not None:
+                pixels[row], tokens[row], labels[row] = parts.pixels, parts.tokens, parts.labels
+                if spec.mask_patches:
+                    noise[row] = mask_noise(self._mask_key, step, int(ids_row[row]), spec.mask_patches)
+                present[row] = True
         there = torch.from_numpy(present)
         images = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-        images = images * self._scale + self._shift
-        inputs = {"images": torch.where(there.view(-1, 1, 1, 1), images, torch.zeros(()))}
+        images.mul_(self._scale).add_(self._shift)
+        images[~there] = 0.0
+        inputs = {"images": images}
         if self.text is not None:
             inputs["tokens"] = torch.from_numpy(tokens)
         if spec.mask_patches:
@@ -152,32 +189,37 @@ class BatchReader:
         if self._pin:
             inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
             there = there.pin_memory()
-        return MicroBatch(inputs, there)
+        return Fetched(MicroBatch(inputs, there), bad)
 
-    def _fetch(self, records: list[int], step: int) -> Iterable[_Parts | None]:
+    def close(self) -> None:
+        """At once: reads in progress end with an error, nothing waits for a slow store."""
+        self._cancelled.set()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._processes is not None:
+            self._processes.close()
+
+    def _all(self, records: list[int], step: int) -> Iterable[_Parts | BadRecord | None]:
         if self._pool is None:
             return (self._one(record, step) for record in records)
         return self._pool.map(self._one, records, [step] * len(records))
 
-    def _one(self, record: int, step: int) -> _Parts | None:
+    def _one(self, record: int, step: int) -> _Parts | BadRecord | None:
         if record == EMPTY:
             return None
-        members = self._shards.read(record)
+        members = self._records.read(record)
         try:
             return self._prepare(members, record, step)
         except BadRecord as error:
-            self._bad.setdefault(record, str(error))
-            return None
+            return error
 
     def _prepare(self, members: dict[str, bytes], record: int, step: int) -> _Parts:
-        spec = self.spec
-        suffix = next((suffix for suffix in spec.image_suffixes if suffix in members), None)
+        suffix = next((suffix for suffix in self.spec.image_suffixes if suffix in members), None)
         if suffix is None:
             raise BadRecord(f"no image: the record holds {sorted(members)}")
-        # Twice the size leaves something to crop from; below that, draft decoding would cost sharpness.
-        pixels = decode(members[suffix], at_least=2 * spec.image_size)
-        pixels = augment(pixels, spec.augment, spec.image_size, self._augment_key, step, record)
-        return _Parts(pixels, self._tokens(members), self._labels(members))
+        # The cheap parts first: a record without a caption needs no decoding.
+        tokens, labels = self._tokens(members), self._labels(members)
+        return _Parts(self._picture(members[suffix], step, record), tokens, labels)
 
     def _tokens(self, members: dict[str, bytes]) -> list[int]:
         if self.text is None:
@@ -193,10 +235,10 @@ class BatchReader:
         if not self.spec.labels:
             return []
         try:
-            fields = json.loads(members["json"])
-            return [int(fields[name]) for name in self.spec.labels]
+            fields = json.loads(members["json"]) if set(self.spec.labels) != {"cls"} else {}
+            return [int(members["cls"] if name == "cls" else fields[name]) for name in self.spec.labels]
         except (KeyError, ValueError, TypeError) as error:
-            raise BadRecord(f"no labels {self.spec.labels} in the record's .json ({error})") from error
+            raise BadRecord(f"no labels {self.spec.labels} in the record ({error})") from error
 
 
 def iterate(reader: BatchReader, rows: np.ndarray, step: int) -> Iterator[MicroBatch]:

@@ -3,12 +3,20 @@
 BadRecord means: these bytes will fail in the same way on every machine and at every try. Only such a record
 may be left out of a step (its slot contributes zero); anything that could go better next time must stop the
 run instead, which is why a MemoryError passes through here untouched.
+
+What becomes of unusual images: EXIF orientation is applied; CMYK, grey, palette and 1-bit become RGB; alpha and
+transparent palettes are laid on white; 16 bits per channel are scaled to 8 (Pillow alone turns 16-bit grey
+white); of an animation the first frame counts; a damaged EXIF block is ignored. Refused as bad: images over
+MAX_PIXELS (decompression bombs), truncated ones, and formats that are not in FORMATS. Bit flips in the middle
+of a JPEG decode to noise without an error: no decoder notices them all.
 """
 
 from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
@@ -25,6 +33,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_SIDEWAYS = {_TURNS[exif] for exif in (5, 6, 7, 8)}
 
 # Set once, here: warnings.catch_warnings around each decode would not be thread-safe. Pillow's remarks about
 # a file (corrupt EXIF and the like) would reach the console, a public sink, and speak of private records;
@@ -37,11 +46,25 @@ class BadRecord(ValueError):
     """The content of one record is unusable, deterministically. The message is private: it describes data."""
 
 
-def decode(data: bytes, at_least: int | None = None) -> np.ndarray:
-    """RGB pixels, uint8 [height, width, 3]; transparent images are laid on white.
+@dataclass(frozen=True)
+class Decoded:
+    """Pixels, uint8 [height, width, 3], and the upright size of the image in full."""
 
-    `at_least` lets a large JPEG be decoded at 1/2, 1/4 or 1/8 as long as both sides keep that many pixels,
-    which is several times faster than decoding in full and shrinking afterwards.
+    pixels: np.ndarray
+    width: int
+    height: int
+
+
+def decode(data: bytes, at_least: int | None = None) -> np.ndarray:
+    """RGB pixels, uint8 [height, width, 3]; `at_least` as in `decode_scaled`."""
+    return decode_scaled(data, lambda _width, _height: at_least).pixels
+
+
+def decode_scaled(data: bytes, at_least: Callable[[int, int], int | None]) -> Decoded:
+    """`at_least(width, height)`, asked with the upright full size, says what the shorter side must keep.
+
+    A large JPEG is then decoded at 1/2, 1/4 or 1/8, which is several times faster than decoding in full and
+    shrinking afterwards. None decodes in full.
     """
     if not data:
         raise BadRecord("the image is empty")
@@ -52,11 +75,13 @@ def decode(data: bytes, at_least: int | None = None) -> np.ndarray:
                     f"the image has {image.width} x {image.height} pixels, at most {MAX_PIXELS} are decoded"
                 )
             turn = _turn(image)
-            if at_least is not None:
-                image.draft(None, (at_least, at_least))
+            width, height = image.size if turn not in _SIDEWAYS else image.size[::-1]
+            side = at_least(width, height)
+            if side is not None:
+                image.draft(None, (side, side))
             image.load()
             rgb = _rgb(image)
-        return np.array(rgb.transpose(turn) if turn is not None else rgb)
+        return Decoded(np.array(rgb.transpose(turn) if turn is not None else rgb), width, height)
     except (BadRecord, MemoryError):
         raise
     # Decoders raise nearly everything on hostile bytes (OSError, SyntaxError, struct.error, IndexError ...);
@@ -75,7 +100,7 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         # Pillow clips 16-bit grey to 255, that is to white; scale it instead.
-        wide = np.asarray(image).astype(np.int64).clip(0, 65535)
+        wide = np.asarray(image).clip(0, 65535).astype(np.uint32)
         return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         opaque = Image.new("RGBA", image.size, "white")

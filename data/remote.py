@@ -43,10 +43,6 @@ class Identity:
         return self.size == other.size and (None in (self.etag, other.etag) or self.etag == other.etag)
 
 
-def is_url(where: str | PathLike[str]) -> bool:
-    return isinstance(where, str) and where.partition("://")[0] in SCHEMES and "://" in where
-
-
 class Stores:
     """One client, with its pool of connections, per host or bucket. Safe to call from several threads."""
 
@@ -108,8 +104,8 @@ class RemoteRanges:
         self._expected = expected
         self._stores = Stores(timeout_seconds)
 
-    def read(self, where: str | PathLike[str], start: int, end: int) -> bytes:
-        url = str(where)
+    def read(self, path: str | PathLike[str], start: int, end: int) -> bytes:
+        url = str(path)
         raw, found = self._stores.fetch(url, start, end)
         known = self._expected.get(url)
         if known is not None and not known.same(found):
@@ -119,7 +115,7 @@ class RemoteRanges:
             )
         return raw
 
-    def forget(self, where: str | PathLike[str]) -> None:
+    def forget(self, path: str | PathLike[str]) -> None:
         """Nothing is kept per shard."""
 
 

@@ -6,88 +6,99 @@ depend on the weather of a file system, so reads are tried again and then the ru
 
 from __future__ import annotations
 
-import os
 import threading
-import time
-from collections import OrderedDict
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
+from data.cache import Cache, CachedRanges
 from data.index import Place, RecordIndex
+from data.patience import Patience, patiently
+from data.remote import ChangedShardError, Identity, RemoteRanges
+from data.sources import LocalFiles, RangeSource
 from data.tar import ShardError
 
-_TRIES = 3
-_OPEN_FILES = 256  # well under the usual limit of 1,024 descriptors per process
 
+@runtime_checkable
+class RecordReader(Protocol):
+    """Anything that gives a record's members, by lower-case suffix. An index whose records are made, not stored,
+    is one itself, and is then read without any of what follows here."""
 
-class RangeSource(Protocol):
-    """Where bytes come from; raises OSError when they do not. A short answer is the caller's to notice."""
-
-    def read(self, path: Place, start: int, end: int) -> bytes: ...
-
-    def forget(self, path: Place) -> None:
-        """Drop what is cached about `path` before it is tried again."""
-        ...
-
-
-class _Handle:
-    """A descriptor that closes with its last user, so that eviction cannot pull it from under a reader."""
-
-    def __init__(self, path: Place) -> None:
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        # Records lie far apart: read-ahead would fetch megabytes that nobody asked for.
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
-
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            os.close(self.fd)
-
-
-class LocalFiles:
-    """`pread` on a bounded set of open files; safe to call from several threads."""
-
-    def __init__(self) -> None:
-        self._open: OrderedDict[Place, _Handle] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def read(self, path: Place, start: int, end: int) -> bytes:
-        with self._lock:
-            handle = self._open.pop(path, None) or _Handle(path)
-            self._open[path] = handle
-            if len(self._open) > _OPEN_FILES:
-                self._open.popitem(last=False)
-        return os.pread(handle.fd, end - start, start)
-
-    def forget(self, path: Place) -> None:
-        with self._lock:
-            self._open.pop(path, None)
+    def read(self, record: int) -> dict[str, bytes]: ...
 
 
 class ShardReader:
-    """`read(id)` -> the members of one record, by lower-case suffix."""
+    """`read(id)` -> the members of one record, by lower-case suffix. Safe to call from several threads."""
 
-    def __init__(self, index: RecordIndex, source: RangeSource | None = None, *, pause: float = 0.2) -> None:
+    def __init__(
+        self,
+        index: RecordIndex,
+        source: RangeSource | None = None,
+        *,
+        pause: float = 0.2,
+        tries: int = 5,
+        cancelled: threading.Event | None = None,
+    ) -> None:
         self.index = index
         self._source: RangeSource = source if source is not None else LocalFiles()
-        self._pause = pause
+        self._patience = Patience(tries, pause)
+        self._cancelled = cancelled
 
     def read(self, record: int) -> dict[str, bytes]:
-        path, start, end = self.index.locate(record)
-        what = str(path)  # the shard alone: which record was drawn is nobody's business, and this reaches the console
-        problem: ShardError | None = None
-        for attempt in range(_TRIES):
-            if attempt:
-                time.sleep(self._pause * 2**attempt)
-            try:
-                raw = self._source.read(path, start, end)
-                if len(raw) == end - start:
-                    # Damaged headers are tried again too: a page torn in transit looks just like that.
-                    return self.index.members(record, raw)
-                problem = ShardError(f"{what}: {len(raw)} bytes came; the shard was cut, restore it")
-            except OSError as error:
-                problem = ShardError(f"{what}: cannot be read ({error.strerror or error}); restore access and resume")
-            except ShardError as error:
-                problem = error
-            self._source.forget(path)
-        assert problem is not None
-        raise problem
+        place, start, end = self.index.locate(record)
+        what = str(place)  # the shard alone: which record was drawn is nobody's business, and this reaches the console
+        try:
+            return patiently(lambda: self._once(place, start, end, record), self._patience, self._cancelled)
+        except _DamagedError as error:
+            raise error.why from None
+        except OSError as error:
+            raise ShardError(
+                f"{what}: cannot be read ({error.strerror or error}); restore access and resume"
+            ) from error
+
+    def _once(self, place: Place, start: int, end: int, record: int) -> dict[str, bytes]:
+        try:
+            raw = self._source.read(place, start, end)
+            if len(raw) == end - start:
+                return self.index.members(record, raw)
+            raise _DamagedError(ShardError(f"{place}: {len(raw)} bytes came; the shard was cut, restore it"))
+        except ChangedShardError:
+            raise
+        except ShardError as error:
+            # Damaged headers are tried again too: a page torn in transit looks just like that.
+            self._source.forget(place)
+            raise _DamagedError(error) from error
+        except OSError:
+            self._source.forget(place)
+            raise
+
+
+class _DamagedError(OSError):
+    """Bytes that came and were wrong: worth another try, like bytes that did not come."""
+
+    def __init__(self, why: ShardError) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How bytes are fetched and pictures decoded. None of it changes a pixel, so a resumed run may change it."""
+
+    workers: int = 0  # decoding processes; 0 decodes in this process, where a hostile file can end it
+    in_flight: int = 1  # records that are being read at a time
+    timeout_seconds: float = 30.0  # of one request to a remote store
+    cache: Cache | None = None
+
+
+def open_source(index: RecordIndex, reading: Reading) -> RangeSource:
+    """The source that fits where the records lie, behind the cache where one is wanted."""
+    place = index.locate(0)[0]
+    if isinstance(place, Path):
+        return LocalFiles()
+    root = next(place.removesuffix(f"/{shard.name}") for shard in index.shards if place.endswith(f"/{shard.name}"))
+    expected = {f"{root}/{shard.name}": Identity(shard.bytes, shard.etag or None) for shard in index.shards}
+    remote = RemoteRanges(expected, reading.timeout_seconds)
+    if reading.cache is None:
+        return remote
+    return CachedRanges(remote, reading.cache, {f"{root}/{shard.name}": shard for shard in index.shards})
