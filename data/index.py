@@ -63,6 +63,10 @@ class RecordIndex(Protocol):
         """Where one record lies: place, first byte, end."""
         ...
 
+    def owner(self, record: int) -> str:
+        """The shard or class of a record: all that a message may name, because which record was drawn is private."""
+        ...
+
     def members(self, record: int, raw: bytes) -> dict[str, bytes]:
         """The bytes that lie there, taken apart by lower-case suffix; ShardError where they are no such record."""
         ...
@@ -162,7 +166,7 @@ class ShardIndex:
         """
         manifest = read_manifest(folder)
         if manifest.kind != SHARDS:
-            raise ShardError(f"{manifest.folder}: an index of single files, not of tar shards; use data.sources.open")
+            raise ShardError(f"{manifest.folder}: an index of single files, not of tar shards; name another folder")
         try:
             offsets = np.asarray(np.load(manifest.folder / OFFSETS, mmap_mode="r"))
         except (OSError, ValueError) as error:
@@ -194,9 +198,13 @@ class ShardIndex:
         at = number + shard
         return self.place(shard), int(self._offsets[at]), int(self._offsets[at + 1])
 
+    def owner(self, record: int) -> str:
+        """The shard that holds the record."""
+        return str(self.locate(record)[0])
+
     def members(self, record: int, raw: bytes) -> dict[str, bytes]:
         """The members of the record by suffix."""
-        return parse(raw, str(self.locate(record)[0]))
+        return parse(raw, self.owner(record))
 
     def check_unchanged(self, *, contents: bool = False) -> None:
         """Sizes on disk are those of the manifest; with `contents` the bytes too (reads everything).

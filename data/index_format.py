@@ -22,6 +22,7 @@ from data.tar import ShardError
 
 FORMAT = 2
 OFFSETS, MANIFEST, FOLDER = "offsets.npy", "manifest.json", "index"
+BESIDE = ".index"  # an index of single files lies beside their folder, where it cannot be taken for a class
 SHARDS, FILES = "shards", "files"  # what an index is made of
 
 Place = Path | str  # of a shard or a file: a path, or a URL as it is written
@@ -97,10 +98,10 @@ class Manifest:
 
 
 def find(folder: str | os.PathLike[str]) -> Path:
-    """`folder`, if it is an index, or the one inside it."""
+    """`folder`, if it is an index, or the one inside or beside it."""
     target = Path(folder)
-    inside = target / FOLDER
-    return inside if not (target / MANIFEST).is_file() and (inside / MANIFEST).is_file() else target
+    beside = Path(f"{os.fspath(folder).rstrip('/')}{BESIDE}")
+    return next((each for each in (target, target / FOLDER, beside) if (each / MANIFEST).is_file()), target)
 
 
 def mend(folder: str | os.PathLike[str]) -> str:

@@ -1,8 +1,17 @@
-"""prepare.py index: where every record begins, how many there are, and a digest that pins them."""
+"""prepare.py index: where every record begins, how many there are, and a digest that pins them.
+
+SOURCE is a folder of tar shards, a pattern such as 'shards/{000000..000019}.tar', the same behind a URL (with --out),
+or a folder of images with or without class folders (ImageFolder, ImageNet, Places365, iNaturalist).
+
+Stop it whenever you like: the same command goes on where it was. Given again after shards were added or replaced,
+it scans those alone. A shard is taken for unchanged when its size, mtime and ctime (behind a URL: size and ETag)
+are those of the last scan; --rescan trusts none of that.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +19,74 @@ from data.progress import Progress
 
 
 def declare(commands: Any) -> None:
-    index = commands.add_parser("index", help="index tar shards", description=__doc__)
+    index = commands.add_parser("index", help="index tar shards, or a folder of images", description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     index.set_defaults(run=_index)
-    index.add_argument("shards", help="a folder, or a pattern such as 'shards/{000000..000019}.tar'")
-    index.add_argument("--out", type=Path, default=None, help="index folder (default: index/ beside the shards)")
-    index.add_argument("--workers", type=int, default=None, help="processes (default: one per core)")
+    index.add_argument("source", help="folder, pattern or URL")
+    index.add_argument("--out", type=Path, help="index folder (default: index/ beside shards, FOLDER.index for images)")
+    shards = index.add_argument_group("tar shards")
+    shards.add_argument("--workers", type=int, help="processes (default: one per core, one for less than 512 MiB)")
+    shards.add_argument("--rescan", action="store_true", help="scan every shard, whatever is known of it")
+    shards.add_argument("--energon", action="store_true", help="write NVIDIA Energon's .tar.idx beside each shard")
+    shards.add_argument(
+        "--trust-idx",
+        action="store_true",
+        help="take offsets from .tar.idx files: each is checked in its shard, but contents are neither read nor hashed",
+    )
+    images = index.add_argument_group("images")
+    images.add_argument(
+        "--classes",
+        choices=("auto", "top", "leaf", "none"),
+        default="auto",
+        help="class = first folder (top), whole path of folders (leaf: Places365), or none; default: recognise",
+    )
+    images.add_argument("--contents", action="store_true", help="pin contents too: reads every file, and again at use")
+    images.add_argument("--refuse-twins", action="store_true", help="refuse files of equal content; reads every file")
 
 
 def _index(arguments: argparse.Namespace) -> int:
-    from data.index import build
+    from data.index_open import is_image_folder
 
-    index = build(arguments.shards, arguments.out, workers=arguments.workers, progress=Progress("indexing", "shards"))
+    return _images(arguments) if is_image_folder(arguments.source) else _shards(arguments)
+
+
+def _shards(arguments: argparse.Namespace) -> int:
+    from data.index import Wanted, build
+
+    known = -1
+
+    def progress(done: int, total: int) -> None:
+        nonlocal known
+        known = done if known < 0 else known
+        show(done, total)
+
+    show = Progress("indexing", "shards")
+    wanted = Wanted(arguments.trust_idx, arguments.energon, arguments.rescan, arguments.workers)
+    index = build(arguments.source, arguments.out, progress=progress, wanted=wanted)
     print(f"{index.records} records in {len(index.shards)} shards, index in {index.folder}")
+    print(f"scanned {len(index.shards) - known} shards, {known} were known")
+    print(f"manifest {index.manifest_digest}")
+    if unread := sum(not shard.sha256 for shard in index.shards):
+        print(f"{unread} shards were indexed on trust: the manifest does not pin their contents", file=sys.stderr)
+    return 0
+
+
+def _images(arguments: argparse.Namespace) -> int:
+    from data.folder_files import ignored_files
+    from data.folders import build_folder
+
+    index = build_folder(
+        arguments.source,
+        arguments.out,
+        rule=arguments.classes,
+        contents=arguments.contents,
+        refuse_twins=arguments.refuse_twins,
+        progress=Progress("hashing", "files"),
+    )
+    classes = f"{len(index.classes)} classes" if index.labelled else "no classes"
+    print(f"{index.records} images, {classes}, index in {index.folder}")
+    if ignored := ignored_files(Path(arguments.source)):
+        shown = ", ".join(f"{count} {what}" for what, count in ignored.most_common(5))
+        print(f"no records: {sum(ignored.values())} other files ({shown})")
     print(f"manifest {index.manifest_digest}")
     return 0
