@@ -1,0 +1,146 @@
+"""Noise drawn ahead: the same bits as drawn when asked, in bounded memory, whatever is given up or out of order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from train.gradient import Fragment
+from train.noise import PIECE, NoiseMechanism
+from train.noise_ahead import NoiseAhead
+
+CPU = torch.device("cpu")
+KEY = bytes(range(32))
+FRAGMENTS = [
+    Fragment("a", 0, 11, PIECE + 77, 0), Fragment("b", 1, 0, 5, PIECE + 77), Fragment("c", 2, 1, 3000, PIECE + 90),
+    Fragment("d", 3, 0, 2 * PIECE, PIECE + 4000),
+]  # fmt: skip
+Found = list[tuple[Fragment, np.ndarray]]
+
+
+class Watched(NoiseMechanism):
+    """Counts its draws and, while shut, holds those of other threads back."""
+
+    def __init__(self) -> None:
+        super().__init__(KEY, 1.5, 10.0)
+        self.open = threading.Event()
+        self.open.set()
+        self.drawn: list[tuple[int, int, int, int]] = []
+        self.fail = False
+
+    def draw(self, step, parameter, start, length, dtype=np.float32):
+        if threading.current_thread() is not threading.main_thread():
+            assert self.open.wait(20)
+            if self.fail:
+                raise MemoryError("no room for the draw")
+        self.drawn.append((step, parameter, start, length))
+        return super().draw(step, parameter, start, length, dtype)
+
+
+def taken(noise: NoiseMechanism | NoiseAhead, step: int, fragments: list[Fragment] = FRAGMENTS) -> Found:
+    return [(piece, values.numpy().copy()) for piece, values in noise.pieces(step, fragments, CPU)]
+
+
+def same(first: Found, second: Found) -> bool:
+    return [p for p, _ in first] == [p for p, _ in second] and all(
+        np.array_equal(a, b) for (_, a), (_, b) in zip(first, second, strict=True)
+    )
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+@pytest.fixture
+def ahead(watched: Watched) -> Iterator[NoiseAhead]:
+    made = NoiseAhead(watched, FRAGMENTS, threads=2)
+    yield made
+    watched.open.set()
+    made.close()
+
+
+def test_the_bits_are_those_without_overlap(ahead: NoiseAhead, watched: Watched) -> None:
+    plain = NoiseMechanism(KEY, 1.5, 10.0)
+    assert (ahead.std, ahead.divisor) == (1.5, 10.0)
+    for step in (1, 2, 7):
+        ahead.prepare(step)
+        assert same(taken(ahead, step), taken(plain, step))
+    assert len(watched.drawn) == len(set(watched.drawn)) == 3 * 6, "every piece was drawn once"
+    ahead.prepare(9)
+    rounded = [values for _, values in ahead.pieces(9, FRAGMENTS, CPU, torch.float32)]
+    assert all(values.dtype == torch.float32 for values in rounded)
+    assert np.array_equal(rounded[0].numpy(), plain.draw(9, 0, 11, PIECE))
+
+
+def test_it_draws_while_the_caller_does_something_else(ahead: NoiseAhead, watched: Watched) -> None:
+    ahead.prepare(3)
+    for future in list(ahead._drawing.values()):
+        future.result(20)
+    assert len(watched.drawn) == 6
+    taken(ahead, 3)
+    assert len(watched.drawn) == 6, "nothing was left to draw when it was asked for"
+
+
+@pytest.mark.parametrize("most_bytes", [0, 8 * 5, 8 * PIECE, 8 * (PIECE + 5000), 1 << 40])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_memory_is_bounded_and_does_not_change_the_bits(watched: Watched, most_bytes: int, threads: int) -> None:
+    ahead = NoiseAhead(watched, FRAGMENTS, threads, most_bytes)
+    watched.open.clear()
+    ahead.prepare(4)
+    first = sum(8 * piece.length for piece in ahead._drawing)
+    assert first <= most_bytes and (first > 0) == (most_bytes >= 8 * PIECE)
+    watched.open.set()
+    found: Found = []
+    for piece, values in ahead.pieces(4, FRAGMENTS, CPU):
+        assert sum(8 * waiting.length for waiting in ahead._drawing) <= most_bytes
+        found.append((piece, values.numpy()))
+    assert same(found, taken(NoiseMechanism(KEY, 1.5, 10.0), 4))
+    assert len(watched.drawn) == 6 and ahead._room == most_bytes
+    ahead.close()
+
+
+def test_a_step_given_up_leaves_nothing_behind(ahead: NoiseAhead, watched: Watched) -> None:
+    watched.open.clear()
+    ahead.prepare(5)
+    room = ahead._room
+    ahead.prepare(6)
+    ahead.cancel()
+    assert not ahead._drawing and ahead._room > room
+    ahead.prepare(5)
+    watched.open.set()
+    expected = taken(NoiseMechanism(KEY, 1.5, 10.0), 5)
+    assert same(taken(ahead, 5), expected)
+    assert same(taken(ahead, 5), expected), "asked again, it is drawn again"
+    assert same(taken(ahead, 6), taken(NoiseMechanism(KEY, 1.5, 10.0), 6)), "another step than the prepared one"
+
+
+def test_a_step_given_up_half_way(ahead: NoiseAhead) -> None:
+    ahead.prepare(5)
+    for _ in zip(range(2), ahead.pieces(5, FRAGMENTS, CPU), strict=False):
+        pass
+    ahead.prepare(6)
+    assert same(taken(ahead, 6), taken(NoiseMechanism(KEY, 1.5, 10.0), 6))
+    assert ahead._room == 1 << 30
+
+
+def test_any_order_and_any_cut_are_right(watched: Watched) -> None:
+    ahead = NoiseAhead(watched, FRAGMENTS, 1, 8 * (PIECE + 100))
+    ahead.prepare(2)
+    for fragments in (FRAGMENTS[::-1], [Fragment("a", 0, 20, 30, 0)], FRAGMENTS[2:3]):
+        assert same(taken(ahead, 2, fragments), taken(NoiseMechanism(KEY, 1.5, 10.0), 2, fragments))
+    ahead.close()
+
+
+def test_a_failure_in_a_thread_fails_where_the_noise_is_taken(ahead: NoiseAhead, watched: Watched) -> None:
+    watched.fail = True
+    ahead.prepare(1)
+    with pytest.raises(MemoryError, match="no room"):
+        taken(ahead, 1)
+    watched.fail = False
+    ahead.prepare(1)
+    assert same(taken(ahead, 1), taken(NoiseMechanism(KEY, 1.5, 10.0), 1))
