@@ -46,9 +46,9 @@ class ShardReader:
 
     def read(self, record: int) -> dict[str, bytes]:
         place, start, end = self.index.locate(record)
-        what = str(place)  # the shard alone: which record was drawn is nobody's business, and this reaches the console
+        what = self.index.owner(record)  # which record was drawn is nobody's business, and this reaches the console
         try:
-            return patiently(lambda: self._once(place, start, end, record), self._patience, self._cancelled)
+            return patiently(lambda: self._once(place, start, end, record, what), self._patience, self._cancelled)
         except _DamagedError as error:
             raise error.why from None
         except OSError as error:
@@ -56,12 +56,12 @@ class ShardReader:
                 f"{what}: cannot be read ({error.strerror or error}); restore access and resume"
             ) from error
 
-    def _once(self, place: Place, start: int, end: int, record: int) -> dict[str, bytes]:
+    def _once(self, place: Place, start: int, end: int, record: int, what: str) -> dict[str, bytes]:
         try:
             raw = self._source.read(place, start, end)
             if len(raw) == end - start:
                 return self.index.members(record, raw)
-            raise _DamagedError(ShardError(f"{place}: {len(raw)} bytes came; the shard was cut, restore it"))
+            raise _DamagedError(ShardError(f"{what}: {len(raw)} bytes came; the shard was cut, restore it"))
         except ChangedShardError:
             raise
         except ShardError as error:
