@@ -1,0 +1,10 @@
+"""The names of the pictures that are made by rule; a file of its own, so that naming them loads no library."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Texture = Literal["dead_leaves", "spectrum", "fractals", "shaders", "mixed"]
+Kind = Literal[Texture, "shapes"]
+TEXTURES: tuple[Texture, ...] = get_args(Texture)
+KINDS: tuple[Kind, ...] = get_args(Kind)
