@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import struct
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -32,6 +33,20 @@ class Draw:
     records: int
     digest: str
     ids: np.ndarray
+
+
+class Ids(Protocol):
+    @property
+    def ids(self) -> np.ndarray: ...
+
+
+Drawn = TypeVar("Drawn", bound=Ids, covariant=True)
+
+
+class Sampler(Protocol[Drawn]):
+    """What decides about the records of a step: a function of the step number alone."""
+
+    def draw(self, step: int) -> Drawn: ...
 
 
 class PoissonSampler:

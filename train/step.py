@@ -13,7 +13,7 @@ import numpy as np
 from accounting.facts import ClippingFact, NoiseFact, SamplingFact, StepFacts
 from accounting.journal import Journal
 from data.batches import MicroBatch
-from data.sampler import Draw, PoissonSampler
+from data.sampler import Draw, Sampler
 from train.clip import ClipEngine
 from train.engine import ShardedEngine
 from train.gradient import NoisyUpdate
@@ -26,7 +26,7 @@ from train.stop import StopRequest
 
 class PrivateStep:
     def __init__(
-        self, phase: int, journal: Journal | None, sampler: PoissonSampler, clip: ClipEngine, noise: NoiseMechanism,
+        self, phase: int, journal: Journal | None, sampler: Sampler[Draw], clip: ClipEngine, noise: NoiseMechanism,
         engine: ShardedEngine, ranks: Ranks, stop: StopRequest,
         micro_batches: Callable[[np.ndarray, int], Iterator[MicroBatch]], metrics: MetricRelease | None = None,
     ) -> None:  # fmt: skip
