@@ -1,0 +1,125 @@
+"""The book-keeping clip engine: one forward, one backward that computes activation gradients only, one product each.
+
+The backward pass keeps what each weight gradient would be made from. From that come the norms of all records, from
+those the clip factors, and only then one product per weight, with the factors inside: the clipped sum at the cost of
+an ordinary weight gradient. No second forward, and no gradient per record in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportPrivateUsage]
+
+from train.clip import Clipped
+from train.clip_book import Book
+from train.clip_fallback import fallback
+from train.clip_groups import groups_of
+from train.clip_layer_rules import LAYER_RULES
+from train.clip_pieces import Weights
+from train.clip_rule import ClipError, ClipRule
+from train.clip_watch import Watch
+from train.sums import GradientSums
+
+Precision = Literal["fp32", "bf16", "fp16"]
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# A power of two, so that it is taken out of the norms without rounding.
+FP16_LOSS_SCALE = 2.0**12
+
+
+class BookKeepingClip:
+    """`hold`: a weight whose gradient per record has at most this many times the elements of its activations and
+    output gradients is kept in that form; 0 never, 1 costs no memory, 1.6 is faster for small models."""
+
+    def __init__(self, rule: ClipRule, precision: Precision = "fp32", hold: float = 1.0) -> None:
+        self.rule, self.precision, self.hold = rule, precision, hold
+        self._scale = FP16_LOSS_SCALE if precision == "fp16" else 1.0
+        self._checked = False
+
+    def prepare(self, model: nn.Module) -> None:
+        """Nothing is changed in the model; it must only be one whose gradients can be clipped."""
+        trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+        if not trainable:
+            raise ClipError("the model has no trainable parameter; unfreeze a part of it")
+        halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4]
+        if halves:
+            raise ClipError(f"{halves[0]} is in half precision, and sums would be rounded; keep parameters in fp32")
+        self._checked = False
+
+    def add_clipped(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
+    ) -> Clipped:
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        group_of = groups_of(parameters, self.rule.grouping)
+        book = Book(group_of, len(present), self.hold, present.device)
+        watch = Watch(
+            parameters,
+            model.buffers(),
+            len(present),
+            lambda pieces: book.enter(pieces, watch.used),
+            LAYER_RULES,
+            fallback,
+        )
+        losses = self._run(model, inputs, watch)
+        with torch.no_grad():
+            losses = losses.detach()
+            eligible = present & torch.isfinite(losses)
+            norms = book.norms(eligible) / self._scale
+            keep = eligible & torch.isfinite(norms).all(0)
+            untouched = None if bool(keep.all()) else keep
+            precise = torch.float64 if losses.dtype == torch.float64 else torch.float32
+            factors = torch.where(keep, self.rule.group_factors(norms, precise), 0.0)
+            book.pay_out([Weights(own / self._scale, untouched) for own in factors], sums)
+        return Clipped(losses, torch.linalg.vector_norm(norms, dim=0), factors.amin(0), self.rule.sensitivity)
+
+    def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], watch: Watch) -> Tensor:
+        """Losses [B]; afterwards the book holds the pieces of every trainable parameter."""
+        with watch, torch.enable_grad(), self._autocast(watch.anchor.device):
+            losses = model(inputs)
+        if losses.shape != (watch.records,):
+            raise ClipError(
+                f"the model returned losses of shape {list(losses.shape)} for {watch.records} records; return one each"
+            )
+        if not self._checked:
+            _refuse_unseen(watch, losses)
+            self._checked = True
+        watch.counting = False
+        # Below `torch.autograd.backward`, which would leave the mode: checkpointed layers run again, and are watched.
+        with watch:
+            seed = torch.full_like(losses, self._scale)
+            _engine_run_backward((losses,), (seed,), False, False, (watch.anchor,), True, accumulate_grad=True)
+        return losses
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(device.type, AUTOCAST[self.precision], cache_enabled=False)
+
+
+def _refuse_unseen(watch: Watch, losses: Tensor) -> None:
+    """Every trainable parameter was used through a rule, and none in a way that no rule saw."""
+    unused = sorted(watch.parameters.keys() - watch.used.keys())
+    if unused:
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        raise ClipError(
+            f"the loss does not use {unused[0]}{more} in a way that can be clipped; freeze it, or leave out reentrant "
+            "checkpointing"
+        )
+    own = {id(p): name for name, p in watch.parameters.items()}
+    waiting, seen = [losses.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) in own:
+            raise ClipError(
+                f"{own[id(leaf)]} reaches the loss past the clip engine (compiled or scripted code does so); "
+                "run that part as ordinary modules"
+            )
+        waiting += [below for below, _ in node.next_functions]

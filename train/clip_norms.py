@@ -1,0 +1,168 @@
+"""Squared gradient norms of every record, from pieces; and how far rounding may have led them astray.
+
+||AᵀG||² = Σ (AAᵀ ∘ GGᵀ) needs no per-record gradient, and is cheap where tokens are few. But it is a sum of terms of
+either sign: where the tokens' gradients cancel, rounding of the large terms remains. `doubt` bounds that error, so
+that the engine can measure the few doubtful records again, exactly.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from train.clip_pieces import Outer, Piece, Whole, wide
+
+# Elements of per-record gradients that are written out at a time, where they are not kept.
+CHUNK = 1 << 23
+# From this many tokens on, the Gram matrices are taken in strips, which leaves out most of their upper half.
+STRIPS_FROM, STRIPS = 96, 4
+STRIP_SHARE = 0.5 + 0.5 / STRIPS
+# Rounding errors of products are independent: the error of a dot product of n terms is within 4·√n·u of its size.
+DEVIATIONS = 4.0
+
+
+class Squares(NamedTuple):
+    """[B] each, fp64: squared norms, and the error that they may have."""
+
+    square: Tensor
+    doubt: Tensor
+
+
+def measure(pieces: list[Piece]) -> Squares:
+    """Of the gradient of one parameter, which is the sum of its pieces."""
+    outers = [piece for piece in pieces if isinstance(piece, Outer)]
+    if len(outers) < len(pieces) or (len(pieces) == 1 and not gram_is_cheaper(outers[0])):
+        return _written_out(pieces)
+    if len(outers) == 1:
+        return _own(outers[0])
+    # A parameter used twice: its gradient is the sum of all uses, so tokens of all uses meet one another.
+    found = _own(outers[0])
+    for number, later in enumerate(outers[1:], start=1):
+        own = _own(later)
+        square, doubt = found.square + own.square, found.doubt + own.doubt
+        for earlier in outers[:number]:
+            cross = 2 * _cross(earlier, later)
+            square = square + cross
+        # Uses may cancel each other, as tokens may: |cross| is at most twice the root of the product of both.
+        doubt = doubt + _unit(later) * (found.square + own.square)
+        found = Squares(square, doubt)
+    return found
+
+
+def gram_is_cheaper(piece: Outer) -> bool:
+    """By operations, from the shape alone, so that a replayed step takes the same way."""
+    if piece.sparse or piece.tokens == 1:
+        return True
+    share = STRIP_SHARE if piece.tokens >= STRIPS_FROM else 1.0
+    return share * piece.tokens * (piece.rows + piece.columns) < piece.elements
+
+
+def squared(value: Tensor) -> Tensor:
+    """[B, …] -> [B] in fp64; rows are added in fp32 first, as they lie in memory."""
+    flat = value.flatten(1)
+    return torch.linalg.vector_norm(flat, dim=1, dtype=wide(flat.dtype)).double().square()
+
+
+def _written_out(pieces: list[Piece]) -> Squares:
+    first = pieces[0]
+    if len(pieces) == 1 and isinstance(first, Whole):
+        square = squared(first.value)
+        return Squares(square, torch.zeros_like(square))
+    dtype = wide(first.dtype)
+    at_once = max(1, CHUNK // max(piece.elements for piece in pieces))
+    parts = []
+    for start in range(0, first.records, at_once):
+        rows = slice(start, start + at_once)
+        total = first.instances(rows, dtype)
+        for piece in pieces[1:]:
+            total = total + piece.instances(rows, dtype)
+        parts.append(squared(total))
+    square = torch.cat(parts)
+    return Squares(square, torch.zeros_like(square))
+
+
+def _own(piece: Outer) -> Squares:
+    right = _wide(piece.right)
+    left = piece.left if piece.sparse else _wide(piece.left)
+    if piece.tokens == 1:
+        return _one_token(piece, left, right)
+    if piece.tokens < STRIPS_FROM:
+        lefts, rights = _products(left, left, right.dtype), right @ right.transpose(1, 2)
+        left_sizes, right_sizes = _diagonal(lefts), _diagonal(rights)
+        inner = lefts.mul_(rights).sum(dim=(1, 2)).double()
+    else:
+        inner, left_sizes, right_sizes = _in_strips(left, right)
+    return Squares(inner, _doubt(piece, left_sizes, right_sizes))
+
+
+def _one_token(piece: Outer, left: Tensor, right: Tensor) -> Squares:
+    right_sizes = right.square().sum(-1)
+    left_sizes = torch.ones_like(right_sizes) if piece.sparse else left.square().sum(-1)
+    return Squares((left_sizes.double() * right_sizes.double()).squeeze(1), _doubt(piece, left_sizes, right_sizes))
+
+
+def _in_strips(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Both Gram matrices are symmetric: a strip of rows meets only the columns up to its own end."""
+    tokens = right.shape[1]
+    inner = torch.zeros(len(right), dtype=torch.float64, device=right.device)
+    left_sizes, right_sizes = [], []
+    cuts = [round(tokens * i / STRIPS) for i in range(STRIPS + 1)]
+    for start, stop in pairwise(cuts):
+        lefts = _products(left[:, start:stop], left[:, :stop], right.dtype)
+        rights = right[:, start:stop] @ right[:, :stop].transpose(1, 2)
+        left_sizes.append(_diagonal(lefts[:, :, start:]))
+        right_sizes.append(_diagonal(rights[:, :, start:]))
+        both = lefts.mul_(rights)
+        inner += both[:, :, start:].sum(dim=(1, 2)).double()
+        if start:
+            inner += 2 * both[:, :, :start].sum(dim=(1, 2)).double()
+    return inner, torch.cat(left_sizes, 1), torch.cat(right_sizes, 1)
+
+
+def _products(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of the rows of both; of row numbers, whether they are equal."""
+    if one.is_floating_point():
+        return one @ other.transpose(1, 2)
+    return (one.unsqueeze(2) == other.unsqueeze(1)).to(dtype)
+
+
+def _cross(one: Outer, other: Outer) -> Tensor:
+    """<gradient by one use, gradient by the other> for each record."""
+    rights = _wide(one.right) @ _wide(other.right).transpose(1, 2)
+    if one.sparse and not other.sparse:
+        lefts = _wide(other.left).gather(2, one.left.unsqueeze(1).expand(-1, other.tokens, -1)).transpose(1, 2)
+    elif other.sparse and not one.sparse:
+        lefts = _wide(one.left).gather(2, other.left.unsqueeze(1).expand(-1, one.tokens, -1))
+    elif one.sparse:
+        lefts = _products(one.left, other.left, rights.dtype)
+    else:
+        lefts = _products(_wide(one.left), _wide(other.left), rights.dtype)
+    return (lefts * rights).sum(dim=(1, 2)).double()
+
+
+def _doubt(piece: Outer, left_sizes: Tensor, right_sizes: Tensor) -> Tensor:
+    """From the squared lengths of the rows [B, T]: rounding of the terms, and what is too small for the format.
+
+    Products that vanish in fp32 matter only where the other side is large enough to lift them.
+    """
+    left_sizes, right_sizes = left_sizes.double(), right_sizes.double()
+    spread = (left_sizes * right_sizes).sum(1)
+    small = torch.finfo(wide(piece.right.dtype)).tiny * torch.finfo(wide(piece.right.dtype)).eps
+    lost = small * piece.tokens**2 * (piece.rows * right_sizes.amax(1) + piece.columns * left_sizes.amax(1))
+    return _unit(piece) * spread + lost
+
+
+def _unit(piece: Outer) -> float:
+    width = piece.columns + (1 if piece.sparse else piece.rows)
+    return DEVIATIONS * width**0.5 * torch.finfo(wide(piece.right.dtype)).eps / 2
+
+
+def _diagonal(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=1, dim2=2).clone()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(wide(x.dtype))

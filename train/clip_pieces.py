@@ -1,0 +1,266 @@
+"""Per-record gradients of one parameter, in the form in which a backward pass finds them.
+
+A piece knows the gradient of every record of the micro-batch without (where it can) writing it out: a product of two
+matrices, a convolution, a plain tensor. It can write out the gradients of chosen records, and add the weighted sum of
+all of them to the totals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from train.sums import GradientSums
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Where sums are taken: never below fp32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A factor for each record, and which records may be touched at all (None: every one).
+
+    A factor of 0 does not silence a record that is not finite, since 0·inf is NaN; such records are replaced by zeros,
+    in both operands of a product.
+    """
+
+    factors: Tensor
+    keep: Tensor | None
+
+    def apply(self, value: Tensor) -> Tensor:
+        """`value` [B, …] with every record scaled by its factor: in fp32 or better, rounded once to its own type."""
+        shape = (len(value), *[1] * (value.dim() - 1))
+        scaled = (self.mask(value) * self.factors.view(shape)).to(value.dtype)
+        return scaled
+
+    def mask(self, value: Tensor) -> Tensor:
+        if self.keep is None:
+            return value
+        return torch.where(self.keep.view(len(value), *[1] * (value.dim() - 1)), value, torch.zeros_like(value))
+
+
+class Piece(Protocol):
+    """One use of a parameter."""
+
+    @property
+    def name(self) -> str:
+        """Of the parameter."""
+        ...
+
+    @property
+    def records(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the backward pass found it."""
+        ...
+
+    @property
+    def elements(self) -> int:
+        """Of one record's gradient."""
+        ...
+
+    def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """[chosen records, *shape of the parameter]"""
+        ...
+
+    def add_weighted(self, weights: Weights, sums: GradientSums) -> None: ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Written out: [B, *shape of the parameter]. For parameters that are small beside their layer's activations."""
+
+    name: str
+    value: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    @property
+    def records(self) -> int:
+        return len(self.value)
+
+    @property
+    def elements(self) -> int:
+        return self.value[0].numel()
+
+    def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        return self.value[rows].to(dtype)
+
+    def add_weighted(self, weights: Weights, sums: GradientSums) -> None:
+        kept = weights.mask(self.value)
+        kept = kept.to(wide(kept.dtype))
+        sums.add(self.name, torch.tensordot(weights.factors.to(kept.dtype), kept, dims=1))
+
+
+@dataclass(frozen=True)
+class Outer:
+    """leftᵀ·right for each record: [B, T, rows]ᵀ [B, T, columns], the parameter seen as [rows, columns].
+
+    Where `left` is a table of row numbers ([B, T], integers) it stands for their one-hot rows: an embedding.
+    """
+
+    name: str
+    left: Tensor
+    right: Tensor
+    shape: torch.Size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.right.dtype
+
+    @property
+    def sparse(self) -> bool:
+        return not self.left.is_floating_point()
+
+    @property
+    def records(self) -> int:
+        return len(self.right)
+
+    @property
+    def tokens(self) -> int:
+        return self.right.shape[1]
+
+    @property
+    def columns(self) -> int:
+        return self.right.shape[2]
+
+    @property
+    def rows(self) -> int:
+        return self.elements // self.columns
+
+    @property
+    def elements(self) -> int:
+        return self.shape.numel()
+
+    def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        right = self.right[rows].to(dtype)
+        if self.sparse:
+            written = right.new_zeros(len(right), self.rows, self.columns)
+            written.scatter_add_(1, self.left[rows].unsqueeze(-1).expand_as(right), right)
+        else:
+            written = self.left[rows].to(dtype).transpose(1, 2) @ right
+        return written.view(len(right), *self.shape)
+
+    def add_weighted(self, weights: Weights, sums: GradientSums) -> None:
+        if self.sparse:
+            scaled = weights.apply(self.right).flatten(0, 1)
+            total = torch.zeros(self.rows, self.columns, dtype=wide(scaled.dtype), device=scaled.device)
+            total.index_add_(0, self.left.flatten(), scaled.to(total.dtype))
+            sums.add(self.name, total.view(self.shape))
+            return
+        left, right = self.left, self.right
+        if self.rows <= self.columns:
+            left, right = weights.apply(left), weights.mask(right)
+        else:
+            left, right = weights.mask(left), weights.apply(right)
+        sums.add_product(self.name, left.flatten(0, 1), right.flatten(0, 1))
+
+
+@dataclass(frozen=True)
+class Written:
+    """By a function that writes out the gradients of chosen records, and one that adds up weighted output gradients.
+
+    `inputs` [B, …] and the output gradients `upstream` [B, …] are what both are given: convolutions, and everything
+    that has no rule of its own.
+    """
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    upstream: Tensor
+    shape: torch.Size
+    write: Callable[[tuple[Tensor, ...], Tensor], Tensor]
+    total: Callable[[tuple[Tensor, ...], Tensor], Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.upstream.dtype
+
+    @property
+    def records(self) -> int:
+        return len(self.upstream)
+
+    @property
+    def elements(self) -> int:
+        return self.shape.numel()
+
+    def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        inputs = tuple(x[rows].to(dtype) if x.is_floating_point() else x[rows] for x in self.inputs)
+        return self.write(inputs, self.upstream[rows].to(dtype))
+
+    def add_weighted(self, weights: Weights, sums: GradientSums) -> None:
+        inputs = tuple(_widened(weights.mask(x)) for x in self.inputs)
+        sums.add(self.name, self.total(inputs, _widened(weights.apply(self.upstream))))
+
+
+@dataclass(frozen=True)
+class Through:
+    """A piece of a tensor that was computed from the parameter alone (a standardised or sliced weight).
+
+    The chain rule from there to the parameter is linear and the same for all records, so that the weighted sum goes
+    through it once.
+    """
+
+    name: str
+    inner: Piece
+    made: Tensor
+    leaf: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inner.dtype
+
+    @property
+    def records(self) -> int:
+        return self.inner.records
+
+    @property
+    def elements(self) -> int:
+        return self.leaf.numel() + self.inner.elements
+
+    def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        inner = self.inner.instances(rows, dtype)
+        # The chain rule runs in the precision of the weights; scaled to 1 it can neither vanish nor overflow there.
+        size = inner.flatten(1).abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
+        size = size.view(-1, *[1] * (inner.dim() - 1))
+        found = self._back((inner / size).to(self.made.dtype), batched=True)
+        return found.to(dtype) * size.view(-1, *[1] * (found.dim() - 1))
+
+    def add_weighted(self, weights: Weights, sums: GradientSums) -> None:
+        one = _One(self.made)
+        self.inner.add_weighted(weights, one)
+        sums.add(self.name, self._back(one.total.to(self.made.dtype), batched=False))
+
+    def _back(self, gradient: Tensor, batched: bool) -> Tensor:
+        (found,) = torch.autograd.grad(
+            self.made, self.leaf, gradient, retain_graph=True, is_grads_batched=batched, allow_unused=False
+        )
+        return found
+
+
+class _One:
+    """The total of a single tensor."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.total = torch.zeros_like(like, dtype=wide(like.dtype))
+
+    def add(self, name: str, value: Tensor) -> None:
+        del name
+        self.total += value
+
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        del name
+        product = left.to(self.total.dtype).t() @ right.to(self.total.dtype)
+        self.total += product.view_as(self.total)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(wide(x.dtype)) if x.is_floating_point() else x

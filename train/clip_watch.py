@@ -1,0 +1,236 @@
+"""Sees every use of a trainable parameter while a model runs, without a change to the model.
+
+PyTorch hands each of its functions to a TorchFunctionMode before it runs. Parameters are known by identity, so
+modules are called as always (hooks that gather sharded weights fire, checkpointing and fused attention work), tied
+weights are seen wherever they are used, and a parameter used in an unforeseen way meets the fallback, not silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from train.clip_layers import PerRecord
+from train.clip_pieces import Piece
+from train.clip_rule import ClipError
+from train.clip_sources import Source
+
+# Views that keep the elements in order: the gradient's norm and its flat form are those of the parameter.
+IN_ORDER = {
+    "reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "view_as", "reshape_as", "to",
+    "float", "half", "bfloat16", "double", "type", "type_as",
+}  # fmt: skip
+TRANSPOSING = {"t", "T", "mT", "transpose", "swapaxes", "swapdims", "adjoint"}
+SPREADING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
+# Functions of no value: they look at a tensor, or cut it from its gradient.
+LOOKING = {
+    "detach", "detach_", "data", "grad", "grad_fn", "is_leaf", "requires_grad", "size", "dim", "numel", "stride",
+    "is_floating_point", "is_contiguous", "shape", "ndim", "dtype", "device", "is_cuda", "data_ptr", "__len__",
+}  # fmt: skip
+ELEMENTWISE = {
+    "add", "add_", "__radd__", "sub", "sub_", "__rsub__", "rsub", "mul", "mul_", "__rmul__", "div", "div_",
+    "true_divide", "__rtruediv__", "where", "lerp", "addcmul", "maximum", "minimum", "multiply", "subtract", "divide",
+}  # fmt: skip
+
+Handler = Callable[..., Any]
+
+
+class Watch(TorchFunctionMode):
+    """For one forward and backward pass of `records` records."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        constants: Iterable[Tensor],
+        records: int,
+        report: Callable[[list[Piece]], None],
+        layers: Mapping[Any, Handler],
+        fallback: Handler,
+    ) -> None:
+        super().__init__()
+        self.records = records
+        self.report = report
+        self.used: dict[str, int] = {}
+        self.counting = True
+        device = next(iter(parameters.values())).device
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self._layers, self._fallback = layers, fallback
+        self._names = {id(p): name for name, p in parameters.items()}
+        self.parameters = parameters
+        self._sources: dict[int, Source] = {}
+        self._constants = {_storage(tensor) for tensor in constants}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled() or not self._holds_known(args, kwargs):
+            return func(*args, **kwargs)
+        handler = self._layers.get(func)
+        if handler is not None:
+            return handler(self, *args, **kwargs)
+        name = _name(func)
+        if name in LOOKING or name.startswith(("__set", "requires_grad")):
+            return func(*args, **kwargs)
+        if not any(self.varies(x) for x in tensors_in(args, kwargs)):
+            return self.computed(func, args, kwargs)
+        if name in ELEMENTWISE:
+            return self.elementwise(func, args, kwargs)
+        return self.fallback(func, args, kwargs)
+
+    def fallback(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return self._fallback(self, func, args, kwargs)
+
+    def source(self, tensor: Tensor) -> Source | None:
+        """What a tensor holds of the trainable parameters; None for everything else."""
+        found = self._sources.get(id(tensor))
+        if found is None and id(tensor) in self._names:
+            # A leaf of its own: what is computed from weights alone is recorded apart from the records' graph.
+            leaf = tensor.detach().requires_grad_()
+            found = Source(tensor, {self._names[id(tensor)]: leaf}, "same")
+            self._sources[id(tensor)] = self._sources[id(leaf)] = found
+        return found
+
+    def use(self, source: Source) -> None:
+        """Counts the pieces that the backward pass will bring; a checkpoint's second forward counts nothing."""
+        if self.counting:
+            for name in source.leaves:
+                self.used[name] = self.used.get(name, 0) + 1
+
+    def per_record(self, source: Source) -> Tensor:
+        """[B, *shape]: ordinary autograd goes on from here, record by record."""
+        self.use(source)
+        return PerRecord.apply(
+            self.anchor, source.value.detach(), self.records, lambda gradient: self.report(source.whole(gradient))
+        )
+
+    def times(self, leading: int, what: str) -> int:
+        """How many rows belong to each record where tensors lead with `leading` rows, all of one record together."""
+        if leading % self.records:
+            raise ClipError(
+                f"{what} was applied to {leading} rows for {self.records} records, which cannot be told apart; "
+                "keep records in the first dimension of every activation"
+            )
+        return leading // self.records
+
+    def _holds_known(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        return any(id(x) in self._names or id(x) in self._sources for x in _flat(args, kwargs))
+
+    def varies(self, tensor: Tensor) -> bool:
+        """Whether a tensor may differ between records: neither weights nor a buffer of the model."""
+        return self.source(tensor) is None and tensor.dim() > 0 and _storage(tensor) not in self._constants
+
+    def computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """From weights and constants alone: recorded, so that gradients find their way back to the parameters."""
+        known = [source for x in tensors_in(args, kwargs) if (source := self.source(x)) is not None]
+        first, name = known[0], _name(func)
+        if name in SPREADING and (spread := self._spread(first, func, args, kwargs)) is not None:
+            return spread
+        out = func(*swapped(args, self._leaf), **swapped(kwargs, self._leaf))
+        leaves = {leaf_name: leaf for source in known for leaf_name, leaf in source.leaves.items()}
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in self._sources:
+                self._sources[id(tensor)] = Source(tensor, leaves, _view(name, first, tensor, len(known)))
+        return out
+
+    def _leaf(self, tensor: Tensor) -> Tensor:
+        name = self._names.get(id(tensor))
+        source = self.source(tensor)
+        return tensor if name is None or source is None else source.leaves[name]
+
+    def _spread(self, source: Source, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+        """A token repeated for every record; None if the repetition has nothing to do with records."""
+        with torch.no_grad():
+            target = func(source.value, *args[1:], **kwargs).shape
+        added = len(target) - len(source.shape)
+        if not target or target[0] % self.records or (added == 0 and source.shape[0] != 1):
+            return None
+        inner = torch.Size([1] * max(0, added - 1)) + (source.shape if added else source.shape[1:])
+        copies = self.per_record(source).view(self.records, *inner)
+        times = target[0] // self.records
+        pairs = list(zip(target[1:], inner, strict=True))
+        if all(own in (1, size) for size, own in pairs):
+            copies = copies.expand(-1, *target[1:])
+        else:
+            copies = copies.repeat(1, *(size // own for size, own in pairs))
+        return _rows(copies, times)
+
+    def elementwise(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """With activations: as one copy for each record, broadcast as the parameter itself would be."""
+        result = torch.broadcast_shapes(*(x.shape for x in tensors_in(args, kwargs)))
+        others = [x for x in tensors_in(args, kwargs) if self.source(x) is None]
+        if not any(x.requires_grad for x in others) and (not result or result[0] == 1 or result[0] % self.records):
+            return self.computed(func, args, kwargs)  # with something fixed that was made on the way
+        times = self.times(result[0], "a free parameter")
+
+        def copies(tensor: Tensor) -> Tensor:
+            source = self.source(tensor)
+            if source is None:
+                return tensor
+            shape = torch.Size([1] * (len(result) - len(source.shape))) + source.shape
+            if not shape or (shape[0] != 1 and self.records > 1):
+                raise ClipError(
+                    f"{self.names(source)} of shape {list(source.shape)} has an element for each row of the batch; "
+                    "records must share their parameters"
+                )
+            whole = self.per_record(source)
+            return _rows(whole.view(self.records, *(shape[1:] if shape[0] == 1 else shape)), times)
+
+        return func(*swapped(args, copies), **swapped(kwargs, copies))
+
+    @staticmethod
+    def names(source: Source) -> str:
+        return " and ".join(source.leaves)
+
+    def names_of(self, tensors: Iterable[Tensor]) -> list[str]:
+        return [self.names(source) for x in tensors if (source := self.source(x)) is not None]
+
+
+def _rows(copies: Tensor, times: int) -> Tensor:
+    """[B, …] -> [B·times, …], the copies of a record together."""
+    return copies if times == 1 else copies.repeat_interleave(times, dim=0)
+
+
+def _view(name: str, source: Source, out: Tensor, sources: int) -> Any:
+    if sources > 1 or source.view is None:
+        return None
+    if name in IN_ORDER:
+        return source.view if source.view == "same" else None
+    if name in TRANSPOSING and out.dim() == source.tensor.dim() == 2:
+        return "transposed" if source.view == "same" and len(next(iter(source.leaves.values())).shape) == 2 else None
+    return None
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":  # a property: its getset descriptor knows the name
+        return getattr(getattr(func, "__self__", None), "__name__", "")
+    return name
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _flat(args: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (tuple, list)):
+            yield from x
+        else:
+            yield x
+
+
+def tensors_in(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    return (x for x in _flat(args, kwargs) if isinstance(x, Tensor))
+
+
+def swapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, dict):
+        return {key: swapped(value, change) for key, value in values.items()}
+    if isinstance(values, (tuple, list)):
+        return type(values)(swapped(value, change) for value in values)
+    return values
