@@ -38,10 +38,10 @@ from train.audit_checks import Check, check_divisor, check_sampling
 from train.audit_plan import AuditPlan
 from train.audit_record import Sightings, WatchedEngine
 from train.audit_report import AuditReport
-from train.clip import PrivateForward
 from train.clip_reference import ReferenceClip
 from train.config import Config
 from train.engine_deepspeed import DeepSpeedEngine
+from train.forward import PrivateForward
 from train.noise import NoiseMechanism
 from train.optim import learning_rate, make_optimizer
 from train.ranks import Ranks

@@ -52,7 +52,7 @@ class WatchedEngine:
 
     def __init__(self, inner: ShardedEngine) -> None:
         self.inner = inner
-        self.device, self.model = inner.device, inner.model
+        self.device, self.model, self.shapes = inner.device, inner.model, inner.shapes
         self.trainable_elements = inner.trainable_elements
         self.watcher: Sightings | None = None
 
@@ -76,6 +76,9 @@ class WatchedEngine:
 
     def set_optimizer_step(self, step: int) -> None:
         self.inner.set_optimizer_step(step)
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        return self.inner.whole_weights()
 
     def close(self) -> None:
         self.inner.close()

@@ -52,10 +52,11 @@ class Checkpoints:
         if written is not None:
             return written
         temporary = self.folder / f".{position.folder}.tmp"
+        whole = engine.whole_weights()
         self.ranks.on_main(lambda: self._fresh(temporary))
         name = f"piece-{self.ranks.rank:05d}-of-{self.ranks.world:05d}.safetensors"
         if self.ranks.main or not replicated:
-            tensors = _tensors_of(engine, fixed=self.ranks.main)
+            tensors = _tensors_of(engine, whole if self.ranks.main else None)
             save_file(tensors, str(temporary / name))
             _sync(temporary / name)
         pieces = self.ranks.gather((name, _hash(temporary / name)) if (temporary / name).exists() else None)
@@ -65,7 +66,7 @@ class Checkpoints:
             "step": position.step,
             "optimizer_step": engine.optimizer_step(),
             "pieces": dict(piece for piece in pieces if piece),
-            "shapes": {name: list(tensor.shape) for name, tensor in engine.model.state_dict().items()},
+            "shapes": {name: list(tensor.shape) for name, tensor in whole.items()},
             **header,
         }
         return self.ranks.on_main(lambda: self._publish(temporary, position, manifest))
@@ -200,18 +201,17 @@ class Loaded:
                     fragment.of(tensor).copy_(stored)
 
 
-def _tensors_of(engine: ShardedEngine, fixed: bool) -> dict[str, Tensor]:
+def _tensors_of(engine: ShardedEngine, whole: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    """This rank's shards, and of `whole` what no optimizer holds."""
     tensors: dict[str, Tensor] = {}
     for shard in engine.shards():
         for fragment in shard.fragments:
             for kind, tensor in {WEIGHTS: shard.weights.detach(), **shard.state}.items():
                 piece = fragment.of(tensor).detach().cpu().clone()
                 tensors[f"{kind}|{fragment.name}|{fragment.start}"] = piece
-    if fixed:
-        sharded = {name for name, p in engine.model.named_parameters() if p.requires_grad}
-        for name, tensor in engine.model.state_dict().items():
-            if name not in sharded:
-                tensors[f"{FIXED}|{name}|0"] = tensor.detach().cpu().reshape(-1).float().clone()
+    for name, tensor in (whole or {}).items():
+        if name not in engine.shapes:
+            tensors[f"{FIXED}|{name}|0"] = tensor.detach().cpu().reshape(-1).float().clone()
     return tensors
 
 

@@ -1,9 +1,4 @@
-"""Per-record clipping: the interface of clip engines, and how the clipped sum enters a sharded engine.
-
-The engine sees one module whose forward returns a scalar. Inside it, a clip engine adds the clipped gradients of the
-micro-batch to totals; the scalar's gradient with respect to each parameter *is* that total, so the engine's own hooks
-accumulate and reduce it at any sharding.
-"""
+"""Per-record clipping: what a clip engine does, and what it says of a micro-batch."""
 
 from __future__ import annotations
 
@@ -65,50 +60,6 @@ def clipped_totals(
 
 def _or_zeros(total: Tensor | None, parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=torch.float32) if total is None else total
-
-
-class PrivateForward(nn.Module):
-    """What the sharded engine wraps in a private phase: its scalar's gradient is the clipped sum."""
-
-    def __init__(self, model: nn.Module, clip: ClipEngine) -> None:
-        super().__init__()
-        self.model = model
-        self.clip = clip
-        clip.prepare(model)
-        self.observed: Clipped | None = None
-
-    def forward(self, inputs: dict[str, Tensor], present: Tensor) -> Tensor:
-        totals, self.observed = clipped_totals(self.clip, self.model, inputs, present)
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        return _Deferred.apply([totals[name] for name in trainable], *trainable.values())
-
-
-class PlainForward(nn.Module):
-    """What the engine wraps in a non-private phase: the sum of the losses of the records that are present."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.observed: Tensor | None = None
-
-    def forward(self, inputs: dict[str, Tensor], present: Tensor) -> Tensor:
-        losses = self.model(inputs)
-        kept = torch.where(present, losses, torch.zeros_like(losses))
-        self.observed = kept.detach()
-        return kept.sum()
-
-
-class _Deferred(torch.autograd.Function):
-    """A scalar zero whose gradient with respect to each parameter is a tensor computed beforehand."""
-
-    @staticmethod
-    def forward(ctx, gradients: list[Tensor], *parameters: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.gradients = gradients
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *(grad_output * gradient for gradient in ctx.gradients)
 
 
 def assert_exact_matmul() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from accounting.facts import ClippingFact
 from accounting.plan import PrivacyPlan
+from train.clip_groups import Grouping
 
 UNIT_ROUNDOFF = 2.0**-24
 # Norms add squares in fp32 along rows of at most this many elements, which is a relative error below 9.8e-4, and
@@ -17,23 +19,24 @@ UNIT_ROUNDOFF = 2.0**-24
 LONGEST_ROW = 1 << 15
 FACTOR_ROUNDING = 1e-3
 MOST_ALLOWANCE = 0.05
+# The smallest normal fp32 number times this is still far below any C.
+MOST_LIFT = 1e30
 
 
 class ClipError(ValueError):
     """Clipping cannot keep its promise here; the message says why."""
 
 
-def rounding_allowance(largest_batch: int, micro_batch: int) -> float:
+def rounding_allowance(micro_batch: int) -> float:
     """How far fp32 rounding may move the difference of two neighbouring sums, in units of C, at worst.
 
-    A chain of k fp32 additions of terms with total norm S errs by at most S·k·u/(1-k·u), here S = B·C with every
-    gradient aligned. No element goes through more additions than: one micro-batch, then all micro-batches on one
-    rank. With W ranks it is one micro-batch, 1/W of the micro-batches and W ranks: no more, as long as there are not
-    more ranks than micro-batches (`recipe.clip_rule` refuses that). Neighbouring sums may err in opposite directions.
+    Totals are added up in fp64 (`sums.ExactSums`), so the logical batch and the number of ranks do not matter: the two
+    worlds differ in the product of one micro-batch alone. It is a chain of at most b fp32 additions of terms with
+    total norm S, which errs by at most S·b·u/(1-b·u), here S = b·C with every gradient aligned. The micro-batches of
+    both worlds may err in opposite directions.
     """
-    chain = micro_batch + -(-largest_batch // micro_batch) + 1
-    relative = chain * UNIT_ROUNDOFF / (1 - chain * UNIT_ROUNDOFF)
-    return 2 * relative * largest_batch + FACTOR_ROUNDING
+    relative = micro_batch * UNIT_ROUNDOFF / (1 - micro_batch * UNIT_ROUNDOFF)
+    return 2 * relative * micro_batch + FACTOR_ROUNDING
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,16 @@ class ClipRule:
     bound: float
     allowance: float
     gamma: float = 0.01
+    grouping: Grouping = "all"
 
     @staticmethod
     def of(plan: PrivacyPlan, kind: Literal["flat", "automatic"], gamma: float, micro_batch: int) -> ClipRule:
         """C is lowered by the allowance, so that bound and rounding together stay within C."""
-        allowance = rounding_allowance(plan.largest_batch, micro_batch)
+        allowance = rounding_allowance(micro_batch)
         if allowance > MOST_ALLOWANCE:
             raise ClipError(
-                f"sums of up to {plan.largest_batch} records in fp32 may err by {allowance:.2f}·C, more than the "
-                f"{MOST_ALLOWANCE}·C by which C can be lowered; use a smaller expected_batch"
+                f"the fp32 sum of {micro_batch} records may err by {allowance:.2f}·C, more than the "
+                f"{MOST_ALLOWANCE}·C by which C can be lowered; use a smaller train_micro_batch_size_per_gpu"
             )
         return ClipRule(kind, plan.clip_norm / (1 + allowance), allowance, gamma)
 
@@ -63,15 +67,21 @@ class ClipRule:
     def sensitivity(self) -> float:
         return self.bound * (1 + self.allowance)
 
-    def factors(self, norms: Tensor) -> Tensor:
+    def factors(self, norms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """fp64 in, fp32 out; 0 for a norm that is zero or not finite. A record's scaled norm never exceeds `bound`.
 
         Also 0 where the factor is subnormal in fp32 (norms beyond C·1e38): it would be rounded by far more than
-        FACTOR_ROUNDING.
+        FACTOR_ROUNDING. And where it would lift what has vanished in fp32: automatic clipping without gamma.
         """
         factors = (self.bound / norms).clamp(max=1.0) if self.kind == "flat" else self.bound / (norms + self.gamma)
         usable = torch.isfinite(norms) & (norms > 0) & (factors >= torch.finfo(torch.float32).tiny)
-        return torch.where(usable, factors, torch.zeros_like(factors)).to(torch.float32)
+        usable &= factors <= MOST_LIFT
+        return torch.where(usable, factors, torch.zeros_like(factors)).to(dtype)
+
+    def group_factors(self, norms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[groups, B] each: every group is clipped to its equal share C_k, Σ C_k² = C²."""
+        share = replace(self, bound=self.bound / math.sqrt(len(norms)))
+        return share.factors(norms, dtype)
 
     def fact(self) -> ClippingFact:
         return ClippingFact(self.kind, self.sensitivity)

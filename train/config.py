@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from accounting import tuning as accounted_tuning
+from data.kinds import Kind
 from model.settings import ModelSettings
-
 
 _TOKENIZER = "'clip', 'clip:16384', or a local tokenizer.json or vocab.txt that saw no private caption."
 
@@ -36,12 +36,30 @@ class About(Section):
 class ZeroOptimization(Section):
     """DeepSpeed's section of that name, without the settings that hide or change gradients."""
 
-    stage: Literal[0, 1, 2] = 1
+    stage: Literal[0, 1, 2, 3] = 1
     reduce_bucket_size: int = Field(default=50_000_000, gt=0)
     allgather_bucket_size: int = Field(default=50_000_000, gt=0)
     contiguous_gradients: bool = True
     overlap_comm: Literal[False] = False
     round_robin_gradients: Literal[False] = False
+    stage3_param_persistence_threshold: int | None = Field(default=None, ge=0, description="Stage 3; DeepSpeed's own.")
+    stage3_max_live_parameters: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
+    stage3_prefetch_bucket_size: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
+
+
+class ReadingSettings(Section):
+    """How records are fetched and decoded. Nothing here changes a pixel, so a resumed run may change it."""
+
+    workers: int | None = Field(
+        default=None,
+        ge=0,
+        description="Decoding processes per rank; null: the free cores; 0: inside the trainer, not isolated.",
+    )
+    in_flight: int | None = Field(default=None, gt=0, description="Records read at a time; null: 64 from a URL.")
+    timeout_seconds: float = Field(default=30.0, gt=0, description="Of one request to a remote store.")
+    cache_dir: str | None = Field(default=None, description="Local folder that keeps remote records, in the clear.")
+    cache_gib: float = Field(default=100.0, gt=0, description="At most this much is kept, by all ranks of a node.")
+    cache_keep: Literal["records", "shards"] = "records"
 
 
 class ShardData(Section):
@@ -53,8 +71,42 @@ class ShardData(Section):
     expected_records: int | None = Field(
         default=None, gt=0, description="Serves --dry-run where the data are not at hand."
     )
-    augment: Literal["none", "center", "random_resized_crop"] = "none"
+    augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = "none"
     tokenizer: str | None = Field(default=None, description=_TOKENIZER)
+    reading: ReadingSettings = ReadingSettings()
+
+
+class SyntheticData(Section):
+    """Pictures made by rule while training: nobody's, so for phases that are not private."""
+
+    source: Literal["synthetic"]
+    kind: Kind = "mixed"
+    records: int = Field(default=100_000, gt=0, description="Different pictures; an epoch shows each of them once.")
+    seed: int = Field(default=1, ge=0, description="Another seed, other pictures.")
+    size: int | None = Field(default=None, ge=8, description="Side in pixels before augmenting; null: as the model's.")
+    augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = "none"
+    tokenizer: str | None = Field(default=None, description=_TOKENIZER + " Only `shapes` have captions.")
+    reading: ReadingSettings = ReadingSettings()
+
+    @property
+    def public(self) -> bool:
+        return True
+
+    @model_validator(mode="after")
+    def _has_captions(self) -> SyntheticData:
+        if self.tokenizer is not None and self.kind != "shapes":
+            raise ValueError(f"{self.kind} have no captions; `shapes` do, or leave the tokenizer away")
+        return self
+
+
+def _source(data: Any) -> Any:
+    return data.get("source", "shards") if isinstance(data, dict) else getattr(data, "source", None)
+
+
+DATA_SECTIONS = {"shards": ShardData, "synthetic": SyntheticData}
+Data = Annotated[
+    Annotated[ShardData, Tag("shards")] | Annotated[SyntheticData, Tag("synthetic")], Discriminator(_source)
+]
 
 
 class Clip(Section):
@@ -135,7 +187,7 @@ class Evaluation(Section):
 
 class Phase(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
-    data: ShardData
+    data: Data
     objective: Literal["mae", "caption"]
     trainable: Literal["all"] = "all"
     privacy: Privacy | None = None
@@ -221,7 +273,7 @@ class Config(Section):
 
         `contents` holds digests in the place of paths. World size, ZeRO settings and book-keeping do not shape it.
         """
-        own = self.phases[phase].model_dump(exclude={"data": {"path", "tokenizer"}, "evaluation": True})
+        own = self.phases[phase].model_dump(exclude={"data": {"path", "tokenizer", "reading"}, "evaluation": True})
         identity: dict[str, Any] = {
             "model": self.model.model_dump(),
             "phase": own,

@@ -10,7 +10,7 @@ from accounting.accountant import round_up
 from data.index import ShardIndex
 from data.tar import ShardError
 from model.build import build
-from train.config import Config, Phase
+from train.config import Config, Phase, SyntheticData
 from train.recipe import RecipeError, clip_rule, make_plan, planned_epsilon, resolve_shape
 
 GIB = 2**30
@@ -38,7 +38,7 @@ def _promise(config: Config, number: int, phase: Phase) -> list[str]:
     where = f"phases.{number}"
     records, source = _records(phase, where)
     plan = make_plan(phase, phase.privacy, records, where)
-    clip_rule(phase.privacy, plan, config.train_micro_batch_size_per_gpu, where)
+    clip_rule(phase.privacy, plan, config.train_micro_batch_size_per_gpu)
     spent = planned_epsilon(plan)
     found = [
         f"n             {plan.records:,} ({source})",
@@ -57,6 +57,8 @@ def _promise(config: Config, number: int, phase: Phase) -> list[str]:
 
 
 def _records(phase: Phase, where: str) -> tuple[int, str]:
+    if isinstance(phase.data, SyntheticData):
+        return phase.data.records, "made by rule"
     try:
         return ShardIndex.open(phase.data.path).records, "from the index"
     except (ShardError, OSError) as error:

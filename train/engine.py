@@ -40,7 +40,9 @@ class Applied:
 class ShardedEngine(Protocol):
     device: torch.device
     model: nn.Module
-    """The per-sample-loss model; whole on every rank at ZeRO 0-2."""
+    """The per-sample-loss model. Calling it is a collective act where the parameters themselves are sharded."""
+    shapes: dict[str, torch.Size]
+    """Of the trainable parameters."""
     trainable_elements: int
 
     def accumulate(self, batch: MicroBatch) -> None:
@@ -60,5 +62,9 @@ class ShardedEngine(Protocol):
     def optimizer_step(self) -> int: ...
 
     def set_optimizer_step(self, step: int) -> None: ...
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """The whole model's state on every rank."""
+        ...
 
     def close(self) -> None: ...

@@ -1,8 +1,10 @@
 """The model sharded by stock DeepSpeed. The only file that imports it.
 
-The noise enters through a step pre-hook on the stock optimizer, which sees the reduced, unscaled fp32 gradient of
-exactly this rank's shard. DeepSpeed has ways to lose such a hook, or to skip a step, without an error; therefore
-the hook demands a one-shot update and every step is checked afterwards.
+Clipped gradients are totalled in fp64 beside DeepSpeed and handed to it once per logical step, as an ordinary
+gradient. The noise enters through a step pre-hook on the stock optimizer, which sees the reduced fp32 gradient of
+exactly this rank's shard. There the exact total takes its place, after both were found to agree: an independent proof,
+at every step, that nothing was lost, scaled or put elsewhere. DeepSpeed has ways to lose such a hook, or to skip a
+step, without an error; therefore the hook demands a one-shot update and every step is checked afterwards.
 """
 
 from __future__ import annotations
@@ -16,13 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from data.batches import MicroBatch
-from train.clip import PlainForward, PrivateForward, assert_exact_matmul
+from train.clip import assert_exact_matmul
 from train.config import ZeroOptimization
 from train.engine import Applied, Observation, Shard
-from train.gradient import Update, UpdateError
+from train.forward import PlainForward, PrivateForward
+from train.gradient import Fragment, Update, UpdateError
 from train.process import describe_process
 from train.ranks import Ranks
-from train.shard_map import whole_parameters, zero_slices
+from train.shard_map import (
+    partitioned_parameters,
+    prove_slice,
+    whole_parameters,
+    zero_slices,
+)  # fmt: skip
+
+# DeepSpeed's fp32 reduction of a sum against the exact one, relative to the largest element of the fragment.
+AGREEMENT = 1e-4
+# ZeRO-3 cuts parameters into groups of at most this many elements, and steps the optimizer once for each.
+ONE_GROUP = 1 << 40
 
 
 def start_ranks(timeout_seconds: int = 1800) -> Ranks:
@@ -56,26 +69,58 @@ class DeepSpeedEngine:
         )[0]
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self.model: nn.Module = forward.model
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.trainable_elements = sum(p.numel() for p in trainable.values())
-        flats = [p for group in optimizer.param_groups for p in group["params"]]
-        self._layout = zero_slices(trainable, flats) if zero.stage else whole_parameters(trainable)
+        self.shapes = forward.shapes
+        self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
+        if isinstance(forward, PrivateForward):
+            forward.begin(self.device)
+            if zero.stage == 3:
+                self._announce_taps(forward)
+        # ZeRO-3 has no way to ask for a sum.
+        self._scale = ranks.world if zero.stage == 3 else 1
+        self._layout = self._map()
         self._require_own_optimizer()
         self._hook = optimizer.register_step_pre_hook(self._before_optimizer_step)
 
+    def _announce_taps(self, forward: PrivateForward) -> None:
+        """A tap uses parameters of another module, which ZeRO-3 must be told to gather for it."""
+        for tap in forward.handover.taps:
+            for parameter in tap.taken:  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
+                deepspeed.zero.register_external_parameter(tap, parameter)
+
+    def _map(self) -> dict[int, tuple[Tensor, list[Fragment]]]:
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        flats = [p for group in self._base.param_groups for p in group["params"]]
+        if self._zero.stage == 0:
+            return whole_parameters(trainable)
+        if self._zero.stage < 3:
+            return zero_slices(trainable, flats)
+        layout = partitioned_parameters(trainable, self._engine.optimizer, self.ranks.rank)
+        for flat, fragments in layout.values():
+            for name, parameter in trainable.items():  # every rank gathers each in turn, whoever holds a part of it
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    prove_slice(flat, [f for f in fragments if f.name == name], {name: parameter})
+        return layout
+
     def accumulate(self, batch: MicroBatch) -> None:
         batch = batch.to(self.device)
-        self._engine.backward(self._engine(batch.inputs, batch.present))
+        loss = self._engine(batch.inputs, batch.present)
+        if not isinstance(self._forward, PrivateForward):
+            self._engine.backward(loss)
 
     def update(self, update: Update, learning_rate: float) -> Applied:
         for group in self._base.param_groups:
             group["lr"] = learning_rate
         self._require_own_optimizer()
+        if isinstance(self._forward, PrivateForward):
+            self._engine.backward(self._engine())
+            self._forward.sums.reduce(self.ranks)
         self._pending = update
         try:
             self._engine.step()
         finally:
             self._pending = None
+            if isinstance(self._forward, PrivateForward):
+                self._forward.sums.clear()
         return self._check(update)
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -87,7 +132,29 @@ class DeepSpeedEngine:
             for flat in group["params"]:
                 if id(flat) not in self._layout or flat.grad is None:
                     raise UpdateError("the optimizer holds a tensor that is not in the shard map, or has no gradient")
-                update.finish(flat.grad, self._layout[id(flat)][1])
+                fragments = self._layout[id(flat)][1]
+                total = self._total(flat.grad, fragments)
+                update.finish(total, fragments)
+                flat.grad.copy_(total)
+
+    def _total(self, reduced: Tensor, fragments: list[Fragment]) -> Tensor:
+        """The sum over all ranks for this flat tensor: fp64 in a private phase, after DeepSpeed's agrees with it."""
+        if self._scale != 1:
+            reduced.mul_(self._scale)
+        if not isinstance(self._forward, PrivateForward):
+            return reduced
+        exact = torch.zeros_like(reduced, dtype=torch.float64)
+        for fragment in fragments:
+            elements = slice(fragment.start, fragment.start + fragment.length)
+            total = self._forward.sums.totals[fragment.name].view(-1)[elements]
+            fragment.of(exact).copy_(total)
+            apart = (fragment.of(reduced) - total.to(reduced.device)).abs().max()
+            if not bool(apart <= AGREEMENT * total.abs().max() + torch.finfo(torch.float32).tiny):
+                raise UpdateError(
+                    f"what DeepSpeed reduced for {fragment.name} is not the sum that was handed to it; its shards do "
+                    "not lie where the shard map says, or something scales gradients"
+                )
+        return exact
 
     def _check(self, update: Update) -> Applied:
         """What DeepSpeed may lose in silence: the hook, the step, elements; and weights that stopped being numbers."""
@@ -138,6 +205,16 @@ class DeepSpeedEngine:
                     "exp_avg_sq": torch.zeros_like(flat),
                 }
 
+    def whole_weights(self) -> dict[str, Tensor]:
+        """The whole model's state on every rank."""
+        state = dict(self.model.state_dict())
+        if self._zero.stage < 3:
+            return state
+        for name, parameter in self.model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                state[name] = parameter.detach().clone()
+        return state
+
     def close(self) -> None:
         self._hook.remove()
         self._engine.destroy()
@@ -149,9 +226,10 @@ def deepspeed_config(zero: ZeroOptimization, micro_batch: int) -> dict[str, Any]
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "gradient_allreduce_op": "sum",
+        **({"gradient_allreduce_op": "sum"} if zero.stage < 3 else {}),
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000_000,
-        "zero_optimization": zero.model_dump(),
+        "zero_optimization": zero.model_dump(exclude_none=True)
+        | ({"sub_group_size": ONE_GROUP} if zero.stage == 3 else {}),
     }

@@ -29,8 +29,7 @@ from train.siblings import siblings
 
 SAMPLES = 12
 DEVIATIONS = [
-    f"fp32 sums may err by the rounding allowance (at most {MOST_ALLOWANCE}·C); C is lowered by it, for batches up to "
-    "the expected one plus 8.2 standard deviations and 23.",
+    f"The fp32 sum of a micro-batch may err by the allowance (at most {MOST_ALLOWANCE}·C); C is lowered by it.",
     "Proved here on the devices listed under `machine`; kernels of other devices may round a record's gradient "
     "depending on its row.",
     "Whoever watches the console or the files while the run lasts sees when steps end, and so roughly how large their "

@@ -60,8 +60,8 @@ class NoisyUpdate:
 
     @torch.no_grad()
     def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
-        if flat.dtype != torch.float32:
-            raise UpdateError(f"the reduced sum must be fp32 when the noise is added, but is {flat.dtype}")
+        if flat.dtype not in (torch.float32, torch.float64):
+            raise UpdateError(f"the reduced sum must be fp32 or fp64 when the noise is added, but is {flat.dtype}")
         for fragment in fragments:
             seen, asked = self._seen.setdefault(fragment.parameter, []), fragment.elements
             if any(asked.start < other.stop and other.start < asked.stop for other in seen):

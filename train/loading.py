@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from data.text import is_built_in
-from train.config import Config
+from train.config import DATA_SECTIONS, Config
 from train.refusals import find_refusals, without_harmless
 
 PATH_KEYS = {"path", "tokenizer", "dir"}
@@ -107,7 +107,8 @@ def _override(raw: dict[str, Any], text: str) -> None:
 
 def _sentence(fault: Any) -> str:
     location = [part for part in fault["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
-    where = ".".join(str(part) for part in location)
+    # The name of a source stands in the location as if it were a key.
+    where = ".".join(str(part) for part in location if part not in DATA_SECTIONS)
     if fault["type"] == "extra_forbidden":
         known = _known_keys(location[:-1])
         close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
@@ -115,6 +116,8 @@ def _sentence(fault: Any) -> str:
         return f"unknown key {where!r}; {hint}"
     if fault["type"] == "missing":
         return f"{where} is missing; give it a value"
+    if fault["type"] == "union_tag_invalid":
+        return f"{where}.source = {fault['ctx']['tag']!r} is not usable: choose one of {fault['ctx']['expected_tags']}"
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return f"{where}: {message}" if where else message
@@ -125,6 +128,9 @@ def _known_keys(location: list[str | int]) -> list[str]:
     model: Any = Config
     for part in location:
         if isinstance(part, int):
+            continue
+        if part in DATA_SECTIONS:
+            model = DATA_SECTIONS[part]
             continue
         fields = model.model_fields if isinstance(model, type) and issubclass(model, BaseModel) else {}
         model = _section_in(fields[part].annotation) if part in fields else None

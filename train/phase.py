@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from accounting.accountant import describe
@@ -16,22 +14,24 @@ from accounting.journal import Journal
 from accounting.keys import Purpose, RunKey
 from accounting.ledger import LedgerError
 from accounting.plan import PrivacyPlan
-from data.batches import BatchReader, MicroBatch, iterate, slots
+from data.batches import BatchReader
+from data.loader import Loader, PublicOrder
 from data.public import PublicEpochs
 from data.sampler import PoissonSampler
 from model.build import build, take_encoder
 from train.board import Board, Pace
 from train.checkpoint import Checkpoints, Loaded
-from train.clip import PlainForward, PrivateForward
 from train.clip_reference import ReferenceClip
 from train.config import Config
 from train.engine_deepspeed import DeepSpeedEngine
+from train.forward import PlainForward, PrivateForward
 from train.metrics import MetricRelease
 from train.noise import NoiseMechanism
 from train.optim import learning_rate, make_optimizer
 from train.plain_step import PlainStep
 from train.public_eval import PublicEvaluator
 from train.ranks import Ranks
+from train.reading import reading_options
 from train.recipe import ReadyPhase, clip_rule, make_plan
 from train.self_test import self_test
 from train.siblings import register
@@ -76,7 +76,7 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     replicated = config.zero_optimization.stage == 0
     clip = None
     if plan is not None and settings.privacy is not None:
-        clip = ReferenceClip(clip_rule(settings.privacy, plan, micro_batch, f"phases.{number}", ranks.world))
+        clip = ReferenceClip(clip_rule(settings.privacy, plan, micro_batch))
     engine = DeepSpeedEngine(
         PrivateForward(model, clip) if clip else PlainForward(model),
         make_optimizer(settings.optimizer, model.parameters()),
@@ -87,8 +87,9 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     reader = BatchReader(
         phase.index, phase.data_spec(augment=True), phase.text,
         augment_key=derive("augmentation"), mask_key=derive("masks"),
+        reading=reading_options(settings.data.reading, phase.index), pin_memory=ranks.device.type == "cuda",
     )  # fmt: skip
-    micro_batches = partial(_micro_batches, reader, ranks, micro_batch)
+    load = partial(Loader, reader, rank=ranks.rank, world=ranks.world, micro_batch=micro_batch, last=settings.steps)
     records = plan.divisor if plan else float(settings.batch or 0)
     pace = Pace(records, private=plan is not None)
     step: Step
@@ -104,13 +105,15 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
         pace.calibrate(report.records_per_second)
         sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), plan.records, plan.threshold)
         noise = NoiseMechanism.of(derive("noise"), plan)
+        loader = load(sampler)
         step = PrivateStep(
-            number, run.journal, sampler, clip, noise, engine, ranks, run.stop, micro_batches,
+            number, run.journal, loader, clip, noise, engine, ranks, run.stop, loader.micro_batches,
             MetricRelease(derive("metric-noise"), plan, clip.rule.bound, ranks) if plan.metrics else None,
         )  # fmt: skip
     else:
         epochs = PublicEpochs(phase.index.records, int(records), derive("public-order"))
-        step = PlainStep(epochs, engine, ranks, run.stop, micro_batches)
+        loader = load(PublicOrder(epochs))
+        step = PlainStep(epochs, engine, ranks, run.stop, loader.micro_batches)
     if loaded is not None and resumed:
         loaded.restore_optimizer(engine)
     evaluator = None
@@ -129,6 +132,7 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
             budget=plan.epsilon_budget if plan else None, public_records=settings.data.public,
         ).run(done)  # fmt: skip
     finally:
+        loader.close()
         engine.close()
         _report_bad(run, phase, reader)
 
@@ -187,12 +191,6 @@ def _segment(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
 
 def _derive(key: RunKey, phase: int, segment: Segment | None, purpose: Purpose) -> bytes:
     return key.derive(purpose, phase, segment.key_name if segment else PUBLIC_SEGMENT)
-
-
-def _micro_batches(
-    reader: BatchReader, ranks: Ranks, micro_batch: int, ids: np.ndarray, step: int
-) -> Iterator[MicroBatch]:
-    return iterate(reader, slots(ids, ranks.rank, ranks.world, micro_batch), step)
 
 
 def _header(run: RunContext, phase: ReadyPhase) -> dict[str, Any]:

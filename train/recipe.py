@@ -12,12 +12,13 @@ from accounting.accountant import AccountingError, Event, epsilon
 from accounting.calibrate import calibrate_sigma
 from accounting.plan import PlanError, PlannedMetric, PrivacyPlan, parse_delta, threshold_for
 from data.batches import DataSpec
-from data.index import ShardIndex
+from data.index import RecordIndex, ShardIndex
+from data.synthetic import SyntheticIndex
 from data.tar import ShardError
 from data.text import TextEncoder
 from model.settings import SettingsError, Shape
 from train.clip_rule import ClipError, ClipRule
-from train.config import Config, Phase, Privacy, ShardData
+from train.config import Config, Data, Phase, Privacy, ShardData, SyntheticData
 
 MOST_RECORD_DRIFT = 0.01
 
@@ -33,9 +34,9 @@ class ReadyPhase:
     number: int
     settings: Phase
     shape: Shape
-    index: ShardIndex
+    index: RecordIndex
     text: TextEncoder | None
-    held_out: ShardIndex | None
+    held_out: RecordIndex | None
 
     @property
     def name(self) -> str:
@@ -90,8 +91,7 @@ def resolve_shape(config: Config) -> Shape:
 
 def _open(config: Config, number: int, phase: Phase, shape: Shape) -> ReadyPhase:
     where = f"phases.{number}"
-    index = _open_index(phase.data.path, f"{where}.data.path")
-    _check_expected(index, phase.data, f"{where}.data")
+    index = _open_data(phase.data, shape, f"{where}.data")
     text = None
     if phase.objective == "caption" and phase.data.tokenizer is not None:
         try:
@@ -111,6 +111,14 @@ def _open(config: Config, number: int, phase: Phase, shape: Shape) -> ReadyPhase
     return ReadyPhase(number, phase, shape, index, text, held_out)
 
 
+def _open_data(data: Data, shape: Shape, where: str) -> RecordIndex:
+    if isinstance(data, SyntheticData):
+        return SyntheticIndex(data.kind, data.records, data.seed, data.size or shape.image_size)
+    index = _open_index(data.path, f"{where}.path")
+    _check_expected(index, data, where)
+    return index
+
+
 def _open_index(path: str, where: str) -> ShardIndex:
     try:
         index = ShardIndex.open(path)
@@ -121,7 +129,7 @@ def _open_index(path: str, where: str) -> ShardIndex:
         raise RecipeError(f"{where}: {error}{hint}") from None
 
 
-def _check_expected(index: ShardIndex, data: ShardData, where: str) -> None:
+def _check_expected(index: RecordIndex, data: ShardData, where: str) -> None:
     expected = data.expected_records
     if expected is not None and abs(index.records - expected) > MOST_RECORD_DRIFT * expected:
         raise RecipeError(
@@ -167,18 +175,11 @@ def planned_epsilon(plan: PrivacyPlan) -> float:
     return epsilon([Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.steps)], plan.delta)
 
 
-def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int, where: str, world: int = 1) -> ClipRule:
-    most = math.ceil(plan.largest_batch / micro_batch)
-    if world > most:
-        # Adding up so many nearly empty ranks would round more often than the allowance covers.
-        raise RecipeError(
-            f"{where}: {world} ranks share at most {most} micro-batches of {micro_batch}; use at most {most} ranks or "
-            "a smaller train_micro_batch_size_per_gpu"
-        )
+def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int) -> ClipRule:
     try:
         return ClipRule.of(plan, privacy.clip.kind, privacy.clip.gamma, micro_batch)
     except ClipError as error:
-        raise RecipeError(f"{where}.privacy.expected_batch: {error}") from None
+        raise RecipeError(str(error)) from None
 
 
 def expected_rows(records_per_step: float, micro_batch: int, world: int) -> int:

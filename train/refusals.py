@@ -73,14 +73,17 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "it reorders the shards so that noise and weights no longer meet; set it to false",
     ),
     "zero_optimization.stage": (
-        _not(0, 1, 2),
-        "only stages 0, 1 and 2 are proved to add the noise; use stage 1",
+        _not(0, 1, 2, 3),
+        "DeepSpeed has the stages 0 to 3; use stage 1",
     ),
     "zero_optimization.offload_optimizer": (
         _always,
         "its partial modes step a part of the weights without noise, and no mode of it is proved yet; leave it out",
     ),
-    "zero_optimization.offload_param": (_always, "it needs ZeRO-3, which is not proved to add the noise; leave it out"),
+    "zero_optimization.offload_param": (
+        _always,
+        "it is not proved to keep the weights and their noise together; leave it out",
+    ),
     "zero_optimization.zero_quantized_gradients": (_enabled, "quantised gradients change the clipped sum"),
 }
 

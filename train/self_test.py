@@ -172,13 +172,13 @@ def _every_element_once(engine: ShardedEngine, captured: Capture, replicated: bo
     """The shards of all ranks tile every parameter: no element without noise, none with two draws."""
     parts = ranks.gather([(fragment.name, fragment.start, fragment.length) for fragment, _ in captured.found])
     for covering in parts if replicated else [[piece for part in parts for piece in part]]:
-        ends = dict.fromkeys((name for name, p in engine.model.named_parameters() if p.requires_grad), 0)
+        ends = dict.fromkeys(engine.shapes, 0)
         for name, start, length in sorted(covering):
             if ends.get(name) != start:
                 raise SelfTestError(f"elements of {name} around {start} get noise twice, or never")
             ends[name] = start + length
         for name, end in ends.items():
-            if end != engine.model.get_parameter(name).numel():
+            if end != engine.shapes[name].numel():
                 raise SelfTestError(f"elements of {name} from {end} on get no noise and no update")
 
 
@@ -211,7 +211,7 @@ def _streams_differ(drawn: list[Capture], replicated: bool, ranks: Ranks) -> Non
 def _all_trained(engine: ShardedEngine, gradients: Capture, ranks: Ranks) -> None:
     moved = {fragment.name for fragment, values in gradients.found if bool((values != 0).any())}
     reached = set().union(*ranks.gather(moved))
-    declared = {name for name, p in engine.model.named_parameters() if p.requires_grad}
+    declared = set(engine.shapes)
     if reached != declared:
         odd = ", ".join(sorted(declared ^ reached)[:3])
         raise SelfTestError(f"the trained set is not the declared one: {odd} … get no gradient")
@@ -264,7 +264,7 @@ def _weights_move(engine: ShardedEngine, absent: MicroBatch, weights: list[Tenso
 
 def _fingerprint(engine: ShardedEngine) -> dict[str, str]:
     """Of the model as it computes, and of this rank's shards."""
-    tensors = dict(engine.model.state_dict())
+    tensors = engine.whole_weights()
     tensors |= {f"shard {i}": shard.weights.detach() for i, shard in enumerate(engine.shards())}
     return {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in tensors.items()}
 

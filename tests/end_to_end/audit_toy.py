@@ -21,9 +21,9 @@ from tests.train.train_helpers import LocalEngine, Toy, on_ranks
 from train.audit_canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
 from train.audit_checks import Check, check_divisor
 from train.audit_record import Sightings, WatchedEngine
-from train.clip import PrivateForward
 from train.clip_reference import ReferenceClip
 from train.clip_rule import ClipRule
+from train.forward import PrivateForward
 from train.noise import NoiseMechanism
 from train.step import PrivateStep
 

@@ -18,11 +18,11 @@ from torch import nn  # noqa: E402
 from data.batches import MicroBatch  # noqa: E402
 from model.build import build  # noqa: E402
 from model.settings import ModelSettings  # noqa: E402
-from train.clip import PrivateForward  # noqa: E402
 from train.clip_reference import ReferenceClip  # noqa: E402
 from train.clip_rule import ClipRule  # noqa: E402
 from train.config import ZeroOptimization  # noqa: E402
 from train.engine_deepspeed import DeepSpeedEngine, start_ranks  # noqa: E402
+from train.forward import PrivateForward  # noqa: E402
 from train.gradient import Fragment, NoisyUpdate, PlainUpdate  # noqa: E402
 from train.noise import NoiseMechanism  # noqa: E402
 
@@ -107,8 +107,9 @@ def main() -> None:
                         p.grad = ((total[name] + drawn.double()) / DIVISOR).float()
                     textbook.step()
                 drift, moved = 0.0, 0.0
-                for (_, p), (_, q), start in zip(trainable(model), trainable(reference), initial, strict=True):
-                    drift += float((p.detach().double() - q.detach().double()).square().sum())
+                whole = engine.whole_weights()
+                for (name, q), start in zip(trainable(reference), initial, strict=True):
+                    drift += float((whole[name].detach().double() - q.detach().double()).square().sum())
                     moved += float((q.detach().double() - start).square().sum())
                 drift = (drift / moved) ** 0.5
                 results.append(

@@ -339,13 +339,3 @@ def test_resume_must_and_never_are_obeyed(launch: Make) -> None:
     job.arguments = ["--resume", "never"]
     code, output = job.run()
     assert code == 5 and "holds a run already" in output, output
-
-
-@pytest.mark.slow
-def test_more_ranks_than_micro_batches_are_bad_input(launch: Make) -> None:
-    def coarse(config: dict[str, Any]) -> None:
-        config["train_micro_batch_size_per_gpu"] = 200
-
-    job, _ = launch("coarse", coarse)
-    code, output = job.run()
-    assert code == 2 and "2 ranks share at most 1 micro-batches" in output, output

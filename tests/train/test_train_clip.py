@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,14 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from train_helpers import SHAPE, Toy, nano_inputs, plan_for, toy_batch
+from train_helpers import SHAPE, Toy, nano_inputs, toy_batch
 
 from model.build import build
-from train.clip import PlainForward, PrivateForward, assert_exact_matmul, clipped_totals
+from train.clip import assert_exact_matmul, clipped_totals
 from train.clip_reference import ReferenceClip
-from train.clip_rule import MOST_ALLOWANCE, ClipError, ClipRule, rounding_allowance
-from train.config import Privacy
-from train.recipe import RecipeError, clip_rule
+from train.clip_rule import ClipError, ClipRule
+from train.forward import PlainForward, PrivateForward
 
 KINDS = ["flat", "automatic"]
 GAMMA = 0.01
@@ -321,95 +319,9 @@ def test_factors_too_small_for_fp32_are_zero_and_not_rounded_up(norm: float) -> 
         assert factor * norm <= 1 + 1e-6
 
 
-def test_the_rule_lowers_c_by_what_rounding_may_add() -> None:
-    plan = plan_for(records=20_000, batch=1000, clip_norm=0.5)
-    rule = ClipRule.of(plan, "flat", GAMMA, 64)
-    assert rule.allowance == rounding_allowance(plan.largest_batch, 64) > 1e-3
-    assert rule.bound < 0.5 and rule.sensitivity == pytest.approx(0.5, rel=1e-12)
-    fact = rule.fact()
-    assert (fact.rule, fact.sensitivity) == ("flat", rule.sensitivity)
-    changed = ClipRule("flat", 2 * rule.bound, rule.allowance)
-    assert changed.fact().sensitivity == pytest.approx(1.0, rel=1e-12), "stated from the bound in use"
-
-
-def test_a_batch_whose_rounding_cannot_be_bounded_is_refused() -> None:
-    plan = plan_for(records=10**9, batch=5e6)
-    with pytest.raises(ClipError, match="use a smaller expected_batch"):
-        ClipRule.of(plan, "flat", GAMMA, 64)
-    largest = [b for b in (1000, 10_000, 100_000) if rounding_allowance(b, 256) <= MOST_ALLOWANCE]
-    assert largest, "ordinary batches are allowed"
-
-
 def test_reduced_precision_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_exact_matmul()
     assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     with pytest.raises(ClipError, match="reduced precision"):
         assert_exact_matmul()
-
-
-def accumulated(draw: Callable[[int], Tensor], factors: Tensor, micro_batch: int) -> Tensor:
-    """As in training: tensordot within a micro-batch, fp32 addition over micro-batches."""
-    total: Tensor | None = None
-    for start in range(0, len(factors), micro_batch):
-        part = torch.tensordot(factors[start : start + micro_batch], draw(start), dims=1)
-        total = part if total is None else total + part
-    assert total is not None
-    return total
-
-
-@pytest.mark.parametrize(("count", "micro_batch"), [(3_000, 64), (120_000, 64), (120_000, 500)])
-def test_the_rounding_allowance_bounds_the_difference_of_two_neighbouring_sums(count: int, micro_batch: int) -> None:
-    """Aligned gradients at the bound, with one record more or less: the fp32 sums differ by at most C."""
-    width, c = 48, 1.0
-    allowance = rounding_allowance(count, micro_batch)
-    bound = c / (1 + allowance)
-    generator = torch.Generator().manual_seed(3)
-    direction = torch.rand(width, generator=generator) + 0.5
-    scales = torch.rand(count, generator=generator) * 3 + 1.01
-    norms = direction.double().norm() * scales.double()
-    factors = ClipRule("flat", bound, allowance).factors(norms)
-
-    def records(start: int) -> Tensor:
-        return scales[start : start + micro_batch, None] * direction
-
-    whole = accumulated(records, factors, micro_batch)
-    exact = torch.zeros(width, dtype=torch.float64)
-    for start in range(0, count, micro_batch):
-        exact += torch.tensordot(factors[start : start + micro_batch].double(), records(start).double(), dims=1)
-    error = float((whole.double() - exact).norm())
-    assert 0 < error <= (allowance - 1e-3) / 2 * bound, "each of the two sums may take half of the allowance"
-    for removed in (0, count // 2, count - 1):
-        fewer = factors.clone()
-        fewer[removed] = 0.0
-        assert float((whole.double() - accumulated(records, fewer, micro_batch).double()).norm()) <= c
-
-
-def test_the_rounding_that_the_allowance_covers_is_real() -> None:
-    """A chain of fp32 additions as long as the allowance supposes loses more than a tenth of what it allows."""
-    micro_batch, count = 1, 4_000
-    value = torch.tensor(1 / 3, dtype=torch.float32)
-    total = torch.zeros((), dtype=torch.float32)
-    for _ in range(count):
-        total += value
-    error = abs(float(total) - count * float(value))
-    allowed = (rounding_allowance(count, micro_batch) - 1e-3) / 2 / 3
-    assert allowed / 100 < error <= allowed
-
-
-def test_the_chain_of_additions_is_never_longer_than_the_allowance_counts() -> None:
-    """For every number of ranks that is accepted: one micro-batch, a rank's share of them, then the ranks."""
-    for largest, micro_batch in ((48, 8), (1000, 64), (1251, 64), (5000, 32), (97, 97), (10, 64)):
-        counted = micro_batch + math.ceil(largest / micro_batch) + 1
-        for world in range(1, math.ceil(largest / micro_batch) + 1):
-            share = math.ceil(math.ceil(largest / world) / micro_batch)
-            chain = min(micro_batch, math.ceil(largest / world)) + share + world - 1
-            assert chain <= counted, (largest, micro_batch, world)
-
-
-def test_more_ranks_than_micro_batches_are_refused() -> None:
-    plan = plan_for()
-    privacy = Privacy(epsilon=8.0, expected_batch=plan.divisor)
-    with pytest.raises(RecipeError, match="ranks share at most"):
-        clip_rule(privacy, plan, plan.largest_batch, "phases.0", world=2)
-    assert clip_rule(privacy, plan, plan.largest_batch, "phases.0").kind == "flat"

@@ -199,7 +199,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("phases.1.objective", "clip", "'mae' or 'caption'"),
     ("phases.1.name", "My Phase", "match pattern"),
     ("phases.1.data.source", "web", "'shards'"),
-    ("phases.1.data.augment", "mixup", "'none', 'center' or 'random_resized_crop'"),
+    ("phases.1.data.augment", "mixup", "'none', 'center', 'random_resized_crop' or 'inception_crop'"),
     ("phases.0.data.public", "yes", "boolean"),
     ("phases.0.data.public", 1, "boolean"),
     ("phases.0.batch", 0, "greater than 0"),
@@ -378,7 +378,7 @@ def test_every_shipped_config_loads_and_can_keep_its_promise(path: Path) -> None
         assert phase.data.expected_records is not None, "so that a dry run works without the data"
         quick = phase.privacy.model_copy(update={"noise_multiplier": phase.privacy.noise_multiplier or 1.0})
         plan = make_plan(phase, quick, phase.data.expected_records, "phases")
-        clip_rule(phase.privacy, plan, config.train_micro_batch_size_per_gpu, "phases")
+        clip_rule(phase.privacy, plan, config.train_micro_batch_size_per_gpu)
         twin = load(path, [f"phases.{number}.privacy=null"])
         assert twin.phases[number].batch == round(phase.privacy.expected_batch)
     assert SHIPPED

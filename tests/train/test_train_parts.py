@@ -98,7 +98,7 @@ def test_the_tests_own_engine_tiles_the_model() -> None:
 
 
 def _plain() -> Any:
-    from train.clip import PlainForward
+    from train.forward import PlainForward
 
     return PlainForward(Toy())
 

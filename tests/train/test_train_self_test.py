@@ -17,6 +17,7 @@ from model.build import build
 from train.clip import Clipped
 from train.clip_reference import ReferenceClip
 from train.engine import Applied
+from train.forward import PrivateForward
 from train.gradient import NoisyUpdate, Update
 from train.noise import NoiseMechanism
 from train.probes import synthetic_batch
@@ -179,8 +180,8 @@ class LastMicroBatch(LocalEngine):
     """Overwrites in place of accumulating (DeepSpeed's stage 3 through engine.module)."""
 
     def accumulate(self, batch: MicroBatch) -> None:
-        for p in self.parameters.values():
-            p.grad = None
+        assert isinstance(self.forward, PrivateForward)
+        self.forward.sums.clear()
         super().accumulate(batch)
 
 
@@ -188,10 +189,12 @@ class StaleGradient(LocalEngine):
     """Keeps a share of each step's sum for the next one."""
 
     def update(self, update: Update, learning_rate: float) -> Applied:
-        kept = {name: p.grad.clone() * 0.5 for name, p in self.parameters.items() if p.grad is not None}
+        assert isinstance(self.forward, PrivateForward)
+        sums = self.forward.sums
+        kept = {name: total * 0.5 for name, total in sums.totals.items()}
         applied = super().update(update, learning_rate)
-        for name, p in self.parameters.items():
-            p.grad = kept[name]
+        for name, total in kept.items():
+            sums.add(name, total)
         return applied
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from accounting.plan import PrivacyPlan
 from data.batches import MicroBatch
 from model.settings import ModelSettings
-from train.clip import PlainForward, PrivateForward
 from train.clip_reference import ReferenceClip
 from train.clip_rule import ClipRule
 from train.config import Optimizer, OptimizerParams
 from train.engine import Applied, Observation, Shard
+from train.forward import PlainForward, PrivateForward
 from train.gradient import Fragment, Update, UpdateError
 from train.noise import NoiseMechanism
 from train.optim import make_optimizer
@@ -124,6 +124,7 @@ class LocalEngine:
         self.device = torch.device("cpu")
         self.model: nn.Module = forward.model
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.shapes = forward.shapes
         self.trainable_elements = sum(p.numel() for p in self.parameters.values())
         if replicated:
             self.flats = list(self.parameters.values())
@@ -139,7 +140,14 @@ class LocalEngine:
         return torch.cat([t.reshape(-1) for t in tensors])[self.low : self.high].clone()
 
     def accumulate(self, batch: MicroBatch) -> None:
-        self.forward(batch.inputs, batch.present).backward()
+        loss = self.forward(batch.inputs, batch.present)
+        if isinstance(self.forward, PlainForward):
+            loss.backward()
+
+    def hand_over(self) -> None:
+        if isinstance(self.forward, PrivateForward):
+            self.forward().backward()
+            self.forward.sums.clear()
 
     def reduce(self) -> None:
         for p in self.parameters.values():
@@ -159,6 +167,7 @@ class LocalEngine:
     def update(self, update: Update, learning_rate: float) -> Applied:
         for group in self.base.param_groups:
             group["lr"] = learning_rate
+        self.hand_over()
         self.reduce()
         self.finish(update)
         self.step()
@@ -187,6 +196,9 @@ class LocalEngine:
             Shard(flat, fragments, {k: v for k, v in self.base.state.get(flat, {}).items() if k != "step"})
             for flat, fragments in zip(self.flats, self.layout, strict=True)
         ]
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        return dict(self.model.state_dict())
 
     def optimizer_step(self) -> int:
         steps = {int(state["step"]) for state in self.base.state.values() if "step" in state}

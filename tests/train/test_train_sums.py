@@ -1,0 +1,128 @@
+"""Totals of a logical step: exact beside micro-batch products, whatever their number, and handed over unchanged."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from train_helpers import plan_for
+
+from train.clip_rule import FACTOR_ROUNDING, MOST_ALLOWANCE, ClipError, ClipRule, rounding_allowance
+from train.handover import Handover
+from train.sums import ExactSums, Float32Sums, product
+
+CPU = torch.device("cpu")
+
+
+def test_the_rule_lowers_c_by_what_rounding_may_add() -> None:
+    rule = ClipRule.of(plan_for(records=20_000, batch=1000, clip_norm=0.5), "flat", 0.01, 64)
+    assert rule.allowance == rounding_allowance(64) > FACTOR_ROUNDING
+    assert rule.bound < 0.5 and rule.sensitivity == pytest.approx(0.5, rel=1e-12)
+    fact = rule.fact()
+    assert (fact.rule, fact.sensitivity) == ("flat", rule.sensitivity)
+    changed = ClipRule("flat", 2 * rule.bound, rule.allowance)
+    assert changed.fact().sensitivity == pytest.approx(1.0, rel=1e-12), "stated from the bound in use"
+
+
+def test_the_logical_batch_costs_nothing_and_a_micro_batch_too_large_is_refused() -> None:
+    huge = ClipRule.of(plan_for(records=10**9, batch=5e6), "flat", 0.01, 64)
+    assert huge.allowance == rounding_allowance(64) < 2e-3
+    with pytest.raises(ClipError, match="use a smaller train_micro_batch_size_per_gpu"):
+        ClipRule.of(plan_for(), "flat", 0.01, 1024)
+    assert rounding_allowance(512) <= MOST_ALLOWANCE < rounding_allowance(1024)
+
+
+def total_of(draw: list[Tensor], factors: Tensor, micro_batch: int) -> Tensor:
+    sums = ExactSums({"w": draw[0].shape[1:]}, CPU)
+    for number, rows in enumerate(draw):
+        chosen = factors[number * micro_batch : (number + 1) * micro_batch]
+        sums.add("w", torch.tensordot(chosen, rows, dims=1))
+    return sums.totals["w"]
+
+
+@pytest.mark.parametrize(("count", "micro_batch"), [(4_096, 64), (131_072, 64), (131_072, 512)])
+def test_a_record_moves_an_aligned_sum_by_c_at_most_however_large_the_batch(count: int, micro_batch: int) -> None:
+    """Aligned gradients, all of them clipped, and one zeroed in the first slot, in the middle, or in the last one.
+
+    The same products kept in fp32 over as many micro-batches are off by many times what is allowed.
+    """
+    width, c = 48, 1.0
+    allowance = rounding_allowance(micro_batch)
+    generator = torch.Generator().manual_seed(3)
+    direction = torch.rand(width, generator=generator) + 0.5
+    scales = torch.rand(count, generator=generator) * 3 + 1.01
+    factors = ClipRule("flat", c / (1 + allowance), allowance).factors(direction.double().norm() * scales.double())
+    draw = [scales[start : start + micro_batch, None] * direction for start in range(0, count, micro_batch)]
+
+    whole = total_of(draw, factors, micro_batch)
+    for zeroed in (0, count // 2, count - 1):
+        without = factors.clone()
+        without[zeroed] = 0.0
+        moved = float((whole - total_of(draw, without, micro_batch)).norm())
+        assert c * (1 - 2 * allowance) - 1e-3 < moved <= c
+    rounded = torch.zeros(width)
+    for number, rows in enumerate(draw):
+        rounded += torch.tensordot(factors[number * micro_batch : (number + 1) * micro_batch], rows, dims=1)
+    if count > 100_000 and micro_batch == 64:
+        assert float((rounded - whole).norm()) > 10 * 1e-3 * c
+
+
+def test_two_thousand_micro_batches_err_by_less_than_a_thousandth_of_c() -> None:
+    """Against the same fp32 products added up without any rounding (math.fsum)."""
+    generator = torch.Generator().manual_seed(5)
+    sums = ExactSums({"w": torch.Size([4])}, CPU)
+    kept: list[list[float]] = [[], [], [], []]
+    for _ in range(2_000):
+        value = torch.rand(4, generator=generator) * 64
+        sums.add("w", value)
+        for column, number in zip(kept, value.tolist(), strict=True):
+            column.append(number)
+    exact = torch.tensor([math.fsum(column) for column in kept], dtype=torch.float64)
+    assert float((sums.totals["w"] - exact).norm()) < 1e-9
+
+
+def test_products_of_any_operands_are_accumulated_in_fp32() -> None:
+    generator = torch.Generator().manual_seed(7)
+    left, right = torch.randn(4096, 3, generator=generator), torch.randn(4096, 5, generator=generator)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        a, b = left.to(dtype), right.to(dtype)
+        exact = a.double().t() @ b.double()
+        found = product(a, b)
+        assert found.dtype == torch.float32
+        assert float((found.double() - exact).norm() / exact.norm()) < 2e-6
+    assert product(left.double(), right.double()).dtype == torch.float64
+    for sums in (ExactSums({"w": torch.Size([3, 5])}, CPU), Float32Sums({"w": nn.Parameter(torch.zeros(3, 5))})):
+        sums.add_product("w", left, right)
+        sums.add_product("w", left, right)
+        assert torch.allclose(sums.totals["w"].double(), 2 * (left.double().t() @ right.double()), rtol=1e-5, atol=1e-4)
+        sums.add("w", torch.ones(3, 5))
+    with pytest.raises(TypeError, match="would round records away"):
+        ExactSums({"w": torch.Size([1])}, CPU).add("w", torch.ones(1, dtype=torch.bfloat16))
+
+
+def test_the_totals_arrive_as_gradients_whatever_scales_the_loss() -> None:
+    class Reused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.free = nn.Parameter(torch.zeros(3))
+            self.first, self.frozen = nn.Linear(2, 3), nn.Linear(2, 2)
+            self.frozen.requires_grad_(False)
+            self.again = self.first
+
+    model = Reused()
+    shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    sums = ExactSums(shapes, CPU)
+    for number, (name, shape) in enumerate(shapes.items()):
+        sums.add(name, torch.full(shape, number + 1 / 3))
+    handover = Handover(model)
+    assert list(handover.parameters()) == [], "parameters stay with their own modules"
+    (handover(sums.totals) * 0.125).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None and torch.equal(parameter.grad, sums.totals[name].float())
+        else:
+            assert parameter.grad is None
+    sums.clear()
+    assert not any(bool(total.any()) for total in sums.totals.values())

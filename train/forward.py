@@ -1,0 +1,52 @@
+"""What a sharded engine wraps: the model with what turns its per-record losses into a sum of gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from train.clip import ClipEngine, Clipped
+from train.handover import Handover
+from train.sums import ExactSums
+
+
+class PrivateForward(nn.Module):
+    """Called with a micro-batch, it adds clipped gradients to its totals; called without, it hands the totals over.
+
+    The scalar that the second call returns has the totals as its gradient, so the engine's own hooks carry them.
+    """
+
+    def __init__(self, model: nn.Module, clip: ClipEngine) -> None:
+        super().__init__()
+        self.model, self.clip = model, clip
+        clip.prepare(model)
+        # Before any engine shards the parameters: afterwards they may have lost their shapes.
+        self.shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+        self.handover = Handover(model)
+        self.sums = ExactSums(self.shapes, torch.device("cpu"))
+        self.observed: Clipped | None = None
+
+    def begin(self, device: torch.device) -> None:
+        self.sums = ExactSums(self.shapes, device)
+
+    def forward(self, inputs: dict[str, Tensor] | None = None, present: Tensor | None = None) -> Tensor:
+        if inputs is None or present is None:
+            return self.handover(self.sums.totals)
+        self.observed = self.clip.add_clipped(self.model, inputs, present, self.sums)
+        return torch.zeros((), device=present.device)
+
+
+class PlainForward(nn.Module):
+    """Of a non-private phase: the sum of the losses of the records that are present."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+        self.observed: Tensor | None = None
+
+    def forward(self, inputs: dict[str, Tensor], present: Tensor) -> Tensor:
+        losses = self.model(inputs)
+        kept = torch.where(present, losses, torch.zeros_like(losses))
+        self.observed = kept.detach()
+        return kept.sum()
