@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tarfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -23,6 +24,22 @@ def write_tar() -> ShardMaker:
         with TarWriter(str(path), encoder=False) as writer:
             for sample in samples:
                 writer.write(sample)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def write_members() -> Callable[..., Path]:
+    """A tar by tarfile: members (name, content) as they come; names that end in / are folders."""
+
+    def write(path: Path, members: Iterable[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT, **options) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(path, "w", format=form, **options) as archive:
+            for name, content in members:
+                info = tarfile.TarInfo(name)
+                info.type, info.size = (tarfile.DIRTYPE, 0) if name.endswith("/") else (tarfile.REGTYPE, len(content))
+                archive.addfile(info, io.BytesIO(content))
         return path
 
     return write

@@ -1,0 +1,337 @@
+"""Building an index: killed at any moment it goes on, scans nothing twice, and comes out bitwise the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from data.index import ShardError, ShardIndex, Wanted, build
+from data.index_scan import settled
+from data.progress import Progress, clock
+from data.shards import ShardReader
+
+ROOT = Path(__file__).resolve().parents[2]
+PREPARE = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index"]
+SHARDS = 60
+
+
+def _files(index: Path) -> tuple[bytes, bytes]:
+    return (index / "offsets.npy").read_bytes(), (index / "manifest.json").read_bytes()
+
+
+def _scanned(output: str) -> int:
+    found = re.search(r"scanned (\d+) shards, (\d+) were known", output)
+    assert found, output
+    return int(found[1])
+
+
+class _Counts:
+    """Stands in the place of the progress bar: the first report says what was known."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[int, int]] = []
+
+    def __call__(self, done: int, total: int) -> None:
+        self.reports.append((done, total))
+
+    @property
+    def scanned(self) -> int:
+        return self.reports[-1][1] - self.reports[0][0]
+
+
+@pytest.fixture
+def many(tmp_path: Path, write_tar: Callable[..., Path]) -> Path:
+    """Large enough that a kill lands in the middle, small enough to write in a moment."""
+    folder = tmp_path / "many"
+    for shard in range(SHARDS):
+        records = (
+            {"__key__": f"{shard:04d}{i:04d}", "jpg": bytes([shard, i]) * 20_000, "txt": b"x"} for i in range(40)
+        )
+        write_tar(folder / f"{shard:06d}.tar", records)
+    time.sleep(0.1)  # older than the resolution of time stamps
+    return folder
+
+
+def _alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_killed_again_and_again_it_goes_on_and_comes_out_the_same(many: Path, tmp_path: Path, workers: str) -> None:
+    undisturbed = build(many, tmp_path / "undisturbed")
+    out = tmp_path / "killed"
+    command = [*PREPARE, str(many), "--out", str(out), "--workers", workers]
+    chance = random.Random(workers)
+    noted: dict[str, int] = {}
+    kills = 0
+    while len(noted) < SHARDS - 10:
+        wanted = len(noted) + chance.randint(5, 25)
+        # A group of its own, to see whether workers outlive their killed parent.
+        job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        while len(_complete(out)) < wanted and job.poll() is None:
+            time.sleep(0.002)
+        job.send_signal(signal.SIGKILL)
+        assert job.wait() == -signal.SIGKILL, "it was to be killed in the middle, not to end"
+        job.communicate()
+        for _ in range(2_000):
+            if not _alive(job.pid):
+                break
+            time.sleep(0.005)
+        assert not _alive(job.pid), "worker processes outlived their parent"
+        now = _complete(out)
+        assert noted.items() <= now.items(), "a finished shard was scanned again"
+        assert len(now) > len(noted) and not (out / "manifest.json").exists()
+        noted = now
+        kills += 1
+        with pytest.raises(ShardError, match=r"launch/prepare\.py index"):
+            ShardIndex.open(out)
+    assert kills >= 3
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert _scanned(done.stdout) == SHARDS - len(noted) and str(undisturbed.manifest_digest) in done.stdout
+    assert _files(out) == _files(undisturbed.folder)
+    assert not (out / ".work").exists()
+
+
+def _complete(out: Path) -> dict[str, int]:
+    """Noted shards and when each was written; half-written ones are hidden files."""
+    work = out / ".work"
+    if not work.is_dir():
+        return {}
+    found = {}
+    for path in work.iterdir():
+        if not path.name.startswith("."):
+            found[path.name] = path.stat().st_mtime_ns
+    return found
+
+
+def test_only_new_and_changed_shards_are_scanned(small_set: ShardIndex, write_tar: Callable[..., Path]) -> None:
+    folder = small_set.folder.parent
+    time.sleep(0.1)
+    counts = _Counts()
+    build(folder, progress=counts)  # the fixture's index was made too soon after the shards to be trusted
+    before = _files(small_set.folder)
+
+    counts = _Counts()
+    assert build(folder, progress=counts).manifest_digest == small_set.manifest_digest
+    assert counts.scanned == 0 and _files(small_set.folder) == before
+
+    # In front and in the middle: every id after it moves, none may point at the wrong shard.
+    for name in ("0.tar", "000001b.tar"):
+        key = name.removesuffix(".tar")
+        write_tar(folder / name, [{"__key__": f"{key}-{i}", "txt": f"{name} {i}".encode()} for i in range(4)])
+    time.sleep(0.1)
+    counts = _Counts()
+    grown = build(folder, progress=counts)
+    assert counts.scanned == 2 and grown.records == 33
+    assert _files(grown.folder) == _files(build(folder, grown.folder.with_name("fresh")).folder)
+    texts = [ShardReader(grown).read(record)["txt"].decode() for record in range(33)]
+    assert texts[:5] == [*(f"0.tar {i}" for i in range(4)), "a red 0"]
+    assert texts[14:20] == ["a red 10", *(f"000001b.tar {i}" for i in range(4)), "a red 11"] and texts[-1] == "a red 24"
+
+    changed = folder / "000001.tar"
+    write_tar(changed, [{"__key__": f"new{i}", "txt": b"new"} for i in range(3)])
+    os.utime(folder / "000002.tar")  # touched, not changed: scanned again, with the same result
+    time.sleep(0.1)
+    counts = _Counts()
+    after = build(folder, progress=counts)
+    assert counts.scanned == 2 and after.records == 35
+    assert [shard for shard in after.shards if shard.name != changed.name] == [
+        shard for shard in grown.shards if shard.name != changed.name
+    ]
+    (folder / "000002.tar").unlink()
+    counts = _Counts()
+    assert build(folder, progress=counts).records == 21 and counts.scanned == 0
+
+
+def test_same_size_and_mtime_do_not_hide_a_change(small_set: ShardIndex) -> None:
+    """What rsync and cp --preserve leave behind: only ctime tells."""
+    folder = small_set.folder.parent
+    time.sleep(0.1)
+    build(folder)
+    path = folder / "000002.tar"
+    old, raw = path.stat(), bytearray(path.read_bytes())
+    raw[raw.index(b"a red 12") + 6] ^= 1
+    path.write_bytes(raw)
+    os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (old.st_size, old.st_mtime_ns)
+    counts = _Counts()
+    assert build(folder, progress=counts).manifest_digest != small_set.manifest_digest
+    assert counts.scanned == 1
+
+
+def test_a_shard_written_a_moment_ago_is_not_trusted(small_set: ShardIndex) -> None:
+    """Two writes within the resolution of a time stamp look like one."""
+    stat = (small_set.folder.parent / "000001.tar").stat()
+    latest = max(stat.st_mtime_ns, stat.st_ctime_ns)
+    assert not settled(stat, latest) and not settled(stat, latest + 1_000_000) and settled(stat, latest + 3_000_000_000)
+
+
+def test_rescan_trusts_nothing(small_set: ShardIndex) -> None:
+    folder = small_set.folder.parent
+    time.sleep(0.1)
+    build(folder)
+    before = _files(small_set.folder)
+    for rescan, scanned in ((False, 0), (True, 3)):
+        counts = _Counts()
+        build(folder, progress=counts, wanted=Wanted(rescan=rescan))
+        assert counts.scanned == scanned and _files(small_set.folder) == before
+
+
+def test_damaged_notes_and_a_damaged_old_index_are_scanned_again(small_set: ShardIndex) -> None:
+    folder = small_set.folder.parent
+    time.sleep(0.1)
+    build(folder)
+    before = _files(small_set.folder)
+    offsets = bytearray(before[0])
+    offsets[-1] ^= 1  # the last shard's part
+    (small_set.folder / "offsets.npy").write_bytes(offsets)
+    counts = _Counts()
+    build(folder, progress=counts)
+    assert counts.scanned == 1 and _files(small_set.folder) == before
+    (small_set.folder / "manifest.json").write_text("{")
+    counts = _Counts()
+    build(folder, progress=counts)
+    assert counts.scanned == 3 and _files(small_set.folder) == before
+
+
+def test_a_refused_shard_does_not_waste_the_others(small_set: ShardIndex) -> None:
+    folder = small_set.folder.parent
+    shutil.rmtree(small_set.folder)
+    good = (folder / "000001.tar").read_bytes()
+    for name in ("000000.tar", "000001.tar"):
+        (folder / name).write_bytes((folder / name).read_bytes()[:-9_000])
+    time.sleep(0.1)
+    with pytest.raises(ShardError, match=r"000000\.tar: .*\(1 more shards were refused as well\)"):
+        build(folder)
+    (folder / "000000.tar").unlink()
+    (folder / "000001.tar").write_bytes(good)
+    counts = _Counts()
+    assert build(folder, progress=counts).records == 15
+    assert counts.scanned == 1, "the good shard was kept"
+
+
+def test_two_builders_do_not_mix(many: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    job = subprocess.Popen([*PREPARE, str(many), "--out", str(out), "--workers", "1"], stdout=subprocess.DEVNULL)
+    while not _complete(out):
+        time.sleep(0.002)
+    job.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(ShardError, match=r"another prepare\.py"):
+            build(many, out)
+    finally:
+        job.send_signal(signal.SIGCONT)
+    assert job.wait() == 0
+    assert build(many, out).records == SHARDS * 40
+
+
+def test_order_of_finishing_does_not_matter(many: Path, tmp_path: Path) -> None:
+    one = build(many, tmp_path / "one", workers=1)
+    assert _files(one.folder) == _files(build(many, tmp_path / "two", workers=2).folder)
+    assert one.records == SHARDS * 40 and len({shard.sha256 for shard in one.shards}) == SHARDS
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    """Serves ranges, an ETag that follows the content, and says nothing."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        raw = Path(self.translate_path(self.path)).read_bytes()
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        first, last = (int(asked[1]), min(int(asked[2]), len(raw) - 1)) if asked else (0, len(raw) - 1)
+        self.send_response(206 if asked else 200)
+        self.send_header("Content-Length", str(last - first + 1))
+        if asked:
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(raw)}")
+        self.send_header("ETag", f'"{hash(raw):x}"')
+        self.send_header("Last-Modified", self.date_time_string(0))
+        self.end_headers()
+        if body:
+            self.wfile.write(raw[first : last + 1])
+
+
+def test_remote_shards_give_the_same_index(small_set: ShardIndex, tmp_path: Path) -> None:
+    folder = small_set.folder.parent
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        root = f"http://127.0.0.1:{server.server_port}"
+        pattern = root + "/{000000..000002}.tar"
+        out = tmp_path / "remote"
+        with pytest.raises(ShardError, match="--out"):
+            build(pattern)
+        index = build(pattern, out, workers=1)
+        assert index.manifest_digest == small_set.manifest_digest
+        assert index.locate(24) == (f"{root}/000002.tar", *small_set.locate(24)[1:])
+        assert index.root == json.loads((out / "manifest.json").read_bytes())["folder"] == root
+        assert all(shard.etag for shard in index.shards)
+        counts = _Counts()
+        build(pattern, out, workers=1, progress=counts)
+        assert counts.scanned == 0
+        raw = (folder / "000001.tar").read_bytes()
+        (folder / "000001.tar").write_bytes(raw[:-1] + b"\1")
+        with pytest.raises(ShardError, match="000001"):
+            build(pattern, out, workers=1)
+        (folder / "000001.tar").write_bytes(raw[:512])
+        with pytest.raises(ShardError, match=r"000001\.tar: .*(cut off|extension header)"):
+            build(pattern, out, workers=1)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_progress_speaks_now_and_then_in_logs_and_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def __init__(self, terminal: bool) -> None:
+            self.text, self.isatty = "", lambda: terminal
+
+        def write(self, text: str) -> None:
+            self.text += text
+
+        def flush(self) -> None:
+            pass
+
+    now = 0.0
+    monkeypatch.setattr("data.progress.time.monotonic", lambda: now)
+    log, terminal = Stream(False), Stream(True)
+    shows = [Progress("indexing", "shards", stream) for stream in (log, terminal)]  # pyright: ignore[reportArgumentType]
+    for second in range(101):
+        now = float(second)
+        for show in shows:
+            show(100 + second, 200)  # a hundred were known
+    lines = log.text.splitlines()
+    assert lines == [
+        "indexing: 130/200 shards, 1 shards/s, 1:10 left",
+        "indexing: 160/200 shards, 1 shards/s, 0:40 left",
+        "indexing: 190/200 shards, 1 shards/s, 0:10 left",
+    ]
+    assert terminal.text.count("\r") == 100 and terminal.text.endswith("] indexing: 200/200 shards, 1 shards/s\x1b[K\n")
+    assert "[############............] indexing: 100/200" not in terminal.text and "[#####" in terminal.text
+    assert clock(3_661) == "1:01:01"
