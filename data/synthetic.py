@@ -98,7 +98,8 @@ class SyntheticIndex:
             raise ValueError(f"kind '{kind}' is unknown; choose one of {', '.join(KINDS)}")
         if records < 1 or side < 8:
             raise ValueError(f"{records} pictures of {side} px: at least 1 of at least 8 px")
-        self.kind, self.records, self.seed, self.side = kind, records, seed, side
+        self.kind: Kind = kind
+        self.records, self.seed, self.side = records, seed, side
 
     @property
     def manifest_digest(self) -> str:
@@ -116,7 +117,11 @@ class SyntheticIndex:
         return {"bmp": _bitmap(textures(self.kind, self.seed, [record], self.side)[0].numpy())}
 
     def locate(self, record: int) -> tuple[Place, int, int]:
-        raise ShardError("synthetic records lie nowhere; read them from their index")
+        """Nowhere: made on this machine, so as near as a local file."""
+        return Path(self.owner(record)), record, record + 1
+
+    def owner(self, record: int) -> str:
+        return f"synthetic {self.kind}"
 
     def members(self, record: int, raw: bytes) -> dict[str, bytes]:
         raise ShardError("synthetic records lie nowhere; read them from their index")
