@@ -1,0 +1,101 @@
+"""Excluded records do not exist: n shrinks, the rest is numbered densely, and the digest says so."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data.exclusions import Exclusions
+from data.folders import build_folder
+from data.index import ShardError, ShardIndex, build
+from data.index_format import Kept
+from data.index_open import open_index
+from data.shards import ShardReader
+
+
+def _exclude(index: ShardIndex, ids: list[int]) -> Exclusions:
+    found = Exclusions(index.manifest_digest, np.array(ids, dtype=np.uint64), ("public",), 4, "overlap")
+    found.write(index.folder)
+    return found
+
+
+@given(st.sets(st.integers(0, 60), max_size=60))
+@settings(max_examples=200, suppress_health_check=[HealthCheck.differing_executors])
+def test_dense_numbers_are_those_of_the_list_of_kept_ids(ids: set[int]) -> None:
+    excluded = Exclusions("-", np.array(sorted(ids), dtype=np.uint64))
+    kept = Kept(61, "-", excluded)
+    assert [kept.number(record) for record in range(kept.records)] == [i for i in range(61) if i not in ids]
+    for record in (-1, kept.records):
+        with pytest.raises(ShardError, match="outside"):
+            kept.number(record)
+
+
+@pytest.mark.parametrize("ids", [[0], [24], [10], [0, 1, 2, 9, 10, 11, 12, 24], list(range(1, 25))])
+def test_the_index_honours_the_list(small_set: ShardIndex, ids: list[int]) -> None:
+    texts = [ShardReader(small_set).read(record)["txt"] for record in range(25)]
+    excluded = _exclude(small_set, ids)
+    index = ShardIndex.open(small_set.folder)
+    assert index.records == 25 - len(ids)
+    left = [text for record, text in enumerate(texts) if record not in ids]
+    assert [ShardReader(index).read(record)["txt"] for record in range(index.records)] == left
+    with pytest.raises(ShardError, match="outside"):
+        index.locate(index.records)
+    assert index.manifest_digest != small_set.manifest_digest and excluded.digest
+    whole = ShardIndex.open(small_set.folder, exclusions=False)
+    assert whole.records == 25 and whole.manifest_digest == small_set.manifest_digest
+    index.check_unchanged(contents=True)
+
+
+def test_the_digest_follows_the_list(small_set: ShardIndex) -> None:
+    seen = {small_set.manifest_digest}
+    for ids in ([3], [4], [3, 4]):
+        _exclude(small_set, ids)
+        seen.add(ShardIndex.open(small_set.folder).manifest_digest)
+    assert len(seen) == 4
+    _exclude(small_set, [])
+    assert ShardIndex.open(small_set.folder).manifest_digest == small_set.manifest_digest, "nothing is left out"
+
+
+def test_a_list_for_other_records_is_refused(small_set: ShardIndex) -> None:
+    _exclude(small_set, [3])
+    folder = small_set.folder.parent
+    (folder / "000001.tar").unlink()
+    with pytest.raises(ShardError, match="other records"):
+        build(folder)
+    assert ShardIndex.open(folder, exclusions=False).records == 24
+    (small_set.folder / "exclusions.json").unlink()
+    with pytest.raises(ShardError, match="exclusions"):
+        ShardIndex.open(folder)
+    (small_set.folder / "exclusions.npy").unlink()
+    assert ShardIndex.open(folder).records == 24
+
+
+def test_everything_excluded_is_refused(small_set: ShardIndex) -> None:
+    _exclude(small_set, list(range(25)))
+    with pytest.raises(ShardError, match="every record is excluded"):
+        ShardIndex.open(small_set.folder)
+
+
+def test_a_folder_of_images_honours_it_too(tmp_path: Path) -> None:
+    for name in ("a/1.jpg", "a/2.jpg", "b/3.jpg", "b/4.jpg"):
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / name).write_bytes(name.encode())
+    whole = build_folder(tmp_path / "set")
+    Exclusions(whole.manifest_digest, np.array([0, 2], dtype=np.uint64)).write(whole.folder)
+    index = open_index(tmp_path / "set")
+    assert [ShardReader(index).read(record) for record in range(index.records)] == [
+        {"jpg": b"a/2.jpg", "cls": b"0"},
+        {"jpg": b"b/4.jpg", "cls": b"1"},
+    ]
+    assert index.manifest_digest != whole.manifest_digest
+    assert open_index(tmp_path / "set", exclusions=False).manifest_digest == whole.manifest_digest
+
+
+def test_digests_are_hex_of_sha256(small_set: ShardIndex) -> None:
+    _exclude(small_set, [1])
+    assert len(bytes.fromhex(ShardIndex.open(small_set.folder).manifest_digest)) == hashlib.sha256().digest_size

@@ -1,0 +1,93 @@
+"""Ten million records in 200,000 shards: opened, drawn from and planned for 16 ranks in less than 2 GB."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.index import ShardError, ShardIndex
+from data.index_build import write_offsets
+from data.index_format import SHARDS, Shard, write_manifest
+
+ROOT = Path(__file__).resolve().parents[2]
+_COUNT, _PER_SHARD = 200_000, 50
+
+_USE = """
+import json, resource, sys
+from data.index import ShardIndex
+index = ShardIndex.open(sys.argv[1])
+digest = index.manifest_digest
+from data.batches import slots
+from data.sampler import PoissonSampler
+draw = PoissonSampler(bytes(32), bytes(32), index.records, 2**32 // 100).draw(7)
+rows = [slots(draw.ids, rank, 16, 64) for rank in range(16)]
+located = [index.locate(int(record)) for record in draw.ids[::10]]
+print(json.dumps({
+    "records": index.records, "digest": digest, "drawn": len(draw.ids), "shapes": [list(row.shape) for row in rows],
+    "planned": sorted(int(i) for row in rows for i in row.ravel() if i >= 0) == draw.ids.tolist(),
+    "located": [(place.name, start, end) for place, start, end in located[:1000]],
+    "ids": draw.ids[::10][:1000].tolist(),
+    "mebibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+}))
+"""
+
+
+def _starts(shard: int) -> np.ndarray:
+    return np.arange(_PER_SHARD + 1, dtype="<u8") * 1024 + 512 * shard
+
+
+@pytest.fixture(scope="module")
+def huge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Written as `build` writes it; the shards themselves are not needed to open, draw and plan."""
+    target = tmp_path_factory.mktemp("huge") / "index"
+    target.mkdir()
+    shards = [
+        Shard(f"{i:06d}.tar", _PER_SHARD, 1 << 20, f"{i:064x}", hashlib.sha256(_starts(i).tobytes()).hexdigest())
+        for i in range(_COUNT)
+    ]
+    write_offsets(target, shards, (_starts(i) for i in range(_COUNT)))
+    write_manifest(target, SHARDS, target.parent, shards, {})
+    return target
+
+
+def test_ten_million_records_are_opened_drawn_from_and_planned_in_two_gigabytes(huge: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _USE, str(huge)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["records"] == _COUNT * _PER_SHARD == 10_000_000
+    assert found["mebibytes"] < 2_000
+    assert abs(found["drawn"] - 100_000) < 6 * 315 and found["planned"]
+    assert len({tuple(shape) for shape in found["shapes"]}) == 1, "every rank has as many micro-batches"
+    for record, (name, start, end) in zip(found["ids"], found["located"], strict=True):
+        shard, at = divmod(record, _PER_SHARD)
+        assert (name, start, end) == (f"{shard:06d}.tar", 1024 * at + 512 * shard, 1024 * (at + 1) + 512 * shard)
+    # 8 bytes per record and shard, and a header.
+    assert (huge / "offsets.npy").stat().st_size == 8 * (10_000_000 + _COUNT) + 128
+
+
+def test_large_offsets_are_checked_where_they_are_used(huge: Path) -> None:
+    """Opening does not read 17 GB; a damaged part is still never believed."""
+    path = huge / "offsets.npy"
+    at = 128 + 8 * (_PER_SHARD + 1) * 150_000 + 8 * 20
+    with path.open("r+b") as file:
+        file.seek(at)
+        right = file.read(8)
+        file.seek(at)
+        file.write(b"\0" * 8)
+    try:
+        index = ShardIndex.open(huge)
+        assert index.locate(149_999 * _PER_SHARD)[1] == 512 * 149_999
+        with pytest.raises(ShardError, match="belong together"):
+            index.locate(150_000 * _PER_SHARD)
+        assert ShardIndex.open(huge, verify=False).locate(150_000 * _PER_SHARD)[1] == 512 * 150_000
+    finally:
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(right)
+    assert ShardIndex.open(huge).locate(150_000 * _PER_SHARD + 20)[1] == 512 * 150_000 + 20 * 1024
