@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from train.clip_pieces import Outer, Piece, Whole, wide
+from train.clip_pieces import Outer, Piece, Whole, flat, wide
 
 # Elements of per-record gradients that are written out at a time, where they are not kept.
 CHUNK = 1 << 23
@@ -62,8 +62,7 @@ def gram_is_cheaper(piece: Outer) -> bool:
 
 def squared(value: Tensor) -> Tensor:
     """[B, …] -> [B] in fp64; rows are added in fp32 first, as they lie in memory."""
-    flat = value.flatten(1)
-    return torch.linalg.vector_norm(flat, dim=1, dtype=wide(flat.dtype)).double().square()
+    return torch.linalg.vector_norm(flat(value), dim=1, dtype=wide(value.dtype)).double().square()
 
 
 def _written_out(pieces: list[Piece]) -> Squares:

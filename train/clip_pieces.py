@@ -22,6 +22,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def flat(x: Tensor) -> Tensor:
+    """[B, …] -> [B, elements]; a lone number has one."""
+    return x.reshape(len(x), -1)
+
+
 @dataclass(frozen=True)
 class Weights:
     """A factor for each record, and which records may be touched at all (None: every one).
@@ -229,7 +234,7 @@ class Through:
     def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
         inner = self.inner.instances(rows, dtype)
         # The chain rule runs in the precision of the weights; scaled to 1 it can neither vanish nor overflow there.
-        size = inner.flatten(1).abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
+        size = flat(inner).abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
         size = size.view(-1, *[1] * (inner.dim() - 1))
         found = self._back((inner / size).to(self.made.dtype), batched=True)
         return found.to(dtype) * size.view(-1, *[1] * (found.dim() - 1))

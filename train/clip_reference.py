@@ -52,7 +52,9 @@ class ReferenceClip:
             # A record that is absent, or whose loss or gradient is not finite, contributes exactly zero:
             # by its factor, and where its gradient is not finite by its gradient too, since 0·inf is NaN.
             broken = ~torch.isfinite(norms)
-            factors = torch.where(present & ~broken & torch.isfinite(losses), self.rule.factors(norms), 0.0)
+            usable = present & ~broken & torch.isfinite(losses)
+            precise = torch.float64 if losses.dtype == torch.float64 else torch.float32
+            factors = torch.where(usable, self.rule.factors(norms, precise), 0.0)
             if bool(broken.any()):
                 for gradient in per_record.values():
                     gradient[broken] = 0.0
@@ -63,10 +65,11 @@ class ReferenceClip:
 
 def _norms(gradients: list[Tensor]) -> Tensor:
     """L2 norm over all parameters: fp32 along the last dimension, fp64 from there on and wherever fp32 is too small."""
-    parts = [torch.linalg.vector_norm(g.flatten(1, -2) if g.dim() > 2 else g, dim=-1).double() for g in gradients]
+    rows = [g.flatten(1, -2) if g.dim() > 2 else g.view(len(g), -1) for g in gradients]
+    parts = [torch.linalg.vector_norm(g, dim=-1).double() for g in rows]
     norms = torch.linalg.vector_norm(torch.cat([part.reshape(len(part), -1) for part in parts], dim=1), dim=1)
     odd = ~((norms > SMALLEST) & (norms < LARGEST))
     if bool(odd.any()):
-        exact = [torch.linalg.vector_norm(g[odd].double().flatten(1), dim=1) for g in gradients]
+        exact = [torch.linalg.vector_norm(g[odd].double().view(int(odd.sum()), -1), dim=1) for g in gradients]
         norms[odd] = torch.linalg.vector_norm(torch.stack(exact), dim=0)
     return norms
