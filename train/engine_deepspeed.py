@@ -23,6 +23,7 @@ from train.config import ZeroOptimization
 from train.engine import Applied, Observation, Shard
 from train.forward import PlainForward, PrivateForward
 from train.gradient import Fragment, Update, UpdateError
+from train.optim_flat import FlatOptimizer
 from train.process import describe_process
 from train.ranks import Ranks
 from train.shard_map import (
@@ -34,8 +35,9 @@ from train.shard_map import (
 
 # DeepSpeed's fp32 reduction of a sum against the exact one, relative to the largest element of the fragment.
 AGREEMENT = 1e-4
-# ZeRO-3 cuts parameters into groups of at most this many elements, and steps the optimizer once for each.
-ONE_GROUP = 1 << 40
+# ZeRO-3 steps the optimizer once per group of at most so many elements, and puts a linear function of its own in the
+# place of the one that clip engines watch.
+STAGE_3 = {"sub_group_size": 1 << 40, "memory_efficient_linear": False}
 
 
 def start_ranks(timeout_seconds: int = 1800) -> Ranks:
@@ -49,7 +51,7 @@ class DeepSpeedEngine:
     def __init__(
         self,
         forward: PrivateForward | PlainForward,
-        optimizer: torch.optim.Optimizer,
+        optimizer: FlatOptimizer,
         zero: ZeroOptimization,
         micro_batch: int,
         ranks: Ranks,
@@ -64,6 +66,8 @@ class DeepSpeedEngine:
         for name, parameter in forward.named_parameters():
             if parameter.dtype != torch.float32:
                 raise UpdateError(f"{name} is {parameter.dtype}; parameters must be fp32, or sums are rounded")
+        # It warns of every optimizer but its own; ours is compared with the textbook at every stage.
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         self._engine: Any = deepspeed.initialize(
             model=forward, optimizer=optimizer, config=deepspeed_config(zero, micro_batch)
         )[0]
@@ -78,6 +82,7 @@ class DeepSpeedEngine:
         # ZeRO-3 has no way to ask for a sum.
         self._scale = ranks.world if zero.stage == 3 else 1
         self._layout = self._map()
+        optimizer.bind(self._layout, self._add_up if zero.stage else None)
         self._require_own_optimizer()
         self._hook = optimizer.register_step_pre_hook(self._before_optimizer_step)
 
@@ -185,25 +190,19 @@ class DeepSpeedEngine:
     def shards(self) -> list[Shard]:
         found = []
         for flat, fragments in self._layout.values():
-            state = {k: v for k, v in self._base.state.get(flat, {}).items() if k != "step"}
-            found.append(Shard(flat, fragments, state))
+            found.append(Shard(flat, fragments, self._base.state_tensors(flat)))
         return found
 
     def optimizer_step(self) -> int:
-        steps = {int(state["step"]) for state in self._base.state.values() if "step" in state}
-        assert len(steps) <= 1, "parameter groups disagree about the number of steps"
-        return steps.pop() if steps else 0
+        return self._base.steps_done
 
     def set_optimizer_step(self, step: int) -> None:
         """Prepares the optimizer state to be filled by a checkpoint, or forgets it at step 0."""
-        for flat, _ in self._layout.values():
-            self._base.state.pop(flat, None)
-            if step:
-                self._base.state[flat] = {
-                    "step": torch.tensor(float(step)),
-                    "exp_avg": torch.zeros_like(flat),
-                    "exp_avg_sq": torch.zeros_like(flat),
-                }
+        self._base.restart(step)
+
+    def _add_up(self, sums: Tensor) -> Tensor:
+        """Over the ranks, wherever the optimizer's state lies."""
+        return self.ranks.add(sums.to(self.device)).to(sums.device)
 
     def whole_weights(self) -> dict[str, Tensor]:
         """The whole model's state on every rank."""
@@ -231,5 +230,5 @@ def deepspeed_config(zero: ZeroOptimization, micro_batch: int) -> dict[str, Any]
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000_000,
         "zero_optimization": zero.model_dump(exclude_none=True)
-        | ({"sub_group_size": ONE_GROUP} if zero.stage == 3 else {}),
+        | (STAGE_3 if zero.stage == 3 else {}),
     }

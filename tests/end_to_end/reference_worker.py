@@ -20,15 +20,18 @@ from model.build import build  # noqa: E402
 from model.settings import ModelSettings  # noqa: E402
 from train.clip_reference import ReferenceClip  # noqa: E402
 from train.clip_rule import ClipRule  # noqa: E402
-from train.config import ZeroOptimization  # noqa: E402
+from train.config import Optimizer, ZeroOptimization  # noqa: E402
 from train.engine_deepspeed import DeepSpeedEngine, start_ranks  # noqa: E402
 from train.forward import PrivateForward  # noqa: E402
 from train.gradient import Fragment, NoisyUpdate, PlainUpdate  # noqa: E402
 from train.noise import NoiseMechanism  # noqa: E402
+from train.optim import make_optimizer  # noqa: E402
+from train.optim_settings import OptimizerParams  # noqa: E402
 
 MICRO_BATCHES, MICRO_BATCH, DIVISOR, RATE = 3, 6, 24.0, 1e-2
 # Norms of these losses are of order 1 to 20: C lies among them, so that some records are clipped and some not.
 C = 6.0
+OPTIMIZER = Optimizer(params=OptimizerParams(weight_decay=0.01))
 SHAPE = ModelSettings(
     family="captioner", image_size=32, patch_size=8, width=64, depth=2, heads=4, decoder_depth=2, mae_decoder_width=32,
     mae_decoder_depth=1, mae_decoder_heads=4, text_length=12, vocabulary=64, qkv_bias=True,
@@ -92,7 +95,7 @@ def main() -> None:
                 reference = build(SHAPE, objective)
                 model = build(SHAPE, objective)
                 forward = PrivateForward(model, ReferenceClip(ClipRule(kind, C, 0.0, 0.01)))
-                optimizer = torch.optim.AdamW([p for _, p in trainable(model)], lr=0.0, weight_decay=0.01)
+                optimizer = make_optimizer(OPTIMIZER, model.named_parameters(), 0.0)
                 engine = DeepSpeedEngine(forward, optimizer, ZeroOptimization(stage=stage), MICRO_BATCH, ranks)
                 initial = [p.detach().double().clone() for _, p in trainable(reference)]
                 textbook = torch.optim.AdamW([p for _, p in trainable(reference)], lr=RATE, weight_decay=0.01)

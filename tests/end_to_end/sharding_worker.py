@@ -1,0 +1,189 @@
+"""Run under `deepspeed`: every ZeRO stage, precision and optimizer against one textbook trajectory.
+
+The draws are Poisson, so ranks get uneven numbers of records and padding, and one step draws nothing at all. The
+textbook holds whole tensors in one process, loops over single records in fp32 and knows nothing of shards.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from accounting.plan import PrivacyPlan, threshold_for  # noqa: E402
+from data.batches import MicroBatch, slots  # noqa: E402
+from data.sampler import PoissonSampler  # noqa: E402
+from model.build import build  # noqa: E402
+from model.settings import ModelSettings  # noqa: E402
+from train.clip_bookkeeping import BookKeepingClip  # noqa: E402
+from train.clip_rule import ClipRule  # noqa: E402
+from train.config import ZeroOptimization  # noqa: E402
+from train.engine_deepspeed import DeepSpeedEngine, start_ranks  # noqa: E402
+from train.forward import PrivateForward  # noqa: E402
+from train.gradient import NoisyUpdate  # noqa: E402
+from train.noise import NoiseMechanism  # noqa: E402
+from train.optim import make_optimizer  # noqa: E402
+from train.optim_settings import Optimizer  # noqa: E402
+from train.sums import ExactSums  # noqa: E402
+
+RECORDS, MICRO_BATCH, C, STEPS = 48, 4, 3.0, (1, 2, 3)
+EMPTY_STEP = 2
+# Of a size at which three steps move the weights by far more than fp32 rounds them.
+RATES = {"AdamW": 1e-2, "SGD": 0.3, "LAMB": 1e-2, "LARS": 1e-2}
+SHAPE = ModelSettings(
+    family="captioner", image_size=16, patch_size=8, width=24, depth=1, heads=2, decoder_width=16, decoder_depth=1,
+    decoder_heads=2, mae_decoder_width=8, mae_decoder_depth=1, mae_decoder_heads=2, text_length=6, vocabulary=19,
+    qkv_bias=True,
+).resolved()  # fmt: skip
+PLAN = PrivacyPlan(
+    records=RECORDS, threshold=threshold_for(RECORDS, 17.0), clip_norm=C, noise_multiplier=0.4, steps=9, delta=1e-3,
+    epsilon_budget=1e6,
+)  # fmt: skip
+OPTIMIZERS = {
+    "AdamW": Optimizer.model_validate({"params": {"weight_decay": 0.1}}),
+    "SGD": Optimizer.model_validate({"type": "SGD", "params": {"weight_decay": 0.1}}),
+    "LAMB": Optimizer.model_validate({"type": "LAMB", "params": {"weight_decay": 0.1}}),
+    "LARS": Optimizer.model_validate({"type": "LARS", "params": {"weight_decay": 0.1, "trust_coefficient": 1.0}}),
+}
+
+
+def drawn(step: int):
+    ids = PoissonSampler(b"s" * 32, b"d" * 32, PLAN.records, PLAN.threshold).draw(step).ids
+    return ids[:0] if step == EMPTY_STEP else ids
+
+
+def rows_of(ids) -> MicroBatch:
+    """Records by id, the same for whoever asks; -1 is padding, filled with what must not matter."""
+    inputs: dict[str, list[Tensor]] = {"images": [], "tokens": []}
+    for record in ids:
+        draw = torch.Generator().manual_seed(int(record) + 77)
+        inputs["images"].append(torch.randn(3, 16, 16, generator=draw) * (1 + record % 5))
+        inputs["tokens"].append(torch.randint(1, 19, (6,), generator=draw))
+        if record < 0:
+            inputs["images"][-1].fill_(float("nan"))
+    return MicroBatch({name: torch.stack(rows) for name, rows in inputs.items()}, torch.from_numpy(ids >= 0))
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def noise() -> NoiseMechanism:
+    return NoiseMechanism.of(b"n" * 32, PLAN)
+
+
+def brute_force(model: nn.Module, ids) -> dict[str, Tensor]:
+    named = trainable(model)
+    total = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in named.items()}
+    for record in ids:
+        loss = model(rows_of(ids[ids == record]).inputs).sum()
+        gradients = torch.autograd.grad(loss, list(named.values()))
+        norm = float(torch.sqrt(sum((g.double() ** 2).sum() for g in gradients)))
+        for name, gradient in zip(named, gradients, strict=True):
+            total[name] += min(1.0, C / norm) * gradient.double()
+    return total
+
+
+def in_one_process(model: nn.Module, clip: BookKeepingClip, ids) -> dict[str, Tensor]:
+    """For bf16, whose rounding belongs to the clip engine: its own sums, by one rank and one micro-batch at a time."""
+    sums = ExactSums({name: p.shape for name, p in trainable(model).items()}, torch.device("cpu"))
+    for row in slots(ids, 0, 1, MICRO_BATCH):
+        batch = rows_of(row)
+        clip.add_clipped(model, batch.inputs, batch.present, sums)
+    return sums.totals
+
+
+class Textbook:
+    """Whole tensors, fp64 moments, formulas as printed in the papers."""
+
+    def __init__(self, kind: str, parameters: dict[str, nn.Parameter]) -> None:
+        self.kind, self.parameters, self.count = kind, parameters, 0
+        self.weights = {name: p.detach().double().clone() for name, p in parameters.items()}
+        self.first = {name: torch.zeros_like(w) for name, w in self.weights.items()}
+        self.second = {name: torch.zeros_like(w) for name, w in self.weights.items()}
+
+    def step(self, gradients: dict[str, Tensor]) -> None:
+        self.count += 1
+        for name, weight in self.weights.items():
+            weight.sub_(RATES[self.kind] * self._direction(name, weight, gradients[name]))
+            self.parameters[name].data.copy_(weight)
+
+    def _direction(self, name: str, weight: Tensor, gradient: Tensor) -> Tensor:
+        decay = 0.1 * weight
+        if self.kind in ("SGD", "LARS"):
+            rise = gradient + decay
+            if self.kind == "LARS":
+                rise = rise * _ratio(weight.norm(), gradient.norm() + 0.1 * weight.norm())
+            self.first[name] = 0.9 * self.first[name] + rise
+            return self.first[name]
+        self.first[name] = 0.9 * self.first[name] + 0.1 * gradient
+        self.second[name] = 0.999 * self.second[name] + 0.001 * gradient**2
+        first, second = self.first[name] / (1 - 0.9**self.count), self.second[name] / (1 - 0.999**self.count)
+        adam = first / (second.sqrt() + 1e-8) + decay
+        return adam * _ratio(weight.norm(), adam.norm()) if self.kind == "LAMB" else adam
+
+
+def _ratio(weight: Tensor, update: Tensor) -> Tensor:
+    return weight / update if float(weight) > 0 and float(update) > 0 else torch.ones_like(weight)
+
+
+def textbook(kind: str, precision: str) -> dict[str, Tensor]:
+    model = build(SHAPE, "caption")
+    named = trainable(model)
+    optimizer = Textbook(kind, named)
+    clip = BookKeepingClip(ClipRule("flat", C, 0.0), precision)  # pyright: ignore[reportArgumentType]
+    clip.prepare(model)
+    for step in STEPS:
+        ids = drawn(step)
+        total = brute_force(model, ids) if precision == "fp32" else in_one_process(model, clip, ids)
+        gradients = {}
+        for number, (name, p) in enumerate(named.items()):
+            random = torch.from_numpy(noise().draw(step, number, 0, p.numel())).double().view(p.shape)
+            gradients[name] = (total[name].double() + random) / PLAN.divisor
+        optimizer.step(gradients)
+    return optimizer.weights
+
+
+def sharded(ranks, stage: int, kind: str, precision: str) -> dict[str, Tensor]:
+    model = build(SHAPE, "caption")
+    optimizer = make_optimizer(OPTIMIZERS[kind], model.named_parameters(), 0.0)
+    clip = BookKeepingClip(ClipRule("flat", C, 0.0), precision)  # pyright: ignore[reportArgumentType]
+    zero = ZeroOptimization(stage=stage, stage3_param_persistence_threshold=0 if stage == 3 else None)  # pyright: ignore[reportArgumentType]
+    engine = DeepSpeedEngine(PrivateForward(model, clip), optimizer, zero, MICRO_BATCH, ranks)
+    for step in STEPS:
+        for row in slots(drawn(step), ranks.rank, ranks.world, MICRO_BATCH):
+            engine.accumulate(rows_of(row))
+        engine.update(NoisyUpdate(noise(), step), RATES[kind])
+    weights = {name: tensor.double() for name, tensor in engine.whole_weights().items() if name in engine.shapes}
+    engine.close()
+    return weights
+
+
+def main() -> None:
+    ranks = start_ranks()
+    initial = {name: p.detach().double() for name, p in trainable(build(SHAPE, "caption")).items()}
+    results = []
+    for precision in ("fp32", "bf16"):
+        for kind in OPTIMIZERS:
+            expected = textbook(kind, precision) if ranks.main else initial
+            moved = sum(float((expected[name] - initial[name]).square().sum()) for name in initial) ** 0.5
+            for stage in (0, 1, 2, 3):
+                found = sharded(ranks, stage, kind, precision)
+                apart = sum(float((found[name] - expected[name]).square().sum()) for name in initial) ** 0.5
+                results.append({"stage": stage, "optimizer": kind, "precision": precision, "world": ranks.world,
+                                "drift": apart / moved if ranks.main else 0.0})  # fmt: skip
+    if ranks.main:
+        counts = [
+            [int((slots(drawn(s), r, ranks.world, MICRO_BATCH) >= 0).sum()) for r in range(ranks.world)] for s in STEPS
+        ]
+        print("RESULTS " + json.dumps({"results": results, "records_per_rank": counts}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

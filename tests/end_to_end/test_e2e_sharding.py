@@ -1,0 +1,36 @@
+"""ZeRO 0-3, fp32 and bf16, four optimizers, 1 to 3 processes: three noisy steps equal one textbook in one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.conftest import BIN, TIMEOUT, environment, free_port
+
+# Distance from the textbook's weights over the distance that they moved; trust ratios divide by norms of few elements.
+MOST = {"AdamW": 1e-6, "SGD": 1e-6, "LAMB": 1e-4, "LARS": 1e-4}
+
+
+def launched(world: int) -> dict[str, Any]:
+    worker = Path(__file__).with_name("sharding_worker.py")
+    command = [str(BIN / "deepspeed"), "--master_port", str(free_port()), "--num_gpus", str(world), str(worker)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=2 * TIMEOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULTS "))
+    return json.loads(line.removeprefix("RESULTS "))
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> None:
+    found = launched(world)
+    counts = found["records_per_rank"]
+    assert any(len(set(step)) > 1 for step in counts) or world == 1, "ranks must have had uneven counts"
+    assert any(sum(step) == 0 for step in counts), "an empty draw is among the steps"
+    results = found["results"]
+    assert len(results) == 4 * 2 * 4 and all(result["world"] == world for result in results)
+    for result in results:
+        assert result["drift"] <= MOST[result["optimizer"]], result
