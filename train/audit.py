@@ -43,8 +43,9 @@ from train.config import Config
 from train.engine_deepspeed import DeepSpeedEngine
 from train.forward import PrivateForward
 from train.noise import NoiseMechanism
-from train.optim import learning_rate, make_optimizer
+from train.optim import make_optimizer
 from train.ranks import Ranks
+from train.schedule import learning_rate
 from train.self_test import self_test, synthetic_batch
 from train.step import PrivateStep
 from train.stop import StopRequest
@@ -85,7 +86,8 @@ class _Audit:
             Coordinates.choose(model, options.canaries),
         )
         real_engine = DeepSpeedEngine(
-            PrivateForward(model, clip), make_optimizer(self.settings.optimizer, model.parameters()),
+            PrivateForward(model, clip),
+            make_optimizer(self.settings.optimizer, model.named_parameters(), plan.noise_std / plan.divisor),
             self.config.zero_optimization, self.micro_batch, ranks,
         )  # fmt: skip
         engine = WatchedEngine(real_engine)

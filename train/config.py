@@ -11,17 +11,15 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from accounting import tuning as accounted_tuning
 from data.kinds import Kind
 from model.settings import ModelSettings
+from train.optim_settings import Optimizer, Schedule
+from train.section import Section
 
 _TOKENIZER = "'clip', 'clip:16384', or a local tokenizer.json or vocab.txt that saw no private caption."
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class About(Section):
@@ -139,35 +137,6 @@ class Privacy(Section):
         if any(metric.name == "clipped" and metric.bound != 1.0 for metric in self.release):
             raise ValueError("a record is clipped or not, so the bound of the metric 'clipped' is 1")
         return self
-
-
-class OptimizerParams(Section):
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-
-    @field_validator("betas")
-    @classmethod
-    def _in_range(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError("both betas must lie in [0, 1)")
-        return betas
-
-
-class Optimizer(Section):
-    type: Literal["AdamW"] = "AdamW"
-    params: OptimizerParams = OptimizerParams()
-
-
-class Schedule(Section):
-    peak: float = Field(gt=0, description="Learning rate after the warm-up.")
-    warmup: int = Field(default=0, ge=0, description="Steps of linear warm-up; the first step already moves.")
-    shape: Literal["constant", "linear", "cosine"] = "cosine"
-    end: int | None = Field(
-        default=None,
-        gt=0,
-        description="Last step of the shape, zero after it; null: the last of the phase.",
-    )
 
 
 class ZeroShot(Section):

@@ -27,12 +27,13 @@ from train.engine_deepspeed import DeepSpeedEngine
 from train.forward import PlainForward, PrivateForward
 from train.metrics import MetricRelease
 from train.noise import NoiseMechanism
-from train.optim import learning_rate, make_optimizer
+from train.optim import make_optimizer
 from train.plain_step import PlainStep
 from train.public_eval import PublicEvaluator
 from train.ranks import Ranks
 from train.reading import reading_options
 from train.recipe import ReadyPhase, clip_rule, make_plan
+from train.schedule import learning_rate
 from train.self_test import self_test
 from train.siblings import register
 from train.step import PrivateStep
@@ -79,7 +80,7 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
         clip = ReferenceClip(clip_rule(settings.privacy, plan, micro_batch))
     engine = DeepSpeedEngine(
         PrivateForward(model, clip) if clip else PlainForward(model),
-        make_optimizer(settings.optimizer, model.parameters()),
+        make_optimizer(settings.optimizer, model.named_parameters(), plan.noise_std / plan.divisor if plan else 0.0),
         config.zero_optimization,
         micro_batch,
         ranks,

@@ -210,7 +210,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("phases.1.optimizer.params.weight_decay", -1, "greater than or equal to 0"),
     ("phases.1.schedule.peak", 0, "greater than 0"),
     ("phases.1.schedule.warmup", -1, "greater than or equal to 0"),
-    ("phases.1.schedule.shape", "step", "'constant', 'linear' or 'cosine'"),
+    ("phases.1.schedule.shape", "step", "'cosine' or 'inverse-sqrt'"),
     ("phases.1.evaluation.zero_shot.axes", {}, "at least 1"),
     ("phases", [], "at least 1"),
     ("phases", {}, "array"),

@@ -1,4 +1,4 @@
-"""The small parts: shard map, schedules, pace, boards, what is observed, and reasons to stop."""
+"""The small parts: shard map, pace, boards, what is observed, and reasons to stop."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from train_helpers import LocalEngine, Toy, alone, on_ranks
 from accounting.keys import KeyFileError
 from train import stop as stop_module
 from train.board import RATE_STEPS, Board, Pace
-from train.config import Optimizer, OptimizerParams, Schedule
 from train.gradient import Fragment
 from train.observed import Observed
-from train.optim import learning_rate, make_optimizer
 from train.run_dir import RunDir, open_private
 from train.shard_map import ShardMapError, whole_parameters, zero_slices
 from train.stop import Stopped, StopRequest
@@ -101,49 +99,6 @@ def _plain() -> Any:
     from train.forward import PlainForward
 
     return PlainForward(Toy())
-
-
-# Optimizer and schedule
-
-
-def test_adamw_follows_its_definition() -> None:
-    params = OptimizerParams(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
-    p, frozen = nn.Parameter(torch.linspace(-1, 1, 5)), nn.Parameter(torch.ones(2), requires_grad=False)
-    optimizer = make_optimizer(Optimizer(params=params), [p, frozen])
-    assert [q for group in optimizer.param_groups for q in group["params"]] == [p]
-    w, m, v = p.detach().double().clone(), torch.zeros(5).double(), torch.zeros(5).double()
-    for t in (1, 2, 3):
-        g = torch.sin(torch.arange(5.0) * t)
-        p.grad = g.clone()
-        optimizer.param_groups[0]["lr"] = rate = 0.01 * t
-        optimizer.step()
-        m, v = 0.8 * m + 0.2 * g, 0.95 * v + 0.05 * g.double() ** 2
-        w = w * (1 - rate * 0.1) - rate * (m / (1 - 0.8**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-6)
-        assert torch.allclose(p.detach().double(), w, atol=1e-6)
-
-
-def test_a_fresh_optimizer_does_not_move_by_itself() -> None:
-    p = nn.Parameter(torch.ones(3))
-    optimizer = make_optimizer(Optimizer(), [p])
-    p.grad = torch.ones(3)
-    optimizer.step()
-    assert p.detach().tolist() == [1.0] * 3
-
-
-def test_learning_rates_by_hand() -> None:
-    def rates(steps: int, **settings: Any) -> list[float]:
-        return [learning_rate(Schedule(peak=1.0, **settings), steps, t) for t in range(1, steps + 1)]
-
-    assert rates(4, shape="constant") == [1.0] * 4
-    assert rates(6, shape="constant", warmup=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert rates(6, shape="linear", warmup=2) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
-    assert rates(4, shape="linear", end=2) == pytest.approx([1.0, 0.5, 0.0, 0.0])
-    cosine = rates(8, shape="cosine")
-    assert cosine == pytest.approx([0.5 * (1 + math.cos(math.pi * t / 8)) for t in range(8)])
-    assert rates(3, warmup=10)[0] == pytest.approx(0.1), "the first step moves (pitfall B19)"
-    for shape in ("constant", "linear", "cosine"):
-        found = rates(50, shape=shape, warmup=7)
-        assert min(found) > 0 and max(found) == 1.0
 
 
 # Pace: contract 16

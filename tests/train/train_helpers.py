@@ -19,12 +19,12 @@ from data.batches import MicroBatch
 from model.settings import ModelSettings
 from train.clip_reference import ReferenceClip
 from train.clip_rule import ClipRule
-from train.config import Optimizer, OptimizerParams
 from train.engine import Applied, Observation, Shard
 from train.forward import PlainForward, PrivateForward
 from train.gradient import Fragment, Update, UpdateError
 from train.noise import NoiseMechanism
 from train.optim import make_optimizer
+from train.optim_settings import Optimizer, OptimizerParams
 from train.ranks import Disagreement
 
 T = TypeVar("T")
@@ -134,7 +134,11 @@ class LocalEngine:
             self.flats = [nn.Parameter(self._flat([p.detach() for p in self.parameters.values()]))]
             self.layout = [fragments_of(self.parameters, self.low, self.high)]
         settings = Optimizer(params=OptimizerParams(weight_decay=weight_decay))
-        self.base = make_optimizer(settings, self.flats)
+        self.base = make_optimizer(settings, self.parameters.items(), 0.0)
+        if not replicated:
+            self.base.param_groups[0]["params"] = self.flats
+            held = zip(self.flats, self.layout, strict=True)
+            self.base.bind({id(flat): (flat, fragments) for flat, fragments in held}, ranks.add)
 
     def _flat(self, tensors: list[Tensor]) -> Tensor:
         return torch.cat([t.reshape(-1) for t in tensors])[self.low : self.high].clone()
@@ -193,7 +197,7 @@ class LocalEngine:
 
     def shards(self) -> list[Shard]:
         return [
-            Shard(flat, fragments, {k: v for k, v in self.base.state.get(flat, {}).items() if k != "step"})
+            Shard(flat, fragments, self.base.state_tensors(flat))
             for flat, fragments in zip(self.flats, self.layout, strict=True)
         ]
 
@@ -201,17 +205,10 @@ class LocalEngine:
         return dict(self.model.state_dict())
 
     def optimizer_step(self) -> int:
-        steps = {int(state["step"]) for state in self.base.state.values() if "step" in state}
-        return steps.pop() if steps else 0
+        return self.base.steps_done
 
     def set_optimizer_step(self, step: int) -> None:
-        for flat in self.flats:
-            self.base.state.pop(flat, None)
-            if step:
-                self.base.state[flat] = {
-                    "step": torch.tensor(float(step)), "exp_avg": torch.zeros_like(flat),
-                    "exp_avg_sq": torch.zeros_like(flat),
-                }  # fmt: skip
+        self.base.restart(step)
 
     def close(self) -> None:
         pass
