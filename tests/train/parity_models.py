@@ -83,7 +83,7 @@ class BigTransfer(nn.Module):
         super().__init__()
         norm = partial(GroupNormAct, num_groups=4)
         self.net = ResNetV2(
-            layers=[1, 1], channels=[16, 32], stem_chs=8, stem_type="fixed", num_classes=5, norm_layer=norm
+            layers=[1, 1], channels=(16, 32), stem_chs=8, stem_type="fixed", num_classes=5, norm_layer=norm
         )  # fmt: skip
 
     def forward(self, inputs: Inputs) -> Tensor:
