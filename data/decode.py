@@ -22,6 +22,7 @@ import numpy as np
 from PIL import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # a short list: every further parser is attack surface
+SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")  # of members that hold an image, in the order of preference
 MAX_PIXELS = 89_478_485  # Pillow's own limit, spelt out because other libraries like to switch Pillow's off
 _ORIENTATION = 0x0112
 _TURNS = {

@@ -3,6 +3,7 @@
     python launch/prepare.py demo        draw the demo data set
     python launch/prepare.py index       index tar shards or a folder of images that are already there
     python launch/prepare.py synthetic   make pictures by rule, for phases that are not private
+    python launch/prepare.py overlap     leave private records out that public sets hold too
 
 Each command lives in launch/prepare_<command>.py and explains itself with --help. Exit codes: 0 done, 2 bad input.
 """
@@ -19,9 +20,9 @@ _HERE = Path(__file__).resolve().parent
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() not in (_HERE, _HERE.parent)]
 sys.path.insert(0, str(_HERE.parent))
 
-from launch import prepare_demo, prepare_index, prepare_synthetic  # noqa: E402
+from launch import prepare_demo, prepare_index, prepare_overlap, prepare_synthetic  # noqa: E402
 
-COMMANDS = (prepare_demo, prepare_index, prepare_synthetic)
+COMMANDS = (prepare_demo, prepare_index, prepare_synthetic, prepare_overlap)
 
 
 def main(argv: list[str] | None = None) -> int:

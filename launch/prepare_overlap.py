@@ -1,0 +1,51 @@
+"""prepare.py overlap: leave private records out that look like pictures of public or evaluation sets.
+
+    python launch/prepare.py overlap --private shards/ --against imagenet/val.index demo_data/held_out
+
+Writes exclusions.npy and exclusions.json beside the private index, which then holds fewer records; n, the published
+number of records, is what is left. Private pictures that cannot be decoded stay in: training judges them. Never the
+other way round: filtering public pictures by private ones, or a private set by itself, tells who is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from data.progress import Progress
+
+
+def declare(commands: Any) -> None:
+    overlap = commands.add_parser(
+        "overlap",
+        help="leave private records out that public sets hold too",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    overlap.set_defaults(run=_overlap)
+    overlap.add_argument("--private", type=Path, required=True, help="index of the records to filter")
+    overlap.add_argument("--against", type=Path, nargs="+", required=True, help="indexes of public or evaluation sets")
+    overlap.add_argument("--distance", type=int, default=4, help="bits of 64 in which hashes of copies may differ")
+    overlap.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+
+
+def _overlap(arguments: argparse.Namespace) -> int:
+    from data.index_open import open_index
+    from data.overlap import exclude_overlaps
+    from train.siblings import siblings
+
+    found = exclude_overlaps(
+        arguments.private,
+        arguments.against,
+        arguments.distance,
+        arguments.workers,
+        progress=lambda what: Progress(what, "records"),
+        runs_on=lambda folder: [str(entry.get("run")) for entry in siblings(folder, run="")],
+    )
+    index = open_index(arguments.private)
+    print(f"{len(found.ids)} records look like public ones and are left out; n is now {index.records}")
+    print("pictures that cannot be decoded were not compared and stay in")
+    print(f"manifest {index.manifest_digest}")
+    return 0

@@ -1,0 +1,317 @@
+"""Perceptual hashes, the search among them, the list that an index honours, and the directions that are refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.fft
+from PIL import Image
+from webdataset.writer import TarWriter
+
+from data.exclusions import FACTS, IDS, Exclusions
+from data.hash_store import FOLDER, Hashes, hash_index
+from data.index import ShardIndex, build
+from data.overlap import LeakError, exclude_overlaps, overlapping
+from data.phash import hamming, perceptual_hashes
+from data.picture import PictureMaker
+from data.shards import ShardReader
+from data.tar import ShardError
+from data.textures import textures
+from launch import prepare
+from train.siblings import register
+
+ROOT = Path(__file__).resolve().parents[2]
+SIDE = 160
+TarMaker = Callable[..., Path]
+
+
+def _silent(_what: str) -> Callable[[int, int], None]:
+    return lambda done, total: None
+
+
+def _nobody(_folder: Path) -> list[str]:
+    return []
+
+
+def _file(image: Image.Image, form: str = "JPEG", **options) -> bytes:
+    out = io.BytesIO()
+    image.save(out, form, **options)
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def originals() -> list[Image.Image]:
+    return [Image.fromarray(each) for each in textures("mixed", 5, range(40), SIDE).numpy()]
+
+
+@pytest.fixture(scope="module")
+def strangers() -> list[Image.Image]:
+    return [Image.fromarray(each) for each in textures("mixed", 6, range(40), SIDE).numpy()]
+
+
+def _copies(image: Image.Image, number: int) -> dict[str, bytes]:
+    """What happens to a picture on its way through the web."""
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    larger, smaller = (image.resize((side, side), Image.Resampling.LANCZOS) for side in (3 * SIDE, 2 * SIDE // 3))
+    return {
+        "quality": _file(image, quality=35 + number),
+        "larger": _file(larger, quality=85),
+        "smaller": _file(smaller, quality=80),
+        "png": _file(image, "PNG"),
+        "webp": _file(image, "WEBP", quality=70),
+        "turned": _file(image.transpose(Image.Transpose.ROTATE_90), exif=turned, quality=92),
+        "stretched": _file(image.resize((SIDE, SIDE * 3 // 4)), quality=90),
+    }
+
+
+def _hash(*files: bytes) -> np.ndarray:
+    maker = PictureMaker(64)
+    return perceptual_hashes(np.stack([maker.make(file, 0, 0) for file in files]))
+
+
+def _set(folder: Path, write_tar: TarMaker, files: list[bytes], per_shard: int = 50, suffix: str = "jpg") -> Path:
+    for start in range(0, len(files), per_shard):
+        part = enumerate(files[start : start + per_shard], start=start)
+        write_tar(folder / f"{start // per_shard:06d}.tar", [{"__key__": f"{n:06d}", suffix: file} for n, file in part])
+    build(folder)
+    return folder
+
+
+def test_the_hash_is_the_one_that_scipys_cosine_transform_gives() -> None:
+    pixels = np.random.default_rng(3).integers(0, 256, (200, 64, 64, 3), dtype=np.uint8)
+    found = perceptual_hashes(pixels)
+    luma = 0.299 * pixels[..., 0] + 0.587 * pixels[..., 1] + 0.114 * pixels[..., 2]
+    small = luma.reshape(200, 32, 2, 32, 2).mean(axis=(2, 4))
+    low = scipy.fft.dctn(small, type=2, axes=(1, 2))[:, :8, :8].reshape(200, 64)
+    for number in range(200):
+        bits = "".join("01"[int(value)] for value in low[number] > np.median(low[number]))
+        assert int(found[number]) == int(bits, 2)
+
+
+def test_flat_pictures_hash_alike_on_every_machine() -> None:
+    flat = np.stack([np.full((64, 64, 3), grey, dtype=np.uint8) for grey in (1, 77, 130, 255)])
+    assert perceptual_hashes(flat).tolist() == [1 << 63] * 4
+
+
+def test_copies_are_near_and_others_are_far(originals: list[Image.Image], strangers: list[Image.Image]) -> None:
+    base = _hash(*(_file(image, quality=95) for image in originals))
+    worst: dict[str, int] = {}
+    for number, image in enumerate(originals):
+        for kind, file in _copies(image, number).items():
+            distance = int(hamming(_hash(file), base[number : number + 1])[0])
+            worst[kind] = max(worst.get(kind, 0), distance)
+    assert max(worst.values()) <= 4, worst
+    others = _hash(*(_file(image, quality=95) for image in strangers))
+    between = hamming(base[:, None], others[None, :])
+    assert between.min() > 4 and abs(float(between.mean()) - 32) < 3
+
+
+@pytest.mark.parametrize("distance", [0, 1, 3, 4, 7, 8])
+def test_the_search_finds_what_brute_force_finds(distance: int) -> None:
+    """Hashes at every distance from 0 to 12 of some public one, and far ones."""
+    rng = np.random.default_rng(distance)
+    public = rng.integers(0, 1 << 63, 20_000, dtype=np.uint64) << np.uint64(1)
+    private = rng.integers(0, 1 << 63, 3000, dtype=np.uint64) << np.uint64(1)
+    for row in range(2600):
+        flips = rng.choice(64, row % 13, replace=False).astype(np.uint64)
+        private[row] = public[rng.integers(len(public))] ^ np.bitwise_or.reduce(np.uint64(1) << flips, initial=0)
+    valid = rng.random(3000) < 0.95
+    found = overlapping(Hashes(private, valid), public, distance)
+    nearest = np.array([int(hamming(np.uint64(one), public).min()) for one in private])
+    expected = np.flatnonzero(valid & (nearest <= distance))
+    assert len(expected) > 150 and found.dtype == np.uint64
+    assert found.tolist() == expected.tolist()
+
+
+def test_nothing_to_compare_with_excludes_nobody() -> None:
+    one = Hashes(np.array([5], dtype=np.uint64), np.array([True]))
+    assert len(overlapping(one, np.zeros(0, dtype=np.uint64), 4)) == 0
+    assert len(overlapping(Hashes(one.values, np.array([False])), one.values, 4)) == 0
+
+
+def test_private_copies_of_public_pictures_are_left_out(
+    tmp_path: Path, write_tar: TarMaker, originals: list[Image.Image], strangers: list[Image.Image]
+) -> None:
+    """Through the command, on shards: all copies go, every other record stays, bad ones included."""
+    public = _set(tmp_path / "public", write_tar, [_file(image, quality=95) for image in originals[:20]])
+    held_out = _set(tmp_path / "held_out", write_tar, [_file(image, quality=95) for image in originals[20:30]])
+    files: list[bytes] = []
+    twins: list[int] = []
+    for number in range(40):
+        files.append(_file(strangers[number], quality=90))
+        if number < 30:
+            copies = list(_copies(originals[number], number).values())
+            twins.append(len(files))
+            files.append(copies[number % len(copies)])
+    files += [b"no picture", b""]
+    private = _set(tmp_path / "private", write_tar, files, suffix="png")
+    whole = ShardIndex.open(private)
+    command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "overlap", "--private", str(private), "--against",
+               str(public), str(held_out), "--workers", "1"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "30 records look like public ones and are left out; n is now 42" in done.stdout
+    left = ShardIndex.open(private)
+    assert left.records == 42 and left.manifest_digest != whole.manifest_digest
+    listed = np.load(private / "index" / IDS)
+    assert listed.tolist() == twins
+    facts = json.loads((private / "index" / FACTS).read_bytes())
+    assert facts["manifest_digest"] == whole.manifest_digest and facts["distance"] == 4
+    assert [name.split()[0] for name in facts["against"]] == ["public", "held_out"]
+    everybody, kept = ShardReader(whole), ShardReader(left)
+    expected = [record for record in range(len(files)) if record not in twins]
+    assert [kept.read(n)["png"] for n in range(42)] == [everybody.read(n)["png"] for n in expected]
+    # Private: hashes describe pictures, ids name records.
+    for name in (IDS, FACTS, FOLDER):
+        assert (private / "index" / name).stat().st_mode & 0o077 == 0
+    # Given again, it finds its hashes and comes to the same list.
+    assert prepare.main(command[2:]) == 0 and np.load(private / "index" / IDS).tolist() == twins
+
+
+@pytest.fixture
+def two_sets(tmp_path: Path, write_tar: TarMaker, originals: list[Image.Image]) -> tuple[Path, Path]:
+    files = [_file(image, quality=90) for image in originals[:12]]
+    return _set(tmp_path / "private", write_tar, files[:8]), _set(tmp_path / "public", write_tar, files[6:])
+
+
+def test_directions_that_leak_are_refused_with_the_reason(two_sets: tuple[Path, Path]) -> None:
+    private, public = two_sets
+
+    def attempt(one: Path, other: Path, runs: Callable[[Path], list[str]] = _nobody) -> None:
+        exclude_overlaps(one, [other], 4, 1, _silent, runs)
+
+    with pytest.raises(LeakError, match="deduplicating a private set within itself"):
+        attempt(private, private)
+    with pytest.raises(LeakError, match=r"run 'secret' trained on them.*would tell who is among them"):
+        attempt(public, private, lambda folder: ["secret"] if folder == private / "index" else [])
+    assert not list(private.glob(f"index/{FOLDER}")), "refused before anything is computed"
+    attempt(private, public)
+    with pytest.raises(LeakError, match="was itself filtered as a private set"):
+        attempt(public, private)
+    assert not (public / "index" / FACTS).exists()
+
+
+def test_a_set_that_shares_one_shard_is_the_set_itself(two_sets: tuple[Path, Path], tmp_path: Path) -> None:
+    private, public = two_sets
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    (mixed / "a.tar").write_bytes((private / "000000.tar").read_bytes())
+    (mixed / "b.tar").write_bytes((public / "000000.tar").read_bytes())
+    build(mixed)
+    with pytest.raises(LeakError, match="holds the private records themselves"):
+        exclude_overlaps(private, [mixed], 4, 1, _silent, _nobody)
+
+
+def test_records_that_a_run_has_used_are_not_filtered_any_more(
+    two_sets: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the log that real runs write; and what was filtered is another data set to a ledger."""
+    private, public = two_sets
+    assert register(private / "index", "id", "private", "my-run", 8.0, 1e-5) is None
+    assert prepare.main(["overlap", "--private", str(private), "--against", str(public), "--workers", "1"]) == 2
+    refused = capsys.readouterr().err
+    assert len(refused.splitlines()) == 1 and "run 'my-run' has used these records" in refused and "--out" in refused
+    assert ShardIndex.open(private).records == 8
+    assert prepare.main(["overlap", "--private", str(public), "--against", str(private)]) == 2
+    assert "would tell who is among them" in capsys.readouterr().err
+
+
+def test_everybody_excluded_is_an_error_and_writes_nothing(two_sets: tuple[Path, Path]) -> None:
+    private, public = two_sets
+    twin = _twin(public)
+    with pytest.raises(ShardError, match="nothing left"):
+        exclude_overlaps(public, [private, twin], 4, 1, _silent, _nobody)
+    assert not (public / "index" / FACTS).exists()
+    with pytest.raises(ValueError, match="--distance 17"):
+        exclude_overlaps(private, [public], 17, 1, _silent, _nobody)
+
+
+def _twin(public: Path) -> Path:
+    """The same pictures in other bytes: no shard in common, every picture a copy."""
+    reader = ShardReader(ShardIndex.open(public))
+    folder = public.parent / "twin"
+    folder.mkdir()
+    with TarWriter(str(folder / "000000.tar"), encoder=False) as writer:
+        for number in range(reader.index.records):
+            picture = Image.open(io.BytesIO(reader.read(number)["jpg"]))
+            writer.write({"__key__": f"x{number}", "png": _file(picture, "PNG")})
+    build(folder)
+    return folder
+
+
+_HASHER = """
+import sys, time
+from data.hash_store import hash_index
+from data.index import ShardIndex
+def show(done, total):
+    print(done, flush=True)
+hash_index(ShardIndex.open(sys.argv[1], exclusions=False), 1, show)
+"""
+
+
+def test_hashing_goes_on_after_a_kill(tmp_path: Path, write_tar: TarMaker, strangers: list[Image.Image]) -> None:
+    files = [_file(image, quality=60) for image in strangers] * 40
+    private = _set(tmp_path / "set", write_tar, files, per_shard=2000)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HASHER, str(private)], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    reached = 0
+    deadline = time.monotonic() + 60
+    while reached < 300 and time.monotonic() < deadline:
+        reached = int(process.stdout.readline())
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    first: list[int] = []
+    hashes = hash_index(ShardIndex.open(private), 1, lambda done, total: first.append(done))
+    assert 300 <= first[0] < 1600, "what was done is not done again, and the kill came in time"
+    assert hashes.valid.all() and np.array_equal(hashes.values, np.tile(_hash(*files[:40]), 40))
+    # A changed set is hashed anew.
+    (private / "000000.tar").unlink()
+    _set(private, write_tar, files[1:50])
+    start: list[int] = []
+    assert len(hash_index(ShardIndex.open(private), 1, lambda done, total: start.append(done)).values) == 49
+    assert start[0] == 0
+
+
+def test_exclusions_are_bound_to_their_records(tmp_path: Path) -> None:
+    ids = np.array([1, 5, 6], dtype=np.uint64)
+    Exclusions("digest", ids, ("val",), 4, "why").write(tmp_path)
+    found = Exclusions.read(tmp_path, "digest", 7)
+    assert found is not None and found.ids.tolist() == [1, 5, 6] and found.against == ("val",)
+    assert Exclusions.read(tmp_path / "elsewhere", "digest", 7) is None
+    with pytest.raises(ShardError, match="other records"):
+        Exclusions.read(tmp_path, "another", 7)
+    with pytest.raises(ShardError, match="beyond the 6"):
+        Exclusions.read(tmp_path, "digest", 6)
+    for wrong in ([5, 1], [1, 1]):
+        with pytest.raises(ValueError, match="sorted"):
+            Exclusions("digest", np.array(wrong, dtype=np.uint64))
+
+
+@pytest.mark.parametrize("damage", ["ids", "missing ids", "missing facts", "torn facts", "not sorted"])
+def test_damaged_exclusions_are_refused_not_ignored(tmp_path: Path, damage: str) -> None:
+    """To ignore them would train on records that somebody asked to leave out."""
+    Exclusions("digest", np.array([1, 5], dtype=np.uint64)).write(tmp_path)
+    if damage == "ids":
+        np.save(tmp_path / IDS, np.array([1, 4], dtype="<u8"))
+    elif damage == "not sorted":
+        np.save(tmp_path / IDS, np.array([5, 1], dtype="<u8"))
+    elif damage == "torn facts":
+        (tmp_path / FACTS).write_bytes((tmp_path / FACTS).read_bytes()[:40])
+    else:
+        (tmp_path / (IDS if damage == "missing ids" else FACTS)).unlink()
+    with pytest.raises(ShardError, match="overlap again"):
+        Exclusions.read(tmp_path, "digest", 9)
