@@ -40,7 +40,7 @@ from data.tar import ShardError, parse
 
 __all__ = ["Place", "RecordIndex", "Shard", "ShardError", "ShardIndex", "Wanted", "build", "expand", "shared_shard"]
 
-# Offsets up to this size are checked at once (50 ms), larger ones shard by shard when they are first used.
+# Offsets up to this size are checked when the index is opened, larger ones shard by shard when they are first used.
 _CHECK_AT_ONCE = 64 << 20
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from accounting.accountant import round_up
-from data.index import ShardIndex
+from data.index_open import open_index
 from data.tar import ShardError
 from model.build import build
 from train.config import Config, Phase, SyntheticData
@@ -60,7 +60,7 @@ def _records(phase: Phase, where: str) -> tuple[int, str]:
     if isinstance(phase.data, SyntheticData):
         return phase.data.records, "made by rule"
     try:
-        return ShardIndex.open(phase.data.path).records, "from the index"
+        return open_index(phase.data.path).records, "from the index"
     except (ShardError, OSError) as error:
         if phase.data.expected_records is None:
             raise RecipeError(f"{where}.data: {error}; or give expected_records for a dry run") from None

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import product
 
 from accounting.accountant import AccountingError, Event, epsilon
 from accounting.calibrate import calibrate_sigma
 from accounting.plan import PlanError, PlannedMetric, PrivacyPlan, parse_delta, threshold_for
 from data.batches import DataSpec
-from data.index import RecordIndex, ShardIndex
+from data.index import RecordIndex, shared_shard
+from data.index_open import open_index
 from data.synthetic import SyntheticIndex
 from data.tar import ShardError
 from data.text import TextEncoder
@@ -68,16 +70,16 @@ def prepare(config: Config) -> list[ReadyPhase]:
 
 def _keep_apart(phases: list[ReadyPhase]) -> None:
     """What is used as public, in whichever phase, holds no shard of records that a private phase protects."""
-    owners = {shard.sha256: phase for phase in phases if phase.private for shard in phase.index.shards if shard.records}
+    owners = [phase for phase in phases if phase.private]
     for phase in phases:
         uses = [(f"phases.{phase.number}.evaluation.path", phase.held_out)]
         if not phase.private and phase.settings.data.public:
             uses.append((f"phases.{phase.number}.data.path", phase.index))
-        for where, index in uses:
-            shared = next((shard for shard in index.shards if shard.sha256 in owners), None) if index else None
+        for (where, index), owner in product(uses, owners):
+            shared = shared_shard(owner.index.shards, index.shards) if index else None
             if shared is not None:
                 raise RecipeError(
-                    f"{where}: {shared.name} belongs to the private records of phase {owners[shared.sha256].name!r}; "
+                    f"{where}: {shared.name} belongs to the private records of phase {owner.name!r}; "
                     "name data that are public"
                 )
 
@@ -119,9 +121,9 @@ def _open_data(data: Data, shape: Shape, where: str) -> RecordIndex:
     return index
 
 
-def _open_index(path: str, where: str) -> ShardIndex:
+def _open_index(path: str, where: str) -> RecordIndex:
     try:
-        index = ShardIndex.open(path)
+        index = open_index(path)
         index.check_unchanged()
         return index
     except (ShardError, OSError) as error:
