@@ -63,9 +63,7 @@ class DeepSpeedEngine:
         self._base = optimizer
         self._pending: Update | None = None
         self._zero = zero
-        for name, parameter in forward.named_parameters():
-            if parameter.dtype != torch.float32:
-                raise UpdateError(f"{name} is {parameter.dtype}; parameters must be fp32, or sums are rounded")
+        self._require_fp32()
         # It warns of every optimizer but its own; ours is compared with the textbook at every stage.
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         self._engine: Any = deepspeed.initialize(
@@ -81,9 +79,10 @@ class DeepSpeedEngine:
                 self._announce_taps(forward)
         # ZeRO-3 has no way to ask for a sum.
         self._scale = ranks.world if zero.stage == 3 else 1
+        self._require_fp32()
+        self._require_own_optimizer()
         self._layout = self._map()
         optimizer.bind(self._layout, self._add_up if zero.stage else None)
-        self._require_own_optimizer()
         self._hook = optimizer.register_step_pre_hook(self._before_optimizer_step)
 
     def _announce_taps(self, forward: PrivateForward) -> None:
@@ -175,10 +174,15 @@ class DeepSpeedEngine:
             raise UpdateError("the weights are no longer finite; resume with a lower learning rate and --new-segment")
         return Applied(self.trainable_elements)
 
+    def _require_fp32(self) -> None:
+        for name, parameter in self._forward.named_parameters():
+            if parameter.dtype != torch.float32:
+                raise UpdateError(f"{name} is {parameter.dtype}; parameters must be fp32, or sums are rounded")
+
     def _require_own_optimizer(self) -> None:
         outer = self._engine.optimizer
         if outer is not self._base and getattr(outer, "optimizer", None) is not self._base:
-            raise UpdateError("DeepSpeed replaced the optimizer, and the noise hook with it; use AdamW")
+            raise UpdateError("DeepSpeed replaced the optimizer, and the noise hook with it; use one of train.optim")
 
     def observe(self) -> Observation:
         observed = self._forward.observed
@@ -229,6 +233,5 @@ def deepspeed_config(zero: ZeroOptimization, micro_batch: int) -> dict[str, Any]
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000_000,
-        "zero_optimization": zero.model_dump(exclude_none=True)
-        | (STAGE_3 if zero.stage == 3 else {}),
+        "zero_optimization": zero.model_dump(exclude_none=True) | (STAGE_3 if zero.stage == 3 else {}),
     }

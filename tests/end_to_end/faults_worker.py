@@ -1,0 +1,172 @@
+"""Run under `deepspeed`: ways in which DeepSpeed loses, scales or misplaces a sum or its noise without an error.
+
+Each is provoked in the real thing, past the config loader that refuses it, and must be stopped by the engine's guard.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+import train.engine_deepspeed as engine_module  # noqa: E402
+from model.build import build  # noqa: E402
+from tests.end_to_end.sharding_worker import MICRO_BATCH, OPTIMIZERS, PLAN, SHAPE, C, noise, rows_of  # noqa: E402
+from train.clip_bookkeeping import BookKeepingClip  # noqa: E402
+from train.clip_rule import ClipRule  # noqa: E402
+from train.config import ZeroOptimization  # noqa: E402
+from train.engine_deepspeed import DeepSpeedEngine, start_ranks  # noqa: E402
+from train.forward import PrivateForward  # noqa: E402
+from train.gradient import NoisyUpdate  # noqa: E402
+from train.optim import make_optimizer  # noqa: E402
+
+REAL = engine_module.deepspeed_config
+
+
+def told(**changes: Any) -> Callable[..., dict[str, Any]]:
+    """DeepSpeed is told something else than the trainer would; None removes a key."""
+
+    def config(zero: ZeroOptimization, micro_batch: int) -> dict[str, Any]:
+        found = REAL(zero, micro_batch)
+        found["zero_optimization"] |= changes.pop("zero", {})
+        found |= changes
+        return {key: value for key, value in found.items() if value is not None}
+
+    return config
+
+
+def one_step(ranks, stage: int, change: Callable[[DeepSpeedEngine], None] | None = None, model_change=None) -> None:
+    model = build(SHAPE, "caption")
+    optimizer: torch.optim.Optimizer = make_optimizer(OPTIMIZERS["AdamW"], model.named_parameters(), 0.0)
+    if model_change is not None:
+        optimizer = model_change(model, optimizer)
+    forward = PrivateForward(model, BookKeepingClip(ClipRule("flat", C, 0.0)))
+    engine = DeepSpeedEngine(forward, optimizer, ZeroOptimization(stage=stage), MICRO_BATCH, ranks)  # pyright: ignore[reportArgumentType]
+    try:
+        if change is not None:
+            change(engine)
+        start = 2 * MICRO_BATCH * ranks.rank
+        for offset in (0, MICRO_BATCH):
+            engine.accumulate(rows_of(np.arange(start + offset, start + offset + MICRO_BATCH) % PLAN.records))
+        if getattr(engine, "poison", False):
+            engine._forward.sums.totals["cls_token" if "cls_token" in engine.shapes else next(iter(engine.shapes))][
+                ..., 0
+            ] = float("nan")  # pyright: ignore
+        engine.update(NoisyUpdate(noise(), 1), 1e-3)
+    finally:
+        engine.close()
+
+
+def collectives(ranks, stage: int) -> dict[str, dict[str, int]]:
+    """What is said over the network in two micro-batches, and in the update."""
+    said: Counter[str] = Counter()
+    names = [
+        "all_reduce",
+        "reduce",
+        "reduce_scatter_tensor",
+        "_reduce_scatter_base",
+        "all_gather_into_tensor",
+        "broadcast",
+    ]
+    kept = {name: getattr(torch.distributed, name) for name in names if hasattr(torch.distributed, name)}
+
+    def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            if tensor.is_floating_point() and tensor.numel() > 64:  # the guard's own counts and flags apart
+                said[name] += 1
+            return real(tensor, *rest, **options)
+
+        return call
+
+    found: dict[str, dict[str, int]] = {}
+
+    def spy(engine: DeepSpeedEngine) -> None:
+        for name, real in kept.items():
+            setattr(torch.distributed, name, counted(name, real))
+        update = engine.update
+
+        def updated(*arguments: Any) -> Any:
+            found["micro-batches"] = dict(said)
+            said.clear()
+            return update(*arguments)
+
+        engine.update = updated  # pyright: ignore[reportAttributeAccessIssue]
+
+    try:
+        one_step(ranks, stage, spy)
+    finally:
+        for name, real in kept.items():
+            setattr(torch.distributed, name, real)
+    return found | {"update": dict(said)}
+
+
+def adagrad(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad], lr=0.0)
+
+
+def half(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    model.to(torch.bfloat16)
+    return optimizer
+
+
+def poisoned(engine: DeepSpeedEngine) -> None:
+    engine.poison = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "honest at 1": (1, {}, {}),
+    "honest at 3": (3, {}, {}),
+    "clips the reduced sum at 1": (1, {"gradient_clipping": 1e-3}, {}),
+    "clips the reduced sum at 3": (3, {"gradient_clipping": 1e-3}, {}),
+    "clips by default": (2, {"gradient_clipping": None}, {}),
+    "averages over ranks": (1, {"gradient_allreduce_op": None}, {}),
+    "averages over ranks at 0": (0, {"gradient_allreduce_op": None}, {}),
+    "round robin": (2, {"zero": {"round_robin_gradients": True}}, {}),
+    "bf16 parameters by its own mode": (1, {"bf16": {"enabled": True}}, {}),
+    "bf16 on the wire": (1, {"communication_data_type": "bf16"}, {}),
+    "hook lost": (1, {}, {"change": lambda engine: engine._hook.remove()}),
+    "hook lost at 0": (0, {}, {"change": lambda engine: engine._hook.remove()}),
+    "optimizer made anew": (3, {}, {"model_change": adagrad}),
+    "bf16 parameters": (1, {}, {"model_change": half}),
+    "NaN in the sum at 0": (0, {}, {"change": poisoned}),
+    "NaN in the sum at 1, step skipped": (1, {}, {"change": poisoned}),
+    "NaN in the sum at 3, step skipped": (3, {}, {"change": poisoned}),
+}  # fmt: skip
+
+
+def main() -> None:
+    ranks = start_ranks()
+    found: dict[str, str] = {}
+    chosen = sys.argv[-1] if len(sys.argv) > 1 and sys.argv[-1] in CASES else None
+    for name, (stage, changes, arguments) in CASES.items():
+        if chosen not in (None, name):
+            continue
+        engine_module.deepspeed_config = told(**changes) if changes else REAL
+        try:
+            one_step(ranks, stage, **arguments)
+            outcome = "went through"
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+        found[name] = outcome
+        if any(other != "went through" for other in ranks.gather(outcome)) and outcome == "went through":
+            found[name] = "went through on this rank"
+        if ranks.main:
+            print("CASE", name, "|", outcome[:300], flush=True)
+    engine_module.deepspeed_config = REAL
+    counts = {stage: collectives(ranks, stage) for stage in (0, 1, 2, 3)} if chosen is None else {}
+    if ranks.main:
+        print("RESULTS " + json.dumps({"cases": found, "collectives": counts}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
