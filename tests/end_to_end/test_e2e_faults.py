@@ -1,4 +1,4 @@
-"""What DeepSpeed does in silence when told otherwise than the trainer tells it: stopped by the guard, at 2 processes."""
+"""What DeepSpeed does in silence when told otherwise than the trainer tells it, stopped by the guard at 2 processes."""
 
 from __future__ import annotations
 
