@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from data.augment import KINDS, Kind, mask_noise
-from data.decode import BadRecord
+from data.decode import SUFFIXES, BadRecord
 from data.decode_pool import DecodePool
 from data.index import RecordIndex
 from data.picture import PictureMaker
@@ -57,7 +57,7 @@ class DataSpec:
     augment: Kind = "none"
     mask_patches: int = 0  # > 0: `mask_noise` with that many columns
     labels: tuple[str, ...] = ()  # integer fields of the record's .json; `cls` is its .cls
-    image_suffixes: tuple[str, ...] = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
+    image_suffixes: tuple[str, ...] = SUFFIXES
     text_suffix: str = "txt"
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
@@ -129,7 +129,7 @@ class BatchReader:
         else:
             source = source or open_source(index, reading)
             self._records = ShardReader(index, source, cancelled=self._cancelled)
-        self._processes = DecodePool(pictures, reading.workers) if reading.workers else None
+        self._processes = DecodePool(pictures, reading.workers, reading.limits) if reading.workers else None
         self._picture = (self._processes or pictures).make
         threads = reading.in_flight
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="records") if threads > 1 else None

@@ -36,6 +36,9 @@ class Limits:
     jobs_per_process: int = 50_000  # then replaced, so that what decoders leak cannot add up
 
 
+LIMITS = Limits()
+
+
 class DecoderError(ShardError):
     """Decoding cannot go on on this machine. The run stops: no record is to blame."""
 
@@ -47,13 +50,13 @@ class DecodePool:
         self,
         pictures: PictureMaker,
         processes: int,
-        limits: Limits | None = None,
+        limits: Limits = LIMITS,
         program: str = "data.decode_worker:serve",
     ) -> None:
         if processes < 1:
             raise ValueError(f"{processes} decoding processes: at least 1 is needed")
         self._pictures, self._program = pictures, program
-        self.limits = limits or Limits()
+        self.limits = limits
         # Last in, first out: on a quiet step a few warm processes do all the work.
         self._idle: queue.LifoQueue[DecodeProcess | None] = queue.LifoQueue()
         for _ in range(processes):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from data.cache import Cache, CachedRanges
+from data.decode_pool import LIMITS, Limits
 from data.index import Place, RecordIndex
 from data.patience import Patience, patiently
 from data.remote import ChangedShardError, Identity, RemoteRanges
@@ -89,6 +90,7 @@ class Reading:
     in_flight: int = 1  # records that are being read at a time
     timeout_seconds: float = 30.0  # of one request to a remote store
     cache: Cache | None = None
+    limits: Limits = LIMITS  # of one decode; no option of a run, because they decide which records are bad
 
 
 def open_source(index: RecordIndex, reading: Reading) -> RangeSource:

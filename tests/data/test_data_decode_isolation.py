@@ -1,0 +1,218 @@
+"""Decoding in confined processes: crashes, hangs and hogs cost one record, and the verdict is no matter of luck."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hostile_files import DEEDS, endless_jpeg, one_bit_png
+
+from data.batches import BatchReader, DataSpec
+from data.decode import BadRecord
+from data.decode_pool import DecodePool, DecoderError, Limits
+from data.index import build
+from data.picture import PictureMaker
+from data.shards import Reading
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = b"k" * 32
+# Little computing time, but much waiting: what a busy machine does to these tests must not decide them.
+QUICK = Limits(cpu_seconds=0.3, wall_seconds=60.0, patience=2.0, address_bytes=1 << 30)
+PICTURES = PictureMaker(24, "random_resized_crop", KEY)
+
+
+@contextmanager
+def pool(
+    processes: int, limits: Limits = QUICK, program: str = "hostile_files:crashing_worker"
+) -> Iterator[DecodePool]:
+    made = DecodePool(PICTURES, processes, limits, program)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _children(pid: int | None = None) -> set[int]:
+    """Of all threads: the kernel lists children under the thread that made them."""
+    tasks = Path(f"/proc/{pid or os.getpid()}/task").iterdir()
+    return {int(child) for task in tasks for child in (task / "children").read_text().split()}
+
+
+def test_pixels_are_those_of_this_process(picture: Callable[..., bytes]) -> None:
+    files = [picture(number, 30 + number) for number in range(12)]
+    expected = [PICTURES.make(data, 5, record) for record, data in enumerate(files)]
+    for processes in (1, 3):
+        with pool(processes) as made, ThreadPoolExecutor(4) as threads:
+            got = list(threads.map(lambda job: made.make(job[1], 5, job[0]), enumerate(files)))
+        assert all(np.array_equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def test_bad_records_and_nothing_else(picture: Callable[..., bytes]) -> None:
+    """Culprits are bad, all at once and whatever they do; their neighbours come out the same."""
+    deeds = {1: b"SEGV", 4: b"ABRT", 5: b"EXIT", 8: b"SPIN", 10: b"REST", 11: b"HOGS"}
+    words = {1: "SIGSEGV", 4: "SIGABRT", 5: "exit code 3", 8: "0.6 s of computing", 10: "still for 3 s", 11: "bytes"}
+    assert set(deeds.values()) == DEEDS.keys() - {b"KILL"}
+    files = [deeds.get(record, picture(record)) for record in range(14)]
+    limits = replace(QUICK, wall_seconds=1.5)
+    with pool(2, limits) as made, ThreadPoolExecutor(6) as threads:
+
+        def one(record: int) -> np.ndarray | str:
+            try:
+                return made.make(files[record], 1, record)
+            except BadRecord as error:
+                return str(error)
+
+        got = list(threads.map(one, range(14)))
+    for record, result in enumerate(got):
+        if record in deeds:
+            assert isinstance(result, str) and words[record] in result
+        else:
+            assert np.array_equal(result, PICTURES.make(files[record], 1, record))
+
+
+def test_a_crash_that_does_not_come_again_is_no_verdict(tmp_path: Path) -> None:
+    """The second try is a fresh process's; here it says that the content is empty, not that it crashed."""
+    mark = tmp_path / "crashed"
+    with pool(1) as made, pytest.raises(BadRecord, match="empty"):
+        made.make(b"ONCE" + str(mark).encode(), 0, 0)
+    assert mark.exists()
+
+
+def test_killed_from_outside_is_nobodys_fault() -> None:
+    with pool(1) as made, pytest.raises(DecoderError, match="memory"):
+        made.make(b"KILL", 0, 0)
+
+
+def test_a_machine_that_stands_still_is_nobodys_fault(picture: Callable[..., bytes]) -> None:
+    limits = Limits(cpu_seconds=0.3, wall_seconds=0.4, patience=1.5)
+    with (
+        pool(1, limits, "hostile_files:standing_machine") as made,
+        pytest.raises(DecoderError, match="stands still on this machine"),
+    ):
+        made.make(picture(1), 0, 0)
+
+
+def test_a_starved_process_is_not_a_hanging_one(picture: Callable[..., bytes]) -> None:
+    """Stopped for three times its limit of computing time, it goes on where it was: no death, no second try."""
+    limits = Limits(cpu_seconds=0.3, wall_seconds=60.0)
+    with pool(1, limits) as made:
+        before = _children()
+        made.make(picture(1), 0, 0)
+        (worker,) = _children() - before
+        os.kill(worker, signal.SIGSTOP)
+        threading.Timer(0.9, os.kill, (worker, signal.SIGCONT)).start()
+        assert np.array_equal(made.make(picture(2), 7, 2), PICTURES.make(picture(2), 7, 2))
+        assert worker in _children()
+
+
+def test_a_jpeg_that_decodes_for_minutes_is_bad() -> None:
+    """A real file: 1.6 megabytes, thousands of valid scans."""
+    data = endless_jpeg(4000, 4000)
+    with pool(1, program="data.decode_worker:serve") as made, pytest.raises(BadRecord, match=r"not done after 0\.6 s"):
+        made.make(data, 0, 0)
+
+
+def test_a_file_that_wants_more_memory_than_there_is_is_bad(picture: Callable[..., bytes]) -> None:
+    limits = Limits(address_bytes=400 << 20)
+    with pool(1, limits, "data.decode_worker:serve") as made:
+        with pytest.raises(BadRecord):
+            made.make(one_bit_png(9_400), 0, 0)
+        assert np.array_equal(made.make(picture(1), 0, 1), PICTURES.make(picture(1), 0, 1))
+
+
+def test_processes_are_confined_and_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    with pool(1) as made:
+        before = _children()
+        with pytest.raises(BadRecord):
+            made.make(b"no image", 0, 0)
+        (worker,) = _children() - before
+        assert resource.prlimit(worker, resource.RLIMIT_CORE) == (0, 0)
+        assert resource.prlimit(worker, resource.RLIMIT_AS) == (QUICK.address_bytes, QUICK.address_bytes)
+        command = Path(f"/proc/{worker}/cmdline").read_bytes() + Path(f"/proc/{worker}/environ").read_bytes()
+        assert KEY not in command and KEY.hex().encode() not in command
+        # A scheduler's orderly stop goes to all processes of a job; the trainer still needs this one.
+        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(worker, name)
+        with pytest.raises(BadRecord):
+            made.make(b"no image", 0, 0)
+        assert worker in _children()
+        with pytest.raises(BadRecord):
+            made.make(b"ABRT", 0, 0)
+    assert _children() <= before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_processes_end_with_the_trainer(tmp_path: Path, picture: Callable[..., bytes]) -> None:
+    """kill -9 of the trainer, in the middle of a decode that would last for ever."""
+    (tmp_path / "good.jpg").write_bytes(picture(1))
+    code = f"""
+import sys, threading; sys.path[:0] = {[str(ROOT), str(Path(__file__).parent)]!r}
+from pathlib import Path
+from data.decode_pool import DecodePool, Limits
+from data.picture import PictureMaker
+pool = DecodePool(PictureMaker(24), 2, Limits(cpu_seconds=1.0, wall_seconds=2.0), "hostile_files:crashing_worker")
+pool.make(Path({str(tmp_path / "good.jpg")!r}).read_bytes(), 0, 0)
+threading.Thread(target=pool.make, args=(b"SPIN", 0, 1), daemon=True).start()
+pool.make(Path({str(tmp_path / "good.jpg")!r}).read_bytes(), 0, 2)
+print("ready", flush=True)
+threading.Event().wait()
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
+    workers = _children(trainer.pid)
+    assert len(workers) == 2
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 30
+    while left := [pid for pid in workers if Path(f"/proc/{pid}/cwd").exists()]:
+        assert time.monotonic() < deadline, f"{left} outlived the trainer"
+        time.sleep(0.05)
+
+
+def test_batches_with_hostile_files_are_batches_without_them(
+    tmp_path: Path, write_tar: Callable[..., Path], picture: Callable[..., bytes]
+) -> None:
+    """Through the reader, from real shards: bad is like absent, counted once, at any number of workers."""
+    hostile = {2: endless_jpeg(4000, 4000), 5: one_bit_png(14_000), 6: picture(1)[:300], 9: b""}
+    suffix = {5: "png"}
+    samples = [
+        {"__key__": f"{number:04d}", suffix.get(number, "jpg"): hostile.get(number, picture(number))}
+        for number in range(12)
+    ]
+    write_tar(tmp_path / "a.tar", samples)
+    index, spec = build(tmp_path), DataSpec(24, augment="inception_crop")
+    ids = np.arange(12)
+    absent = np.where(np.isin(ids, list(hostile)), -1, ids)
+    plain = BatchReader(index, spec, augment_key=KEY).read(absent, 3)
+    for workers in (1, 3):
+        reading = Reading(workers=workers, in_flight=workers + 1, limits=QUICK)
+        reader = BatchReader(index, spec, augment_key=KEY, reading=reading)
+        got = reader.read(ids, 3)
+        reader.read(ids[6:], 4)
+        reader.close()
+        assert torch.equal(got.present, plain.present) and torch.equal(got.inputs["images"], plain.inputs["images"])
+        assert sorted(reader.bad_records) == sorted(hostile)
+
+
+def test_closing_frees_who_waits() -> None:
+    with pool(1, Limits(cpu_seconds=600, wall_seconds=600)) as made, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(made.make, b"SPIN", 0, 0)
+        while not _children():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        made.close()
+        with pytest.raises(DecoderError, match="closed"):
+            waiting.result(30)
