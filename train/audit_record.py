@@ -53,7 +53,7 @@ class WatchedEngine:
     def __init__(self, inner: ShardedEngine) -> None:
         self.inner = inner
         self.device, self.model, self.shapes = inner.device, inner.model, inner.shapes
-        self.trainable_elements = inner.trainable_elements
+        self.trainable_elements, self.partitioned = inner.trainable_elements, inner.partitioned
         self.watcher: Sightings | None = None
 
     def accumulate(self, batch: MicroBatch) -> None:

@@ -44,6 +44,8 @@ class ShardedEngine(Protocol):
     shapes: dict[str, torch.Size]
     """Of the trainable parameters."""
     trainable_elements: int
+    partitioned: bool
+    """Whether no rank holds the whole model (ZeRO-3)."""
 
     def accumulate(self, batch: MicroBatch) -> None:
         """Adds the micro-batch's sum to the logical step; nothing leaves the process."""

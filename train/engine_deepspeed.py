@@ -72,6 +72,7 @@ class DeepSpeedEngine:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self.model: nn.Module = forward.model
         self.shapes = forward.shapes
+        self.partitioned = zero.stage == 3
         self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
         if isinstance(forward, PrivateForward):
             forward.begin(self.device)

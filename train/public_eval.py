@@ -9,12 +9,14 @@ from typing import cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from accounting.plan import PrivacyPlan
 from data.batches import BatchReader, MicroBatch, iterate, slots
 from data.text import TextEncoder
 from evaluation.text import CaptionModel
 from evaluation.zero_shot import zero_shot
+from model.build import build
 from train.clip import ClipEngine, clipped_totals
 from train.config import ZeroShot
 from train.engine import ShardedEngine
@@ -32,6 +34,7 @@ class PublicEvaluator:
         assert phase.held_out is not None and phase.settings.evaluation is not None
         self.engine, self.ranks, self.micro_batch = engine, ranks, micro_batch
         self.clip, self.plan = clip, plan
+        self.shape, self.objective = phase.shape, phase.settings.objective
         self.records = min(phase.settings.evaluation.records, phase.held_out.records)
         # Step 0 at every call: the same masks each time, so that the curve shows the weights alone.
         spec = phase.data_spec(augment=False)
@@ -61,7 +64,7 @@ class PublicEvaluator:
 
     def _zero_shot(self, settings: ZeroShot, text: TextEncoder) -> dict[str, float]:
         """Share of right answers per axis."""
-        model = cast(CaptionModel, self.engine.model)
+        model = cast(CaptionModel, self._whole_model())
         right = dict.fromkeys(settings.axes, 0)
         count = 0
         for batch in self._batches(self.records):
@@ -75,6 +78,14 @@ class PublicEvaluator:
         parts = self.ranks.gather((count, right))
         total = max(1, sum(part[0] for part in parts))
         return {f"zero_shot_{axis}": sum(part[1][axis] for part in parts) / total for axis in settings.axes}
+
+    def _whole_model(self) -> nn.Module:
+        """One that a rank can ask as often as its own answers make it ask: not if every call is a collective act."""
+        if not self.engine.partitioned:
+            return self.engine.model
+        whole = build(self.shape, self.objective).to(self.engine.device)
+        whole.load_state_dict(self.engine.whole_weights())
+        return whole
 
     def _model_inputs(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in batch.inputs.items() if name not in self.axes}

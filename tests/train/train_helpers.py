@@ -124,7 +124,7 @@ class LocalEngine:
         self.device = torch.device("cpu")
         self.model: nn.Module = forward.model
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.shapes = forward.shapes
+        self.shapes, self.partitioned = forward.shapes, False
         self.trainable_elements = sum(p.numel() for p in self.parameters.values())
         if replicated:
             self.flats = list(self.parameters.values())
