@@ -34,7 +34,7 @@ class PublicEvaluator:
         assert phase.held_out is not None and phase.settings.evaluation is not None
         self.engine, self.ranks, self.micro_batch = engine, ranks, micro_batch
         self.clip, self.plan = clip, plan
-        self.shape, self.objective = phase.shape, phase.settings.objective
+        self.phase = phase
         self.records = min(phase.settings.evaluation.records, phase.held_out.records)
         # Step 0 at every call: the same masks each time, so that the curve shows the weights alone.
         spec = phase.data_spec(augment=False)
@@ -83,7 +83,7 @@ class PublicEvaluator:
         """One that a rank can ask as often as its own answers make it ask: not if every call is a collective act."""
         if not self.engine.partitioned:
             return self.engine.model
-        whole = build(self.shape, self.objective).to(self.engine.device)
+        whole = build(self.phase.shape, self.phase.settings.objective).to(self.engine.device)
         whole.load_state_dict(self.engine.whole_weights())
         return whole
 
