@@ -166,5 +166,7 @@ class WeakenedNoise(NoiseMechanism):
         super().__init__(key, std, divisor)
         self.scale = scale
 
-    def draw(self, step: int, parameter: int, start: int, length: int) -> np.ndarray:
-        return super().draw(step, parameter, start, length) * np.float32(self.scale)
+    def draw(
+        self, step: int, parameter: int, start: int, length: int, dtype: type[np.floating] = np.float32
+    ) -> np.ndarray:
+        return super().draw(step, parameter, start, length, dtype) * dtype(self.scale)
