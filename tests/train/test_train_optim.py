@@ -1,0 +1,182 @@
+"""Optimizers on shards equal the textbook's on whole parameters, and torch's and timm's where they mean the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from optim_textbook import SHAPES, gradient, initial, off, on_shards, rate, textbook
+from timm.optim import Lamb, Lars
+from torch import nn
+
+from train.optim_settings import Optimizer, OptimizerParams, ParameterRule
+
+CLOSE = 1e-6
+
+
+def settings(kind: Any, **params: Any) -> Optimizer:
+    return Optimizer(type=kind, params=OptimizerParams(**params))
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {}), ("AdamW", {"betas": (0.8, 0.95), "eps": 1e-3}), ("AdamW", {"bias_correction": False}),
+    ("LAMB", {"eps": 1e-6}), ("LAMB", {"weight_norm_bounds": (0.3, 1.0)}), ("LAMB", {"trust_bounds": (0.1, 0.6)}),
+    ("LAMB", {"bias_correction": False}), ("LAMB", {"betas": (0.5, 0.9)}),
+    ("SGD", {}), ("SGD", {"momentum": 0.0}), ("SGD", {"momentum": 0.7, "nesterov": True}),
+    ("LARS", {"trust_coefficient": 0.3}),
+    ("LARS", {"trust_coefficient": 0.1, "nesterov": True}),
+    ("LARS", {"trust_coefficient": 0.3, "eps": 1e-1, "momentum": 0.0}),
+    ("LARS", {"trust_coefficient": 1.0, "trust_bounds": (0.5, 1.0)}),
+]  # fmt: skip
+IDS = [f"{kind} {params}" for kind, params in CASES]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("kind", "params"), CASES, ids=IDS)
+def test_shards_follow_the_textbook(kind: str, params: dict[str, Any], world: int) -> None:
+    found, _ = on_shards(settings(kind, weight_decay=0.3, **params), world)
+    assert off(found, textbook(kind, decay=lambda name: 0.3, **params)) < CLOSE
+
+
+RULES = [
+    {"parameters": "encoder.*", "learning_rate": 0.1},  # Mehta et al.'s alpha on the backbone
+    {"at_most_dimensions": 1, "weight_decay": False, "trust_ratio": False},
+    {"parameters": "pos_*", "weight_decay": False, "learning_rate": 0.5},
+    {"parameters": "*.big", "learning_rate": 0.2},
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["AdamW", "LAMB", "SGD", "LARS"])
+def test_rules_reach_their_parameters_alone(kind: str, world: int) -> None:
+    rules = [ParameterRule(**rule) for rule in RULES]
+    own: dict[str, Any] = {"trust_coefficient": 2.0} if kind == "LARS" else {}
+    found, _ = on_shards(settings(kind, weight_decay=0.3, rules=rules, **own), world)
+    factors = {"encoder.big": 0.1 * 0.2, "pos_embed": 0.5} | {
+        name: 0.1 for name in ("encoder.weight", "encoder.norm.weight", "encoder.bias")
+    }
+    flat = {"encoder.norm.weight", "encoder.bias", "head.bias"}
+    still = {*flat, "pos_embed"}
+    expected = textbook(
+        kind, factor=lambda name: factors.get(name, 1.0), decay=lambda name: 0.0 if name in still else 0.3,
+        adapts=lambda name: name not in flat, **own,
+    )  # fmt: skip
+    assert off(found, expected) < CLOSE
+    for name in SHAPES:  # none hides behind a larger one
+        assert off(found, expected, (name,)) < CLOSE, name
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        (settings("AdamW", weight_decay=0.1, betas=(0.9, 0.95)),
+         lambda p: torch.optim.AdamW(p, betas=(0.9, 0.95), weight_decay=0.1)),
+        (settings("SGD", momentum=0.9, nesterov=True, weight_decay=0.1),
+         lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True, weight_decay=0.1)),
+        (settings("SGD", momentum=0.0), lambda p: torch.optim.SGD(p)),
+        (settings("LAMB", eps=1e-6, weight_decay=0.1),
+         lambda p: Lamb(p, eps=1e-6, weight_decay=0.1, max_grad_norm=None, always_adapt=True)),
+        (settings("LAMB", eps=1e-6, trust_bounds=(0.0, 1.0)),
+         lambda p: Lamb(p, eps=1e-6, weight_decay=0.0, max_grad_norm=None, always_adapt=True, trust_clip=True)),
+        (settings("LARS", weight_decay=0.1, trust_coefficient=0.02),
+         lambda p: Lars(p, momentum=0.9, weight_decay=0.1, trust_coeff=0.02, always_adapt=True)),
+    ],
+    ids=["AdamW", "nesterov", "SGD", "LAMB", "LAMBC", "LARS"],
+)  # fmt: skip
+def test_torch_and_timm_move_alike(mine: Optimizer, theirs: Any) -> None:
+    parameters = {name: nn.Parameter(weights) for name, weights in initial().items()}
+    optimizer = theirs(list(parameters.values()))
+    for step in (1, 2, 3):
+        for name, p in parameters.items():
+            p.grad = gradient(step, name)
+        optimizer.param_groups[0]["lr"] = rate(step)
+        optimizer.step()
+    found, _ = on_shards(mine, 2)
+    assert off(found, {name: p.detach() for name, p in parameters.items()}) < 1e-5
+
+
+def test_lamb_from_zero_weights_takes_adams_first_step() -> None:
+    """Mehta et al.: a zero last layer has trust ratio 1, and its first step is that of a sign."""
+    start = {name: weights * 0 for name, weights in initial().items()}
+    lamb, _ = on_shards(settings("LAMB"), 2, steps=1, start=start)
+    adam, _ = on_shards(settings("AdamW"), 2, steps=1, start=start)
+    for name in SHAPES:
+        assert torch.allclose(lamb[name], adam[name], rtol=1e-6, atol=0)
+        plain = gradient(1, name).abs() > 1e-4  # the others feel eps
+        assert torch.allclose(lamb[name][plain], -rate(1) * gradient(1, name).sign()[plain], rtol=2e-4)
+
+
+def test_lamb_is_adam_where_the_ratio_is_held_at_one() -> None:
+    for one in (
+        settings("LAMB", trust_bounds=(1 - 1e-12, 1.0)), settings("LAMB", rules=[ParameterRule(trust_ratio=False)])
+    ):  # fmt: skip
+        assert off(on_shards(one, 2)[0], on_shards(settings("AdamW"), 2)[0]) < 1e-6
+    assert off(on_shards(settings("LAMB"), 2)[0], on_shards(settings("AdamW"), 2)[0]) > 0.1
+
+
+def test_lars_of_the_linear_probe() -> None:
+    """ViP's probe: momentum .9, trust .001, no decay, tensors of one dimension plainly; its own formula."""
+    rules = [ParameterRule(at_most_dimensions=1, trust_ratio=False), ParameterRule(learning_rate=640)]
+    probe = settings("LARS", rules=rules)
+    found, _ = on_shards(probe, 3)
+    weights = {name: w.double() for name, w in initial().items()}
+    for name, w in weights.items():
+        velocity = torch.zeros_like(w)
+        for t in (1, 2, 3):
+            d = gradient(t, name).double()
+            if w.dim() > 1:
+                d = d * 0.001 * w.norm() / d.norm()
+            velocity = 0.9 * velocity + d
+            w = w - 640 * rate(t) * velocity
+        weights[name] = w
+    assert off(found, weights) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "LAMB"])
+@pytest.mark.parametrize("correct", [True, False])
+def test_adambc_takes_the_noise_out_of_the_second_moment(kind: str, correct: bool) -> None:
+    params: dict[str, Any] = {"noise_floor": 1e-5, "bias_correction": correct, "betas": (0.9, 0.99)}
+    found, _ = on_shards(settings(kind, weight_decay=0.1, **params), 2, noise=0.008)
+    expected = textbook(kind, decay=lambda name: 0.1, noise=0.008, **params)
+    assert off(found, expected) < 1e-5
+    for wrong in (0.0, 0.004, 0.016):
+        assert off(found, textbook(kind, decay=lambda name: 0.1, noise=wrong, **params)) > 1e-2
+
+
+def test_adambc_finds_the_variance_of_the_signal_alone() -> None:
+    """Tang et al.'s point: with gradient = signal + noise, the corrected moment tends to that of the signal."""
+    from train.optim import make_optimizer
+
+    signal, noise, draw = 0.02, 0.05, torch.Generator().manual_seed(3)
+    p = nn.Parameter(torch.zeros(20_000))
+    chosen = settings("AdamW", noise_floor=1e-12, betas=(0.0, 0.995))
+    optimizer = make_optimizer(chosen, [("p", p)], noise)
+    optimizer.param_groups[0]["lr"] = 1.0
+    for _ in range(600):
+        p.grad = signal + noise * torch.randn(p.shape, generator=draw)
+        before = p.detach().clone()
+        optimizer.step()
+    moved = before - p.detach()
+    assert p.grad is not None
+    # Away from the floor, a step is gradient / sqrt(signal²), where Adam's own is gradient / sqrt(signal² + noise²).
+    ratio = (moved / p.grad).median()
+    assert float(ratio) == pytest.approx(1 / signal, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "LAMB", "SGD", "LARS"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_moving_average_follows_the_weights(kind: str, world: int) -> None:
+    seen = [initial(), *(on_shards(settings(kind), world, steps=steps)[0] for steps in (1, 2, 3))]
+    _, average = on_shards(settings(kind, ema_decay=0.8), world)
+    for name in SHAPES:
+        expected = seen[0][name].double()
+        for weights in seen[1:]:
+            expected = 0.8 * expected + 0.2 * weights[name].double()
+        assert torch.allclose(average[name].double(), expected, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "LAMB", "SGD", "LARS"])
+def test_a_run_is_bitwise_repeatable_at_a_fixed_world_size(kind: str) -> None:
+    first, second = (on_shards(settings(kind, weight_decay=0.1), 3)[0] for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in SHAPES)
