@@ -71,7 +71,7 @@ class ReadTied(ReadTable):
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.head.weight = self.layer.weight
+        self.head.weight = self.layer.weight  # pyright: ignore[reportAttributeAccessIssue]
 
     def outputs(self, inputs: Mapping[str, Tensor]) -> Tensor:
         looked_up = self.layer(inputs["ids"][:, : TOKENS // 2])

@@ -1,0 +1,74 @@
+"""Time of a step as a ratio to non-private steps just before and just after it, in one process, order shuffled.
+
+A machine's speed drifts and its neighbours disturb; a ratio within a second or two is hardly touched by that.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Step = Callable[[], None]
+WARM_UPS = 2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each step and its ratio to its two non-private neighbours."""
+
+    seconds: list[float]
+    ratios: list[float]
+
+    def summary(self) -> dict[str, float]:
+        return {
+            "time_ratio": statistics.median(self.ratios),
+            "time_ratio_min": min(self.ratios),
+            "time_ratio_max": max(self.ratios),
+            "seconds": statistics.median(self.seconds),
+            "rounds": len(self.ratios),
+        }
+
+
+def seconds_of(step: Step, device: torch.device) -> float:
+    """Process time on the CPU (what other processes take does not count), events on a GPU."""
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1000
+    begun = time.process_time()
+    step()
+    return time.process_time() - begun
+
+
+def repeated(step: Step, times: int) -> Step:
+    def run() -> None:
+        for _ in range(times):
+            step()
+
+    return run
+
+
+def interleaved(baseline: Step, others: Mapping[str, Step], rounds: int, device: torch.device) -> dict[str, Timing]:
+    """One round: each of the others once, in shuffled order, with a non-private step between any two."""
+    for step in (baseline, *others.values()):
+        repeated(step, WARM_UPS)()
+    found: dict[str, Timing] = {name: Timing([], []) for name in others}
+    shuffle, names = random.Random(0), list(others)
+    before = seconds_of(baseline, device)
+    for _ in range(rounds):
+        shuffle.shuffle(names)
+        for name in names:
+            here = seconds_of(others[name], device)
+            after = seconds_of(baseline, device)
+            found[name].seconds.append(here)
+            found[name].ratios.append(2 * here / (before + after))
+            before = after
+    return found
