@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # a short list: every further parser is attack surface
 SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")  # of members that hold an image, in the order of preference
@@ -85,6 +85,8 @@ def decode_scaled(data: bytes, at_least: Callable[[int, int], int | None]) -> De
         return Decoded(np.array(rgb.transpose(turn) if turn is not None else rgb), width, height)
     except (BadRecord, MemoryError):
         raise
+    except UnidentifiedImageError:
+        raise BadRecord(f"the bytes are no image in any of {', '.join(FORMATS)}") from None
     # Decoders raise nearly everything on hostile bytes (OSError, SyntaxError, struct.error, IndexError ...);
     # no I/O happens here, so each of them speaks about the content.
     except Exception as error:

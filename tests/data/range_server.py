@@ -1,7 +1,7 @@
 """A loopback HTTP/1.1 server of byte ranges, with latency and with the ways in which real servers fail.
 
 The tests run it in a thread and choose faults per request; the benchmark runs it as a process of its own:
-python -m benchmarks.range_server FOLDER --latency 0.025
+python tests/data/range_server.py FOLDER --latency 0.025
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RangeServer:
         return server
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while head := await reader.readuntil(b"\r\n\r\n"):
                 self.in_flight += 1
                 self.most_in_flight = max(self.most_in_flight, self.in_flight)

@@ -1,0 +1,357 @@
+"""Shards behind a real HTTP server on loopback that fails, stalls, resets and truncates; and the local cache."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hostile_files import one_bit_png
+from range_server import Fault, RangeServer, serving
+
+from data.batches import BatchReader, DataSpec
+from data.cache import Cache
+from data.index import ShardIndex, build
+from data.patience import Patience
+from data.remote import ChangedShardError, RemoteRanges, Stores, open_shard
+from data.shards import Reading, ShardReader, open_source
+from data.tar import ShardError
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = b"k" * 32
+SPEC = DataSpec(24, augment="random_resized_crop")
+TRANSIENT: list[Fault] = ["500", "503", "404", "reset", "truncate", "stall"]
+Pictures = Callable[..., bytes]
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.patience.random.uniform", lambda _low, _high: 0.0)
+
+
+@pytest.fixture
+def server(small_set: ShardIndex, tmp_path: Path) -> Iterator[RangeServer]:
+    """Serves the 25 records of `small_set`."""
+    with serving(RangeServer(tmp_path)) as running:
+        yield running
+
+
+@pytest.fixture
+def remote(server: RangeServer, tmp_path: Path) -> ShardIndex:
+    return build([f"{server.url}/{name:06d}.tar" for name in range(3)], tmp_path / "remote-index")
+
+
+def _failing(fault: Fault, first: int) -> Callable[[str, int], Fault]:
+    """The first so many answers per shard fail."""
+    return lambda _path, attempt: fault if attempt <= first else "ok"
+
+
+def _batch(index: ShardIndex, **reading) -> BatchReader:
+    return BatchReader(index, SPEC, augment_key=KEY, reading=Reading(**reading))
+
+
+def test_the_same_records_as_from_disk(small_set: ShardIndex, remote: ShardIndex, server: RangeServer) -> None:
+    assert remote.records == small_set.records and remote.manifest_digest == small_set.manifest_digest
+    ids = np.arange(25)
+    expected = _batch(small_set).read(ids, 3)
+    sent = server.bytes_sent
+    for workers, in_flight in ((0, 1), (0, 16), (2, 16)):
+        got = _batch(remote, workers=workers, in_flight=in_flight).read(ids, 3)
+        assert got.present.all() and torch.equal(got.inputs["images"], expected.inputs["images"])
+    lengths = sum(end - start for _, start, end in map(small_set.locate, range(25)))
+    assert server.bytes_sent - sent == 3 * lengths, "the records' bytes and nothing around them"
+
+
+@pytest.mark.parametrize("fault", TRANSIENT)
+def test_a_failure_that_passes(
+    fault: Fault, small_set: ShardIndex, remote: ShardIndex, server: RangeServer, no_pauses: None
+) -> None:
+    server.requests.clear()
+    server.fault = _failing(fault, 1)
+    reader = ShardReader(remote, open_source(remote, Reading(timeout_seconds=2.0)))
+    assert [reader.read(i) for i in (0, 10, 24)] == [ShardReader(small_set).read(i) for i in (0, 10, 24)]
+    assert min(server.requests[f"{name:06d}.tar"] for name in range(3)) >= 2
+
+
+@pytest.mark.parametrize("fault", [*TRANSIENT, "no-range"])
+def test_a_failure_that_stays_stops_the_run(
+    fault: Fault, remote: ShardIndex, server: RangeServer, no_pauses: None
+) -> None:
+    server.fault = _failing(fault, 10**9)
+    reader = _batch(remote, timeout_seconds=0.4)
+    with pytest.raises(ShardError, match=r"000001\.tar.*resume") as caught:
+        reader.read(np.array([10]), 0)
+    assert reader.bad_records == [], "trouble on the way must never pass for a bad record"
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("etags", [True, False])
+def test_another_shard_under_the_same_name(
+    etags: bool, remote: ShardIndex, server: RangeServer, tmp_path: Path, write_tar: Callable[..., Path],
+    picture: Pictures,
+) -> None:  # fmt: skip
+    server.etags = etags
+    reader = _batch(remote)
+    first = remote.locate(10)[1:]
+    samples = [{"__key__": f"{n}", "jpg": picture(10, 40), "txt": b"a red 10" + b"0" * n} for n in range(3)]
+    write_tar(tmp_path / "000001.tar", samples)
+    assert ShardIndex.open(tmp_path).locate(10)[1:] == first
+    before = server.requests["000001.tar"]
+    with pytest.raises(ChangedShardError, match=r"000001\.tar: changed since it was indexed.*prepare\.py"):
+        reader.read(np.array([10]), 0)
+    assert reader.bad_records == [] and server.requests["000001.tar"] == before + 1, "trying again cannot help"
+    assert reader.read(np.array([3]), 0).present.all()
+
+
+def test_a_shard_rewritten_with_equal_size_is_told_by_its_etag(
+    remote: ShardIndex, server: RangeServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "000000.tar"
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ChangedShardError, match="ETag"):
+        _batch(remote).read(np.array([0]), 0)
+    server.etags = False
+    assert _batch(remote).read(np.array([0]), 0).present.all(), "without an ETag the size alone can be compared"
+
+
+@pytest.fixture
+def damaged(tmp_path: Path, write_tar: Callable[..., Path], picture: Pictures) -> tuple[Path, int]:
+    """A shard with a good record at each even id, and one of DATAPLANE's bad ones at each odd id."""
+    whole = picture(1)
+    flipped = bytearray(picture(2, 200))
+    flipped[len(flipped) // 2] ^= 0x55
+    bad = [b"", whole[: len(whole) // 2], b"<!DOCTYPE html><html>404</html>", one_bit_png(14_000), one_bit_png(9_800)]
+    samples = []
+    for number, content in enumerate(bad):
+        samples.append({"__key__": f"{2 * number:03d}", "jpg": picture(number), "txt": b"fine"})
+        samples.append({"__key__": f"{2 * number + 1:03d}", "jpg": content, "txt": b"bad"})
+    # Damage in the middle of a scan decodes to other pixels; no decoder we use notices. The record stays good.
+    samples.append({"__key__": "900", "jpg": bytes(flipped), "txt": b"fine"})
+    samples.append({"__key__": "901", "txt": b"no image at all"})
+    write_tar(tmp_path / "damaged" / "a.tar", samples)
+    return tmp_path / "damaged", len(samples)
+
+
+def test_bad_contents_through_a_bad_server(damaged: tuple[Path, int], no_pauses: None) -> None:
+    """Content is bad, transport is tried again: both at once, and the result is that of the disk."""
+    folder, count = damaged
+    local = _batch(build(folder))
+    expected = local.read(np.arange(count), 2)
+    assert local.bad_records == list(range(1, count, 2))
+    rotation: list[Fault] = ["ok", "reset", "500", "truncate"]
+    with serving(RangeServer(folder)) as server:
+        index = build([f"{server.url}/a.tar"], folder / "remote")
+        server.fault = lambda _path, attempt: rotation[attempt % 4]
+        for workers in (0, 2):
+            reader = _batch(index, workers=workers, in_flight=1)
+            for _ in range(2):
+                got = reader.read(np.arange(count), 2)
+            assert torch.equal(got.present, expected.present)
+            assert torch.equal(got.inputs["images"], expected.inputs["images"])
+            assert reader.bad_records == local.bad_records and reader.bad_reasons == local.bad_reasons
+            reader.close()
+
+
+def test_sixty_four_are_in_flight(remote: ShardIndex, server: RangeServer) -> None:
+    server.latency = 0.5
+    source = open_source(remote, Reading())
+    with ThreadPoolExecutor(64) as threads:
+        list(threads.map(lambda i: ShardReader(remote, source).read(i % 25), range(128)))
+    assert server.most_in_flight >= 60
+
+
+def test_closing_does_not_wait_for_a_stalled_server(remote: ShardIndex, server: RangeServer) -> None:
+    server.fault = _failing("stall", 10**9)
+    reader = _batch(remote, in_flight=4, timeout_seconds=1.0)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(reader.read, np.arange(8), 0)
+        while not server.in_flight:
+            time.sleep(0.01)
+        reader.close()
+        # One time-out, and none of the pauses and tries that would follow it (more than 6 s).
+        with pytest.raises((ShardError, CancelledError)):
+            waiting.result(30)
+
+
+def test_a_shard_as_a_stream(server: RangeServer, tmp_path: Path, no_pauses: None, monkeypatch) -> None:
+    monkeypatch.setattr("data.remote._STREAM_CHUNK", 10_000)
+    path = tmp_path / "000002.tar"
+    whole = path.read_bytes()
+    for fault in ("ok", *TRANSIENT[1:]):
+        server.requests.clear()
+        server.fault = _failing(fault, 2)
+        with open_shard(f"{server.url}/{path.name}", timeout_seconds=1.0) as stream:
+            assert stream.size == len(whole) and stream.etag
+            assert b"".join(iter(lambda: stream.read(777), b"")) == whole
+    server.fault, before = _failing("ok", 0), server.bytes_sent
+    with open_shard(f"{server.url}/{path.name}") as stream:
+        assert stream.read() == whole and stream.read() == b""
+    assert server.bytes_sent - before == len(whole), "each byte once"
+    server.fault = _failing("500", 10**9)
+    with (
+        pytest.raises(ShardError, match=r"500.*check the URL"),
+        open_shard(f"{server.url}/{path.name}", patience=Patience(2, 0)) as stream,
+    ):
+        stream.read()
+
+
+def test_a_stream_that_changes_on_the_way(server: RangeServer, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("data.remote._STREAM_CHUNK", 512)
+    path = tmp_path / "000002.tar"
+    with open_shard(f"{server.url}/{path.name}") as stream:
+        stream.read(100)
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(ShardError, match="changed while it was read"):
+            stream.read()
+
+
+def test_s3(server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The S3 client of obstore, pointed at the loopback server as one points it at MinIO."""
+    settings = {"ENDPOINT_URL": server.url, "SKIP_SIGNATURE": "true", "REGION": "us-east-1", "ALLOW_HTTP": "true"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket" / "a b.tar").write_bytes((tmp_path / "000000.tar").read_bytes())
+    index = build(["s3://bucket/a b.tar"], tmp_path / "s3-index")
+    assert index.records == 10
+    assert ShardReader(index, open_source(index, Reading())).read(4)["txt"] == b"a red 4"
+
+
+def test_urls_that_cannot_be_read() -> None:
+    with pytest.raises(ShardError, match="ftp:// is not read; use one of http"):
+        Stores().fetch("ftp://host/a.tar", 0, 1)
+    with pytest.raises(ShardError) as caught:
+        Stores().fetch("https://host/a.tar?X-Signature=secret", 0, 1)
+    assert "secret" not in str(caught.value), "a signed URL is a credential"
+
+
+def _cached(remote: ShardIndex, folder: Path, limit: int = 1 << 30, keep="records") -> ShardReader:
+    return ShardReader(remote, open_source(remote, Reading(cache=Cache(folder, limit, keep))))
+
+
+@pytest.mark.parametrize("keep", ["records", "shards"])
+def test_the_cache_answers_the_second_time(
+    keep, small_set: ShardIndex, remote: ShardIndex, server: RangeServer, tmp_path: Path
+) -> None:
+    expected = [ShardReader(small_set).read(i) for i in range(25)]
+    assert [_cached(remote, tmp_path / "cache", keep=keep).read(i) for i in range(25)] == expected
+    server.fault = _failing("500", 10**9)
+    assert [_cached(remote, tmp_path / "cache", keep=keep).read(i) for i in range(25)] == expected
+    assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
+    kept = [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".part", ".tar")]
+    assert len(kept) == (25 if keep == "records" else 3)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in kept)
+
+
+def test_damaged_cache_files_are_fetched_again(
+    small_set: ShardIndex, remote: ShardIndex, server: RangeServer, tmp_path: Path, no_pauses: None
+) -> None:
+    expected = [ShardReader(small_set).read(i) for i in range(25)]
+    for keep in ("records", "shards"):
+        folder = tmp_path / keep
+        reader = _cached(remote, folder, keep=keep)
+        assert [reader.read(i) for i in range(25)] == expected
+        kept = sorted(path for path in folder.rglob("*") if path.suffix in (".part", ".tar"))
+        for number, path in enumerate(kept):
+            whole = path.read_bytes()
+            # Cut; zeroed in the middle of a header that parsing checks; one flipped bit (kept records only).
+            damage = (whole[:-1], b"", whole[:40] + bytes(len(whole) - 40), whole[:-1] + bytes([whole[-1] ^ 1]))
+            path.write_bytes(damage[number % (3 if keep == "shards" else 4)])
+        assert [reader.read(i) for i in range(25)] == expected
+        assert [_cached(remote, folder, keep=keep).read(i) for i in range(25)] == expected
+
+
+@pytest.mark.parametrize("keep", ["records", "shards"])
+def test_the_cache_stays_within_its_bound(keep, remote: ShardIndex, server: RangeServer, tmp_path: Path) -> None:
+    limit = 60_000 if keep == "records" else sum(shard.bytes for shard in remote.shards[:2]) + 10
+    reader = _cached(remote, tmp_path / "cache", limit, keep)
+    for _ in range(2):
+        assert all(reader.read(i)["txt"] == f"a red {i}".encode() for i in range(25))
+    kept = [path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.suffix in (".part", ".tar")]
+    assert 0.5 * limit < sum(kept) <= limit
+    assert int((tmp_path / "cache" / "used").read_text()) == sum(kept)
+
+
+def test_a_fetched_shard_must_be_the_indexed_one(
+    remote: ShardIndex, server: RangeServer, tmp_path: Path, no_pauses: None
+) -> None:
+    """Another content of the same size, from a server without ETags: only the manifest's hash can tell."""
+    server.etags = False
+    path = tmp_path / "000000.tar"
+    whole = bytearray(path.read_bytes())
+    whole[remote.locate(9)[2] - 1] ^= 1
+    path.write_bytes(bytes(whole))
+    reader = _cached(remote, tmp_path / "cache", keep="shards")
+    reader.read(0)
+    assert not list((tmp_path / "cache").rglob("*.tar")), "what is not the indexed shard is not kept"
+
+
+def test_ranks_share_it_and_survive_kills(remote: ShardIndex, server: RangeServer, tmp_path: Path) -> None:
+    """Two processes at once, one killed in the middle of writing: what it left is swept, the count is right."""
+    folder = tmp_path / "cache"
+    code = f"""
+import sys; sys.path[:0] = [{str(ROOT)!r}]
+from pathlib import Path
+from data.cache import Cache
+from data.index import ShardIndex
+from data.shards import Reading, ShardReader, open_source
+index = ShardIndex.open({str(tmp_path / "remote-index")!r})
+reader = ShardReader(index, open_source(index, Reading(cache=Cache(Path({str(folder)!r}), 1 << 30))))
+for i in range(25):
+    assert reader.read(i)["txt"] == f"a red {{i}}".encode()
+if sys.argv[1] == "die":
+    room = reader._source._room
+    def parts():
+        yield b"half"
+        import os, signal
+        os.kill(os.getpid(), signal.SIGKILL)
+    room.add(Path({str(folder)!r}) / "aa" / "x.part", 1000, parts())
+"""
+    two = [subprocess.Popen([sys.executable, "-c", code, what]) for what in ("live", "die")]
+    assert sorted(process.wait(120) for process in two) == [-signal.SIGKILL, 0]
+    assert list(folder.rglob("*.tmp")), "the killed one left something"
+    before = sum(server.requests.values())
+    reader = _cached(remote, folder)
+    assert all(reader.read(i)["txt"] == f"a red {i}".encode() for i in range(25))
+    assert sum(server.requests.values()) == before and not list(folder.rglob("*.tmp"))
+    kept = [path.stat().st_size for path in folder.rglob("*.part")]
+    assert len(kept) == 25 and int((folder / "used").read_text()) == sum(kept)
+
+
+def test_a_folder_in_use_is_not_counted_anew(remote: ShardIndex, tmp_path: Path) -> None:
+    """Counting sweeps temporary files: those of a living process must stay."""
+    folder = tmp_path / "cache"
+    first = _cached(remote, folder)
+    first.read(0)
+    living = folder / "aa"
+    living.mkdir(exist_ok=True)
+    (living / "writing.tmp").write_bytes(b"half")
+    _cached(remote, folder).read(1)
+    assert (living / "writing.tmp").exists()
+    with (folder / "users").open() as users, pytest.raises(BlockingIOError):
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_ranges_are_never_mixed_up(remote: ShardIndex, server: RangeServer, tmp_path: Path) -> None:
+    """Raw bytes against the files, at random ranges, through the cache and without it."""
+    source = open_source(remote, Reading(cache=Cache(tmp_path / "cache", 1 << 30)))
+    plain = RemoteRanges({})
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        place = remote.locate(int(rng.integers(25)))[0]
+        whole = (tmp_path / str(place).rpartition("/")[2]).read_bytes()
+        start = int(rng.integers(len(whole) - 1))
+        end = int(rng.integers(start + 1, len(whole)))
+        digest = hashlib.sha256(whole[start:end]).digest()
+        assert {hashlib.sha256(s.read(place, start, end)).digest() for s in (source, plain, source)} == {digest}
