@@ -26,7 +26,7 @@ from data.shards import ShardReader
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index"]
-SHARDS = 60
+SHARDS = 400
 
 
 def _files(index: Path) -> tuple[bytes, bytes]:
@@ -58,9 +58,7 @@ def many(tmp_path: Path, write_tar: Callable[..., Path]) -> Path:
     """Large enough that a kill lands in the middle, small enough to write in a moment."""
     folder = tmp_path / "many"
     for shard in range(SHARDS):
-        records = (
-            {"__key__": f"{shard:04d}{i:04d}", "jpg": bytes([shard, i]) * 20_000, "txt": b"x"} for i in range(40)
-        )
+        records = ({"__key__": f"{shard:04d}{i:04d}", "jpg": b"x" * 50 * i, "txt": b"x"} for i in range(5))
         write_tar(folder / f"{shard:06d}.tar", records)
     time.sleep(0.1)  # older than the resolution of time stamps
     return folder
@@ -81,16 +79,20 @@ def test_killed_again_and_again_it_goes_on_and_comes_out_the_same(many: Path, tm
     command = [*PREPARE, str(many), "--out", str(out), "--workers", workers]
     chance = random.Random(workers)
     noted: dict[str, int] = {}
-    kills = 0
-    while len(noted) < SHARDS - 10:
-        wanted = len(noted) + chance.randint(5, 25)
+    kills = lost = 0
+    while kills < 4:
+        wanted = len(noted) + chance.randint(1, SHARDS // 8)
         # A group of its own, to see whether workers outlive their killed parent.
-        job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         while len(_complete(out)) < wanted and job.poll() is None:
             time.sleep(0.002)
         job.send_signal(signal.SIGKILL)
-        assert job.wait() == -signal.SIGKILL, "it was to be killed in the middle, not to end"
-        job.communicate()
+        if job.wait() == 0:  # a busy machine: it was done before this process came to look
+            lost += 1
+            assert lost < 10, "it never was killed in the middle"
+            shutil.rmtree(out)
+            noted, kills = {}, 0
+            continue
         for _ in range(2_000):
             if not _alive(job.pid):
                 break
@@ -103,7 +105,7 @@ def test_killed_again_and_again_it_goes_on_and_comes_out_the_same(many: Path, tm
         kills += 1
         with pytest.raises(ShardError, match=r"launch/prepare\.py index"):
             ShardIndex.open(out)
-    assert kills >= 3
+    assert len(noted) < SHARDS
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert _scanned(done.stdout) == SHARDS - len(noted) and str(undisturbed.manifest_digest) in done.stdout
@@ -241,13 +243,13 @@ def test_two_builders_do_not_mix(many: Path, tmp_path: Path) -> None:
     finally:
         job.send_signal(signal.SIGCONT)
     assert job.wait() == 0
-    assert build(many, out).records == SHARDS * 40
+    assert build(many, out).records == SHARDS * 5
 
 
 def test_order_of_finishing_does_not_matter(many: Path, tmp_path: Path) -> None:
     one = build(many, tmp_path / "one", workers=1)
     assert _files(one.folder) == _files(build(many, tmp_path / "two", workers=2).folder)
-    assert one.records == SHARDS * 40 and len({shard.sha256 for shard in one.shards}) == SHARDS
+    assert one.records == SHARDS * 5 and len({shard.sha256 for shard in one.shards}) == SHARDS
 
 
 class _Quiet(SimpleHTTPRequestHandler):

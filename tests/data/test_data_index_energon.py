@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def test_sidecars_are_those_of_energon(odd: Path) -> None:
 
 
 def test_a_sidecar_that_disagrees_is_refused_and_may_be_replaced(odd: Path) -> None:
+    time.sleep(0.1)  # so that the shards are known afterwards
     build(odd, wanted=WRITE)
     path = sidecar(odd / "wds.tar")
     right = path.read_bytes()
@@ -100,27 +102,23 @@ def test_on_trust_a_stale_sidecar_is_noticed(odd: Path, tmp_path: Path) -> None:
     build(odd, wanted=WRITE)
     path = sidecar(odd / "wds.tar")
     right = [int(offset) for offset in np.frombuffer(path.read_bytes(), "<u8")]
+    with tarfile.open(odd / "wds.tar") as archive:
+        second = archive.getmembers()[3].offset
+    assert right[1] < second < right[2]
     stale = {
-        "out of order": [*right[:2], right[3], right[2], *right[4:]],
-        "no tar header": [*right[:3], right[3] + 512 * 3, *right[4:]],
-        "does not start": [*right[:1], right[1] + 512, *right[2:]],  # between the PAX header's blocks
-        "before the first": right[1:],
-        "after the last": right[:-1],
-        "beyond": [*right[:-1], right[-1] + 1 << 20],
-        "end marker": [*right[:-1], (odd / "wds.tar").stat().st_size],
+        "offsets out of order": [*right[:2], right[3], right[2], *right[4:]],
+        "out of order or beyond": [*right[:-1], right[-1] + (1 << 20)],
+        "out of order": [*right[:1], right[1] + 1, *right[2:]],
+        "no valid tar header": [*right[:8], right[8] + 512 * 4, *right[9:]],  # within data
+        "does not start a new record": [*right[:2], second, *right[2:]],  # the record's other member
+        "a record lies before the first": right[1:],
+        "members lie after the last": right[:-1],
+        "no end marker": [*right[:-1], (odd / "wds.tar").stat().st_size],
     }
-    messages = set()
     for what, offsets in stale.items():
         path.write_bytes(np.array(offsets, dtype="<u8").tobytes())
-        with pytest.raises(ShardError, match=r"wds\.tar") as caught:
+        with pytest.raises(ShardError, match=rf"wds\.tar.*{what}"):
             build(odd, tmp_path / what.replace(" ", "-"), wanted=TRUST)
-        messages.add(re.sub(r"\d+", "N", str(caught.value).partition(": ")[2]))
-    assert len(messages) >= 5, messages
-    # Starts at a member that is not the first of its record: the key occurs twice.
-    second = right[1] + 512 * 4
-    path.write_bytes(np.array([*right[:2], second, *right[2:]], dtype="<u8").tobytes())
-    with pytest.raises(ShardError, match=r"wds\.tar"):
-        build(odd, tmp_path / "second", wanted=TRUST)
     # The one thing that trust lets through: a record left out. It can never be read as another one.
     path.write_bytes(np.array([*right[:4], *right[5:]], dtype="<u8").tobytes())
     merged = build(odd, tmp_path / "merged", wanted=TRUST)
