@@ -35,12 +35,10 @@ class View:
         left, top, right, bottom = self.box
         return math.ceil(min(width, height) * size / min(right - left, bottom - top))
 
-    def render(self, pixels: np.ndarray, width: int, height: int, size: int) -> np.ndarray:
-        """uint8 [size, size, 3]; `pixels` may be a smaller decoding of the `width` x `height` image."""
-        across, down = pixels.shape[1] / width, pixels.shape[0] / height
-        left, top, right, bottom = self.box
-        # Bounded, because a product may come out one rounding above the side.
-        box = (left * across, top * down, min(right * across, pixels.shape[1]), min(bottom * down, pixels.shape[0]))
+    def render(self, pixels: np.ndarray, size: int, shrunk: int = 1, margin: tuple[int, int] = (0, 0)) -> np.ndarray:
+        """uint8 [size, size, 3]. `pixels` may be the image at 1/`shrunk`, after `margin` pixels left and above."""
+        left, top, right, bottom = ((side + margin[at % 2]) / shrunk for at, side in enumerate(self.box))
+        box = (left, top, min(right, pixels.shape[1]), min(bottom, pixels.shape[0]))
         if box == (0, 0, size, size) == (0, 0, *pixels.shape[1::-1]):
             out = pixels
         else:
@@ -82,7 +80,7 @@ def choose_view(kind: Kind, width: int, height: int, key: bytes, step: int, reco
 def augment(pixels: np.ndarray, kind: Kind, size: int, key: bytes, step: int, record: int) -> np.ndarray:
     """uint8 [size, size, 3] from uint8 [height, width, 3]."""
     height, width = pixels.shape[:2]
-    return choose_view(kind, width, height, key, step, record).render(pixels, width, height, size)
+    return choose_view(kind, width, height, key, step, record).render(pixels, size)
 
 
 def _crop_box(

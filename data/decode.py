@@ -14,6 +14,7 @@ of a JPEG decode to noise without an error: no decoder notices them all.
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +35,9 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_SIDEWAYS = {_TURNS[exif] for exif in (5, 6, 7, 8)}
+_SIDEWAYS = (5, 6, 7, 8)
+# Whose first column, and whose first row, is the last one stored.
+_LEFT_WAS_LAST, _TOP_WAS_LAST = (2, 3, 6, 7), (3, 4, 7, 8)
 
 # Set once, here: warnings.catch_warnings around each decode would not be thread-safe. Pillow's remarks about
 # a file (corrupt EXIF and the like) would reach the console, a public sink, and speak of private records;
@@ -49,11 +52,17 @@ class BadRecord(ValueError):
 
 @dataclass(frozen=True)
 class Decoded:
-    """Pixels, uint8 [height, width, 3], and the upright size of the image in full."""
+    """Pixels, uint8 [rows, columns, 3], and the upright size of the image in full.
+
+    An image shrunk by 8 has a last column that stands for up to 8 pixels, some of them beyond the edge. Turned
+    around it is the first column: the image begins `margin` (left, top) full pixels inside of it.
+    """
 
     pixels: np.ndarray
     width: int
     height: int
+    shrunk: int
+    margin: tuple[int, int]
 
 
 def decode(data: bytes, at_least: int | None = None) -> np.ndarray:
@@ -75,14 +84,18 @@ def decode_scaled(data: bytes, at_least: Callable[[int, int], int | None]) -> De
                 raise BadRecord(
                     f"the image has {image.width} x {image.height} pixels, at most {MAX_PIXELS} are decoded"
                 )
-            turn = _turn(image)
-            width, height = image.size if turn not in _SIDEWAYS else image.size[::-1]
-            side = at_least(width, height)
+            turn = _orientation(image)
+            full = image.size
+            side = at_least(*_upright(full, turn))
             if side is not None:
                 image.draft(None, (side, side))
             image.load()
             rgb = _rgb(image)
-        return Decoded(np.array(rgb.transpose(turn) if turn is not None else rgb), width, height)
+        shrunk = 1 << round(math.log2(max(full) / max(rgb.size)))
+        beyond = _upright((rgb.width * shrunk - full[0], rgb.height * shrunk - full[1]), turn)
+        margin = beyond[0] * (turn in _LEFT_WAS_LAST), beyond[1] * (turn in _TOP_WAS_LAST)
+        pixels = np.array(rgb.transpose(_TURNS[turn]) if turn in _TURNS else rgb)
+        return Decoded(pixels, *_upright(full, turn), shrunk, margin)
     except (BadRecord, MemoryError):
         raise
     except UnidentifiedImageError:
@@ -93,11 +106,15 @@ def decode_scaled(data: bytes, at_least: Callable[[int, int], int | None]) -> De
         raise BadRecord(f"the image cannot be decoded ({type(error).__name__}: {error})") from error
 
 
-def _turn(image: Image.Image) -> Image.Transpose | None:
+def _orientation(image: Image.Image) -> int:
     try:
-        return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+        return image.getexif().get(_ORIENTATION, 1)
     except Exception:
-        return None
+        return 1
+
+
+def _upright(size: tuple[int, int], orientation: int) -> tuple[int, int]:
+    return (size[1], size[0]) if orientation in _SIDEWAYS else size
 
 
 def _rgb(image: Image.Image) -> Image.Image:

@@ -37,4 +37,4 @@ class PictureMaker:
             return choose_view(self.augment, width, height, self.key, step, record)
 
         found = decode_scaled(data, lambda width, height: view(width, height).shorter_side(width, height, self.size))
-        return view(found.width, found.height).render(found.pixels, found.width, found.height, self.size)
+        return view(found.width, found.height).render(found.pixels, self.size, found.shrunk, found.margin)

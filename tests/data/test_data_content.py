@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import io
+import struct
 import subprocess
 import sys
 import warnings
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
+from torchvision.transforms import RandomResizedCrop
 
-from data.augment import Uniforms, augment, mask_noise
+from data.augment import KINDS, Kind, Uniforms, augment, choose_view, mask_noise
 from data.decode import BadRecord, decode
+from data.picture import PictureMaker
 from data.public import PublicEpochs
 from data.text import TextEncoder, word_tokenizer
 
@@ -107,7 +112,7 @@ def test_memory_errors_are_no_bad_records(monkeypatch: pytest.MonkeyPatch) -> No
         decode(b"anything")
 
 
-@pytest.mark.parametrize("kind", ["none", "center", "random_resized_crop"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(40, 60), (60, 40), (24, 24), (1, 300), (300, 1), (1, 1), (7, 6)])
 def test_augment_gives_the_size(kind, shape: tuple[int, int]) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
@@ -212,3 +217,84 @@ def test_public_epochs_are_shuffled_anew() -> None:
     assert not np.array_equal(first, PublicEpochs(1000, 100, b"other").ids(0))
     with pytest.raises(ValueError, match="at least 1"):
         PublicEpochs(0, 1, KEY)
+
+
+def test_sixteen_bit_colour_is_scaled() -> None:
+    """A 16-bit RGB PNG by hand, since Pillow writes none: one pixel of (0, 0x80ff, 0xffff)."""
+    content = struct.pack(">BHHH", 0, 0, 0x80FF, 0xFFFF)
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(content)) + chunk(b"IEND", b"")
+    assert decode(data).tolist() == [[[0, 0x80, 0xFF]]]
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
+def test_of_an_animation_the_first_frame_counts(form: str) -> None:
+    frames = [Image.new("RGB", (12, 10), colour) for colour in ((255, 0, 0), (0, 255, 0), (0, 0, 255))]
+    options = {"lossless": True} if form == "WEBP" else {}
+    pixels = decode(_file(frames[0], form, save_all=True, append_images=frames[1:], duration=50, **options))
+    assert pixels.shape == (10, 12, 3) and np.abs(pixels.astype(int) - [255, 0, 0]).max() <= 1
+
+
+def test_a_palette_with_transparency() -> None:
+    image = Image.new("P", (6, 6), 1)
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    assert decode(_file(image, "PNG")).min() == 50
+    assert decode(_file(image, "PNG", transparency=1)).min() == 255, "laid on white"
+
+
+@pytest.mark.parametrize(("kind", "areas"), [("random_resized_crop", (0.2, 1.0)), ("inception_crop", (0.05, 1.0))])
+@pytest.mark.parametrize(("width", "height"), [(300, 200), (100, 400), (64, 64)])
+def test_crops_are_distributed_as_torchvisions(kind: Kind, areas: tuple[float, float], width: int, height: int) -> None:
+    torch.manual_seed(3)
+    picture = torch.zeros(3, height, width)
+    theirs = [RandomResizedCrop.get_params(picture, list(areas), [3 / 4, 4 / 3]) for _ in range(4000)]
+    ours = [choose_view(kind, width, height, KEY, 1, record).box for record in range(4000)]
+    other = [choose_view(kind, width, height, KEY, 1, record).box for record in range(4000)]
+    assert ours == other
+    # Where no drawn crop fits, ours is not cut to whole pixels.
+    found = np.rint([(top, left, bottom - top, right - left) for left, top, right, bottom in ours])
+    expected = np.array(theirs)
+    for column in range(4):
+        assert stats.ks_2samp(found[:, column], expected[:, column]).pvalue > 1e-3
+    area, area_too = (each[:, 2] * each[:, 3] / (width * height) for each in (found, expected))
+    assert stats.ks_2samp(area, area_too).pvalue > 1e-3
+    # Power: a range of areas that is off by a twentieth would not pass.
+    wrong = [
+        RandomResizedCrop.get_params(picture, [areas[0] + 0.05, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)
+    ]  # fmt: skip
+    worst = np.array(wrong)[:, 2] * np.array(wrong)[:, 3] / (width * height)
+    assert (width, height) == (100, 400) or stats.ks_2samp(area, worst).pvalue < 1e-3
+
+
+def _smooth(width: int, height: int) -> Image.Image:
+    """Long waves in every direction: they survive any sound way of shrinking, and betray a shift of a pixel."""
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    waves = [np.sin(x / 54 + 1.3), np.cos(y / 66), np.sin((x + y) / 90)]
+    return Image.fromarray((127 + 100 * np.stack(waves, -1)).astype(np.uint8))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["none", "random_resized_crop"])
+def test_large_jpegs_show_the_same_in_less_time(kind: Kind, orientation: int) -> None:
+    """Decoded as small as the crop allows, against decoding in full; sideways ones too."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = _file(_smooth(1501, 1003), "JPEG", quality=95, exif=exif)
+    whole = decode(data)
+    maker = PictureMaker(96, kind, KEY)
+    for record in range(8):
+        expected = augment(whole, kind, 96, KEY, 2, record)
+        assert np.abs(maker.make(data, 2, record).astype(int) - expected).mean() < 0.6
+
+
+def test_small_crops_keep_their_sharpness() -> None:
+    """A crop of a twentieth is decoded finer than the whole picture would be."""
+    for record in range(40):
+        view = choose_view("inception_crop", 4000, 3000, KEY, 0, record)
+        kept = view.shorter_side(4000, 3000, 224) / 3000
+        across, down = (view.box[2] - view.box[0]) * kept, (view.box[3] - view.box[1]) * kept
+        assert 224 <= min(across, down) < 226

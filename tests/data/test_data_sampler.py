@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import subprocess
+import sys
+import tracemalloc
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +16,10 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from data.batches import slots
+from data.node_plan import node_slots
 from data.sampler import LANES, PoissonSampler
 
+ROOT = Path(__file__).resolve().parents[2]
 KEY, DIGEST_KEY = bytes(range(32)), bytes(range(32, 64))
 
 
@@ -147,3 +153,62 @@ def test_bad_arguments_are_refused(threshold: int) -> None:
         PoissonSampler(b"short", DIGEST_KEY, 10, 5)
     with pytest.raises(ValueError, match="outside"):
         _sampler(10, 5).draw(-1)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 8), (2, 1), (3, 2), (8, 8)])
+def test_nodes_with_their_own_shards_cover_the_same_draw(nodes: int, local: int) -> None:
+    records, rng = 20_000, np.random.default_rng(nodes)
+    borders = np.array([0, *np.sort(rng.integers(0, records, nodes - 1)), records])
+    for threshold in (1, LANES // 40, LANES):
+        ids = _sampler(records, threshold).draw(12).ids
+        rows = [node_slots(ids, borders, rank, nodes * local, 16) for rank in range(nodes * local)]
+        assert len({row.shape for row in rows}) == 1 and rows[0].shape[1] == 16 and len(rows[0]) >= 1
+        for rank, row in enumerate(rows):
+            real = row[row >= 0]
+            node = rank // local
+            assert np.all((real >= borders[node]) & (real < borders[node + 1])), "only what lies on this node"
+        assert np.array_equal(np.concatenate([row[row >= 0] for row in rows]), ids)
+        fullest = max(int((row >= 0).sum()) for row in rows)
+        assert len(rows[0]) == max(1, -(-fullest // 16)), "no more micro-batches than the fullest rank needs"
+
+
+def test_node_plans_that_would_lose_records_are_refused() -> None:
+    ids = np.array([3, 9])
+    for borders in ([0, 9], [4, 10], [0, 12, 10]):
+        with pytest.raises(ValueError, match="cover every record"):
+            node_slots(ids, np.array(borders), 0, 2, 4)
+    with pytest.raises(ValueError, match="same number of ranks"):
+        node_slots(ids, np.array([0, 5, 10]), 0, 3, 4)
+
+
+@pytest.mark.slow
+def test_two_thousand_million_records() -> None:
+    """The whole draw in bounded memory, by the same code; its last chunk against single AES blocks."""
+    code = f"""
+import resource, sys; sys.path.insert(0, {str(ROOT)!r})
+from data.sampler import PoissonSampler
+draw = PoissonSampler(bytes(range(32)), bytes(32), 2_000_000_000, 1 << 22).draw(77)
+print(len(draw.ids), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, *draw.ids[-200:])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, kilobytes, *last = map(int, done.stdout.split())
+    expected = 2e9 / 1024
+    assert abs(count - expected) < 5 * np.sqrt(expected)
+    assert kilobytes < 300_000
+    assert last == [record for record in range(last[0], 2_000_000_000) if _lane(77, record) < 1 << 22]
+
+
+def test_lanes_far_out() -> None:
+    """Records beyond 2^31, without drawing the ones before: the counter's part of the stream is seekable."""
+    first = 2_000_000_000
+    stream = Cipher(algorithms.AES(KEY), modes.CTR(((5 << 64) + first // 4).to_bytes(16, "big"))).encryptor()
+    lanes = np.frombuffer(stream.update(bytes(16_000)), "<u4")
+    assert lanes.tolist() == [_lane(5, first + i) for i in range(4000)]
+
+
+def test_memory_does_not_grow_with_the_records() -> None:
+    tracemalloc.start()
+    draw = _sampler(60_000_000, 1 << 16).draw(1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 40 << 20 and len(draw.ids) < 2000
