@@ -1,9 +1,9 @@
 """Ordinary shuffled epochs, for PUBLIC data only: every record exactly once per epoch, no privacy claimed.
 
-Epochs are one endless stream cut into batches, so every step has exactly `batch` records and no epoch drops
-its tail. A step's ids are a pure function of (key, step): resuming needs the step number and nothing else.
-Integers only (raw Philox output, stable sort), because numpy promises its higher-level shuffles for one
-build only.
+Epochs are one endless stream cut into batches, so every step has exactly `batch` records and no epoch drops its tail.
+A step's ids are a pure function of (key, step): resuming needs the step number and nothing else. The order of an epoch
+is a keyed permutation that is computed where it is needed (a Feistel network of integers), so a step costs as much for
+two billion records as for a thousand, and no order lies in memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import struct
 
 import numpy as np
 
+_ROUNDS = 8  # four make a good shuffle of a large set; small sets have small halves and need more
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
 
 class PublicEpochs:
     """`ids(step)` for endless epochs over `records` public records."""
@@ -21,7 +24,6 @@ class PublicEpochs:
         if records < 1 or batch < 1:
             raise ValueError(f"{records} records in batches of {batch}: both must be at least 1")
         self.records, self.batch, self._key = records, batch, key
-        self._cached: tuple[int, np.ndarray] | None = None
 
     def ids(self, step: int) -> np.ndarray:
         """The `batch` ids of one step, sorted (for sequential reads; order within a batch carries nothing).
@@ -35,13 +37,35 @@ class PublicEpochs:
         while at < end:
             epoch, start = divmod(at, self.records)
             stop = min(self.records, start + end - at)
-            parts.append(self._order(epoch)[start:stop])
+            parts.append(_permuted(np.arange(start, stop, dtype=np.uint64), self.records, self._round_keys(epoch)))
             at += stop - start
-        return np.sort(np.concatenate(parts))
+        return np.sort(np.concatenate(parts)).astype(np.int64)
 
-    def _order(self, epoch: int) -> np.ndarray:
-        if self._cached is None or self._cached[0] != epoch:
-            seed = hashlib.blake2b(struct.pack("<Q", epoch), key=self._key[:64], digest_size=16, person=b"mur-epochs")
-            raw = np.random.Philox(key=np.frombuffer(seed.digest(), dtype="<u8")).random_raw(self.records)
-            self._cached = epoch, np.argsort(raw, kind="stable").astype(np.int64, copy=False)
-        return self._cached[1]
+    def _round_keys(self, epoch: int) -> np.ndarray:
+        name = struct.pack("<Q", epoch)
+        seed = hashlib.blake2b(name, key=self._key[:64], digest_size=8 * _ROUNDS, person=b"mur-epochs")
+        return np.frombuffer(seed.digest(), dtype="<u8")
+
+
+def _permuted(places: np.ndarray, records: int, keys: np.ndarray) -> np.ndarray:
+    """Which record stands at each place of the order; every record stands at one place."""
+    half = max(1, ((records - 1).bit_length() + 1) // 2)
+    found = _feistel(places, half, keys)
+    # The network shuffles a power of four. What falls outside the set goes through it again, until it falls inside.
+    while len(outside := np.flatnonzero(found >= np.uint64(records))):
+        found[outside] = _feistel(found[outside], half, keys)
+    return found
+
+
+def _feistel(numbers: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
+    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+    left, right = numbers >> shift, numbers & mask
+    for key in keys:
+        left, right = right, left ^ (_mixed(right ^ key) & mask)
+    return (left << shift) | right
+
+
+def _mixed(state: np.ndarray) -> np.ndarray:
+    state = (state ^ (state >> np.uint64(30))) * _MIX[0]
+    state = (state ^ (state >> np.uint64(27))) * _MIX[1]
+    return state ^ (state >> np.uint64(31))

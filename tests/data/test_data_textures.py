@@ -138,7 +138,7 @@ def test_spectra_stay_within_the_range_of_a_picture() -> None:
 @pytest.mark.parametrize("exponent", [2.0, 3.0, 4.0])
 def test_leaves_cover_as_much_at_every_scale(exponent: float) -> None:
     """With a density of r^-3 each octave of radii has the same area: zooming changes nothing. Others tilt it."""
-    radius = _radii(Draws.of(3, range(30)), 256, exponent)[:, :-6]
+    radius = _radii(Draws.of(3, range(1500)), 256, exponent)[:, :-6]
     octave = (radius / (1.5 / 256)).log2().floor()
     areas = torch.stack([radius[octave == number].square().sum() for number in range(5)])
     steps = (areas[1:] / areas[:-1]).log2()
@@ -256,7 +256,8 @@ def test_shards_are_the_same_however_they_are_made(tmp_path: Path) -> None:
 def test_making_shards_goes_on_after_a_kill(tmp_path: Path) -> None:
     whole = make(Request("spectrum", 160, 48, per_shard=8), tmp_path / "whole", 1, _silent)
     command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "synthetic", "--kind", "spectrum",
-               "--records", "160", "--size", "48", "--per-shard", "8", "--out", str(tmp_path / "out"), "--workers", "1"]  # fmt: skip
+               "--records", "160", "--size", "48", "--per-shard", "8", "--workers", "1",
+               "--out", str(tmp_path / "out")]  # fmt: skip
     partial = tmp_path / ".out.partial"
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
     deadline = time.monotonic() + 100
