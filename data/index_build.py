@@ -128,8 +128,7 @@ def _scan_one(work: WorkArea, name: str, wanted: Wanted) -> Noted | ShardError:
     try:
         trusting = wanted.trust_sidecars and isinstance(place, Path) and sidecar(place).is_file()
         found = trusted_scan(place) if trusting and isinstance(place, Path) else scan(place)
-        if isinstance(place, Path) and not wanted.write_sidecars:
-            check_sidecar(place, found.offsets)
+        _ask_witnesses(place, found.offsets, wanted)
         return work.note(name, found)
     except ShardError as error:
         return error
@@ -163,7 +162,7 @@ def write_offsets(target: Path, shards: Sequence[Shard], parts: Iterable[np.ndar
 
 
 def _ask_witnesses(place: Place, offsets: np.ndarray, wanted: Wanted) -> None:
-    """What lies beside a shard may have changed although the shard has not."""
+    """What lies beside a shard. Asked of known shards too: it may have changed although the shard has not."""
     if not isinstance(place, Path):
         return
     check_stats(place, len(offsets) - 1)

@@ -59,7 +59,6 @@ def scan_file(path: Path) -> Scan:
         raise unreadable(path, error) from error
     if stamp_of(before) != stamp_of(after) or window.size != before.st_size:
         raise ShardError(f"{path}: changed while it was being indexed; wait until its writer is done")
-    check_stats(path, len(offsets) - 1)
     stamp = stamp_of(after) if settled(after, started) else None
     return Scan(offsets, before.st_size, window.sha256, stamp=stamp)
 
