@@ -128,6 +128,13 @@ def test_a_step_given_up_half_way(ahead: NoiseAhead) -> None:
     assert ahead._room == 1 << 30
 
 
+@pytest.mark.parametrize("asked", [4, 6])
+def test_another_step_than_the_prepared_one_gets_its_own_noise(ahead: NoiseAhead, asked: int) -> None:
+    ahead.prepare(5)
+    assert same(taken(ahead, asked), taken(NoiseMechanism(KEY, 1.5, 10.0), asked))
+    assert same(taken(ahead, 5), taken(NoiseMechanism(KEY, 1.5, 10.0), 5)), "and what was prepared still stands"
+
+
 def test_any_order_and_any_cut_are_right(watched: Watched) -> None:
     ahead = NoiseAhead(watched, FRAGMENTS, 1, 8 * (PIECE + 100))
     ahead.prepare(2)

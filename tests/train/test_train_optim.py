@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from optim_textbook import SHAPES, gradient, initial, off, on_shards, rate, textbook
-from timm.optim import Lamb, Lars
+from timm.optim.lamb import Lamb
+from timm.optim.lars import Lars
 from torch import nn
 
 from train.optim_settings import Optimizer, OptimizerParams, ParameterRule
