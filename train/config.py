@@ -31,6 +31,13 @@ class About(Section):
     source: str = ""
 
 
+class Offload(Section):
+    """Optimizer state in the main memory of the host; all of it, since DeepSpeed steps a part by its own optimizer."""
+
+    device: Literal["cpu"] = "cpu"
+    pin_memory: bool = False
+
+
 class ZeroOptimization(Section):
     """DeepSpeed's section of that name, without the settings that hide or change gradients."""
 
@@ -40,6 +47,7 @@ class ZeroOptimization(Section):
     contiguous_gradients: bool = True
     overlap_comm: Literal[False] = False
     round_robin_gradients: Literal[False] = False
+    offload_optimizer: Offload | None = None
     stage3_param_persistence_threshold: int | None = Field(default=None, ge=0, description="Stage 3; DeepSpeed's own.")
     stage3_max_live_parameters: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
     stage3_prefetch_bucket_size: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
@@ -110,7 +118,10 @@ Data = Annotated[
 class Clip(Section):
     kind: Literal["flat", "automatic"] = "flat"
     norm: float = Field(default=1.0, gt=0, description="C: the most that one record moves the sum.")
-    gamma: float = Field(default=0.01, gt=0, description="Automatic clipping scales by C / (norm + gamma).")
+    gamma: float = Field(default=0.01, ge=0, description="Automatic clipping scales by C / (norm + gamma).")
+    groups: Literal["all", "block", "layer"] = Field(
+        default="all", description="What is clipped together; groups have equal shares, whose squares sum to C²."
+    )
 
 
 class ReleasedMetric(Section):
@@ -203,7 +214,15 @@ class Tuning(Section):
 
 class Run(Section):
     engine: Literal["deepspeed"] = "deepspeed"
-    clip_engine: Literal["reference"] = "reference"
+    clip_engine: Literal["book-keeping", "reference", "opacus"] = Field(
+        default="book-keeping", description="The other two hold a gradient per record: for checking small models."
+    )
+    clip_memory: Literal["lean", "fast"] = Field(
+        default="lean", description="fast: small models keep some gradients per record, at up to 1.5 times the memory."
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32", description="Of the products in layers; weights, norms and sums are always fp32."
+    )
     dir: str | None = Field(default=None, description="null: runs/<config name> under the current folder.")
     checkpoint_every: int = Field(default=100, gt=0)
     keep_checkpoints: int = Field(default=2, gt=0)
@@ -211,6 +230,12 @@ class Run(Section):
     keep_key: bool = Field(default=False, description="Keep the run key after the final certificate.")
     tuned_on_private_data: Tuning | None = None
     debug_seed: int | None = Field(default=None, description="Keys from this seed: repeatable, and NOT PRIVATE.")
+
+    @model_validator(mode="after")
+    def _engine_fits(self) -> Run:
+        if self.clip_engine != "book-keeping" and self.precision != "fp32":
+            raise ValueError(f'run.clip_engine = "{self.clip_engine}" works in fp32 alone; set run.precision to "fp32"')
+        return self
 
 
 class Config(Section):
@@ -247,6 +272,8 @@ class Config(Section):
             "model": self.model.model_dump(),
             "phase": own,
             "clip_engine": self.run.clip_engine,
+            "clip_memory": self.run.clip_memory,
+            "precision": self.run.precision,
             "micro_batch": self.train_micro_batch_size_per_gpu,
             "contents": contents,
         }

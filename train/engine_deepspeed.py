@@ -233,6 +233,7 @@ def deepspeed_config(zero: ZeroOptimization, micro_batch: int) -> dict[str, Any]
         **({"gradient_allreduce_op": "sum"} if zero.stage < 3 else {}),
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000_000,
         "zero_optimization": zero.model_dump(exclude_none=True) | (STAGE_3 if zero.stage == 3 else {}),
     }

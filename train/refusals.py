@@ -76,9 +76,9 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         _not(0, 1, 2, 3),
         "DeepSpeed has the stages 0 to 3; use stage 1",
     ),
-    "zero_optimization.offload_optimizer": (
-        _always,
-        "its partial modes step a part of the weights without noise, and no mode of it is proved yet; leave it out",
+    "zero_optimization.offload_optimizer.ratio": (
+        _not(1, 1.0),
+        "DeepSpeed steps the other part by an optimizer of its own, without noise; leave it out",
     ),
     "zero_optimization.offload_param": (
         _always,

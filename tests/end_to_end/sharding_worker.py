@@ -23,7 +23,7 @@ from model.build import build  # noqa: E402
 from model.settings import ModelSettings  # noqa: E402
 from train.clip_bookkeeping import BookKeepingClip  # noqa: E402
 from train.clip_rule import ClipRule  # noqa: E402
-from train.config import ZeroOptimization  # noqa: E402
+from train.config import Offload, ZeroOptimization  # noqa: E402
 from train.engine_deepspeed import DeepSpeedEngine, start_ranks  # noqa: E402
 from train.forward import PrivateForward  # noqa: E402
 from train.gradient import NoisyUpdate  # noqa: E402
@@ -150,11 +150,13 @@ def textbook(kind: str, precision: str) -> dict[str, Tensor]:
     return optimizer.weights
 
 
-def sharded(ranks, stage: int, kind: str, precision: str) -> dict[str, Tensor]:
+def sharded(ranks, stage: int, kind: str, precision: str, offload: bool = False) -> dict[str, Tensor]:
     model = build(SHAPE, "caption")
     optimizer = make_optimizer(OPTIMIZERS[kind], model.named_parameters(), 0.0)
     clip = BookKeepingClip(ClipRule("flat", C, 0.0), precision)  # pyright: ignore[reportArgumentType]
     zero = ZeroOptimization(stage=stage, stage3_param_persistence_threshold=0 if stage == 3 else None)  # pyright: ignore[reportArgumentType]
+    if offload:
+        zero = zero.model_copy(update={"offload_optimizer": Offload()})
     engine = DeepSpeedEngine(PrivateForward(model, clip), optimizer, zero, MICRO_BATCH, ranks)
     for step in STEPS:
         for row in slots(drawn(step), ranks.rank, ranks.world, MICRO_BATCH):
@@ -173,11 +175,14 @@ def main() -> None:
         for kind in OPTIMIZERS:
             expected = textbook(kind, precision) if ranks.main else initial
             moved = sum(float((expected[name] - initial[name]).square().sum()) for name in initial) ** 0.5
-            for stage in (0, 1, 2, 3):
-                found = sharded(ranks, stage, kind, precision)
+            layouts = [(stage, False) for stage in (0, 1, 2, 3)]
+            if "--offload" in sys.argv and kind in ("AdamW", "LAMB") and precision == "fp32":
+                layouts += [(stage, True) for stage in (1, 2, 3)]
+            for stage, offload in layouts:
+                found = sharded(ranks, stage, kind, precision, offload)
                 apart = sum(float((found[name] - expected[name]).square().sum()) for name in initial) ** 0.5
                 results.append({"stage": stage, "optimizer": kind, "precision": precision, "world": ranks.world,
-                                "drift": apart / moved if ranks.main else 0.0})  # fmt: skip
+                                "offload": offload, "drift": apart / moved if ranks.main else 0.0})  # fmt: skip
     if ranks.main:
         counts = [
             [int((slots(drawn(s), r, ranks.world, MICRO_BATCH) >= 0).sum()) for r in range(ranks.world)] for s in STEPS

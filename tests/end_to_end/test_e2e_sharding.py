@@ -18,6 +18,8 @@ MOST = {"AdamW": 1e-6, "SGD": 1e-6, "LAMB": 1e-4, "LARS": 1e-4}
 def launched(world: int) -> dict[str, Any]:
     worker = Path(__file__).with_name("sharding_worker.py")
     command = [str(BIN / "deepspeed"), "--master_port", str(free_port()), "--num_gpus", str(world), str(worker)]
+    if world == 3:  # DeepSpeed compiles an operation for it, about a minute
+        command.append("--offload")
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=2 * TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULTS "))
@@ -31,6 +33,6 @@ def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> 
     assert any(len(set(step)) > 1 for step in counts) or world == 1, "ranks must have had uneven counts"
     assert any(sum(step) == 0 for step in counts), "an empty draw is among the steps"
     results = found["results"]
-    assert len(results) == 4 * 2 * 4 and all(result["world"] == world for result in results)
+    assert len(results) == 4 * 2 * 4 + (2 * 3 if world == 3 else 0) and all(result["world"] == world for result in results)
     for result in results:
         assert result["drift"] <= MOST[result["optimizer"]], result

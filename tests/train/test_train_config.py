@@ -112,8 +112,8 @@ HARMFUL: dict[str, Any] = {
     "csv_monitor": {"enabled": True}, "dump_state": True, "data_efficiency": {"enabled": True},
     "curriculum_learning": {"enabled": True}, "compression_training": {"weight_quantization": {}},
     "elasticity": {"enabled": True}, "zenflow": {}, "zero_optimization.overlap_comm": True,
-    "zero_optimization.round_robin_gradients": True, "zero_optimization.stage": 3,
-    "zero_optimization.offload_optimizer": {"device": "cpu"}, "zero_optimization.offload_param": {"device": "cpu"},
+    "zero_optimization.round_robin_gradients": True, "zero_optimization.stage": 4,
+    "zero_optimization.offload_optimizer.ratio": 0.5, "zero_optimization.offload_param": {"device": "cpu"},
     "zero_optimization.zero_quantized_gradients": True,
 }  # fmt: skip
 
@@ -179,7 +179,7 @@ def test_a_misspelt_key_is_refused_at_every_level(loaded: Callable[..., Config],
 
 def test_a_key_like_no_other_gets_the_known_ones(loaded: Callable[..., Config]) -> None:
     message = refusal(loaded, put("phases.1.privacy.clip.zzz", 1))
-    assert "unknown key 'phases.1.privacy.clip.zzz'; known here: gamma, kind, norm" in message
+    assert "unknown key 'phases.1.privacy.clip.zzz'; known here: gamma, groups, kind, norm" in message
 
 
 FAULTS: list[tuple[str, Any, str]] = [
@@ -189,7 +189,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("phases.1.privacy.expected_batch", 0, "greater than 0"),
     ("phases.1.privacy.noise_multiplier", 0, "greater than or equal to 0.1"),
     ("phases.1.privacy.clip.norm", 0, "greater than 0"),
-    ("phases.1.privacy.clip.gamma", -1, "greater than 0"),
+    ("phases.1.privacy.clip.gamma", -1, "greater than or equal to 0"),
     ("phases.1.privacy.clip.kind", "per-layer", "'flat' or 'automatic'"),
     ("phases.1.steps", 0, "greater than 0"),
     ("phases.1.steps", 1.5, "integer"),
@@ -394,6 +394,8 @@ SHAPES: list[tuple[str, Any]] = [
     ("phases.1.optimizer.params.weight_decay", 0.1), ("phases.1.optimizer.params.eps", 1e-6),
     ("phases.1.data.augment", "center"), ("phases.1.privacy.clip.norm", 2.0),
     ("phases.1.privacy.clip.kind", "automatic"), ("phases.1.privacy.clip.gamma", 0.5),
+    ("phases.1.privacy.clip.groups", "block"), ("run.clip_engine", "reference"), ("run.clip_memory", "fast"),
+    ("run.precision", "bf16"),
     ("phases.1.privacy.expected_batch", 21), ("phases.1.privacy.noise_multiplier", 1.6), ("phases.1.steps", 6),
     ("phases.1.privacy.epsilon", 4.0), ("phases.1.privacy.delta", 1e-5), ("model.width", 32), ("model.init_seed", 1),
     ("model.text_length", 9), ("model.mask_ratio", 0.5), ("train_micro_batch_size_per_gpu", 16),
