@@ -20,7 +20,18 @@ import numpy as np
 
 from data.durable import atomic
 from data.folder_files import ImageFile, Rule, list_images
-from data.index_format import BESIDE, FILES, Kept, Manifest, Place, Shard, mend, read_manifest, write_manifest
+from data.index_format import (
+    BESIDE,
+    FILES,
+    Kept,
+    Manifest,
+    Place,
+    Shard,
+    make_folder,
+    mend,
+    read_manifest,
+    write_manifest,
+)
 from data.tar import ShardError
 
 NAMES, ROWS, DIGESTS = "names.bin", "files.npy", "digests.npy"
@@ -51,7 +62,7 @@ def build_folder(
     rows = np.zeros(len(files), dtype=_ROW)
     rows["end"] = np.cumsum([len(file.name) for file in files])
     rows["size"] = [file.size for file in files]
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     (out / DIGESTS).unlink(missing_ok=True)
     with atomic(out / NAMES) as file:
         file.write(b"".join(image.name for image in files))

@@ -23,7 +23,7 @@ import numpy as np
 
 from data.durable import atomic
 from data.energon import check_sidecar, sidecar, trusted_scan, write_sidecar
-from data.index_format import OFFSETS, SHARDS, Place, Shard, same_content, write_manifest
+from data.index_format import OFFSETS, SHARDS, Place, Shard, make_folder, same_content, write_manifest
 from data.index_known import STAMPS, Known, Noted, WorkArea
 from data.index_scan import check_stats, scan
 from data.tar import ShardError
@@ -48,7 +48,7 @@ def write_index(root: Place, names: Sequence[str], target: Path, wanted: Wanted,
     """Index `root`/`names` in this order into `target`; returns how many shards had to be scanned."""
     if wanted.write_sidecars and not isinstance(root, Path):
         raise ShardError(f"{root}: sidecars cannot be written beside remote shards; leave --energon out")
-    target.mkdir(parents=True, exist_ok=True)
+    make_folder(target)
     with _only_one(target):
         work = WorkArea(target / WORK, root)
         if wanted.rescan:

@@ -104,6 +104,14 @@ def find(folder: str | os.PathLike[str]) -> Path:
     return next((each for each in (target, target / FOLDER, beside) if (each / MANIFEST).is_file()), target)
 
 
+def make_folder(target: Path) -> None:
+    """Data often lie where nobody may write."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ShardError(f"{target}: cannot be written ({error.strerror}); name another folder with --out") from error
+
+
 def mend(folder: str | os.PathLike[str]) -> str:
     return f"build it with: python launch/prepare.py index {folder}"
 

@@ -257,3 +257,9 @@ def test_missing_and_empty_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="no record"):
         build(tmp_path)
     assert not list(tmp_path.rglob("manifest.json")) + list(tmp_path.rglob("offsets.npy"))
+
+
+def test_a_place_that_cannot_be_written_is_named_with_the_mend(small_set: ShardIndex, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ShardError, match=r"file/index: cannot be written .*--out"):
+        build(small_set.folder.parent, tmp_path / "file" / "index")
