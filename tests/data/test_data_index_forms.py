@@ -6,12 +6,14 @@ import json
 import random
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import webdataset
 
 from data.index import ShardError, ShardIndex, Wanted, build, shared_shard
+from data.index_format import FILES, SHARDS, Shard, digest_of
 from data.index_scan import scan
 from data.shards import LocalFiles, ShardReader
 
@@ -142,6 +144,15 @@ def test_shared_shards_are_found_whatever_their_name(
     trusted = build(other, tmp_path / "trusted", wanted=Wanted(trust_sidecars=True))
     found = shared_shard(small_set.shards, trusted.shards)
     assert found is not None and found.name == "b.tar" and not found.sha256
+
+
+def test_the_digest_covers_everything_but_the_etag() -> None:
+    shard = Shard("a.tar", 3, 10_240, "1" * 64, "2" * 64, "etag")
+    other = {"name": "b.tar", "records": 4, "bytes": 20_480, "sha256": "", "offsets_sha256": "3" * 64}
+    digests = {digest_of(SHARDS, [replace(shard, **{field: value})]) for field, value in other.items()}
+    digests |= {digest_of(kind, shards) for kind in (SHARDS, FILES) for shards in ([shard], [shard, shard])}
+    assert len(digests) == len(other) + 4
+    assert digest_of(SHARDS, [replace(shard, etag="")]) == digest_of(SHARDS, [shard])
 
 
 def test_an_index_of_an_older_format_is_refused_and_replaced(small_set: ShardIndex) -> None:
