@@ -1,0 +1,132 @@
+"""Rate of noise, in elements per second of one core, and what drawing it ahead costs the training beside it.
+
+    OMP_NUM_THREADS=1 python benchmarks/noise.py [--elements N] [--rounds N] [--json FILE]
+
+Options are timed in turn, round after round, by the processor time of the thread that draws; medians are reported.
+`libm` draws the same numbers by numpy's log, sin and cos, as a plain program would. `ahead` runs matrix products with
+and without a thread that draws beside them, in turn, and needs a second free core to mean anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from train.gradient import Fragment
+from train.noise import NoiseMechanism
+from train.noise_ahead import NoiseAhead
+from train.noise_philox import PhiloxNoise
+
+KEY = bytes(range(32))
+
+
+def draw_with_libm(elements: int) -> np.ndarray:
+    stream = Cipher(algorithms.AES256(KEY), modes.CTR(bytes(16))).encryptor()
+    out = np.empty(elements, np.float32)
+    for begin in range(0, elements, 1 << 19):
+        count = min(1 << 18, (elements - begin) // 2)
+        words = np.frombuffer(stream.update(bytes(16 * count)), "<u8").reshape(count, 2)
+        radius = np.sqrt(-2.0 * np.log((words[:, 0].astype(np.float64) + 1.0) * 2.0**-64))
+        angle = words[:, 1].astype(np.float64) * (2.0 * np.pi * 2.0**-64)
+        piece = out[begin : begin + 2 * count]
+        piece[::2], piece[1::2] = radius * np.cos(angle), radius * np.sin(angle)
+    return out
+
+
+def options(elements: int) -> dict[str, Callable[[], object]]:
+    aes, philox = NoiseMechanism(KEY, 1.0, 1.0), PhiloxNoise(KEY, 1.0, 1.0)
+    normal = torch.empty(elements)
+    zeros, words = bytes(1 << 18), bytearray((1 << 18) + 16)
+    cipher = Cipher(algorithms.AES256(KEY), modes.CTR(bytes(16))).encryptor()
+    small = [Fragment(str(i), i, 0, 192, 192 * i) for i in range(elements // 192)]
+    return {
+        "aes_float32": lambda: aes.draw(1, 0, 0, elements),
+        "aes_float64": lambda: aes.draw(1, 0, 0, elements, np.float64),
+        "aes_float32_tensors_of_192": lambda: [aes.draw(1, f.parameter, 0, f.length) for f in small],
+        "aes_libm": lambda: draw_with_libm(elements),
+        "keystream_alone": lambda: [cipher.update_into(zeros, words) for _ in range(elements // (1 << 15))],
+        "philox_on_cpu": lambda: philox.draw(1, 0, 0, elements),
+        "torch_normal_seeded": lambda: normal.normal_(),
+    }
+
+
+def rates(elements: int, rounds: int) -> dict[str, float]:
+    acts = options(elements)
+    seconds: dict[str, list[float]] = {name: [] for name in acts}
+    for _ in range(rounds):
+        for name, act in acts.items():
+            began = time.thread_time()
+            act()
+            seconds[name].append(time.thread_time() - began)
+    return {name: elements / statistics.median(found) for name, found in seconds.items()}
+
+
+def beside_training(elements: int, rounds: int) -> dict[str, float]:
+    """A stand-in for a logical step: products for about twice as long as the noise takes."""
+    fragments = [Fragment("w", 0, 0, elements, 0)]
+    noise, ahead = NoiseMechanism(KEY, 1.0, 1.0), NoiseAhead(NoiseMechanism(KEY, 1.0, 1.0), fragments)
+    left, right = torch.randn(384, 384), torch.randn(384, 384)
+    began = time.monotonic()
+    noise.draw(1, 0, 0, elements, np.float64)
+    patience = 2 * (time.monotonic() - began)
+    products = 0
+    while time.monotonic() - began < 2 * patience:
+        left @ right
+        products += 1
+
+    def logical_step(step: int, source: NoiseMechanism | NoiseAhead | None) -> float:
+        begun = time.monotonic()
+        if isinstance(source, NoiseAhead):
+            source.prepare(step)
+        for _ in range(products):
+            left @ right
+        if source is not None:
+            for _ in source.pieces(step, fragments, torch.device("cpu")):
+                pass
+        return time.monotonic() - begun
+
+    found: dict[str, list[float]] = {"without": [], "drawn_when_asked": [], "drawn_ahead": []}
+    for step in range(1, rounds + 1):
+        for name, source in zip(found, (None, noise, ahead), strict=True):
+            found[name].append(logical_step(step, source))
+    ahead.close()
+    without = statistics.median(found.pop("without"))
+    return {f"{name}_over_without": statistics.median(times) / without for name, times in found.items()}
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--elements", type=int, default=1 << 22)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="write the report here as well")
+    chosen = parser.parse_args(given)
+    torch.set_num_threads(1)
+    report = {
+        "command": "OMP_NUM_THREADS=1 python benchmarks/noise.py " + " ".join(given or sys.argv[1:]),
+        "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "load_before": os.getloadavg()[0], "elements": chosen.elements, "rounds": chosen.rounds,
+        "elements_per_second_per_core": rates(chosen.elements, chosen.rounds),
+        "step_time": beside_training(chosen.elements, chosen.rounds),
+    }  # fmt: skip
+    text = json.dumps(report, indent=2)
+    if chosen.json is not None:
+        chosen.json.write_text(text + "\n")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
