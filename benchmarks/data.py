@@ -1,0 +1,235 @@
+"""The data plane against plain webdataset streaming, its parts, and ranges over a slow network.
+
+python benchmarks/data.py --quick --out benchmarks/results/data.json
+
+Ours and webdataset read the same shards, make the same pictures with as many worker processes, and take turns
+within one process; only ratios of medians mean anything where other programs share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)  # not this folder: its data.py would hide the package `data`
+
+import numpy as np  # noqa: E402
+import psutil  # noqa: E402
+import torch  # noqa: E402
+import webdataset  # noqa: E402
+from PIL import Image  # noqa: E402
+from webdataset.writer import TarWriter  # noqa: E402
+
+from data.batches import IMAGENET_MEAN, IMAGENET_STD, BatchReader, DataSpec  # noqa: E402
+from data.index import ShardIndex, build  # noqa: E402
+from data.loader import Loader  # noqa: E402
+from data.picture import PictureMaker  # noqa: E402
+from data.sampler import LANES, PoissonSampler  # noqa: E402
+from data.shards import Reading, ShardReader, open_source  # noqa: E402
+
+KEY, SIDE, BATCH = b"k" * 32, 224, 64
+PICTURES = PictureMaker(SIDE, "random_resized_crop", KEY)
+WAITING = 6  # batches that either loader may have had ready when its turn began; they are not counted
+
+
+def make_shards(folder: Path, shards: int, records: int) -> ShardIndex:
+    """img2dataset's layout: 256 px JPEGs of about 30 kB, caption and json; webdataset's writer."""
+    rng = np.random.default_rng(0)
+    pictures = []
+    for _ in range(200):
+        coarse = Image.fromarray(rng.integers(0, 256, (24, 24, 3), dtype=np.uint8)).resize((256, 256), Image.BICUBIC)
+        noisy = np.clip(np.asarray(coarse).astype(int) + rng.normal(0, 6, (256, 256, 3)), 0, 255).astype(np.uint8)
+        out = io.BytesIO()
+        Image.fromarray(noisy).save(out, "JPEG", quality=95)
+        pictures.append(out.getvalue())
+    for shard in range(shards):
+        with TarWriter(str(folder / f"{shard:06d}.tar"), encoder=False) as writer:
+            for record in range(records):
+                key = f"{shard:06d}{record:04d}"
+                about = json.dumps({"key": key, "status": "success", "width": 256, "height": 256}).encode()
+                picture = pictures[(shard * records + record) % len(pictures)]
+                writer.write({"__key__": key, "jpg": picture, "txt": f"picture {key}".encode(), "json": about})
+    return build(folder)
+
+
+def streamed(index: ShardIndex, workers: int) -> Iterator[int]:
+    """webdataset as its documentation has it; yields batch sizes for ever."""
+    urls = [str(index.place(number)) for number in range(len(index.shards))]
+
+    def make(sample: dict[str, Any]) -> np.ndarray:
+        return PICTURES.make(sample["jpg"], 0, int(sample["__key__"]))
+
+    dataset = webdataset.WebDataset(urls, shardshuffle=100, seed=1).shuffle(1000).map(make).repeat()
+    batches = torch.utils.data.DataLoader(dataset, BATCH, num_workers=workers, collate_fn=np.stack)
+    scale, shift = 1 / (255 * np.array(IMAGENET_STD)), -np.array(IMAGENET_MEAN) / np.array(IMAGENET_STD)
+    scale, shift = (each.astype(np.float32).reshape(3, 1, 1) for each in (scale, shift))
+    for pixels in batches:
+        images = np.empty((len(pixels), 3, SIDE, SIDE), np.float32)
+        for image, picture in zip(images, pixels, strict=True):  # as ours does it
+            np.multiply(picture.transpose(2, 0, 1), scale, out=image, dtype=np.float32)
+            image += shift
+        yield len(torch.from_numpy(images))
+
+
+def sampled(index: ShardIndex, workers: int, reader: BatchReader, rate: float) -> Iterator[int]:
+    """Poisson draws at random places of all shards."""
+    sampler = PoissonSampler(KEY, KEY, index.records, round(rate * LANES))
+    loader = Loader(reader, sampler, 0, 1, BATCH, last=10**9)
+    for step in range(1, 10**9):
+        for batch in loader.step(step)[1]:
+            yield int(batch.present.sum())
+
+
+def cpu_seconds() -> float:
+    own = psutil.Process()
+    times = [process.cpu_times() for process in [own, *own.children(recursive=True)]]
+    return sum(each.user + each.system for each in times)
+
+
+def one_turn(batches: Iterator[int], records: int) -> tuple[float, float]:
+    """Records per second, and CPU milliseconds per record (workers included)."""
+    for _ in range(WAITING):
+        next(batches)
+    began, burnt, done = time.perf_counter(), cpu_seconds(), 0
+    while done < records:
+        done += next(batches)
+    return done / (time.perf_counter() - began), 1000 * (cpu_seconds() - burnt) / done
+
+
+def compare(index: ShardIndex, workers: int, turns: int, records: int) -> dict[str, Any]:
+    streaming = streamed(index, workers)
+    one_turn(streaming, BATCH)  # its workers are forked before ours start any thread
+    reader = BatchReader(index, DataSpec(SIDE, "random_resized_crop"), augment_key=KEY,
+                         reading=Reading(workers=workers, in_flight=workers + 2))  # fmt: skip
+    poisson = sampled(index, workers, reader, 0.25)
+    one_turn(poisson, BATCH)
+    found: dict[str, list[tuple[float, float]]] = {"ours": [], "webdataset": []}
+    for _ in range(turns):
+        found["webdataset"].append(one_turn(streaming, records))
+        found["ours"].append(one_turn(poisson, records))
+    ratios = [ours[0] / theirs[0] for ours, theirs in zip(found["ours"], found["webdataset"], strict=True)]
+    cpu = {name: statistics.median(turn[1] for turn in each) for name, each in found.items()}
+    reader.close()
+    return {
+        "workers": workers,
+        "samples_per_second": {name: statistics.median(turn[0] for turn in each) for name, each in found.items()},
+        "cpu_ms_per_sample": cpu,
+        "ratio_of_throughput": statistics.median(ratios),
+        "ratio_of_cpu": cpu["webdataset"] / cpu["ours"],
+        "all_ratios": ratios,
+    }
+
+
+def per_record(act: Callable[[int], Any], records: list[int], clock: Callable[[], float]) -> float:
+    """Milliseconds per record of this thread."""
+    began = clock()
+    for record in records:
+        act(record)
+    return 1000 * (clock() - began) / len(records)
+
+
+def io_share(index: ShardIndex, count: int) -> dict[str, float]:
+    """What reading costs beside making the picture; cold means that the page cache was told to forget."""
+    rng = np.random.default_rng(1)
+    records = rng.choice(index.records, count, replace=False).tolist()
+    reader = ShardReader(index)
+    pictures = {record: reader.read(record)["jpg"] for record in records}
+    make = per_record(lambda record: PICTURES.make(pictures[record], 0, record), records, time.thread_time)
+    read = per_record(reader.read, records, time.thread_time)
+    for number in range(len(index.shards)):
+        descriptor = os.open(index.place(number), os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    cold = per_record(ShardReader(index).read, records, time.perf_counter)
+    return {"read_cpu_ms": read, "picture_cpu_ms": make, "cpu_share": read / (read + make), "read_cold_wall_ms": cold}
+
+
+def draw_cost(records: int, draws: int) -> dict[str, float]:
+    sampler = PoissonSampler(KEY, KEY, records, round(1_310_720 / 233_804_767 * LANES))
+    times = []
+    for step in range(draws):
+        began = time.process_time()
+        sampler.draw(step)
+        times.append(time.process_time() - began)
+    seconds = statistics.median(times)
+    return {"records": records, "cpu_seconds": seconds, "cpu_seconds_per_1e8": seconds * 1e8 / records}
+
+
+def ranges(folder: Path, latency: float, count: int) -> dict[str, Any]:
+    """Records per second over HTTP from a server process with injected latency."""
+    server = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "data" / "range_server.py"), str(folder), "--latency", str(latency)],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        index = build([f"{url}/{path.name}" for path in sorted(folder.glob("*.tar"))], folder / "remote")
+        reader = ShardReader(index, open_source(index, Reading()))
+        found: dict[str, Any] = {"latency_ms": 1000 * latency}
+        rng = np.random.default_rng(2)
+        for in_flight in (1, 16, 64):
+            chosen = rng.choice(index.records, min(count, 12 * in_flight + 40), replace=False).tolist()
+            with ThreadPoolExecutor(in_flight) as threads:
+                list(threads.map(reader.read, chosen[:in_flight]))
+                rates = []
+                for _ in range(3):
+                    began, burnt = time.perf_counter(), time.process_time()
+                    list(threads.map(reader.read, chosen))
+                    rates.append((len(chosen) / (time.perf_counter() - began), time.process_time() - burnt))
+            found[f"in_flight_{in_flight}"] = {
+                "records_per_second": statistics.median(rate for rate, _ in rates),
+                "client_cpu_ms": 1000 * statistics.median(burnt for _, burnt in rates) / len(chosen),
+            }
+        return found
+    finally:
+        server.kill()
+        server.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="under three minutes")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    quick = arguments.quick
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        index = make_shards(folder, 4, 500 if quick else 5000)
+        steps: dict[str, Callable[[], Any]] = {
+            "loader": partial(compare, index, arguments.workers, 5 if quick else 9, 384 if quick else 2000),
+            "io": partial(io_share, index, 300 if quick else 2000),
+            "draw": partial(draw_cost, 100_000_000 if quick else 233_804_767, 3),
+            "http_ranges": partial(ranges, folder, 0.025, 800),
+        }
+        found: dict[str, Any] = {"command": f"python benchmarks/data.py{' --quick' if quick else ''}"}
+        found["machine"] = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+        found["load_average_before"] = os.getloadavg()[0]
+        for name, act in steps.items():
+            found[name] = act()
+            print(f"{name:12s} {json.dumps(found[name])}", flush=True)
+    loader = found["loader"]
+    print(f"\nthroughput against webdataset: {loader['ratio_of_throughput']:.2f}   CPU: {loader['ratio_of_cpu']:.2f}")
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
