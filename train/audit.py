@@ -38,7 +38,7 @@ from train.audit_checks import Check, check_divisor, check_sampling
 from train.audit_plan import AuditPlan
 from train.audit_record import Sightings, WatchedEngine
 from train.audit_report import AuditReport
-from train.clip_reference import ReferenceClip
+from train.clip_engines import make_clip
 from train.config import Config
 from train.engine_deepspeed import DeepSpeedEngine
 from train.forward import PrivateForward
@@ -82,7 +82,7 @@ class _Audit:
         included: np.ndarray = ranks.on_main(lambda: toss(options.canaries))
         model = build(phase.shape, self.settings.objective)
         clip = CanaryClip(
-            ReferenceClip(self.planned.rule),
+            make_clip(self.config.run, self.planned.rule),
             Coordinates.choose(model, options.canaries),
         )
         real_engine = DeepSpeedEngine(

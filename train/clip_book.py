@@ -23,12 +23,15 @@ SMALLEST, LARGEST = 1e-24, 1e24
 
 class Book:
     """`group_of` says which parameters are clipped together; `hold` how large a gradient per record may be, beside
-    the activations that it replaces, to be kept instead of them."""
+    the activations that it replaces, to be kept instead of them; `rounded`, that operands are in half precision."""
 
-    def __init__(self, group_of: Mapping[str, int], records: int, hold: float, device: torch.device) -> None:
+    def __init__(
+        self, group_of: Mapping[str, int], records: int, hold: float, rounded: bool, device: torch.device
+    ) -> None:
         self._group_of, self._hold = group_of, hold
         self._pieces: dict[str, list[Piece]] = {}
         self._measured: set[str] = set()
+        self._rounded = rounded
         shape = (max(group_of.values()) + 1, records)
         self._squares = torch.zeros(shape, dtype=torch.float64, device=device)
         self._doubts = torch.zeros_like(self._squares)
@@ -65,7 +68,7 @@ class Book:
         if bool(doubtful.any()):
             rows = doubtful.nonzero().squeeze(1)
             self._squares[:, rows] = self._exact(rows)
-        return self._squares.sqrt()
+        return (self._squares + self._doubts if self._rounded else self._squares).sqrt()
 
     def _exact(self, rows: Tensor) -> Tensor:
         """Written out, in fp64."""

@@ -8,7 +8,6 @@ an ordinary weight gradient. No second forward, and no gradient per record in me
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -23,21 +22,19 @@ from train.clip_layer_rules import LAYER_RULES
 from train.clip_pieces import Weights
 from train.clip_rule import ClipError, ClipRule
 from train.clip_watch import Watch
+from train.precision import LOSS_SCALE, Precision, autocast
 from train.sums import GradientSums
 
-Precision = Literal["fp32", "bf16", "fp16"]
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# A power of two, so that it is taken out of the norms without rounding.
-FP16_LOSS_SCALE = 2.0**12
+# Largest gradient per record that is kept, in units of the activations and output gradients that it replaces. At 1
+# that costs no memory.
+HOLD: dict[Literal["lean", "fast"], float] = {"lean": 1.0, "fast": 1.6}
 
 
 class BookKeepingClip:
-    """`hold`: a weight whose gradient per record has at most this many times the elements of its activations and
-    output gradients is kept in that form; 0 never, 1 costs no memory, 1.6 is faster for small models."""
-
-    def __init__(self, rule: ClipRule, precision: Precision = "fp32", hold: float = 1.0) -> None:
-        self.rule, self.precision, self.hold = rule, precision, hold
-        self._scale = FP16_LOSS_SCALE if precision == "fp16" else 1.0
+    def __init__(self, rule: ClipRule, precision: Precision = "fp32", hold: float = HOLD["lean"]) -> None:
+        self.rule, self.hold = rule, hold
+        self.precision: Precision = precision
+        self._scale = LOSS_SCALE[precision]
         self._checked = False
 
     def prepare(self, model: nn.Module) -> None:
@@ -55,7 +52,7 @@ class BookKeepingClip:
     ) -> Clipped:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         group_of = groups_of(parameters, self.rule.grouping)
-        book = Book(group_of, len(present), self.hold, present.device)
+        book = Book(group_of, len(present), self.hold, self.precision != "fp32", present.device)
         watch = Watch(
             parameters,
             model.buffers(),
@@ -78,7 +75,7 @@ class BookKeepingClip:
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], watch: Watch) -> Tensor:
         """Losses [B]; afterwards the book holds the pieces of every trainable parameter."""
-        with watch, torch.enable_grad(), self._autocast(watch.anchor.device):
+        with watch, torch.enable_grad(), autocast(self.precision, watch.anchor.device):
             losses = model(inputs)
         if losses.shape != (watch.records,):
             raise ClipError(
@@ -93,11 +90,6 @@ class BookKeepingClip:
             seed = torch.full_like(losses, self._scale)
             _engine_run_backward((losses,), (seed,), False, False, (watch.anchor,), True, accumulate_grad=True)
         return losses
-
-    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(device.type, AUTOCAST[self.precision], cache_enabled=False)
 
 
 def _refuse_unseen(watch: Watch, losses: Tensor) -> None:

@@ -60,7 +60,7 @@ def _product(watch: Watch, x: Tensor, weight: Tensor, bias: Tensor | None, *, fl
         right, left = rows(watch, activation), rows(watch, gradient)
         pieces: list[Piece] = source.outer(right, left) if flipped else source.outer(left, right)
         if offset is not None:
-            pieces += offset.whole(left.sum(1, dtype=wide(left.dtype)))
+            pieces += offset.whole(over_tokens(left))
         watch.report(pieces)
 
     value = source.value.detach().t() if flipped else source.value
@@ -85,7 +85,7 @@ def layer_norm(
         pieces: list[Piece] = []
         parts = gradient.reshape(watch.records, -1, *shape)
         if shift is not None:
-            pieces += shift.whole(parts.sum(1))
+            pieces += shift.whole(over_tokens(parts))
         if scale is not None:
             pieces += scale.whole(normal.mul_(gradient).reshape(watch.records, -1, *shape).sum(1))
         watch.report(pieces)
@@ -208,6 +208,11 @@ def attention(watch: Watch, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor |
 def rows(watch: Watch, x: Tensor) -> Tensor:
     """[B·m, …, d] -> [B, T, d]"""
     return x.reshape(watch.records, -1, x.shape[-1])
+
+
+def over_tokens(x: Tensor) -> Tensor:
+    """[B, T, …] -> [B, …], added up in fp32 or better; one token is its own sum."""
+    return x.squeeze(1) if x.shape[1] == 1 else x.sum(1, dtype=wide(x.dtype))
 
 
 def _source(watch: Watch, tensor: Tensor | None) -> Source | None:

@@ -22,6 +22,9 @@ STRIPS_FROM, STRIPS = 96, 4
 STRIP_SHARE = 0.5 + 0.5 / STRIPS
 # Rounding errors of products are independent: the error of a dot product of n terms is within 4·√n·u of its size.
 DEVIATIONS = 4.0
+# In half precision the weighted operand is rounded again, by up to 2⁻⁹ of each element: twice that, squared. What it
+# adds to a squared norm counts as part of the norm, since where tokens cancel it may outgrow it.
+ROUNDED_OPERAND = 2.0**-16
 
 
 class Squares(NamedTuple):
@@ -80,7 +83,11 @@ def _written_out(pieces: list[Piece]) -> Squares:
             total = total + piece.instances(rows, dtype)
         parts.append(squared(total))
     square = torch.cat(parts)
-    return Squares(square, torch.zeros_like(square))
+    doubt = torch.zeros_like(square)
+    for piece in pieces:
+        if isinstance(piece, Outer) and piece.dtype.itemsize < 4:
+            doubt += _unit(piece) * _spread(piece)
+    return Squares(square, doubt)
 
 
 def _own(piece: Outer) -> Squares:
@@ -98,8 +105,8 @@ def _own(piece: Outer) -> Squares:
 
 
 def _one_token(piece: Outer, left: Tensor, right: Tensor) -> Squares:
-    right_sizes = right.square().sum(-1)
-    left_sizes = torch.ones_like(right_sizes) if piece.sparse else left.square().sum(-1)
+    right_sizes = torch.linalg.vector_norm(right, dim=-1).square()
+    left_sizes = torch.ones_like(right_sizes) if piece.sparse else torch.linalg.vector_norm(left, dim=-1).square()
     return Squares((left_sizes.double() * right_sizes.double()).squeeze(1), _doubt(piece, left_sizes, right_sizes))
 
 
@@ -154,9 +161,17 @@ def _doubt(piece: Outer, left_sizes: Tensor, right_sizes: Tensor) -> Tensor:
     return _unit(piece) * spread + lost
 
 
+def _spread(piece: Outer) -> Tensor:
+    sizes = torch.linalg.vector_norm(piece.right, dim=-1, dtype=torch.float32)
+    if not piece.sparse:
+        sizes = sizes * torch.linalg.vector_norm(piece.left, dim=-1, dtype=torch.float32)
+    return sizes.double().square().sum(1)
+
+
 def _unit(piece: Outer) -> float:
     width = piece.columns + (1 if piece.sparse else piece.rows)
-    return DEVIATIONS * width**0.5 * torch.finfo(wide(piece.right.dtype)).eps / 2
+    own = DEVIATIONS * width**0.5 * torch.finfo(wide(piece.right.dtype)).eps / 2
+    return max(own, ROUNDED_OPERAND) if piece.dtype.itemsize < 4 else own
 
 
 def _diagonal(matrices: Tensor) -> Tensor:

@@ -39,10 +39,12 @@ class Weights:
     keep: Tensor | None
 
     def apply(self, value: Tensor) -> Tensor:
-        """`value` [B, …] with every record scaled by its factor: in fp32 or better, rounded once to its own type."""
-        shape = (len(value), *[1] * (value.dim() - 1))
-        scaled = (self.mask(value) * self.factors.view(shape)).to(value.dtype)
-        return scaled
+        """`value` [B, …] with every record scaled by its factor: in fp32 or better, rounded once to its own type.
+
+        Not to fp16, in which small numbers would vanish.
+        """
+        scaled = self.mask(value) * self.factors.view(len(value), *[1] * (value.dim() - 1))
+        return scaled if value.dtype == torch.float16 else scaled.to(value.dtype)
 
     def mask(self, value: Tensor) -> Tensor:
         if self.keep is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from accounting.facts import ClippingFact
 from accounting.plan import PrivacyPlan
 from train.clip_groups import Grouping
+from train.precision import Precision
 
 UNIT_ROUNDOFF = 2.0**-24
 # Norms add squares in fp32 along rows of at most this many elements, which is a relative error below 9.8e-4, and
@@ -19,6 +20,9 @@ UNIT_ROUNDOFF = 2.0**-24
 LONGEST_ROW = 1 << 15
 FACTOR_ROUNDING = 1e-3
 MOST_ALLOWANCE = 0.05
+# In bf16 the operand that carries the factor is rounded once: each of its elements grows by at most this much. In fp16
+# it stays in fp32, since fp16 would lose small ones.
+OPERAND_ROUNDING: dict[Precision, float] = {"fp32": 0.0, "bf16": 2.0**-9, "fp16": 0.0}
 # The smallest normal fp32 number times this is still far below any C.
 MOST_LIFT = 1e30
 
@@ -53,15 +57,18 @@ class ClipRule:
     grouping: Grouping = "all"
 
     @staticmethod
-    def of(plan: PrivacyPlan, kind: Literal["flat", "automatic"], gamma: float, micro_batch: int) -> ClipRule:
+    def of(
+        plan: PrivacyPlan, kind: Literal["flat", "automatic"], gamma: float, micro_batch: int,
+        grouping: Grouping = "all", precision: Precision = "fp32",
+    ) -> ClipRule:  # fmt: skip
         """C is lowered by the allowance, so that bound and rounding together stay within C."""
-        allowance = rounding_allowance(micro_batch)
+        allowance = rounding_allowance(micro_batch) + OPERAND_ROUNDING[precision]
         if allowance > MOST_ALLOWANCE:
             raise ClipError(
                 f"the fp32 sum of {micro_batch} records may err by {allowance:.2f}·C, more than the "
                 f"{MOST_ALLOWANCE}·C by which C can be lowered; use a smaller train_micro_batch_size_per_gpu"
             )
-        return ClipRule(kind, plan.clip_norm / (1 + allowance), allowance, gamma)
+        return ClipRule(kind, plan.clip_norm / (1 + allowance), allowance, gamma, grouping)
 
     @property
     def sensitivity(self) -> float:

@@ -72,7 +72,7 @@ def _memory(config: Config, phase: Phase, trainable: int) -> str:
     fixed = 8 * trainable / GIB
     split = (12 if config.zero_optimization.stage else 8) * trainable / GIB
     text = f"{fixed:.2f} GiB + {split:.2f} GiB/N for weights, gradients and optimizer"
-    if phase.privacy is not None and config.run.clip_engine == "reference":
+    if phase.privacy is not None and config.run.clip_engine != "book-keeping":
         per_record: Any = 4 * trainable * config.train_micro_batch_size_per_gpu / GIB
         text += f" + {per_record:.2f} GiB for per-record gradients"
     return text

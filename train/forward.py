@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from train.clip import ClipEngine, Clipped
 from train.handover import Handover
+from train.precision import Precision, autocast
 from train.sums import ExactSums
 
 
@@ -39,14 +40,16 @@ class PrivateForward(nn.Module):
 class PlainForward(nn.Module):
     """Of a non-private phase: the sum of the losses of the records that are present."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, precision: Precision = "fp32") -> None:
         super().__init__()
         self.model = model
+        self.precision: Precision = precision
         self.shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
         self.observed: Tensor | None = None
 
     def forward(self, inputs: dict[str, Tensor], present: Tensor) -> Tensor:
-        losses = self.model(inputs)
+        with autocast(self.precision, present.device):
+            losses = self.model(inputs)
         kept = torch.where(present, losses, torch.zeros_like(losses))
         self.observed = kept.detach()
         return kept.sum()

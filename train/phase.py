@@ -21,7 +21,7 @@ from data.sampler import PoissonSampler
 from model.build import build, take_encoder
 from train.board import Board, Pace
 from train.checkpoint import Checkpoints, Loaded
-from train.clip_reference import ReferenceClip
+from train.clip_engines import make_clip
 from train.config import Config
 from train.engine_deepspeed import DeepSpeedEngine
 from train.forward import PlainForward, PrivateForward
@@ -77,9 +77,9 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     replicated = config.zero_optimization.stage == 0
     clip = None
     if plan is not None and settings.privacy is not None:
-        clip = ReferenceClip(clip_rule(settings.privacy, plan, micro_batch))
+        clip = make_clip(config.run, clip_rule(settings.privacy, plan, micro_batch, config.run.precision))
     engine = DeepSpeedEngine(
-        PrivateForward(model, clip) if clip else PlainForward(model),
+        PrivateForward(model, clip) if clip else PlainForward(model, config.run.precision),
         make_optimizer(settings.optimizer, model.named_parameters(), plan.noise_std / plan.divisor if plan else 0.0),
         config.zero_optimization,
         micro_batch,
