@@ -28,6 +28,7 @@ CAPTIONS = (
     "日本語のキャプション 中文字 мир नमस्ते",
     "😀🎉 family 👨‍👩‍👧‍👦 flag 🇫🇷 ❤️",
     "&lt;b&gt; fish &amp;amp; chips &eacute;",
+    "a <i> &amp;amp; b &amp;lt; c",
     "schÃ¶n â€œquotedâ€\x9d mojibake",
     "  much \t white\n space\u00a0here ",
     "http://example.com/a?b=1&c=2 #tag @user 50% ½ Ⅻ ©®™",

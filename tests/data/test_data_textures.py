@@ -29,7 +29,7 @@ from data.spectrum import noise_field, spectrum
 from data.synthetic import SyntheticIndex
 from data.synthetic_shards import Request, make
 from data.tar import ShardError
-from data.textures import textures
+from data.textures import _batch, textures
 from launch import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,6 +85,14 @@ def test_a_record_is_a_pure_function_of_seed_and_number(kind) -> None:
     finally:
         torch.set_num_threads(threads)
     assert not torch.equal(textures(kind, 4, [7], side)[0], together[7])
+
+
+@pytest.mark.parametrize("kind", TEXTURES)
+def test_a_batch_as_a_gpu_makes_it_holds_the_same_records(kind) -> None:
+    """The path of a GPU on the CPU: whole batches at a time, equal up to rounding."""
+    batch = _batch(kind, 2, range(9, 21), 32, torch.device("cpu"))
+    alone = textures(kind, 2, range(9, 21), 32)
+    assert (batch.int() - alone.int()).abs().float().mean() < 0.01
 
 
 @pytest.mark.parametrize("kind", TEXTURES)
