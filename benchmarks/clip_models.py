@@ -39,6 +39,8 @@ class Workload:
     # Whole logical steps: of so many micro-batches of this size (0: as above).
     logical: tuple[int, ...] = (2, 8)
     logical_micro_batch: int = 0
+    # Engines that are of interest for this model alone.
+    also: tuple[str, ...] = ()
 
     def model(self, device: torch.device) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -103,7 +105,9 @@ def classifier(about: str, micro_batch: int, name: str, side: int, **overrides: 
     def inputs(count: int, draw: torch.Generator) -> Inputs:
         return {"images": images(count, side, draw), "label": labels(count, CLASSES, draw)}
 
-    return Workload(about, lambda: Classifier(name, img_size=side, **overrides), inputs, micro_batch)
+    return Workload(
+        about, lambda: Classifier(name, img_size=side, **overrides), inputs, micro_batch, also=("ours_faster",)
+    )
 
 
 def last_layer(micro_batch: int, width: int = 768, classes: int = CLASSES, repeat: int = 20) -> Workload:

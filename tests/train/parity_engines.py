@@ -5,27 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import brute_force
-import pytest
 import torch
 from torch import Tensor, nn
 
 from model.attention import use_fused
 from train.clip import ClipEngine, Clipped
+from train.clip_bookkeeping import BookKeepingClip
+from train.clip_reference import ReferenceClip
 from train.clip_rule import ClipRule
+from train.precision import Precision
 from train.sums import Float32Sums
 
 ENGINES = ("reference", "book-keeping")
 Batch = tuple[Mapping[str, Tensor], Tensor]
 
 
-def prepared(name: str, rule: ClipRule, model: nn.Module) -> ClipEngine:
+def prepared(name: str, rule: ClipRule, model: nn.Module, precision: Precision = "fp32") -> ClipEngine:
     if name == "reference":
-        from train.clip_reference import ReferenceClip
-
         clip: ClipEngine = ReferenceClip(rule)
     else:
-        module = pytest.importorskip("train.clip_bookkeeping", exc_type=ModuleNotFoundError)
-        clip = module.BookKeepingClip(rule)
+        clip = BookKeepingClip(rule, precision)
     clip.prepare(model)
     # timm's attention knows its switch; PyTorch's own has none and takes the written-out kernel under vmap by itself.
     use_fused(model, name != "reference")

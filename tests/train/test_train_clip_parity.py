@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 
 import brute_force
 import pytest
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 from train.clip_rule import ClipRule
 
 GAMMA = 0.01
-KINDS = ("flat", "automatic")
+# Clipping; automatic clipping; and the latter without gamma, which is plain normalisation.
+KINDS = ("flat", "automatic", "normalised")
+GROUPINGS = ("block", "layer")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 SCALES = (1.0, 0.0, 1e-25, 1e-12, 1e12, 1e19, math.nan, math.inf, -math.inf, 3.0)
 # vmap cannot see through activation checkpointing, which saves tensors by hooks.
@@ -29,11 +33,14 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def rule_of(kind: str, bound: float) -> ClipRule:
-    return ClipRule(kind, bound, 0.0, GAMMA)  # pyright: ignore[reportArgumentType]
+    """With no allowance: what is added is held against the bound itself."""
+    return ClipRule("flat" if kind == "flat" else "automatic", bound, 0.0, GAMMA if kind == "automatic" else 0.0)
 
 
 def factor_of(kind: str, bound: float) -> Factor:
-    return brute_force.flat(bound) if kind == "flat" else brute_force.automatic(bound, GAMMA)
+    if kind == "flat":
+        return brute_force.flat(bound)
+    return brute_force.automatic(bound, GAMMA if kind == "automatic" else 0.0)
 
 
 def two_micro_batches(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
@@ -85,7 +92,38 @@ def test_sums_over_micro_batches_equal_a_loop_over_records(
     assert all(p.grad is None for p in model.parameters()), "sums go to the sums, not to .grad"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def groups_by_hand(names: list[str], grouping: str) -> dict[str, list[str]]:
+    """A layer is what holds the parameter; a block is the first numbered part of a name, all else one group."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        layer = name.rpartition(".")[0] or name
+        block = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
+        found.setdefault(layer if grouping == "layer" else block.group() if block else "", []).append(name)
+    return found
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("kind", ("flat", "automatic"))
+@pytest.mark.parametrize(
+    ("engine", "name"), [("book-keeping", n) for n in ("mae", "captioner", "classifier", "odd_layers")]
+)
+def test_groups_are_clipped_each_by_its_own_norm(engine: str, name: str, kind: str, grouping: str) -> None:
+    model = CASES[name].model()
+    inputs, present = two_micro_batches(CASES[name], torch.float32)
+    records = brute_force.records_of(model, inputs)
+    bound = median_norm(records, present)
+    groups = groups_by_hand(list(records[0].gradient), grouping)
+    share = bound / math.sqrt(len(groups))
+    expected = brute_force.grouped_sum(records, present, {g: (n, factor_of(kind, share)) for g, n in groups.items()})
+    rule = replace(rule_of(kind, bound), grouping=grouping)
+    clip = prepared("book-keeping", rule, model)
+    totals, _ = summed(clip, model, [(inputs, present)])
+    assert relative_error(totals, expected) <= 1e-5
+    assert max(contribution(clip, model, inputs, row) for row in range(10)) <= bound * (1 + 1e-5)
+    assert rule.sensitivity == bound
+
+
+@pytest.mark.parametrize("kind", ("flat", "automatic"))
 @pytest.mark.parametrize(("engine", "name"), pairs())
 def test_norms_of_any_size_are_clipped_and_leave_the_neighbours_alone(engine: str, name: str, kind: str) -> None:
     model = Scaled(CASES[name].model())
