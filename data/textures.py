@@ -3,6 +3,9 @@
 They have the statistics that natural images have and flat shapes lack: dead leaves (occlusion at all scales), 1/f
 spectra (correlation at all distances), fractals (self-similar outlines) and shaders (smooth shading). Record i of a
 seed is a pure function of (seed, i): on a CPU byte for byte, in any batch and order; a GPU rounds a little otherwise.
+
+Pictures per second and core at 224 px, on a core shared with other work (python benchmarks/synthetic.py): dead leaves
+48, spectrum 197, fractals 34, shaders 206, mixed 63; JPEG encoding 3,023. Not measured on a GPU yet.
 """
 
 from __future__ import annotations
