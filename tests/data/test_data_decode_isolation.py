@@ -223,3 +223,13 @@ def test_closing_frees_who_waits() -> None:
         made.close()
         with pytest.raises(DecoderError, match="closed"):
             waiting.result(30)
+
+
+def test_processes_are_replaced_before_leaks_add_up(picture: Callable[..., bytes]) -> None:
+    before, seen = _children(), []
+    with pool(1, replace(QUICK, jobs_per_process=2), "data.decode_worker:serve") as made:
+        for number in range(5):
+            assert np.array_equal(made.make(picture(number), 0, number), PICTURES.make(picture(number), 0, number))
+            (worker,) = _children() - before
+            seen.append(worker)
+    assert seen[0] == seen[1] != seen[2] == seen[3] != seen[4]

@@ -75,6 +75,15 @@ def test_resumed_at_any_step_and_in_any_order(small_set: ShardIndex) -> None:
             assert _bytes(loader.step(step)[1]) == expected[step]
 
 
+def test_equal_ids_of_another_step_are_other_bytes(small_set: ShardIndex) -> None:
+    """At q = 1 all draws are alike; what was read ahead for step 2 must not be taken for step 3."""
+    plain = _reader(small_set)
+    with loading(_reader(small_set), _sampler(small_set, 1.0)) as loader:
+        for step in (1, 3, 2):
+            expected = _bytes(plain.read(row, step) for row in slots(np.arange(25), 0, 1, 2))
+            assert _bytes(loader.step(step)[1]) == expected
+
+
 def test_a_step_left_early_leaves_nothing_behind(small_set: ShardIndex) -> None:
     with loading(_reader(small_set), _sampler(small_set)) as loader:
         for step, take in ((1, 1), (2, 2), (3, 1)):
