@@ -114,6 +114,9 @@ def test_files_that_changed_stop_the_run_and_their_names_stay_private(fill: Call
         path.write_bytes(changed)
         with pytest.raises(ShardError, match=path.name):
             index.check_unchanged()
+    for wrong in (raw[:-1], raw + b"x", b""):
+        with pytest.raises(ShardError, match="n01440764"):
+            index.members(0, wrong)
     path.write_bytes(raw[:-1])
     reader = ShardReader(index, pause=0)
     with pytest.raises(ShardError, match="n01440764") as caught:

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from data.index import ShardError, ShardIndex, Wanted, build
-from data.index_scan import settled
+from data.index_known import WorkArea
+from data.index_scan import scan, settled
 from data.progress import Progress, clock
 from data.shards import ShardReader
 
@@ -180,11 +181,30 @@ def test_same_size_and_mtime_do_not_hide_a_change(small_set: ShardIndex) -> None
     assert counts.scanned == 1
 
 
-def test_a_shard_written_a_moment_ago_is_not_trusted(small_set: ShardIndex) -> None:
+def test_a_shard_written_a_moment_ago_is_not_trusted(small_set: ShardIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two writes within the resolution of a time stamp look like one."""
     stat = (small_set.folder.parent / "000001.tar").stat()
     latest = max(stat.st_mtime_ns, stat.st_ctime_ns)
     assert not settled(stat, latest) and not settled(stat, latest + 1_000_000) and settled(stat, latest + 3_000_000_000)
+    path = small_set.folder.parent / "000001.tar"
+    for age, trusted in ((0, False), (1_000_000, False), (3_000_000_000, True)):
+        monkeypatch.setattr("data.index_scan.time.time_ns", lambda age=age: latest + age)
+        assert (scan(path).stamp is not None) == trusted
+
+
+def test_a_damaged_note_is_no_note(small_set: ShardIndex, tmp_path: Path) -> None:
+    area = WorkArea(tmp_path / "work", small_set.folder.parent)
+    found = scan(small_set.folder.parent / "000002.tar")
+    noted = area.note("000002.tar", found)
+    read = area.read("000002.tar")
+    assert read is not None and read[0] == noted and (read[1] == found.offsets).all()
+    (path,) = area.folder.iterdir()
+    right = path.read_bytes()
+    for wrong in (right[:-1], right[:-8] + b"\1" * 8, b"{}\n", b"", right.replace(b"000002.tar", b"000001.tar")):
+        path.write_bytes(wrong)
+        assert area.read("000002.tar") is None
+    path.write_bytes(right)
+    assert area.read("000002.tar") is not None and area.read("000001.tar") is None
 
 
 def test_rescan_trusts_nothing(small_set: ShardIndex) -> None:

@@ -54,6 +54,19 @@ def test_cut_anywhere_it_is_refused(shard: Path) -> None:
     assert build(shard.parent).records == 6
 
 
+def test_an_archive_that_ends_after_an_extension_header_is_refused(
+    tmp_path: Path, write_tar: Callable[..., Path]
+) -> None:
+    """Closed with a proper end marker, so nothing but the header itself tells of the file that is missing."""
+    path = write_tar(tmp_path / "a.tar", [{"__key__": key, "jpg": b"1"} for key in "ab"])
+    start = build(tmp_path).locate(1)[1]
+    path.write_bytes(path.read_bytes()[: start + 1024] + bytes(1024))
+    with tarfile.open(path) as archive, pytest.raises(tarfile.TarError):
+        archive.getmembers()
+    with pytest.raises(ShardError, match="ends after an extension header"):
+        build(tmp_path)
+
+
 def test_a_hole_anywhere_is_refused(shard: Path) -> None:
     """Zeroed blocks in headers. Inside a member's data nobody can tell them from data; the hash pins them."""
     raw = shard.read_bytes()
