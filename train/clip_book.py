@@ -6,13 +6,13 @@ products with the clip factors wait until the norms of all parameters are known;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from train.clip_norms import CHUNK, measure, squared
-from train.clip_pieces import Outer, Piece, Weights, Whole, wide
+from train.clip_pieces import Outer, Piece, Through, Weights, Whole, Written, wide
 from train.sums import GradientSums
 
 # Squared norms may be wrong by this much of themselves before they are taken again; outside the range, squares may
@@ -32,6 +32,7 @@ class Book:
         self._pieces: dict[str, list[Piece]] = {}
         self._measured: set[str] = set()
         self._rounded = rounded
+        self._doubtful: Tensor | None = None
         shape = (max(group_of.values()) + 1, records)
         self._squares = torch.zeros(shape, dtype=torch.float64, device=device)
         self._doubts = torch.zeros_like(self._squares)
@@ -45,16 +46,18 @@ class Book:
 
     def _measure(self, name: str) -> None:
         own = self._pieces[name]
-        first = own[0]
-        if len(own) == 1 and isinstance(first, Outer) and self._worth_holding(first):
-            own[:] = [Whole(name, first.instances(slice(None), wide(first.right.dtype)))]
+        for number, piece in enumerate(own):
+            if _only_written(piece) or (len(own) == 1 and self._worth_holding(piece)):
+                own[number] = Whole(name, piece.instances(slice(None), wide(piece.dtype)))
         found = measure(own)
         self._squares[self._group_of[name]] += found.square
         self._doubts[self._group_of[name]] += found.doubt
         self._measured.add(name)
 
-    def _worth_holding(self, piece: Outer) -> bool:
-        if piece.sparse or piece.tokens == 1:
+    def _worth_holding(self, piece: Piece) -> bool:
+        if isinstance(piece, Written):
+            return piece.elements * piece.records <= self._hold * (piece.inputs[0].numel() + piece.upstream.numel())
+        if not isinstance(piece, Outer) or piece.sparse or piece.tokens == 1:
             return False
         return piece.elements <= self._hold * piece.tokens * (piece.rows + piece.columns)
 
@@ -66,24 +69,46 @@ class Book:
         sure = in_range & (self._doubts <= TOLERANCE * self._squares)
         doubtful = (~sure & eligible).any(0)
         if bool(doubtful.any()):
+            self._doubtful = doubtful
             rows = doubtful.nonzero().squeeze(1)
-            self._squares[:, rows] = self._exact(rows)
+            self._squares[:, rows] = 0.0
+            self._doubts[:, rows] = 0.0
+            for name in self._pieces:
+                for part, written in self._written(name, rows):
+                    self._squares[self._group_of[name], part] += squared(written)
         return (self._squares + self._doubts if self._rounded else self._squares).sqrt()
 
-    def _exact(self, rows: Tensor) -> Tensor:
-        """Written out, in fp64."""
-        squares = self._squares.new_zeros(len(self._squares), len(rows))
-        for name, own in self._pieces.items():
-            at_once = max(1, CHUNK // 2 // max(piece.elements for piece in own))
-            for start in range(0, len(rows), at_once):
-                part = rows[start : start + at_once]
-                total = sum(piece.instances(part, torch.float64) for piece in own)
-                assert isinstance(total, Tensor)
-                squares[self._group_of[name], start : start + at_once] += squared(total)
-        return squares
+    def pay_out(self, factors: Tensor, keep: Tensor, sums: GradientSums) -> None:
+        """Sums with `factors` [groups, B] into the totals, over the records to `keep`; nothing is left in the book.
 
-    def pay_out(self, weights: list[Weights], sums: GradientSums) -> None:
-        """The weighted sums into the totals; nothing is left in the book."""
+        An exact norm of a sum that is then rounded differently is no norm of it: of doubtful records, the very numbers
+        that were measured are added, apart from the products of the others.
+        """
+        apart = None
+        if self._doubtful is not None:
+            apart = (keep & self._doubtful).nonzero().squeeze(1)
+            keep = keep & ~self._doubtful
+        touch = None if bool(keep.all()) else keep
+        weights = [Weights(torch.where(keep, own, 0.0), touch) for own in factors]
         for name in list(self._pieces):
+            group = self._group_of[name]
+            for part, written in () if apart is None else self._written(name, apart):
+                sums.add(name, torch.tensordot(factors[group, part].double(), written, dims=1))
             for piece in self._pieces.pop(name):
-                piece.add_weighted(weights[self._group_of[name]], sums)
+                piece.add_weighted(weights[group], sums)
+
+    def _written(self, name: str, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The gradients of chosen records in fp64, a few at a time."""
+        own = self._pieces[name]
+        at_once = max(1, CHUNK // 2 // max(piece.elements for piece in own))
+        for part in rows.split(at_once) if len(rows) else ():
+            total = own[0].instances(part, torch.float64)
+            for piece in own[1:]:
+                total = total + piece.instances(part, torch.float64)
+            yield part, total
+
+
+def _only_written(piece: Piece) -> bool:
+    """Nothing is known of what its gradient is added up from, so what is measured must be what is added."""
+    inner = piece.inner if isinstance(piece, Through) else piece
+    return isinstance(inner, Written) and inner.terms is None

@@ -19,7 +19,6 @@ from train.clip_book import Book
 from train.clip_fallback import fallback
 from train.clip_groups import groups_of
 from train.clip_layer_rules import LAYER_RULES
-from train.clip_pieces import Weights
 from train.clip_rule import ClipError, ClipRule
 from train.clip_watch import Watch
 from train.precision import LOSS_SCALE, Precision, autocast
@@ -67,10 +66,9 @@ class BookKeepingClip:
             eligible = present & torch.isfinite(losses)
             norms = book.norms(eligible) / self._scale
             keep = eligible & torch.isfinite(norms).all(0)
-            untouched = None if bool(keep.all()) else keep
             precise = torch.float64 if losses.dtype == torch.float64 else torch.float32
             factors = torch.where(keep, self.rule.group_factors(norms, precise), 0.0)
-            book.pay_out([Weights(own / self._scale, untouched) for own in factors], sums)
+            book.pay_out(factors / self._scale, keep, sums)
         return Clipped(losses, torch.linalg.vector_norm(norms, dim=0), factors.amin(0), self.rule.sensitivity)
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], watch: Watch) -> Tensor:
@@ -81,6 +79,7 @@ class BookKeepingClip:
             raise ClipError(
                 f"the model returned losses of shape {list(losses.shape)} for {watch.records} records; return one each"
             )
+        _refuse_unused(watch)
         if not self._checked:
             _refuse_unseen(watch, losses)
             self._checked = True
@@ -92,8 +91,7 @@ class BookKeepingClip:
         return losses
 
 
-def _refuse_unseen(watch: Watch, losses: Tensor) -> None:
-    """Every trainable parameter was used through a rule, and none in a way that no rule saw."""
+def _refuse_unused(watch: Watch) -> None:
     unused = sorted(watch.parameters.keys() - watch.used.keys())
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
@@ -101,6 +99,10 @@ def _refuse_unseen(watch: Watch, losses: Tensor) -> None:
             f"the loss does not use {unused[0]}{more} in a way that can be clipped; freeze it, or leave out reentrant "
             "checkpointing"
         )
+
+
+def _refuse_unseen(watch: Watch, losses: Tensor) -> None:
+    """No trainable parameter was used in a way that no rule saw: none is a leaf of the graph."""
     own = {id(p): name for name, p in watch.parameters.items()}
     waiting, seen = [losses.grad_fn], set()
     while waiting:

@@ -171,9 +171,13 @@ def convolution(
     def together(inputs: tuple[Tensor, ...], upstream: Tensor) -> Tensor:
         return geometry.weight_gradient(inputs[0].flatten(0, 1), source.shape, upstream.flatten(0, 1))
 
+    def terms(inputs: tuple[Tensor, ...], upstream: Tensor) -> Tensor:
+        found = geometry.terms(inputs[0].flatten(0, 1), source.shape[2:], upstream.flatten(0, 1))
+        return found.view(watch.records, -1).sum(1)
+
     def report(activation: Tensor, gradient: Tensor) -> None:
         own = gradient.unflatten(0, (watch.records, -1))
-        pieces = source.written((activation.unflatten(0, (watch.records, -1)),), own, write, together)
+        pieces = source.written((activation.unflatten(0, (watch.records, -1)),), own, write, together, terms)
         if offset is not None:
             pieces += offset.whole(own.flatten(3).sum((1, 3), dtype=wide(own.dtype)))
         watch.report(pieces)

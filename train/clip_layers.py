@@ -108,6 +108,14 @@ class Geometry:
         """Summed over the records given."""
         return self._backward(x, x.new_empty(shape), gradient, [False, True, False])[1]
 
+    def terms(self, x: Tensor, kernel: torch.Size, gradient: Tensor) -> Tensor:
+        """[N] in fp64: over all positions, |what the kernel saw there|² · |output gradient there|²."""
+        energy = x.double().square().sum(1, keepdim=True)
+        straight = [0] * len(self.stride)
+        ones = energy.new_ones(1, 1, *kernel)
+        seen = torch.convolution(energy, ones, None, self.stride, self.padding, self.dilation, False, straight, 1)
+        return (seen * gradient.double().square().sum(1, keepdim=True)).flatten(1).sum(1)
+
     def _backward(self, x: Tensor, weight: Tensor, gradient: Tensor, wanted: list[bool]) -> tuple[Tensor, ...]:
         straight = [0] * len(self.stride)
         return torch.ops.aten.convolution_backward(

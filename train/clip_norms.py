@@ -1,8 +1,8 @@
 """Squared gradient norms of every record, from pieces; and how far rounding may have led them astray.
 
 ||AᵀG||² = Σ (AAᵀ ∘ GGᵀ) needs no per-record gradient, and is cheap where tokens are few. But it is a sum of terms of
-either sign: where the tokens' gradients cancel, rounding of the large terms remains. `doubt` bounds that error, so
-that the engine can measure the few doubtful records again, exactly.
+either sign: where the tokens' gradients cancel, rounding of the large terms remains, in the norm and again,
+differently, in the weighted product. `doubt` bounds that error, so that doubtful records can be treated apart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from train.clip_pieces import Outer, Piece, Whole, flat, wide
+from train.clip_pieces import Outer, Piece, Through, Whole, flat, wide
 
 # Elements of per-record gradients that are written out at a time, where they are not kept.
 CHUNK = 1 << 23
@@ -22,6 +22,8 @@ STRIPS_FROM, STRIPS = 96, 4
 STRIP_SHARE = 0.5 + 0.5 / STRIPS
 # Rounding errors of products are independent: the error of a dot product of n terms is within 4·√n·u of its size.
 DEVIATIONS = 4.0
+# Where a piece does not say over how many terms it sums.
+UNKNOWN_WIDTH = 4096
 # In half precision the weighted operand is rounded again, by up to 2⁻⁹ of each element: twice that, squared. What it
 # adds to a squared norm counts as part of the norm, since where tokens cancel it may outgrow it.
 ROUNDED_OPERAND = 2.0**-16
@@ -39,20 +41,13 @@ def measure(pieces: list[Piece]) -> Squares:
     outers = [piece for piece in pieces if isinstance(piece, Outer)]
     if len(outers) < len(pieces) or (len(pieces) == 1 and not gram_is_cheaper(outers[0])):
         return _written_out(pieces)
-    if len(outers) == 1:
-        return _own(outers[0])
+    found = [_own(piece) for piece in outers]
+    square = torch.stack([own.square for own in found]).sum(0)
     # A parameter used twice: its gradient is the sum of all uses, so tokens of all uses meet one another.
-    found = _own(outers[0])
-    for number, later in enumerate(outers[1:], start=1):
-        own = _own(later)
-        square, doubt = found.square + own.square, found.doubt + own.doubt
+    for number, later in enumerate(outers):
         for earlier in outers[:number]:
-            cross = 2 * _cross(earlier, later)
-            square = square + cross
-        # Uses may cancel each other, as tokens may: |cross| is at most twice the root of the product of both.
-        doubt = doubt + _unit(later) * (found.square + own.square)
-        found = Squares(square, doubt)
-    return found
+            square = square + 2 * _cross(earlier, later)
+    return Squares(square, _together([own.doubt for own in found]))
 
 
 def gram_is_cheaper(piece: Outer) -> bool:
@@ -68,26 +63,35 @@ def squared(value: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat(value), dim=1, dtype=wide(value.dtype)).double().square()
 
 
+def _together(doubts: list[Tensor]) -> Tensor:
+    """Uses may cancel each other as tokens may: errors count by the sizes before that."""
+    return doubts[0] if len(doubts) == 1 else torch.stack([doubt.sqrt() for doubt in doubts]).sum(0).square()
+
+
 def _written_out(pieces: list[Piece]) -> Squares:
     first = pieces[0]
     if len(pieces) == 1 and isinstance(first, Whole):
         square = squared(first.value)
-        return Squares(square, torch.zeros_like(square))
+        return Squares(square, torch.zeros_like(square))  # the numbers that are measured are those that are added
     dtype = wide(first.dtype)
     at_once = max(1, CHUNK // max(piece.elements for piece in pieces))
-    parts = []
+    parts, steep = [], [1.0] * len(pieces)
     for start in range(0, first.records, at_once):
         rows = slice(start, start + at_once)
-        total = first.instances(rows, dtype)
-        for piece in pieces[1:]:
-            total = total + piece.instances(rows, dtype)
-        parts.append(squared(total))
-    square = torch.cat(parts)
-    doubt = torch.zeros_like(square)
-    for piece in pieces:
-        if isinstance(piece, Outer) and piece.dtype.itemsize < 4:
-            doubt += _unit(piece) * _spread(piece)
-    return Squares(square, doubt)
+        written = [piece.instances(rows, dtype) for piece in pieces]
+        parts.append(squared(written[0] if len(written) == 1 else torch.stack(written).sum(0)))
+        for number, piece in enumerate(pieces):
+            if isinstance(piece, Through):
+                steep[number] = max(steep[number], _steepness(piece, rows, written[number]))
+    doubts = [_unit(piece) * grow * piece.spread() for piece, grow in zip(pieces, steep, strict=True)]
+    return Squares(torch.cat(parts), _together(doubts))
+
+
+def _steepness(piece: Through, rows: slice, after: Tensor) -> float:
+    """By how much the way to the parameter lengthens a gradient, squared; rounding on this side is lengthened alike."""
+    before = squared(piece.inner.instances(rows, after.dtype))
+    ratio = torch.where(before > 0, squared(after) / before, torch.zeros_like(before))
+    return float(torch.nan_to_num(ratio, 0.0, 0.0, 0.0).max())
 
 
 def _own(piece: Outer) -> Squares:
@@ -142,35 +146,29 @@ def _cross(one: Outer, other: Outer) -> Tensor:
         lefts = _wide(other.left).gather(2, one.left.unsqueeze(1).expand(-1, other.tokens, -1)).transpose(1, 2)
     elif other.sparse and not one.sparse:
         lefts = _wide(one.left).gather(2, other.left.unsqueeze(1).expand(-1, one.tokens, -1))
-    elif one.sparse:
-        lefts = _products(one.left, other.left, rights.dtype)
     else:
-        lefts = _products(_wide(one.left), _wide(other.left), rights.dtype)
+        left, right = (one.left, other.left) if one.sparse else (_wide(one.left), _wide(other.left))
+        lefts = _products(left, right, rights.dtype)
     return (lefts * rights).sum(dim=(1, 2)).double()
 
 
 def _doubt(piece: Outer, left_sizes: Tensor, right_sizes: Tensor) -> Tensor:
     """From the squared lengths of the rows [B, T]: rounding of the terms, and what is too small for the format.
 
-    Products that vanish in fp32 matter only where the other side is large enough to lift them.
+    Products that vanish in fp32 matter only where the other side is large enough to lift them. A single token of dense
+    rows has nothing to cancel with.
     """
     left_sizes, right_sizes = left_sizes.double(), right_sizes.double()
-    spread = (left_sizes * right_sizes).sum(1)
-    small = torch.finfo(wide(piece.right.dtype)).tiny * torch.finfo(wide(piece.right.dtype)).eps
-    lost = small * piece.tokens**2 * (piece.rows * right_sizes.amax(1) + piece.columns * left_sizes.amax(1))
-    return _unit(piece) * spread + lost
+    smallest = torch.finfo(wide(piece.dtype)).tiny * torch.finfo(wide(piece.dtype)).eps
+    lost = smallest * piece.tokens**2 * (piece.rows * right_sizes.amax(1) + piece.columns * left_sizes.amax(1))
+    return _unit(piece) * (left_sizes * right_sizes).sum(1) + lost
 
 
-def _spread(piece: Outer) -> Tensor:
-    sizes = torch.linalg.vector_norm(piece.right, dim=-1, dtype=torch.float32)
-    if not piece.sparse:
-        sizes = sizes * torch.linalg.vector_norm(piece.left, dim=-1, dtype=torch.float32)
-    return sizes.double().square().sum(1)
-
-
-def _unit(piece: Outer) -> float:
-    width = piece.columns + (1 if piece.sparse else piece.rows)
-    own = DEVIATIONS * width**0.5 * torch.finfo(wide(piece.right.dtype)).eps / 2
+def _unit(piece: Piece) -> float:
+    width = UNKNOWN_WIDTH
+    if isinstance(piece, Outer):
+        width = piece.columns + (1 if piece.sparse else piece.rows)
+    own = DEVIATIONS * width**0.5 * torch.finfo(wide(piece.dtype)).eps / 2
     return max(own, ROUNDED_OPERAND) if piece.dtype.itemsize < 4 else own
 
 

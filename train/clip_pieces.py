@@ -27,6 +27,11 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(len(x), -1)
 
 
+def squared_length(x: Tensor) -> Tensor:
+    """Of the last dimension, in fp64."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype)).double().square()
+
+
 @dataclass(frozen=True)
 class Weights:
     """A factor for each record, and which records may be touched at all (None: every one).
@@ -77,6 +82,11 @@ class Piece(Protocol):
         """[chosen records, *shape of the parameter]"""
         ...
 
+    def spread(self) -> Tensor:
+        """[B], fp64: squares of the terms that a record's gradient is added up from. Where they cancel, the gradient is
+        much smaller than their rounding."""
+        ...
+
     def add_weighted(self, weights: Weights, sums: GradientSums) -> None: ...
 
 
@@ -101,6 +111,9 @@ class Whole:
 
     def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
         return self.value[rows].to(dtype)
+
+    def spread(self) -> Tensor:
+        return squared_length(flat(self.value))
 
     def add_weighted(self, weights: Weights, sums: GradientSums) -> None:
         kept = weights.mask(self.value)
@@ -157,6 +170,10 @@ class Outer:
             written = self.left[rows].to(dtype).transpose(1, 2) @ right
         return written.view(len(right), *self.shape)
 
+    def spread(self) -> Tensor:
+        lengths = squared_length(self.right)
+        return (lengths if self.sparse else lengths * squared_length(self.left)).sum(1)
+
     def add_weighted(self, weights: Weights, sums: GradientSums) -> None:
         if self.sparse:
             scaled = weights.apply(self.right).flatten(0, 1)
@@ -177,7 +194,7 @@ class Written:
     """By a function that writes out the gradients of chosen records, and one that adds up weighted output gradients.
 
     `inputs` [B, …] and the output gradients `upstream` [B, …] are what both are given: convolutions, and everything
-    that has no rule of its own.
+    that has no rule of its own. `terms` gives the squares of what a record's gradient is added up from, if known.
     """
 
     name: str
@@ -186,6 +203,7 @@ class Written:
     shape: torch.Size
     write: Callable[[tuple[Tensor, ...], Tensor], Tensor]
     total: Callable[[tuple[Tensor, ...], Tensor], Tensor]
+    terms: Callable[[tuple[Tensor, ...], Tensor], Tensor] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -202,6 +220,10 @@ class Written:
     def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
         inputs = tuple(x[rows].to(dtype) if x.is_floating_point() else x[rows] for x in self.inputs)
         return self.write(inputs, self.upstream[rows].to(dtype))
+
+    def spread(self) -> Tensor:
+        assert self.terms is not None, "without knowledge of its terms, a gradient is written out and kept"
+        return self.terms(self.inputs, self.upstream)
 
     def add_weighted(self, weights: Weights, sums: GradientSums) -> None:
         inputs = tuple(_widened(weights.mask(x)) for x in self.inputs)
@@ -245,6 +267,9 @@ class Through:
         one = _One(self.made)
         self.inner.add_weighted(weights, one)
         sums.add(self.name, self._back(one.total.to(self.made.dtype), batched=False))
+
+    def spread(self) -> Tensor:
+        return self.inner.spread()
 
     def _back(self, gradient: Tensor, batched: bool) -> Tensor:
         (found,) = torch.autograd.grad(

@@ -60,12 +60,13 @@ class Source:
         upstream: Tensor,
         write: Callable[[tuple[Tensor, ...], Tensor], Tensor],
         total: Callable[[tuple[Tensor, ...], Tensor], Tensor],
+        terms: Callable[[tuple[Tensor, ...], Tensor], Tensor] | None = None,
     ) -> list[Piece]:
         if self.view == "same":
             ((name, leaf),) = self.leaves.items()
             if leaf.shape == self.shape:
-                return [Written(name, inputs, upstream, self.shape, write, total)]
-        return self._through(Written("", inputs, upstream, self.shape, write, total))
+                return [Written(name, inputs, upstream, self.shape, write, total, terms)]
+        return self._through(Written("", inputs, upstream, self.shape, write, total, terms))
 
     def _through(self, inner: Piece) -> list[Piece]:
         """Also for views, whose record by autograd is kept as well."""

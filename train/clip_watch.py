@@ -161,7 +161,9 @@ class Watch(TorchFunctionMode):
         """With activations: as one copy for each record, broadcast as the parameter itself would be."""
         result = torch.broadcast_shapes(*(x.shape for x in tensors_in(args, kwargs)))
         others = [x for x in tensors_in(args, kwargs) if self.source(x) is None]
-        if not any(x.requires_grad for x in others) and (not result or result[0] == 1 or result[0] % self.records):
+        if not any(x.requires_grad for x in others) and (
+            not result or result[0] % self.records or result[0] < self.records
+        ):
             return self.computed(func, args, kwargs)  # with something fixed that was made on the way
         times = self.times(result[0], "a free parameter")
 
