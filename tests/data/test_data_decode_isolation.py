@@ -113,15 +113,14 @@ def test_a_machine_that_stands_still_is_nobodys_fault(picture: Callable[..., byt
 
 
 def test_a_starved_process_is_not_a_hanging_one(picture: Callable[..., bytes]) -> None:
-    """Stopped for three times its limit of computing time, it goes on where it was: no death, no second try."""
+    """Stopped for five times its limit of computing time, it goes on where it was: no death, no second try."""
     limits = Limits(cpu_seconds=0.3, wall_seconds=60.0)
     with pool(1, limits) as made:
         before = _children()
         made.make(picture(1), 0, 0)
         (worker,) = _children() - before
-        os.kill(worker, signal.SIGSTOP)
-        threading.Timer(0.9, os.kill, (worker, signal.SIGCONT)).start()
-        assert np.array_equal(made.make(picture(2), 7, 2), PICTURES.make(picture(2), 7, 2))
+        threading.Timer(1.5, os.kill, (worker, signal.SIGCONT)).start()
+        assert np.array_equal(made.make(b"STOP" + picture(2), 7, 2), PICTURES.make(picture(2), 7, 2))
         assert worker in _children()
 
 
@@ -170,9 +169,12 @@ import sys, threading; sys.path[:0] = {[str(ROOT), str(Path(__file__).parent)]!r
 from pathlib import Path
 from data.decode_pool import DecodePool, Limits
 from data.picture import PictureMaker
-pool = DecodePool(PictureMaker(24), 2, Limits(cpu_seconds=1.0, wall_seconds=2.0), "hostile_files:crashing_worker")
-pool.make(Path({str(tmp_path / "good.jpg")!r}).read_bytes(), 0, 0)
-threading.Thread(target=pool.make, args=(b"SPIN", 0, 1), daemon=True).start()
+limits = Limits(cpu_seconds=3.0, wall_seconds=10.0)
+pool = DecodePool(PictureMaker(24), 3, limits, "hostile_files:crashing_worker")
+for deed in (b"SPIN", b"REST"):
+    threading.Thread(target=pool.make, args=(deed, 0, 1), daemon=True).start()
+    while len(pool._all) < 1 + (deed == b"REST"):
+        threading.Event().wait(0.01)
 pool.make(Path({str(tmp_path / "good.jpg")!r}).read_bytes(), 0, 2)
 print("ready", flush=True)
 threading.Event().wait()
@@ -180,10 +182,10 @@ threading.Event().wait()
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
     workers = _children(trainer.pid)
-    assert len(workers) == 2
+    assert len(workers) >= 2
     trainer.kill()
     trainer.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while left := [pid for pid in workers if Path(f"/proc/{pid}/cwd").exists()]:
         assert time.monotonic() < deadline, f"{left} outlived the trainer"
         time.sleep(0.05)

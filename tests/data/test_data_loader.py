@@ -146,7 +146,7 @@ def test_reads_ahead_over_the_step_border_and_no_further(small_set: ShardIndex) 
             next(batches)
             # The one in the consumer's hands, and three that are ready or on their way.
             reader.wait_for(taken + 3)
-            assert sorted(reader.begun) == sorted(rows[: taken + 3])
+            assert len(loader._waiting) == 3 and sorted(reader.begun) == sorted(rows[: taken + 3])
         assert next(batches, None) is None
         assert {step for step, _ in reader.begun} == {1, 2}, "the next step is being read before it is asked for"
         del draw
