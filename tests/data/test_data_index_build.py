@@ -27,7 +27,7 @@ from data.shards import ShardReader
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index"]
-SHARDS = 400
+SHARDS = 200
 
 
 def _files(index: Path) -> tuple[bytes, bytes]:
@@ -81,7 +81,7 @@ def test_killed_again_and_again_it_goes_on_and_comes_out_the_same(many: Path, tm
     chance = random.Random(workers)
     noted: dict[str, int] = {}
     kills = lost = 0
-    while kills < 4:
+    while kills < 3:
         wanted = len(noted) + chance.randint(1, SHARDS // 8)
         # A group of its own, to see whether workers outlive their killed parent.
         job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
