@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from train.gradient import Fragment
+from train.fragment import Fragment
 from train.noise import NoiseMechanism
 from train.noise_ahead import NoiseAhead
 from train.noise_philox import PhiloxNoise

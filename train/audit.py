@@ -42,7 +42,7 @@ from train.clip_engines import make_clip
 from train.config import Config
 from train.engine_deepspeed import DeepSpeedEngine
 from train.forward import PrivateForward
-from train.noise import NoiseMechanism
+from train.noise import Noise, NoiseMechanism
 from train.optim import make_optimizer
 from train.ranks import Ranks
 from train.schedule import learning_rate
@@ -156,7 +156,7 @@ class _Audit:
         return check_divisor(squares, elements, plan.noise_std, plan.divisor, sizes)
 
     def _step(
-        self, purpose: str, plan: PrivacyPlan, clip: CanaryClip, noise: NoiseMechanism, engine: WatchedEngine,
+        self, purpose: str, plan: PrivacyPlan, clip: CanaryClip, noise: Noise, engine: WatchedEngine,
         batches: CanaryBatches | SilentBatches,
     ) -> PrivateStep:  # fmt: skip
         self.ranks.on_main(lambda: self._begin(purpose, plan))

@@ -11,7 +11,8 @@ from torch import Tensor
 from data.batches import MicroBatch
 from train.audit_canaries import Coordinates
 from train.engine import Applied, Observation, Shard, ShardedEngine
-from train.gradient import Fragment, Update
+from train.fragment import Fragment
+from train.gradient import Update
 from train.ranks import Ranks
 
 

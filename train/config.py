@@ -223,6 +223,9 @@ class Run(Section):
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32", description="Of the products in layers; weights, norms and sums are always fp32."
     )
+    noise: Literal["aes", "philox"] = Field(
+        default="aes", description="philox: drawn on the device, and not cryptographic; the certificate says so."
+    )
     dir: str | None = Field(default=None, description="null: runs/<config name> under the current folder.")
     checkpoint_every: int = Field(default=100, gt=0)
     keep_checkpoints: int = Field(default=2, gt=0)
@@ -274,6 +277,7 @@ class Config(Section):
             "clip_engine": self.run.clip_engine,
             "clip_memory": self.run.clip_memory,
             "precision": self.run.precision,
+            "noise": self.run.noise,
             "micro_batch": self.train_micro_batch_size_per_gpu,
             "contents": contents,
         }

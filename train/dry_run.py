@@ -67,11 +67,22 @@ def _records(phase: Phase, where: str) -> tuple[int, str]:
         return phase.data.expected_records, "expected_records; the data are not at hand"
 
 
+MOMENTS = {"AdamW": 8, "LAMB": 8, "SGD": 4, "LARS": 4}
+
+
 def _memory(config: Config, phase: Phase, trainable: int) -> str:
-    """fp32 weights and gradients on every rank; Adam's moments (and, sharded, a master copy) split over N ranks."""
-    fixed = 8 * trainable / GIB
-    split = (12 if config.zero_optimization.stage else 8) * trainable / GIB
-    text = f"{fixed:.2f} GiB + {split:.2f} GiB/N for weights, gradients and optimizer"
+    """Of every rank, and split over N ranks; activations apart.
+
+    Weights and the gradient that is handed over are fp32, the totals of clipped gradients fp64. Sharded, the optimizer
+    keeps a master copy; ZeRO-3 splits the weights and their gradient, too.
+    """
+    stage = config.zero_optimization.stage
+    moments = MOMENTS[phase.optimizer.type] + (4 if phase.optimizer.params.ema_decay is not None else 0)
+    sums = 8 if phase.privacy is not None else 0
+    fixed = (0 if stage == 3 else 8) + sums + (0 if stage else moments)
+    split = (moments + 4 if stage else 0) + (8 if stage == 3 else 0)
+    text = f"{fixed * trainable / GIB:.2f} GiB + {split * trainable / GIB:.2f} GiB/N for weights, gradients, "
+    text += "fp64 sums and optimizer" if sums else "optimizer"
     if phase.privacy is not None and config.run.clip_engine != "book-keeping":
         per_record: Any = 4 * trainable * config.train_micro_batch_size_per_gpu / GIB
         text += f" + {per_record:.2f} GiB for per-record gradients"

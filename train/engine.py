@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from data.batches import MicroBatch
-from train.gradient import Fragment, Update
+from train.fragment import Fragment
+from train.gradient import Update
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from train.clip import assert_exact_matmul
 from train.config import ZeroOptimization
 from train.engine import Applied, Observation, Shard
 from train.forward import PlainForward, PrivateForward
-from train.gradient import Fragment, Update, UpdateError
+from train.fragment import Fragment
+from train.gradient import Update, UpdateError
 from train.optim_flat import FlatOptimizer
 from train.process import describe_process
 from train.ranks import Ranks

@@ -8,36 +8,18 @@ optimizer does not move.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from accounting.facts import NoiseFact
-from train.noise import NoiseMechanism
+from train.fragment import Fragment
+from train.noise import Noise
 
 
 class UpdateError(RuntimeError):
     """An update was about to reach the weights without its noise, or twice."""
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """Elements [start, start + length) of one parameter, at `position` of a flat tensor of this rank."""
-
-    name: str
-    parameter: int
-    start: int
-    length: int
-    position: int
-
-    @property
-    def elements(self) -> range:
-        return range(self.start, self.start + self.length)
-
-    def of(self, flat: Tensor) -> Tensor:
-        return flat.view(-1)[self.position : self.position + self.length]
 
 
 class Update(Protocol):
@@ -52,7 +34,7 @@ class Update(Protocol):
 class NoisyUpdate:
     """One-shot: the noise of one logical step."""
 
-    def __init__(self, mechanism: NoiseMechanism, step: int) -> None:
+    def __init__(self, mechanism: Noise, step: int) -> None:
         self.mechanism = mechanism
         self.step = step
         self.elements = 0
@@ -67,11 +49,10 @@ class NoisyUpdate:
             if any(asked.start < other.stop and other.start < asked.stop for other in seen):
                 raise UpdateError(f"noise for {fragment.name} at {fragment.start} was asked for twice in one step")
             seen.append(asked)
-            noise = self.mechanism.draw(self.step, fragment.parameter, fragment.start, fragment.length)
-            piece = fragment.of(flat)
-            piece.add_(torch.from_numpy(noise).to(piece.device))
-            piece.div_(self.mechanism.divisor)
-            self.elements += fragment.length
+        # In fp64 until here, so that rounding is one more act on what is already private.
+        for piece, noise in self.mechanism.pieces(self.step, fragments, flat.device):
+            piece.of(flat).add_(noise).div_(self.mechanism.divisor)
+            self.elements += piece.length
 
     def fact(self, elements: int) -> NoiseFact:
         return NoiseFact(std=self.mechanism.std, divisor=self.mechanism.divisor, elements=elements)

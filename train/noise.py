@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,10 +16,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from accounting.plan import PrivacyPlan
+from train.fragment import Fragment
 from train.gaussian_pairs import direction_in_place, radius_in_place
-
-if TYPE_CHECKING:
-    from train.gradient import Fragment
 
 BLOCK_BYTES = 16  # one AES block: two 64-bit uniforms, hence two normals
 # The scratch of a chunk fits the second-level cache: 94 million normals per second of one core of an AMD EPYC with
@@ -38,6 +36,10 @@ class Noise(Protocol):
     @property
     def divisor(self) -> float: ...
 
+    def prepare(self, step: int) -> None:
+        """This step's noise will be asked for next: it may be drawn already."""
+        ...
+
     def pieces(
         self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64
     ) -> Iterator[tuple[Fragment, Tensor]]:
@@ -52,6 +54,9 @@ class NoiseMechanism:
         self._key = key
         self.std = std
         self.divisor = divisor
+
+    def prepare(self, step: int) -> None:
+        """Nothing: drawn when it is asked for."""
 
     @staticmethod
     def of(key: bytes, plan: PrivacyPlan) -> NoiseMechanism:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.gradient import Fragment
+from train.fragment import Fragment
 from train.noise import NoiseMechanism, cut
 
 MOST_BYTES = 1 << 30

@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
 from accounting.plan import PrivacyPlan
+from train.fragment import Fragment
 from train.gaussian_pairs import direction_in_place, radius_in_place
-from train.gradient import Fragment
 from train.noise import PIECE, cut
 
 DEVIATION = (
@@ -42,6 +42,9 @@ class PhiloxNoise:
         self._key = (int.from_bytes(derived[:4], "little"), int.from_bytes(derived[4:], "little"))
         self.std = std
         self.divisor = divisor
+
+    def prepare(self, step: int) -> None:
+        """Nothing: drawn when it is asked for."""
 
     @staticmethod
     def of(key: bytes, plan: PrivacyPlan) -> PhiloxNoise:

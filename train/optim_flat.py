@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from train.gradient import Fragment
+from train.fragment import Fragment
 from train.optim_policy import Policy
 from train.shard_map import whole_parameters
 

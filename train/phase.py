@@ -26,7 +26,9 @@ from train.config import Config
 from train.engine_deepspeed import DeepSpeedEngine
 from train.forward import PlainForward, PrivateForward
 from train.metrics import MetricRelease
-from train.noise import NoiseMechanism
+from train.noise import Noise, NoiseMechanism
+from train.noise_ahead import NoiseAhead
+from train.noise_philox import PhiloxNoise
 from train.optim import make_optimizer
 from train.plain_step import PlainStep
 from train.public_eval import PublicEvaluator
@@ -94,9 +96,10 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     records = plan.divisor if plan else float(settings.batch or 0)
     pace = Pace(records, private=plan is not None)
     step: Step
+    ahead: NoiseAhead | None = None
     if plan is not None and clip is not None:
         report = self_test(
-            engine, clip, NoiseMechanism.of(derive("self-test"), plan), replicated, phase.shape,
+            engine, clip, _noise(config, derive("self-test"), plan), replicated, phase.shape,
             settings.objective, micro_batch, ranks,
         )  # fmt: skip
         run.board.say(
@@ -105,7 +108,9 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
         )
         pace.calibrate(report.records_per_second)
         sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), plan.records, plan.threshold)
-        noise = NoiseMechanism.of(derive("noise"), plan)
+        noise = _noise(config, derive("noise"), plan)
+        if isinstance(noise, NoiseMechanism):
+            noise = ahead = NoiseAhead(noise, [fragment for shard in engine.shards() for fragment in shard.fragments])
         loader = load(sampler)
         step = PrivateStep(
             number, run.journal, loader, clip, noise, engine, ranks, run.stop, loader.micro_batches,
@@ -133,9 +138,15 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
             budget=plan.epsilon_budget if plan else None, public_records=settings.data.public,
         ).run(done)  # fmt: skip
     finally:
+        if ahead is not None:
+            ahead.close()
         loader.close()
         engine.close()
         _report_bad(run, phase, reader)
+
+
+def _noise(config: Config, key: bytes, plan: PrivacyPlan) -> Noise:
+    return (PhiloxNoise if config.run.noise == "philox" else NoiseMechanism).of(key, plan)
 
 
 def _model(phase: ReadyPhase, loaded: Loaded | None, resumed: bool) -> nn.Module:

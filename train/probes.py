@@ -9,7 +9,11 @@ from torch import Tensor
 
 from data.batches import MicroBatch
 from model.settings import Shape
-from train.gradient import Fragment, Update
+from train.engine import Shard
+from train.fragment import Fragment
+from train.gradient import Update
+
+FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
 class Capture:
@@ -38,6 +42,21 @@ class Push:
         for fragment in fragments:
             fragment.of(flat).fill_(1.0)
             self.elements += fragment.length
+
+
+def arrived_evenly(shard: Shard, fragment: Fragment, kept: Tensor) -> bool:
+    """A first moment shows that one and the same gradient arrived everywhere, decay of the weights apart."""
+    kind = next((name for name in FIRST_MOMENTS if name in shard.state), None)
+    if kind is None:
+        return True
+    moment = fragment.of(shard.state[kind])
+    if kind == "exp_avg":
+        return not bool((moment != moment[0]).any())
+    # momentum = ratio · (gradient + decay · weight): a straight line over the weights, whatever ratio and decay are.
+    x, y = fragment.of(kept).double(), moment.double()
+    x, y = x - x.mean(), y - y.mean()
+    slope = (x @ y) / (x @ x).clamp(min=1e-30)
+    return float((y - slope * x).abs().max()) <= 1e-5 * float(moment.abs().max())
 
 
 def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> MicroBatch:

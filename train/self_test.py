@@ -22,8 +22,8 @@ from model.settings import Shape
 from train.clip import ClipEngine, clipped_totals
 from train.engine import ShardedEngine
 from train.gradient import NoisyUpdate, PlainUpdate, UpdateError
-from train.noise import NoiseMechanism
-from train.probes import Capture, Push, synthetic_batch
+from train.noise import Noise
+from train.probes import Capture, Push, arrived_evenly, synthetic_batch
 from train.ranks import Ranks
 
 SIGMA_TOLERANCE = 0.05
@@ -49,7 +49,7 @@ class SelfTestReport:
 
 
 def self_test(
-    engine: ShardedEngine, clip: ClipEngine, noise: NoiseMechanism, replicated: bool, shape: Shape,
+    engine: ShardedEngine, clip: ClipEngine, noise: Noise, replicated: bool, shape: Shape,
     objective: str, micro_batch: int, ranks: Ranks,
 ) -> SelfTestReport:  # fmt: skip
     """`noise` has the planned deviation and divisor but the self-test's key."""
@@ -161,7 +161,7 @@ def _steps(engine: ShardedEngine) -> int:
     return max(2, math.ceil(SIGMA_DRAWS / engine.trainable_elements))
 
 
-def _empty_step(engine: ShardedEngine, noise: NoiseMechanism, step: int, absent: MicroBatch) -> Capture:
+def _empty_step(engine: ShardedEngine, noise: Noise, step: int, absent: MicroBatch) -> Capture:
     engine.accumulate(absent)
     captured = Capture(NoisyUpdate(noise, step))
     engine.update(captured, learning_rate=0.0)
@@ -182,7 +182,7 @@ def _every_element_once(engine: ShardedEngine, captured: Capture, replicated: bo
                 raise SelfTestError(f"elements of {name} from {end} on get no noise and no update")
 
 
-def _measured_sigma(drawn: list[Capture], noise: NoiseMechanism, clip: ClipEngine, ranks: Ranks) -> float:
+def _measured_sigma(drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks: Ranks) -> float:
     """From empty steps: what reached the optimizer is noise and nothing else."""
     values = [values.double() for captured in drawn for _, values in captured.found]
     parts = ranks.gather((sum(v.numel() for v in values), sum(float(v.square().sum()) for v in values)))
@@ -251,8 +251,7 @@ def _weights_move(engine: ShardedEngine, absent: MicroBatch, weights: list[Tenso
         for fragment in shard.fragments:
             if bool((fragment.of(shard.weights.detach()) == fragment.of(kept)).any()):
                 still = f"the optimizer does not move {fragment.name}, although it is declared as trained"
-            moment = fragment.of(shard.state["exp_avg"]) if "exp_avg" in shard.state else fragment.of(kept)[:0]
-            if len(moment) and bool((moment != moment[0]).any()):
+            if not arrived_evenly(shard, fragment, kept):
                 still = f"something changes the gradient of {fragment.name} after the noise was added"
         with torch.no_grad():
             shard.weights.copy_(kept)

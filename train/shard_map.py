@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.gradient import Fragment
+from train.fragment import Fragment
 
 
 class ShardMapError(RuntimeError):

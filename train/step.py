@@ -18,7 +18,7 @@ from train.clip import ClipEngine
 from train.engine import ShardedEngine
 from train.gradient import NoisyUpdate
 from train.metrics import MetricRelease
-from train.noise import NoiseMechanism
+from train.noise import Noise
 from train.observed import Observed
 from train.ranks import Ranks
 from train.stop import StopRequest
@@ -26,7 +26,7 @@ from train.stop import StopRequest
 
 class PrivateStep:
     def __init__(
-        self, phase: int, journal: Journal | None, sampler: Sampler[Draw], clip: ClipEngine, noise: NoiseMechanism,
+        self, phase: int, journal: Journal | None, sampler: Sampler[Draw], clip: ClipEngine, noise: Noise,
         engine: ShardedEngine, ranks: Ranks, stop: StopRequest,
         micro_batches: Callable[[np.ndarray, int], Iterator[MicroBatch]], metrics: MetricRelease | None = None,
     ) -> None:  # fmt: skip
@@ -40,6 +40,7 @@ class PrivateStep:
         announced = NoiseFact(self.noise.std, self.noise.divisor, self.engine.trainable_elements)
         self._record("open", step, draw, self.clip.rule.fact(), announced)
 
+        self.noise.prepare(step)
         observed = Observed()
         for micro_batch in self.micro_batches(draw.ids, step):
             self.stop.check(self.ranks)

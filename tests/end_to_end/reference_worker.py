@@ -23,7 +23,8 @@ from train.clip_rule import ClipRule  # noqa: E402
 from train.config import Optimizer, ZeroOptimization  # noqa: E402
 from train.engine_deepspeed import DeepSpeedEngine, start_ranks  # noqa: E402
 from train.forward import PrivateForward  # noqa: E402
-from train.gradient import Fragment, NoisyUpdate, PlainUpdate  # noqa: E402
+from train.fragment import Fragment  # noqa: E402
+from train.gradient import NoisyUpdate, PlainUpdate  # noqa: E402
 from train.noise import NoiseMechanism  # noqa: E402
 from train.optim import make_optimizer  # noqa: E402
 from train.optim_settings import OptimizerParams  # noqa: E402

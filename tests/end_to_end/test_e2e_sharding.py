@@ -33,6 +33,7 @@ def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> 
     assert any(len(set(step)) > 1 for step in counts) or world == 1, "ranks must have had uneven counts"
     assert any(sum(step) == 0 for step in counts), "an empty draw is among the steps"
     results = found["results"]
-    assert len(results) == 4 * 2 * 4 + (2 * 3 if world == 3 else 0) and all(result["world"] == world for result in results)
+    assert len(results) == 4 * 2 * 4 + (2 * 3 if world == 3 else 0)
+    assert all(result["world"] == world for result in results)
     for result in results:
         assert result["drift"] <= MOST[result["optimizer"]], result

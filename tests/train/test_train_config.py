@@ -443,7 +443,7 @@ def test_a_dry_run_says_what_the_config_means_without_launcher_or_data(tmp_path:
     for word in (
         "n             400 (expected_records; the data are not at hand)", "q             0.05 = 214748365/2^32",
         "sigma", "(calibrated)", "C             1 (flat)", "T             5", "epsilon", "of 8 (PLD)",
-        "delta         0.00125", "parameters", "memory/rank", "per-record gradients", '"expected_batch": 20.0',
+        "delta         0.00125", "parameters", "memory/rank", "fp64 sums", '"expected_batch": 20.0',
         "non-private   on public data; batch 16, 2 steps",
     ):  # fmt: skip
         assert word in done.stdout, word

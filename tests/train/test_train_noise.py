@@ -14,8 +14,9 @@ from torch import nn
 from train_helpers import fragments_of, plan_for, slice_of
 
 from train import noise as noise_module
+from train.fragment import Fragment
 from train.gaussian_pairs import FURTHEST
-from train.gradient import Fragment, NoisyUpdate, PlainUpdate, UpdateError
+from train.gradient import NoisyUpdate, PlainUpdate, UpdateError
 from train.noise import CHUNK_BLOCKS, PIECE, NoiseMechanism
 
 KEY = bytes(range(32))

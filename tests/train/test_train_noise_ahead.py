@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from train.gradient import Fragment
+from train.fragment import Fragment
 from train.noise import PIECE, NoiseMechanism
 from train.noise_ahead import NoiseAhead
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from test_train_noise import normal_in_every_respect
 
-from train.gradient import Fragment
+from train.fragment import Fragment
 from train.noise import PIECE
 from train.noise_philox import DEVIATION, WORD, PhiloxNoise, philox
 

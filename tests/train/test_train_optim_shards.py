@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from train_helpers import fragments_of, on_ranks, slice_of
 
-from train.gradient import Fragment
+from train.fragment import Fragment
 from train.optim import make_optimizer
 from train.optim_flat import CHUNK, FlatOptimizer, OptimizerError
 from train.optim_settings import Optimizer, OptimizerParams, ParameterRule

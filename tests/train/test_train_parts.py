@@ -21,7 +21,7 @@ from train_helpers import LocalEngine, Toy, alone, on_ranks
 from accounting.keys import KeyFileError
 from train import stop as stop_module
 from train.board import RATE_STEPS, Board, Pace
-from train.gradient import Fragment
+from train.fragment import Fragment
 from train.observed import Observed
 from train.run_dir import RunDir, open_private
 from train.shard_map import ShardMapError, whole_parameters, zero_slices

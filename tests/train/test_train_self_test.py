@@ -79,12 +79,22 @@ def test_the_noise_of_the_self_test_is_its_own() -> None:
     used: list[tuple[int, int]] = []
 
     class Spy(NoiseMechanism):
-        def draw(self, step: int, parameter: int, start: int, length: int) -> np.ndarray:
+        def draw(self, step: int, parameter: int, start: int, length: int, dtype: Any = np.float32) -> np.ndarray:
             used.append((step, parameter))
-            return super().draw(step, parameter, start, length)
+            return super().draw(step, parameter, start, length, dtype)
 
     tried(alone(), change=lambda e, c, n: Spy(b"t" * 32, n.std, n.divisor))
     assert used
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "LAMB", "SGD", "LARS"])
+def test_every_optimizer_passes_and_shows_what_changes_the_gradient_after_the_noise(kind: Any) -> None:
+    honest = type("Honest", (LocalEngine,), {"optimizer": kind})
+    tampered = type("Tampered", (ChangedAfterwards,), {"optimizer": kind})
+    tried(alone(), engine=honest)
+    on_ranks(2, lambda ranks: tried(ranks, engine=honest))
+    with pytest.raises(SelfTestError, match="after the noise"):
+        tried(alone(), engine=tampered)
 
 
 # The planted faults
@@ -256,19 +266,19 @@ class EqualPerRank(NoiseMechanism):
 
     count = 0
 
-    def draw(self, step: int, parameter: int, start: int, length: int) -> np.ndarray:
+    def draw(self, step: int, parameter: int, start: int, length: int, dtype: Any = np.float32) -> np.ndarray:
         self.count += 1
-        return super().draw(step, self.count % 1000, 0, length)
+        return super().draw(step, self.count % 1000, 0, length, dtype)
 
 
 class EqualPerParameter(NoiseMechanism):
-    def draw(self, step: int, parameter: int, start: int, length: int) -> np.ndarray:
-        return super().draw(step, 0, start, length)
+    def draw(self, step: int, parameter: int, start: int, length: int, dtype: Any = np.float32) -> np.ndarray:
+        return super().draw(step, 0, start, length, dtype)
 
 
 class EqualPerStep(NoiseMechanism):
-    def draw(self, step: int, parameter: int, start: int, length: int) -> np.ndarray:
-        return super().draw(0, parameter, start, length)
+    def draw(self, step: int, parameter: int, start: int, length: int, dtype: Any = np.float32) -> np.ndarray:
+        return super().draw(0, parameter, start, length, dtype)
 
 
 class OwnPerRank(NoiseMechanism):
@@ -279,8 +289,8 @@ class OwnPerRank(NoiseMechanism):
 class Scaled(NoiseMechanism):
     factor = 1.0
 
-    def draw(self, step: int, parameter: int, start: int, length: int) -> np.ndarray:
-        return super().draw(step, parameter, start, length) * self.factor
+    def draw(self, step: int, parameter: int, start: int, length: int, dtype: Any = np.float32) -> np.ndarray:
+        return super().draw(step, parameter, start, length, dtype) * self.factor
 
 
 def scaled(factor: float) -> Callable[..., NoiseMechanism]:

@@ -21,10 +21,11 @@ from train.clip_reference import ReferenceClip
 from train.clip_rule import ClipRule
 from train.engine import Applied, Observation, Shard
 from train.forward import PlainForward, PrivateForward
-from train.gradient import Fragment, Update, UpdateError
+from train.fragment import Fragment
+from train.gradient import Update, UpdateError
 from train.noise import NoiseMechanism
 from train.optim import make_optimizer
-from train.optim_settings import Optimizer, OptimizerParams
+from train.optim_settings import Optimizer, OptimizerParams, OptimizerType
 from train.ranks import Disagreement
 
 T = TypeVar("T")
@@ -117,6 +118,8 @@ def on_ranks(world: int, act: Callable[[Any], T]) -> list[T]:
 class LocalEngine:
     """train.engine.ShardedEngine: `replicated` is ZeRO-0, otherwise every rank owns one flat slice of everything."""
 
+    optimizer: OptimizerType = "AdamW"
+
     def __init__(
         self, forward: PrivateForward | PlainForward, ranks: Any, replicated: bool = False, weight_decay: float = 0.01
     ) -> None:
@@ -133,7 +136,7 @@ class LocalEngine:
             self.low, self.high = slice_of(ranks.rank, ranks.world, self.trainable_elements)
             self.flats = [nn.Parameter(self._flat([p.detach() for p in self.parameters.values()]))]
             self.layout = [fragments_of(self.parameters, self.low, self.high)]
-        settings = Optimizer(params=OptimizerParams(weight_decay=weight_decay))
+        settings = Optimizer(type=self.optimizer, params=OptimizerParams(weight_decay=weight_decay))
         self.base = make_optimizer(settings, self.parameters.items(), 0.0)
         if not replicated:
             self.base.param_groups[0]["params"] = self.flats

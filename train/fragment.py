@@ -1,0 +1,25 @@
+"""A piece of one parameter in a flat tensor: the unit in which noise is drawn, shards are mapped and saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, start + length) of one parameter, at `position` of a flat tensor of this rank."""
+
+    name: str
+    parameter: int
+    start: int
+    length: int
+    position: int
+
+    @property
+    def elements(self) -> range:
+        return range(self.start, self.start + self.length)
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat.view(-1)[self.position : self.position + self.length]
