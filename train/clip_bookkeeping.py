@@ -54,7 +54,7 @@ class BookKeepingClip:
         book = Book(group_of, len(present), self.hold, self.precision != "fp32", present.device)
         watch = Watch(
             parameters,
-            model.buffers(),
+            [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)],
             len(present),
             lambda pieces: book.enter(pieces, watch.used),
             LAYER_RULES,

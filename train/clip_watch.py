@@ -62,12 +62,14 @@ class Watch(TorchFunctionMode):
         self._names = {id(p): name for name, p in parameters.items()}
         self.parameters = parameters
         self._sources: dict[int, Source] = {}
-        self._constants = {_storage(tensor) for tensor in constants}
+        self._constants = {id(tensor) for tensor in constants}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled() or not self._holds_known(args, kwargs):
+        if not torch.is_grad_enabled() and not self.counting:  # the backward pass itself
             return func(*args, **kwargs)
+        if not torch.is_grad_enabled() or not self._holds_known(args, kwargs):
+            return self._unweighted(func, args, kwargs)
         handler = self._layers.get(func)
         if handler is not None:
             return handler(self, *args, **kwargs)
@@ -115,12 +117,25 @@ class Watch(TorchFunctionMode):
             )
         return leading // self.records
 
+    def _unweighted(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A function of no weights. What it makes of fixed numbers alone (a table of positions) is fixed, too."""
+        out = func(*args, **kwargs)
+        fixed = not any(self.varies(x) for x in tensors_in(args, kwargs))
+        if fixed or _name(func).endswith("_"):
+            changed = () if fixed or not args else (args[0],)
+            for x in (*changed, *(out if isinstance(out, (tuple, list)) else (out,))):
+                if isinstance(x, Tensor):
+                    x.same_for_all_records = fixed  # pyright: ignore[reportAttributeAccessIssue]
+        return out
+
     def _holds_known(self, args: Any, kwargs: dict[str, Any]) -> bool:
         return any(id(x) in self._names or id(x) in self._sources for x in _flat(args, kwargs))
 
     def varies(self, tensor: Tensor) -> bool:
-        """Whether a tensor may differ between records: neither weights nor a buffer of the model."""
-        return self.source(tensor) is None and tensor.dim() > 0 and _storage(tensor) not in self._constants
+        """Whether a tensor may differ between records: neither weights nor made without a look at records."""
+        if tensor.dim() == 0 or id(tensor) in self._constants or self.source(tensor) is not None:
+            return False
+        return not getattr(tensor, "same_for_all_records", False)
 
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """From weights and constants alone: recorded, so that gradients find their way back to the parameters."""
@@ -160,11 +175,6 @@ class Watch(TorchFunctionMode):
     def elementwise(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """With activations: as one copy for each record, broadcast as the parameter itself would be."""
         result = torch.broadcast_shapes(*(x.shape for x in tensors_in(args, kwargs)))
-        others = [x for x in tensors_in(args, kwargs) if self.source(x) is None]
-        if not any(x.requires_grad for x in others) and (
-            not result or result[0] % self.records or result[0] < self.records
-        ):
-            return self.computed(func, args, kwargs)  # with something fixed that was made on the way
         times = self.times(result[0], "a free parameter")
 
         def copies(tensor: Tensor) -> Tensor:
@@ -210,10 +220,6 @@ def _name(func: Any) -> str:
     if name == "__get__":  # a property: its getset descriptor knows the name
         return getattr(getattr(func, "__self__", None), "__name__", "")
     return name
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _flat(args: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
