@@ -131,7 +131,7 @@ class BatchReader:
             self._records = ShardReader(index, source, cancelled=self._cancelled)
         self._processes = DecodePool(pictures, reading.workers, reading.limits) if reading.workers else None
         self._picture = (self._processes or pictures).make
-        threads = reading.in_flight
+        self.in_flight = threads = reading.in_flight
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="records") if threads > 1 else None
         self._pin = pin_memory
         self._bad: dict[int, str] = {}

@@ -8,6 +8,7 @@ raised, with the micro-batch that is handed out. At most `ahead` micro-batches a
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,8 +90,11 @@ class Loader(Generic[D]):
 
     def __init__(
         self, reader: BatchReader, sampler: Sampler[D], rank: int, world: int, micro_batch: int, *,
-        last: int, ahead: int = 3, plan: Callable[[np.ndarray], np.ndarray] | None = None,
+        last: int, ahead: int | None = None, plan: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:  # fmt: skip
+        if ahead is None:
+            # Small micro-batches must not keep the reader from having as many records on their way as it can.
+            ahead = max(3, 1 + math.ceil(reader.in_flight / micro_batch))
         if ahead < 1:
             raise ValueError(f"{ahead} micro-batches ahead: at least the one that is asked for must be read")
         self._reader, self._last, self._ahead = reader, last, ahead

@@ -22,8 +22,10 @@ from range_server import Fault, RangeServer, serving
 from data.batches import BatchReader, DataSpec
 from data.cache import Cache
 from data.index import ShardIndex, build
+from data.loader import Loader
 from data.patience import Patience
 from data.remote import ChangedShardError, RemoteRanges, Stores, open_shard
+from data.sampler import LANES, PoissonSampler
 from data.shards import Reading, ShardReader, open_source
 from data.tar import ShardError
 
@@ -171,6 +173,14 @@ def test_sixty_four_are_in_flight(remote: ShardIndex, server: RangeServer) -> No
     assert server.most_in_flight >= 60
 
 
+def test_small_micro_batches_do_not_lower_it(remote: ShardIndex, server: RangeServer) -> None:
+    server.latency = 0.5
+    loader = Loader(_batch(remote, in_flight=20), PoissonSampler(KEY, KEY, 25, LANES), 0, 1, 2, last=1)
+    assert sum(int(batch.present.sum()) for batch in loader.step(1)[1]) == 25
+    loader.close()
+    assert server.most_in_flight >= 18
+
+
 def test_closing_does_not_wait_for_a_stalled_server(remote: ShardIndex, server: RangeServer) -> None:
     server.fault = _failing("stall", 10**9)
     reader = _batch(remote, in_flight=4, timeout_seconds=1.0)
@@ -305,6 +315,7 @@ import sys; sys.path[:0] = [{str(ROOT)!r}]
 from pathlib import Path
 from data.cache import Cache
 from data.index import ShardIndex
+from data.sampler import LANES, PoissonSampler
 from data.shards import Reading, ShardReader, open_source
 index = ShardIndex.open({str(tmp_path / "remote-index")!r})
 reader = ShardReader(index, open_source(index, Reading(cache=Cache(Path({str(folder)!r}), 1 << 30))))
