@@ -263,6 +263,11 @@ class Config(Section):
         names = [phase.name for phase in self.phases]
         if len(set(names)) != len(names):
             raise ValueError("two phases have the same name; names tell them apart in the ledger and the plots")
+        if self.zero_optimization.stage == 3 and self.run.clip_engine != "book-keeping":
+            raise ValueError(
+                f"run.clip_engine = {self.run.clip_engine!r} needs whole weights on every rank, which ZeRO-3 has not; "
+                "use 'book-keeping' or another stage"
+            )
         return self
 
     def digest(self, phase: int, contents: dict[str, str]) -> str:

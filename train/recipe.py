@@ -13,6 +13,7 @@ from accounting.accountant import AccountingError, Event, epsilon
 from accounting.calibrate import calibrate_sigma
 from accounting.plan import PlanError, PlannedMetric, PrivacyPlan, parse_delta, threshold_for
 from data.batches import DataSpec
+from data.folders import FolderIndex
 from data.index import RecordIndex, shared_shard
 from data.index_open import open_index
 from data.synthetic import SyntheticIndex
@@ -95,6 +96,11 @@ def resolve_shape(config: Config) -> Shape:
 def _open(config: Config, number: int, phase: Phase, shape: Shape) -> ReadyPhase:
     where = f"phases.{number}"
     index = _open_data(phase.data, shape, f"{where}.data")
+    if phase.objective == "caption" and isinstance(index, FolderIndex):
+        raise RecipeError(
+            f"{where}.data.path holds single images, which have no captions; train with objective 'mae', or put images "
+            "and captions into tar shards"
+        )
     text = None
     if phase.objective == "caption" and phase.data.tokenizer is not None:
         try:

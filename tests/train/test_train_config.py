@@ -267,6 +267,10 @@ def test_what_is_missing_is_named(loaded: Callable[..., Config], key: str, messa
         ([put("phases.1.data.public", True)], "has `privacy`, but its data are declared public; drop one of them"),
         ([put("phases.1.name", "warm")], "two phases have the same name"),
         (
+            [put("zero_optimization.stage", 3), put("run.clip_engine", "reference")],
+            "needs whole weights on every rank, which ZeRO-3 has not",
+        ),
+        (
             [put("phases.0.evaluation", {"path": "x", "zero_shot": {"axes": {"a": ["b"]}}})],
             "phase 'warm' writes no captions, so it cannot be asked for zero-shot labels",
         ),
@@ -537,3 +541,19 @@ def test_a_resumed_plan_takes_its_sigma_from_the_ledger_unless_something_changed
     assert make_plan(phase, phase.privacy, 40, "p", known).noise_multiplier == 8.5
     longer = phase.model_copy(update={"steps": 6})
     assert make_plan(longer, phase.privacy, 40, "p", known).noise_multiplier == 7.5
+
+
+def test_captions_are_not_looked_for_in_single_images(loaded: Callable[..., Config], tmp_path: Path) -> None:
+    from PIL import Image
+
+    from data.folders import build_folder
+
+    (tmp_path / "images" / "class").mkdir(parents=True)
+    for number in range(3):
+        Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / "images" / "class" / f"{number}.png")
+    build_folder(tmp_path / "images")
+    change = [put("phases.0.data.path", str(tmp_path / "images")), put("phases.0.batch", 2)]
+    change.append(put("phases.1.data.expected_records", 3))
+    config = loaded(*change, put("phases.1.data.path", str(tmp_path / "images")))
+    with pytest.raises(RecipeError, match=r"phases.1.data.path holds single images, which have no captions"):
+        prepare(config)
