@@ -37,7 +37,7 @@ class Workload:
     # Steps of a few milliseconds are timed several at a time.
     repeat: int = 1
     # Whole logical steps: of so many micro-batches of this size (0: as above).
-    logical: tuple[int, ...] = (2, 8)
+    logical: tuple[int, ...] = (8,)
     logical_micro_batch: int = 0
     # Engines that are of interest for this model alone.
     also: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ def classifier(about: str, micro_batch: int, name: str, side: int, **overrides: 
     )
 
 
-def last_layer(micro_batch: int, width: int = 768, classes: int = CLASSES, repeat: int = 20) -> Workload:
+def last_layer(micro_batch: int, width: int = 768, classes: int = CLASSES, repeat: int = 10) -> Workload:
     def inputs(count: int, draw: torch.Generator) -> Inputs:
         features = torch.randn(count, width, generator=draw)
         return {"features": features, "label": labels(count, classes, draw)}
@@ -134,9 +134,9 @@ TINY: dict[str, object] = dict(
 )  # fmt: skip
 
 QUICK: dict[str, Workload] = {
-    "mae_s": mae("MAE 768/512, 50 encoder and 197 decoder tokens, 3 + 1 blocks", 6, **SMALL_MAE),
+    "mae_s": mae("MAE 768/512, 50 encoder and 197 decoder tokens, 3 + 1 blocks", 5, **SMALL_MAE),
     "captioner_s": captioner("captioner 768, 197 + 40 tokens, vocabulary 10k, 4 + 2 blocks", 3, **SMALL_CAPTIONER),
-    "vit_s": classifier("ViT-S 384, 197 tokens, 6 blocks", 6, "vit_small_patch16_224", 224, depth=6),
+    "vit_s": classifier("ViT-S 384, 197 tokens, 6 blocks", 5, "vit_small_patch16_224", 224, depth=6),
     "last_layer": last_layer(512),
 }
 SMOKE: dict[str, Workload] = {

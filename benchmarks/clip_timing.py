@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 Step = Callable[[], None]
-WARM_UPS = 2
+# One more than this, since every step has run once before it is timed.
+WARM_UPS = 1
 
 
 @dataclass(frozen=True)

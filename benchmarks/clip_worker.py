@@ -125,12 +125,12 @@ def _at(
 
 
 def _weigh(workload: Workload, contender: Contender, size: int, device: torch.device) -> Memory:
-    peaks = []
-    for records in (size, 2 * size):
+    peaks, sizes = [], (size // 2, size) if size > 1 else (1, 2)
+    for records in sizes:
         batch = workload.batch(records, device)
         gc.collect()
         peaks.append(peak_bytes(lambda batch=batch: contender.step(batch), device))
-    return Memory(size, 2 * size, *peaks)
+    return Memory(*sizes, *peaks)
 
 
 def _weighed(
@@ -138,8 +138,8 @@ def _weighed(
 ) -> None:
     memory = plain if row["engine"] == BASELINE else _weigh(workload, contender, size, device)
     row |= {
-        "memory_mib": memory.peak_small / 2**20,
-        "memory_ratio": memory.peak_small / plain.peak_small,
+        "memory_mib": memory.peak_large / 2**20,
+        "memory_ratio": memory.peak_large / plain.peak_large,
         "memory_per_record_mib": memory.per_record / 2**20,
         "memory_per_record_ratio": memory.per_record / plain.per_record,
         "max_batch": memory.largest_batch,

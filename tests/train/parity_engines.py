@@ -70,6 +70,18 @@ def only(inputs: Mapping[str, Tensor], rows: Sequence[int] | slice | Tensor) -> 
     return {name: tensor[rows] for name, tensor in inputs.items()}
 
 
+class Shifted(nn.Module):
+    """Adds an input to each record's loss: losses that are not finite, of gradients that are."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        rest = {name: tensor for name, tensor in inputs.items() if name != "shift"}
+        return self.inner(rest) + inputs["shift"]
+
+
 class Scaled(nn.Module):
     """Multiplies each record's loss by an input: gradients of any size, zero or broken, on demand."""
 

@@ -176,6 +176,22 @@ class FreeParameters(nn.Module):
         return (x @ self.matrix).square().sum((1, 2))
 
 
+class MadeTables(nn.Module):
+    """Tables made on the way, the same for all records, with as many rows as a micro-batch may have records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.position = nn.Parameter(torch.randn(6)), nn.Linear(2, 6)
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        x = inputs["x"]
+        place = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)
+        waves = torch.stack([place.sin(), place.cos()], 1)
+        table = self.position(waves).tanh() + self.scale * place[:, None] / len(place)
+        return (self.mix(x).sin() * table + table).square().sum((1, 2))
+
+
 class Odd(nn.Module):
     """Layers that no fast rule knows."""
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from brute_force import Factor, relative_error
 from parity_cases import CASES, Case
-from parity_engines import ENGINES, Scaled, alone, contribution, only, prepared, summed
+from parity_engines import ENGINES, Scaled, Shifted, alone, contribution, only, prepared, summed
 from torch import Tensor, nn
 
 from train.clip_rule import ClipRule
@@ -188,6 +188,21 @@ def test_an_absent_record_leaves_no_trace_in_any_bit(engine: str, name: str) -> 
         assert all(torch.equal(found[n], clean[n]) for n in clean), rubbish
     nobody, (seen,) = summed(clip, model, [(changed, torch.zeros(4, dtype=torch.bool))])
     assert not any(bool(t.any()) for t in nobody.values()) and not seen.factors.any()
+
+
+@pytest.mark.parametrize("name", ["mae", "captioner", "one_token"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loss_that_is_not_finite_adds_nothing_though_its_gradient_is(engine: str, name: str) -> None:
+    model = Shifted(CASES[name].model())
+    inputs = {**CASES[name].batch(4), "shift": torch.tensor([0.0, math.nan, math.inf, 0.0])}
+    records = brute_force.records_of(model, inputs)
+    assert all(math.isfinite(r.norm()) for r in records)
+    clip = prepared(engine, rule_of("flat", 1.0), model)
+    everyone = torch.ones(4, dtype=torch.bool)
+    totals, (seen,) = summed(clip, model, [(inputs, everyone)])
+    factors = brute_force.factors_of(records, everyone, brute_force.flat(1.0))
+    assert factors[1:3] == [0.0, 0.0] == seen.factors[1:3].tolist()
+    assert relative_error(totals, brute_force.clipped_sum(records, factors)) <= 1e-5
 
 
 class Unused(nn.Module):
