@@ -70,7 +70,7 @@ class CanaryClip:
 
     def __init__(self, inner: ClipEngine, coordinates: Coordinates) -> None:
         self.inner, self.coordinates = inner, coordinates
-        self.rule = inner.rule
+        self.rule, self.precision = inner.rule, inner.precision
         self.known = np.zeros(len(coordinates.flat))
 
     def prepare(self, model: nn.Module) -> None:

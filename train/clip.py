@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from train.clip_rule import ClipError, ClipRule
+from train.precision import Precision
 from train.sums import Float32Sums, GradientSums
 
 
@@ -36,6 +37,7 @@ class ClipEngine(Protocol):
     """Adds the clipped gradients of a micro-batch's records to totals, for the trainable parameters of a model."""
 
     rule: ClipRule
+    precision: Precision
 
     def prepare(self, model: nn.Module) -> None:
         """Sets the model up once, before the sharded engine wraps it; refuses what it could not clip."""

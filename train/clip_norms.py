@@ -24,8 +24,8 @@ STRIP_SHARE = 0.5 + 0.5 / STRIPS
 DEVIATIONS = 4.0
 # Where a piece does not say over how many terms it sums.
 UNKNOWN_WIDTH = 4096
-# In half precision the weighted operand is rounded again, by up to 2⁻⁹ of each element: twice that, squared. What it
-# adds to a squared norm counts as part of the norm, since where tokens cancel it may outgrow it.
+# In bf16 the weighted operand is rounded again, by up to 2⁻⁸ of each element: that, squared. What it adds to a squared
+# norm counts as part of the norm, since where tokens cancel it may outgrow it.
 ROUNDED_OPERAND = 2.0**-16
 
 

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from train.clip import Clipped
 from train.clip_rule import ClipError, ClipRule
+from train.precision import Precision
 from train.sums import GradientSums
 
 
 class OpacusClip:
     def __init__(self, rule: ClipRule) -> None:
         self.rule = rule
+        self.precision: Precision = "fp32"
 
     def prepare(self, model: nn.Module) -> None:
         if self.rule.grouping != "all":
@@ -28,7 +30,7 @@ class OpacusClip:
             name
             for name, module in model.named_modules()
             if any(p.requires_grad for p in module.parameters(recurse=False))
-            and type(module) not in GradSampleModule.GRAD_SAMPLERS
+            and any(True for _ in module.children())  # a leaf without a rule is run by Opacus through functorch
         ]
         if tied or bare:
             what = "weights that are tied" if tied else f"parameters of {bare[0] or 'the model itself'}"

@@ -15,6 +15,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from model.attention import use_fused
 from train.clip import Clipped
 from train.clip_rule import LONGEST_ROW, ClipError, ClipRule
+from train.precision import Precision
 from train.sums import GradientSums
 
 # Outside these, squares may overflow or vanish in fp32 and the norm is taken again in fp64.
@@ -24,6 +25,7 @@ SMALLEST, LARGEST = 1e-12, 1e12
 class ReferenceClip:
     def __init__(self, rule: ClipRule) -> None:
         self.rule = rule
+        self.precision: Precision = "fp32"
 
     def prepare(self, model: nn.Module) -> None:
         """Fused attention has no vmap rule on CPU: correct, but slower than the written-out form."""

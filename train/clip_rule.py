@@ -22,7 +22,7 @@ FACTOR_ROUNDING = 1e-3
 MOST_ALLOWANCE = 0.05
 # In bf16 the operand that carries the factor is rounded once: each of its elements grows by at most this much. In fp16
 # it stays in fp32, since fp16 would lose small ones.
-OPERAND_ROUNDING: dict[Precision, float] = {"fp32": 0.0, "bf16": 2.0**-9, "fp16": 0.0}
+OPERAND_ROUNDING: dict[Precision, float] = {"fp32": 0.0, "bf16": 2.0**-8, "fp16": 0.0}
 # The smallest normal fp32 number times this is still far below any C.
 MOST_LIFT = 1e30
 

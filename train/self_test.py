@@ -20,6 +20,8 @@ from data.batches import MicroBatch
 from model.safety import CouplingError, coupling_probe, refuse_coupling
 from model.settings import Shape
 from train.clip import ClipEngine, clipped_totals
+from train.clip_check import check_gradients
+from train.clip_rule import ClipError
 from train.engine import ShardedEngine
 from train.gradient import NoisyUpdate, PlainUpdate, UpdateError
 from train.noise import Noise
@@ -64,6 +66,7 @@ def self_test(
         _agree(ranks, lambda: _coupling(engine, few))
         _agree(ranks, lambda: _clipping_binds(engine, clip, batch))
         largest = max(ranks.gather(_agree(ranks, lambda: _hostile(engine, clip, batch))))
+        _agree(ranks, lambda: _gradients_are_true(engine, clip, batch))
 
         drawn = [_empty_step(engine, noise, step, absent) for step in range(1, _steps(engine) + 1)]
         _every_element_once(engine, drawn[0], replicated, ranks)
@@ -117,6 +120,13 @@ def _coupling(engine: ShardedEngine, few: MicroBatch) -> None:
         coupling_probe(engine.model, few.inputs, tolerance=0.0 if engine.device.type == "cpu" else 1e-5)
     except CouplingError as error:
         raise SelfTestError(f"records are not independent: {error}") from None
+
+
+def _gradients_are_true(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch) -> None:
+    try:
+        check_gradients(clip, engine.model, batch.inputs, batch.present)
+    except ClipError as error:
+        raise SelfTestError(str(error)) from None
 
 
 def _clipping_binds(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch) -> None:

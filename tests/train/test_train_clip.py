@@ -16,7 +16,7 @@ from model.build import build
 from train.clip import assert_exact_matmul, clipped_totals
 from train.clip_reference import ReferenceClip
 from train.clip_rule import ClipError, ClipRule
-from train.forward import PlainForward, PrivateForward
+from train.forward import PlainForward
 
 KINDS = ["flat", "automatic"]
 GAMMA = 0.01
@@ -242,39 +242,6 @@ def test_per_sample_gradients_agree_with_opacus() -> None:
 
 
 # What the sharded engine wraps
-
-
-def test_the_scalar_of_the_private_forward_has_the_clipped_sum_as_its_gradient() -> None:
-    batch, other = toy_batch(6, absent=(2,)), toy_batch(6, seed=3)
-    clip = ReferenceClip(ClipRule("flat", 0.5, 0.0))
-    forward = PrivateForward(Toy(), clip)
-    expected, _ = clipped_totals(clip, forward.model, batch.inputs, batch.present)
-    second, _ = clipped_totals(clip, forward.model, other.inputs, other.present)
-    fired: list[str] = []
-    for name, p in forward.model.named_parameters():
-        if p.requires_grad:
-            p.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
-    loss = forward(batch.inputs, batch.present)
-    assert loss.shape == () and float(loss.detach()) == 0.0
-    loss.backward()
-    assert sorted(fired) == sorted(expected)
-    grads = {name: p.grad for name, p in forward.model.named_parameters() if p.grad is not None}
-    assert grads.keys() == expected.keys() and all(torch.equal(grads[n], expected[n]) for n in expected)
-    forward(other.inputs, other.present).backward()
-    for name, p in forward.model.named_parameters():
-        if p.requires_grad:
-            assert p.grad is not None and torch.equal(p.grad, expected[name] + second[name])
-    assert len(fired) == 2 * len(expected)
-    assert forward.observed is not None and forward.observed.losses.shape == (6,)
-
-
-def test_the_private_forward_touches_every_parameter_even_for_an_empty_batch() -> None:
-    batch = toy_batch(4, absent=(0, 1, 2, 3))
-    forward = PrivateForward(Toy(), ReferenceClip(ClipRule("flat", 1.0, 0.0)))
-    forward(batch.inputs, batch.present).backward()
-    for name, p in forward.model.named_parameters():
-        assert (p.grad is not None) == p.requires_grad, name
-        assert p.grad is None or not p.grad.any()
 
 
 def test_the_plain_forward_sums_the_losses_of_the_present_alone() -> None:

@@ -442,7 +442,9 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_a_dry_run_says_what_the_config_means_without_launcher_or_data(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(BASE))
-    done = command("--config", str(path), "--dry-run", "--set", "phases.1.privacy.noise_multiplier=null", cwd=tmp_path)
+    done = command("--config", str(path), "--dry-run", "--set", "phases.1.privacy.noise_multiplier=null",
+        "--set", "run.clip_engine=reference", cwd=tmp_path,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for word in (
         "n             400 (expected_records; the data are not at hand)", "q             0.05 = 214748365/2^32",
