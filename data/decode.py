@@ -81,9 +81,7 @@ def decode_scaled(data: bytes, at_least: Callable[[int, int], int | None]) -> De
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
-                raise BadRecord(
-                    f"the image has {image.width} x {image.height} pixels, at most {MAX_PIXELS} are decoded"
-                )
+                raise Image.DecompressionBombError
             turn = _orientation(image)
             full = image.size
             side = at_least(*_upright(full, turn))
@@ -98,6 +96,8 @@ def decode_scaled(data: bytes, at_least: Callable[[int, int], int | None]) -> De
         return Decoded(pixels, *_upright(full, turn), shrunk, margin)
     except (BadRecord, MemoryError):
         raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise BadRecord(f"the image has more than {MAX_PIXELS} pixels") from None
     except UnidentifiedImageError:
         raise BadRecord(f"the bytes are no image in any of {', '.join(FORMATS)}") from None
     # Decoders raise nearly everything on hostile bytes (OSError, SyntaxError, struct.error, IndexError ...);

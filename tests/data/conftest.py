@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from range_server import RangeServer, serving
 from webdataset.writer import TarWriter
 
 from data.index import ShardIndex, build
@@ -75,3 +76,20 @@ def small_set(tmp_path: Path, write_tar: ShardMaker, picture: Callable[..., byte
             number += 1
         write_tar(tmp_path / f"{shard:06d}.tar", samples)
     return build(tmp_path)
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.patience.random.uniform", lambda _low, _high: 0.0)
+
+
+@pytest.fixture
+def server(small_set: ShardIndex, tmp_path: Path) -> Iterator[RangeServer]:
+    """Serves the 25 records of `small_set`."""
+    with serving(RangeServer(tmp_path)) as running:
+        yield running
+
+
+@pytest.fixture
+def remote(server: RangeServer, tmp_path: Path) -> ShardIndex:
+    return build([f"{server.url}/{name:06d}.tar" for name in range(3)], tmp_path / "remote-index")

@@ -78,6 +78,10 @@ class RangeServer:
             start, end, status = 0, size, "200 OK"
         else:
             start, end, status = int(found[1]), min(size, int(found[2]) + 1), "206 Partial Content"
+            if start >= size:
+                writer.write(b"HTTP/1.1 416 Range Not Satisfiable\r\nContent-Length: 0\r\n\r\n")
+                await writer.drain()
+                return True
         lines = [f"HTTP/1.1 {status}", f"Content-Length: {end - start}", "Accept-Ranges: bytes"]
         lines.append("Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT")
         if status.startswith("206"):

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,11 +15,10 @@ from hostile_files import one_bit_png
 from range_server import Fault, RangeServer, serving
 
 from data.batches import BatchReader, DataSpec
-from data.cache import Cache
 from data.index import ShardIndex, build
 from data.loader import Loader
 from data.patience import Patience
-from data.remote import ChangedShardError, RemoteRanges, Stores, open_shard
+from data.remote import ChangedShardError, Stores, open_shard
 from data.sampler import LANES, PoissonSampler
 from data.shards import Reading, ShardReader, open_source
 from data.tar import ShardError
@@ -34,23 +28,6 @@ KEY = b"k" * 32
 SPEC = DataSpec(24, augment="random_resized_crop")
 TRANSIENT: list[Fault] = ["500", "503", "404", "reset", "truncate", "stall"]
 Pictures = Callable[..., bytes]
-
-
-@pytest.fixture
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.patience.random.uniform", lambda _low, _high: 0.0)
-
-
-@pytest.fixture
-def server(small_set: ShardIndex, tmp_path: Path) -> Iterator[RangeServer]:
-    """Serves the 25 records of `small_set`."""
-    with serving(RangeServer(tmp_path)) as running:
-        yield running
-
-
-@pytest.fixture
-def remote(server: RangeServer, tmp_path: Path) -> ShardIndex:
-    return build([f"{server.url}/{name:06d}.tar" for name in range(3)], tmp_path / "remote-index")
 
 
 def _failing(fault: Fault, first: int) -> Callable[[str, int], Fault]:
@@ -244,125 +221,3 @@ def test_urls_that_cannot_be_read() -> None:
     with pytest.raises(ShardError) as caught:
         Stores().fetch("https://host/a.tar?X-Signature=secret", 0, 1)
     assert "secret" not in str(caught.value), "a signed URL is a credential"
-
-
-def _cached(remote: ShardIndex, folder: Path, limit: int = 1 << 30, keep="records") -> ShardReader:
-    return ShardReader(remote, open_source(remote, Reading(cache=Cache(folder, limit, keep))))
-
-
-@pytest.mark.parametrize("keep", ["records", "shards"])
-def test_the_cache_answers_the_second_time(
-    keep, small_set: ShardIndex, remote: ShardIndex, server: RangeServer, tmp_path: Path
-) -> None:
-    expected = [ShardReader(small_set).read(i) for i in range(25)]
-    assert [_cached(remote, tmp_path / "cache", keep=keep).read(i) for i in range(25)] == expected
-    server.fault = _failing("500", 10**9)
-    assert [_cached(remote, tmp_path / "cache", keep=keep).read(i) for i in range(25)] == expected
-    assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
-    kept = [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".part", ".tar")]
-    assert len(kept) == (25 if keep == "records" else 3)
-    assert all(path.stat().st_mode & 0o077 == 0 for path in kept)
-
-
-def test_damaged_cache_files_are_fetched_again(
-    small_set: ShardIndex, remote: ShardIndex, server: RangeServer, tmp_path: Path, no_pauses: None
-) -> None:
-    expected = [ShardReader(small_set).read(i) for i in range(25)]
-    for keep in ("records", "shards"):
-        folder = tmp_path / keep
-        reader = _cached(remote, folder, keep=keep)
-        assert [reader.read(i) for i in range(25)] == expected
-        kept = sorted(path for path in folder.rglob("*") if path.suffix in (".part", ".tar"))
-        for number, path in enumerate(kept):
-            whole = path.read_bytes()
-            # Cut; zeroed in the middle of a header that parsing checks; one flipped bit (kept records only).
-            damage = (whole[:-1], b"", whole[:40] + bytes(len(whole) - 40), whole[:-1] + bytes([whole[-1] ^ 1]))
-            path.write_bytes(damage[number % (3 if keep == "shards" else 4)])
-        assert [reader.read(i) for i in range(25)] == expected
-        assert [_cached(remote, folder, keep=keep).read(i) for i in range(25)] == expected
-
-
-@pytest.mark.parametrize("keep", ["records", "shards"])
-def test_the_cache_stays_within_its_bound(keep, remote: ShardIndex, server: RangeServer, tmp_path: Path) -> None:
-    limit = 60_000 if keep == "records" else sum(shard.bytes for shard in remote.shards[:2]) + 10
-    reader = _cached(remote, tmp_path / "cache", limit, keep)
-    for _ in range(2):
-        assert all(reader.read(i)["txt"] == f"a red {i}".encode() for i in range(25))
-    kept = [path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.suffix in (".part", ".tar")]
-    assert 0.5 * limit < sum(kept) <= limit
-    assert int((tmp_path / "cache" / "used").read_text()) == sum(kept)
-
-
-def test_a_fetched_shard_must_be_the_indexed_one(
-    remote: ShardIndex, server: RangeServer, tmp_path: Path, no_pauses: None
-) -> None:
-    """Another content of the same size, from a server without ETags: only the manifest's hash can tell."""
-    server.etags = False
-    path = tmp_path / "000000.tar"
-    whole = bytearray(path.read_bytes())
-    whole[remote.locate(9)[2] - 1] ^= 1
-    path.write_bytes(bytes(whole))
-    reader = _cached(remote, tmp_path / "cache", keep="shards")
-    reader.read(0)
-    assert not list((tmp_path / "cache").rglob("*.tar")), "what is not the indexed shard is not kept"
-
-
-def test_ranks_share_it_and_survive_kills(remote: ShardIndex, server: RangeServer, tmp_path: Path) -> None:
-    """Two processes at once, one killed in the middle of writing: what it left is swept, the count is right."""
-    folder = tmp_path / "cache"
-    code = f"""
-import sys; sys.path[:0] = [{str(ROOT)!r}]
-from pathlib import Path
-from data.cache import Cache
-from data.index import ShardIndex
-from data.sampler import LANES, PoissonSampler
-from data.shards import Reading, ShardReader, open_source
-index = ShardIndex.open({str(tmp_path / "remote-index")!r})
-reader = ShardReader(index, open_source(index, Reading(cache=Cache(Path({str(folder)!r}), 1 << 30))))
-for i in range(25):
-    assert reader.read(i)["txt"] == f"a red {{i}}".encode()
-if sys.argv[1] == "die":
-    room = reader._source._room
-    def parts():
-        yield b"half"
-        import os, signal
-        os.kill(os.getpid(), signal.SIGKILL)
-    room.add(Path({str(folder)!r}) / "aa" / "x.part", 1000, parts())
-"""
-    two = [subprocess.Popen([sys.executable, "-c", code, what]) for what in ("live", "die")]
-    assert sorted(process.wait(120) for process in two) == [-signal.SIGKILL, 0]
-    assert list(folder.rglob("*.tmp")), "the killed one left something"
-    before = sum(server.requests.values())
-    reader = _cached(remote, folder)
-    assert all(reader.read(i)["txt"] == f"a red {i}".encode() for i in range(25))
-    assert sum(server.requests.values()) == before and not list(folder.rglob("*.tmp"))
-    kept = [path.stat().st_size for path in folder.rglob("*.part")]
-    assert len(kept) == 25 and int((folder / "used").read_text()) == sum(kept)
-
-
-def test_a_folder_in_use_is_not_counted_anew(remote: ShardIndex, tmp_path: Path) -> None:
-    """Counting sweeps temporary files: those of a living process must stay."""
-    folder = tmp_path / "cache"
-    first = _cached(remote, folder)
-    first.read(0)
-    living = folder / "aa"
-    living.mkdir(exist_ok=True)
-    (living / "writing.tmp").write_bytes(b"half")
-    _cached(remote, folder).read(1)
-    assert (living / "writing.tmp").exists()
-    with (folder / "users").open() as users, pytest.raises(BlockingIOError):
-        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_ranges_are_never_mixed_up(remote: ShardIndex, server: RangeServer, tmp_path: Path) -> None:
-    """Raw bytes against the files, at random ranges, through the cache and without it."""
-    source = open_source(remote, Reading(cache=Cache(tmp_path / "cache", 1 << 30)))
-    plain = RemoteRanges({})
-    rng = np.random.default_rng(0)
-    for _ in range(40):
-        place = remote.locate(int(rng.integers(25)))[0]
-        whole = (tmp_path / str(place).rpartition("/")[2]).read_bytes()
-        start = int(rng.integers(len(whole) - 1))
-        end = int(rng.integers(start + 1, len(whole)))
-        digest = hashlib.sha256(whole[start:end]).digest()
-        assert {hashlib.sha256(s.read(place, start, end)).digest() for s in (source, plain, source)} == {digest}
