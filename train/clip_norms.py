@@ -111,7 +111,9 @@ def _own(piece: Outer) -> Squares:
 def _one_token(piece: Outer, left: Tensor, right: Tensor) -> Squares:
     right_sizes = torch.linalg.vector_norm(right, dim=-1).square()
     left_sizes = torch.ones_like(right_sizes) if piece.sparse else torch.linalg.vector_norm(left, dim=-1).square()
-    return Squares((left_sizes.double() * right_sizes.double()).squeeze(1), _doubt(piece, left_sizes, right_sizes))
+    left_sizes, right_sizes = left_sizes.double().squeeze(1), right_sizes.double().squeeze(1)
+    # A single token has nothing to cancel with.
+    return Squares(left_sizes * right_sizes, _lost(piece, left_sizes, right_sizes))
 
 
 def _in_strips(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,15 +155,16 @@ def _cross(one: Outer, other: Outer) -> Tensor:
 
 
 def _doubt(piece: Outer, left_sizes: Tensor, right_sizes: Tensor) -> Tensor:
-    """From the squared lengths of the rows [B, T]: rounding of the terms, and what is too small for the format.
-
-    Products that vanish in fp32 matter only where the other side is large enough to lift them. A single token of dense
-    rows has nothing to cancel with.
-    """
+    """From the squared lengths of the rows [B, T]: rounding of the terms, and what is too small for the format."""
     left_sizes, right_sizes = left_sizes.double(), right_sizes.double()
-    smallest = torch.finfo(wide(piece.dtype)).tiny * torch.finfo(wide(piece.dtype)).eps
-    lost = smallest * piece.tokens**2 * (piece.rows * right_sizes.amax(1) + piece.columns * left_sizes.amax(1))
-    return _unit(piece) * (left_sizes * right_sizes).sum(1) + lost
+    rounding = _unit(piece) * (left_sizes * right_sizes).sum(1)
+    return rounding + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
+
+
+def _lost(piece: Outer, left: Tensor, right: Tensor) -> Tensor:
+    """Products that vanish in fp32 matter only where the other side (largest squared lengths, [B]) can lift them."""
+    format = torch.finfo(wide(piece.dtype))
+    return format.tiny * format.eps * piece.tokens**2 * (piece.rows * right + piece.columns * left)
 
 
 def _unit(piece: Piece) -> float:

@@ -53,7 +53,7 @@ class Watch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.records = records
-        self.report = report
+        self._report = report
         self.used: dict[str, int] = {}
         self.counting = True
         device = next(iter(parameters.values())).device
@@ -100,6 +100,11 @@ class Watch(TorchFunctionMode):
         if self.counting:
             for name in source.leaves:
                 self.used[name] = self.used.get(name, 0) + 1
+
+    def report(self, pieces: list[Piece]) -> None:
+        # What is done with pieces is no use of a parameter, and need not pass through here.
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            self._report(pieces)
 
     def per_record(self, source: Source) -> Tensor:
         """[B, *shape]: ordinary autograd goes on from here, record by record."""
