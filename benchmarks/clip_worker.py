@@ -113,6 +113,12 @@ def _at(
     alive = {e: step for e, step in steps.items() if _guarded(rows[e], step)}
     if BASELINE not in alive:
         return list(rows.values())
+    for e in steps.keys() - alive.keys():
+        # Out of memory, as a rule: it will not fit with more records either, and what it holds must go.
+        judged[e]["failed"] = rows[e]["failed"]
+        del ready[e], steps[e]
+    gc.collect()
+    torch.cuda.empty_cache()
     timed = interleaved(alive[BASELINE], alive, request.rounds, device)
     for engine, timing in timed.items():
         rows[engine] |= timing.summary()
