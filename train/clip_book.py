@@ -76,7 +76,8 @@ class Book:
             for name in self._pieces:
                 for part, written in self._written(name, rows):
                     self._squares[self._group_of[name], part] += squared(written)
-        return (self._squares + self._doubts if self._rounded else self._squares).sqrt()
+        norms = self._squares.sqrt()
+        return norms + self._doubts.sqrt() if self._rounded else norms
 
     def pay_out(self, factors: Tensor, keep: Tensor, sums: GradientSums) -> None:
         """Sums with `factors` [groups, B] into the totals, over the records to `keep`; nothing is left in the book.

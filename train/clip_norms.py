@@ -22,10 +22,12 @@ STRIPS_FROM, STRIPS = 96, 4
 STRIP_SHARE = 0.5 + 0.5 / STRIPS
 # Rounding errors of products are independent: the error of a dot product of n terms is within 4·√n·u of its size.
 DEVIATIONS = 4.0
+# Long sums are taken in blocks, whose errors grow no further; or else a large vocabulary made every record doubtful.
+MOST_UNIT = 128.0
 # Where a piece does not say over how many terms it sums.
 UNKNOWN_WIDTH = 4096
-# In bf16 the weighted operand is rounded again, by up to 2⁻⁸ of each element: that, squared. What it adds to a squared
-# norm counts as part of the norm, since where tokens cancel it may outgrow it.
+# In bf16 the weighted operand is rounded again, by up to 2⁻⁸ of each element: that, squared. What it may add to a norm
+# counts as part of the norm, since where tokens or uses cancel it is more than 2⁻⁸ of it.
 ROUNDED_OPERAND = 2.0**-16
 
 
@@ -42,12 +44,16 @@ def measure(pieces: list[Piece]) -> Squares:
     if len(outers) < len(pieces) or (len(pieces) == 1 and not gram_is_cheaper(outers[0])):
         return _written_out(pieces)
     found = [_own(piece) for piece in outers]
+    if len(found) == 1:
+        return found[0]
     square = torch.stack([own.square for own in found]).sum(0)
     # A parameter used twice: its gradient is the sum of all uses, so tokens of all uses meet one another.
     for number, later in enumerate(outers):
         for earlier in outers[:number]:
             square = square + 2 * _cross(earlier, later)
-    return Squares(square, _together([own.doubt for own in found]))
+    # Alone, a single token has nothing to cancel with; beside another use it has.
+    lone = [_unit(piece) * own.square if piece.tokens == 1 else 0.0 for piece, own in zip(outers, found, strict=True)]
+    return Squares(square, _together([own.doubt + more for own, more in zip(found, lone, strict=True)]))
 
 
 def gram_is_cheaper(piece: Outer) -> bool:
@@ -112,7 +118,6 @@ def _one_token(piece: Outer, left: Tensor, right: Tensor) -> Squares:
     right_sizes = torch.linalg.vector_norm(right, dim=-1).square()
     left_sizes = torch.ones_like(right_sizes) if piece.sparse else torch.linalg.vector_norm(left, dim=-1).square()
     left_sizes, right_sizes = left_sizes.double().squeeze(1), right_sizes.double().squeeze(1)
-    # A single token has nothing to cancel with.
     return Squares(left_sizes * right_sizes, _lost(piece, left_sizes, right_sizes))
 
 
@@ -172,6 +177,7 @@ def _unit(piece: Piece) -> float:
     if isinstance(piece, Outer):
         width = piece.columns + (1 if piece.sparse else piece.rows)
     own = DEVIATIONS * width**0.5 * torch.finfo(wide(piece.dtype)).eps / 2
+    own = min(own, MOST_UNIT * torch.finfo(wide(piece.dtype)).eps)
     return max(own, ROUNDED_OPERAND) if piece.dtype.itemsize < 4 else own
 
 
