@@ -13,6 +13,7 @@ from torch import Tensor
 
 from train.clip_norms import CHUNK, measure, squared
 from train.clip_pieces import Outer, Piece, Through, Weights, Whole, Written, wide
+from train.clip_rule import OPERAND_ROUNDING
 from train.sums import GradientSums
 
 # Squared norms may be wrong by this much of themselves before they are taken again; outside the range, squares may
@@ -77,7 +78,9 @@ class Book:
                 for part, written in self._written(name, rows):
                     self._squares[self._group_of[name], part] += squared(written)
         norms = self._squares.sqrt()
-        return norms + self._doubts.sqrt() if self._rounded else norms
+        if self._rounded:  # by more, where tokens cancel, than the rule allows for in any case
+            norms = norms + (self._doubts.sqrt() - OPERAND_ROUNDING["bf16"] * norms).clamp(min=0.0)
+        return norms
 
     def pay_out(self, factors: Tensor, keep: Tensor, sums: GradientSums) -> None:
         """Sums with `factors` [groups, B] into the totals, over the records to `keep`; nothing is left in the book.
