@@ -110,7 +110,7 @@ def classifier(about: str, micro_batch: int, name: str, side: int, **overrides: 
     )
 
 
-def last_layer(micro_batch: int, width: int = 768, classes: int = CLASSES, repeat: int = 10) -> Workload:
+def last_layer(micro_batch: int, width: int = 768, classes: int = CLASSES, repeat: int = 3) -> Workload:
     def inputs(count: int, draw: torch.Generator) -> Inputs:
         features = torch.randn(count, width, generator=draw)
         return {"features": features, "label": labels(count, classes, draw)}

@@ -66,12 +66,12 @@ def plot(results: Sequence[Result], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, len(results), figsize=(3.4 * len(results), 6), squeeze=False)
+    figure, axes = plt.subplots(2, len(results), figsize=(4.2 * len(results), 6), squeeze=False)
     for column, result in enumerate(results):
         rows = [row for row in result["rows"] if row["micro_batch"] == result["rows"][-1]["micro_batch"]]
         for place, (key, label) in enumerate((("time_ratio", "time"), ("memory_ratio", "peak memory"))):
             axis, shown = axes[place][column], [row for row in rows if key in row]
-            colours = ["tab:orange" if row["engine"] == "ours" else "tab:gray" for row in shown]
+            colours = ["tab:orange" if row["engine"].startswith("ours") else "tab:gray" for row in shown]
             bars = axis.barh([row["engine"] for row in shown], [row[key] for row in shown], color=colours)
             axis.bar_label(bars, fmt="%.2f", padding=2)
             axis.axvline(1.0, color="black", linewidth=0.8)
@@ -82,7 +82,6 @@ def plot(results: Sequence[Result], path: Path) -> None:
                 axis.set_xscale("log")
             axis.margins(x=0.25)
             axis.set_xlabel(f"{label} / non-private")
-            axis.tick_params(labelleft=column == 0)
     axes[0][0].legend(loc="lower right", fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
