@@ -30,11 +30,13 @@ class ClippingFact:
 
 @dataclass(frozen=True)
 class NoiseFact:
-    """By the noise mechanism: the deviation it drew, the elements that got a draw, the constant it divided by."""
+    """By the noise mechanism: the deviation it drew and from which random bits, the elements that got a draw, the
+    constant it divided by."""
 
     std: float
     divisor: float
     elements: int
+    generator: str = "aes-256-ctr"
 
 
 @dataclass(frozen=True)

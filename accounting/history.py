@@ -226,6 +226,8 @@ class History:
             return f"NOT PRIVATE: phase {names} trained without noise on records that another phase protects"
         if self.faults:
             return f"NOT PRIVATE: {self.faults[0]}"
+        if free := [declared.statement for declared in self.tunings if declared.tuning is None]:
+            return f"NOT PRIVATE: tuned on private data, by a number of runs that is not charged ({free[0]})"
         return None if self.plans else "NOT PRIVATE: no phase of this run was private"
 
     def why_budget_is_claimed(self) -> str | None:
@@ -252,6 +254,10 @@ class History:
                 raise LedgerError(f"no epsilon can be given: step {step_id.step} of phase {step_id.phase} {fault}")
             events.append(min(announced.event(), done.event(), key=lambda event: event.sigma))
         return merge(events)
+
+    def planned(self) -> list[Event]:
+        """All steps of all plans, as they were planned."""
+        return merge(Event(p.sampling_rate, p.effective_noise_multiplier, p.steps) for p in self.plans.values())
 
     def delta(self) -> float:
         deltas = {plan.delta for plan in self.plans.values()}

@@ -72,10 +72,7 @@ class Journal:
 
     def declare_tuning(self, declared: Declared) -> float | None:
         """Written once, before the first step if it is known then. The epsilon that it will make of the planned run."""
-        planned = [
-            Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.steps)
-            for plan in self.history.plans.values()
-        ]
+        planned = self.history.planned()
         cost = tuned_epsilon(planned, self.history.delta(), declared.tuning) if declared.tuning and planned else None
         if declared not in self.history.tunings:
             self._append("tuning", **declared.as_dict())

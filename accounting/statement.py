@@ -6,7 +6,7 @@ from typing import Any
 
 from accounting.accountant import AccountingError, describe, epsilon, round_up, show_delta
 from accounting.history import History
-from accounting.ledger import Entry
+from accounting.ledger import Entry, LedgerError
 from accounting.plan import ADJACENCY, UNIT
 from accounting.tuning import tuned_epsilon
 
@@ -16,9 +16,18 @@ MECHANISM = (
     "Poisson sample, Gaussian noise added once to the sum, divided by the constant q·n"
 )
 DEVIATIONS = [
-    "Noise and sums are floating-point numbers (64-bit draws, 32-bit sums), not samples of the ideal distributions.",
+    "Noise and sums are floating-point numbers (64-bit draws and totals, 32-bit products and results), not samples of "
+    "the ideal distributions.",
     "A restored copy of the whole run directory, secret folder included, cannot be told from the original.",
+    "Ledger and certificate hold unkeyed hashes of the private records' files: whoever knows all of them but one can "
+    "test guesses of that one, and who knows the files can test which records an exclusion list left out.",
 ]
+# What is to be said where the noise did not come from a cryptographic generator.
+GENERATORS = {
+    "aes-256-ctr": None,
+    "philox4x32-10": "The noise came from Philox4x32-10, which is not a cryptographic generator: the promise holds "
+    "against adversaries who cannot tell its output from true randomness, and that is conjectured, not proved.",
+}
 
 
 def compose(history: History, entries: list[Entry], extra: dict[str, Any]) -> dict[str, Any]:
@@ -34,10 +43,12 @@ def compose(history: History, entries: list[Entry], extra: dict[str, Any]) -> di
     claimed = None if spent is None else max(spent, history.budget()) if basis else spent
     delta = history.delta() if private else None
     tunings = [declared.as_dict() for declared in history.tunings]
+    # Where the budget is claimed, each of the runs may have spent it.
+    tuned = [history.charged(), *([history.planned()] if basis else [])] if chargeable else []
     for declared, shown in zip(history.tunings, tunings, strict=True):
         if declared.tuning is None or delta is None or not chargeable:
             continue
-        shown["epsilon"] = cost = tuned_epsilon(history.charged(), delta, declared.tuning)
+        shown["epsilon"] = cost = max(tuned_epsilon(events, delta, declared.tuning) for events in tuned)
         claimed = max(claimed or 0.0, cost)
         basis = f"{basis}; and the run was chosen among several" if basis else "the run was chosen among several"
     claim: dict[str, Any] = {
@@ -62,10 +73,24 @@ def compose(history: History, entries: list[Entry], extra: dict[str, Any]) -> di
         "phases": [_phase(history, index) for index in sorted(history.phase_names)],
         "segments": [segment.__dict__ for segment in history.segments],
         "tuned_on_private_data": tunings,
-        "known_deviations": DEVIATIONS + deviations,
+        "known_deviations": deviations_of(history) + deviations,
         **added,
         "ledger": {"length": len(entries), "head": entries[-1].hash},
     }
+
+
+def deviations_of(history: History) -> list[str]:
+    """What follows from the ledger and every certificate must state."""
+    found = list(DEVIATIONS)
+    for generator in sorted(
+        {facts.noise.generator for facts in (*history.opened.values(), *history.committed.values())}
+    ):
+        if generator not in GENERATORS:
+            raise LedgerError(
+                f"the noise came from {generator!r}, of which nothing is known; read it with a newer version"
+            )
+        found += [text] if (text := GENERATORS[generator]) else []
+    return found
 
 
 def _phase(history: History, index: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from accounting.accountant import Accountant
 from accounting.history import History
 from accounting.ledger import Entry, LedgerError
-from accounting.statement import DEVIATIONS, FORMAT, compose
+from accounting.statement import FORMAT, compose, deviations_of
 
 AGREEMENT = 1e-6
 # What follows from the ledger alone; everything else in a certificate is somebody's word.
@@ -117,7 +117,7 @@ def _compare(certificate: dict[str, Any], history: History, entries: list[Entry]
         # Through JSON and back, as the certificate went.
         if not _same(found, json.loads(json.dumps(recomputed))):
             raise CertificateError(f"the certificate says {name} = {found}, but the ledger gives {recomputed}")
-    left_out = set(DEVIATIONS) - set(certificate["known_deviations"])
+    left_out = set(deviations_of(history)) - set(certificate["known_deviations"])
     if left_out:
         raise CertificateError(f"the certificate leaves out a known deviation: {left_out.pop()}")
     claimed = certificate["claim"]["epsilon"]

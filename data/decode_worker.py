@@ -61,7 +61,8 @@ def _answer(message: bytes, make: Make, pixels: np.ndarray) -> bytes:
         pixels[:] = made.reshape(-1)
         return MADE
     except BadRecord as error:
-        return BAD + str(error)[:500].encode()
+        # Decoders report a lack of memory in words of their own; what earlier images left here decides about no record.
+        return NO_MEMORY if _cramped() else BAD + str(error)[:500].encode()
     except MemoryError:
         return NO_MEMORY
     finally:
@@ -71,6 +72,17 @@ def _answer(message: bytes, make: Make, pixels: np.ndarray) -> bytes:
 
 def _picture_maker(setup: dict[str, Any]) -> Make:
     return PictureMaker(setup["size"], setup["augment"], bytes.fromhex(setup["key"])).make
+
+
+def _cramped() -> bool:
+    """Whether less than half of the address space is left, which no image that is decoded at all can need."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            used = int(statm.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return True
+    return limit != resource.RLIM_INFINITY and used > limit // 2
 
 
 def _confine(address_bytes: int) -> None:

@@ -198,7 +198,9 @@ class Tuning(Section):
     """What was chosen by looking at outputs of private runs on these records; it is written into the certificate."""
 
     statement: str = Field(min_length=1, description="What was tried and what was chosen by.")
-    mean: float | None = Field(default=None, ge=1, description="Average number of runs; null: stated, not charged.")
+    mean: float | None = Field(
+        default=None, ge=1, description="Average number of runs; null: not charged, so NOT PRIVATE."
+    )
     shape: float | Literal["poisson"] = Field(default=1.0, description="Of their number: 0 logarithmic, 1 geometric.")
     fixed: bool = Field(default=False, description="Their number was fixed beforehand: all of them are charged.")
 

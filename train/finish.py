@@ -22,7 +22,6 @@ from train.board import Board
 from train.checkpoint import Loaded
 from train.clip_rule import MOST_ALLOWANCE
 from train.config import Config
-from train.noise_philox import DEVIATION as PHILOX
 from train.recipe import ReadyPhase
 from train.report import outcomes, read_curves, write_report
 from train.run_dir import RunDir
@@ -47,7 +46,7 @@ def finish(
     run_dir.evaluation.write_text(json.dumps(samples) + "\n")
     identity = json.dumps(config.model_dump(by_alias=True), sort_keys=True).encode()
     extra: dict[str, Any] = {
-        "known_deviations": DEVIATIONS + ([PHILOX] if config.run.noise == "philox" else []),
+        "known_deviations": DEVIATIONS,
         "siblings": [
             other
             for phase in phases

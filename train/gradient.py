@@ -55,7 +55,7 @@ class NoisyUpdate:
             self.elements += piece.length
 
     def fact(self, elements: int) -> NoiseFact:
-        return NoiseFact(std=self.mechanism.std, divisor=self.mechanism.divisor, elements=elements)
+        return NoiseFact(self.mechanism.std, self.mechanism.divisor, elements, self.mechanism.generator)
 
 
 class PlainUpdate:

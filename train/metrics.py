@@ -6,6 +6,7 @@ the ledger charges their combined noise multiplier (contract 9). The values are 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,15 +47,25 @@ class MetricRelease:
         return (observed.norms > self._clip_bound).double()
 
     def release(self, step: int) -> dict[str, float]:
-        """Summed over ranks, noised once (each rank draws the same keyed noise), divided by the constant q·n."""
+        """Summed over ranks, noised once (each rank draws the same keyed noise), divided by the constant q·n.
+
+        The noise has all bits that the sum has, and what is told of both is rounded to fp32: in the last bits of an
+        fp64 number that stand below those of its noise, the sum would show bare.
+        """
         if not self._planned:
             return {}
         sums = self._ranks.add(self._sums.to(self._ranks.device, copy=True)).cpu()
         self._sums.zero_()
         return {
-            f"noised_{metric.name}": float(sums[index] + float(noise.draw(step, index, 0, 1)[0])) / self._divisor
+            f"noised_{metric.name}": rounded(
+                (float(sums[index]) + float(noise.draw(step, index, 0, 1, np.float64)[0])) / self._divisor
+            )
             for index, (metric, noise) in enumerate(zip(self._planned, self._noise, strict=True))
         }
+
+
+def rounded(value: float) -> float:
+    return float(np.float32(value))
 
 
 def _bounded_sum(values: Tensor, present: Tensor, bound: float) -> float:

@@ -36,6 +36,11 @@ class Noise(Protocol):
     @property
     def divisor(self) -> float: ...
 
+    @property
+    def generator(self) -> str:
+        """Where the random bits come from; it stands in the ledger."""
+        ...
+
     def prepare(self, step: int) -> None:
         """This step's noise will be asked for next: it may be drawn already."""
         ...
@@ -49,6 +54,8 @@ class Noise(Protocol):
 
 class NoiseMechanism:
     """The cryptographic noise: whoever cannot break AES-256 cannot tell it from true randomness."""
+
+    generator = "aes-256-ctr"
 
     def __init__(self, key: bytes, std: float, divisor: float) -> None:
         self._key = key

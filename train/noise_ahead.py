@@ -43,6 +43,10 @@ class NoiseAhead:
         return self._mechanism.std
 
     @property
+    def generator(self) -> str:
+        return self._mechanism.generator
+
+    @property
     def divisor(self) -> float:
         return self._mechanism.divisor
 

@@ -2,9 +2,10 @@
 
 Philox passes the statistical test batteries, but nobody claims that its 64-bit key cannot be searched for, or its
 output not be predicted: against an adversary who computes that far, the promise of a run with this noise rests on
-a heuristic. `DEVIATION` says so in a run's certificate. Every draw still has its own counter (step, parameter, block)
-under a key derived from the run's, whatever the world size. The integers are exact everywhere; the last bit of a draw
-depends on torch's square root, so replicas must run on one kind of device. Tested on CPUs, not yet on a GPU.
+a heuristic. The ledger names the generator, and the certificate says what that means. Every draw still has its own
+counter (step, parameter, block) under a key derived from the run's, whatever the world size. The integers are exact
+everywhere; the last bit of a draw depends on torch's square root, so replicas must run on one kind of device. Tested
+on CPUs, not yet on a GPU.
 """
 
 from __future__ import annotations
@@ -22,10 +23,6 @@ from train.fragment import Fragment
 from train.gaussian_pairs import direction_in_place, radius_in_place
 from train.noise import PIECE, cut
 
-DEVIATION = (
-    "the noise came from Philox4x32-10, which is not a cryptographic generator: the promise holds against adversaries "
-    "who cannot tell its output from true randomness, and that is conjectured, not proved"
-)
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
@@ -36,6 +33,8 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 class PhiloxNoise:
     """A `Noise` whose draws are made where they are added."""
+
+    generator = "philox4x32-10"
 
     def __init__(self, key: bytes, std: float, divisor: float) -> None:
         derived = HKDF(SHA256(), 8, salt=None, info=b"murmuration/1|philox4x32-10").derive(key)

@@ -37,7 +37,8 @@ class PrivateStep:
     def run(self, step: int, learning_rate: float) -> Observed:
         draw = self.sampler.draw(step)
         self.ranks.require_same(f"the records of step {step}", draw.digest)
-        announced = NoiseFact(self.noise.std, self.noise.divisor, self.engine.trainable_elements)
+        elements = self.engine.trainable_elements
+        announced = NoiseFact(self.noise.std, self.noise.divisor, elements, self.noise.generator)
         self._record("open", step, draw, self.clip.rule.fact(), announced)
 
         self.noise.prepare(step)

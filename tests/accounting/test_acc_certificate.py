@@ -15,6 +15,7 @@ from accounting import certificate
 from accounting.accountant import AccountingError, Event, epsilon
 from accounting.certificate import CertificateError, compose, html_page, markdown, verify
 from accounting.explain import attack_power, best_guess, explain
+from accounting.ledger import LedgerError
 from accounting.tuning import Declared, Tuning, tuned_epsilon
 
 
@@ -128,9 +129,8 @@ def test_tuning_once_declared_stays_declared_and_is_priced_before_the_first_step
     planned = epsilon([Event(1.0, 20.0, PLAN.steps)], PLAN.delta)
     cost = journal.declare_tuning(Declared("batch sizes", Tuning(3, fixed=True)))
     assert cost is not None and cost == epsilon([Event(1.0, 20.0, 3 * PLAN.steps)], PLAN.delta) > planned
-    assert journal.declare_tuning(Declared("a look at the loss")) is None
     length = journal.ledger.length
-    journal.declare_tuning(Declared("a look at the loss"))
+    assert journal.declare_tuning(Declared("batch sizes", Tuning(3, fixed=True))) == cost
     assert journal.ledger.length == length
     train(journal, range(1, PLAN.steps + 1))
     journal.finish()
@@ -142,6 +142,44 @@ def test_tuning_once_declared_stays_declared_and_is_priced_before_the_first_step
     later = compose(journal.history, journal.ledger.entries, {})
     assert [each["statement"] for each in later["tuned_on_private_data"]][-1] == "one more, found later"
     assert later["claim"]["epsilon_claimed"] > cost
+
+
+def test_tuning_that_is_not_charged_leaves_no_claim(tmp_path: Path) -> None:
+    document = certified(tmp_path, tuned=Declared("500 learning rates, the best by the private loss"))
+    assert not document["claim"]["private"] and "500 learning rates" in document["claim"]["statement"]
+    assert "NOT PRIVATE" in markdown(document) and verify(tmp_path).objection is not None
+
+
+def test_where_the_budget_is_claimed_each_tuned_run_is_charged_as_planned(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    journal.declare_tuning(Declared("two runs", Tuning(2, fixed=True)))
+    train(journal, range(1, 4))
+    journal.finish()  # early: somebody may have chosen when
+    document = compose(journal.history, journal.ledger.entries, {})
+    assert document["claim"]["epsilon_claimed"] >= epsilon([Event(1.0, 20.0, 2 * PLAN.steps)], PLAN.delta)
+
+
+def test_a_generator_that_is_not_cryptographic_is_stated_whatever_the_config_says_at_the_end(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    for step in range(1, 4):
+        honest = facts(step)
+        philox = replace(honest, noise=replace(honest.noise, generator="philox4x32-10"))
+        journal.open_step(0, step, philox if step == 1 else honest)
+        journal.commit_step(0, step, philox if step == 1 else honest)
+    document = compose(journal.history, journal.ledger.entries, {})
+    stated = [text for text in document["known_deviations"] if "not a cryptographic generator" in text]
+    assert stated
+    certificate.write(document, tmp_path)
+    verify(tmp_path)
+    document["known_deviations"].remove(stated[0])
+    (tmp_path / "certificate.json").write_text(json.dumps(document))
+    with pytest.raises(CertificateError, match="leaves out a known deviation"):
+        verify(tmp_path)
+    honest = facts(4)
+    with pytest.raises(LedgerError, match="of which nothing is known"):
+        strange = replace(honest, noise=replace(honest.noise, generator="rand()"))
+        journal.open_step(0, 4, strange)
+        compose(journal.history, journal.ledger.entries, {})
 
 
 def test_repeat_and_select_lies_between_one_run_and_all_of_them() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from data.decode import BadRecord
 from data.decode_worker import Make, serve
 from data.picture import PictureMaker
 
@@ -88,3 +89,21 @@ def crashing_worker() -> None:
 def standing_machine() -> None:
     """A decoding process on a machine where nothing moves."""
     serve(lambda _setup: lambda _data, _step, _record: time.sleep(600) or np.zeros(1))
+
+
+def leaking_worker() -> None:
+    """Each image leaves memory behind, and the decoder words the lack of it as if the next image were damaged."""
+    kept: list[np.ndarray] = []
+
+    def maker(setup: dict[str, Any]) -> Make:
+        pictures = PictureMaker(setup["size"], setup["augment"], bytes.fromhex(setup["key"]))
+
+        def make(data: bytes, step: int, record: int) -> np.ndarray:
+            if kept:
+                raise BadRecord("could not create decoder object")
+            kept.append(np.ones(setup["address_bytes"] * 6 // 10, np.uint8))
+            return pictures.make(data, step, record)
+
+        return make
+
+    serve(maker)

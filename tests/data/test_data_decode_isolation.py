@@ -139,6 +139,13 @@ def test_a_file_that_wants_more_memory_than_there_is_is_bad(picture: Callable[..
         assert np.array_equal(made.make(picture(1), 0, 1), PICTURES.make(picture(1), 0, 1))
 
 
+def test_memory_that_earlier_images_left_behind_decides_about_no_record(picture: Callable[..., bytes]) -> None:
+    with pool(1, program="hostile_files:leaking_worker") as made:
+        for record in range(3):
+            got = made.make(picture(record), 1, record)
+            assert np.array_equal(got, PICTURES.make(picture(record), 1, record))
+
+
 def test_processes_are_confined_and_quiet(capfd: pytest.CaptureFixture[str]) -> None:
     with pool(1) as made:
         before = _children()

@@ -52,6 +52,21 @@ def test_each_record_adds_a_bounded_number_and_hostile_or_absent_ones_nothing(pl
     )
 
 
+def test_the_last_bits_of_a_release_do_not_show_the_sum(plan: PrivacyPlan) -> None:
+    """Noise drawn in fp32 and added in fp64 leaves the sum bare below its last bit: whoever guesses it, knows it."""
+    draw = torch.Generator().manual_seed(1)
+    fits = 0
+    for step in range(1, 101):
+        losses = torch.rand(7, generator=draw, dtype=torch.float64) * 4
+        release = MetricRelease(step.to_bytes(32, "big"), plan, clip_bound=1.0, ranks=alone())
+        release.add(torch.ones(7, dtype=torch.bool), Observation(losses, losses, 1.0))
+        told = release.release(step)["noised_loss"]
+        assert float(np.float32(told)) == told
+        rest = told * plan.divisor - float(losses.sum())
+        fits += abs(float(np.float32(rest)) - rest) <= 1e-14 * abs(told * plan.divisor)
+    assert fits <= 5, "a release less the true sum looks like an fp32 draw"
+
+
 def test_one_record_moves_no_metric_by_more_than_its_bound(plan: PrivacyPlan) -> None:
     draw = torch.Generator().manual_seed(0)
     for _ in range(200):
