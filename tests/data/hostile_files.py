@@ -101,7 +101,7 @@ def leaking_worker() -> None:
         def make(data: bytes, step: int, record: int) -> np.ndarray:
             if kept:
                 raise BadRecord("could not create decoder object")
-            kept.append(np.ones(setup["address_bytes"] * 6 // 10, np.uint8))
+            kept.append(np.empty(setup["address_bytes"] * 6 // 10, np.uint8))
             return pictures.make(data, step, record)
 
         return make
