@@ -70,7 +70,7 @@ def plan_audit(config: Config, options: AuditOptions) -> AuditPlan:
     settings = phase.settings.model_copy(update={"privacy": privacy, "steps": options.steps})
     plan = make_plan(settings, privacy, real + options.canaries, where)
     try:
-        rule = clip_rule(privacy, plan, config.train_micro_batch_size_per_gpu, config.run.precision)
+        rule = clip_rule(privacy, plan, config.train_micro_batch_size_per_gpu)
     except RecipeError as error:
         best = round(math.sqrt(plan.divisor))
         hint = f"in an audit: --set train_micro_batch_size_per_gpu={best}, or fewer --canaries"

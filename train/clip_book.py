@@ -11,20 +11,23 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from train.clip_norms import CHUNK, measure, squared
-from train.clip_pieces import Outer, Piece, Through, Weights, Whole, Written, wide
-from train.clip_rule import OPERAND_ROUNDING
+from train.clip_norms import measure, squared
+from train.clip_pieces import CHUNK, Outer, Piece, Through, Weights, Whole, Written, wide
+from train.clip_rule import ClipError
 from train.sums import GradientSums
 
 # Squared norms may be wrong by this much of themselves before they are taken again; outside the range, squares may
 # have overflown or vanished in fp32.
 TOLERANCE = 1e-4
 SMALLEST, LARGEST = 1e-24, 1e24
+# Of the elements of a bf16 operand that carries the clip factor.
+BF16_ROUNDING = 2.0**-8
 
 
 class Book:
     """`group_of` says which parameters are clipped together; `hold` how large a gradient per record may be, beside
-    the activations that it replaces, to be kept instead of them; `rounded`, that operands are in half precision."""
+    the activations that it replaces, to be kept instead of them; `rounded`, that weighted bf16
+    operands are rounded to bf16."""
 
     def __init__(
         self, group_of: Mapping[str, int], records: int, hold: float, rounded: bool, device: torch.device
@@ -37,11 +40,14 @@ class Book:
         shape = (max(group_of.values()) + 1, records)
         self._squares = torch.zeros(shape, dtype=torch.float64, device=device)
         self._doubts = torch.zeros_like(self._squares)
+        self._roundings = torch.zeros_like(self._squares)
 
     def enter(self, pieces: list[Piece], uses: Mapping[str, int]) -> None:
         for piece in pieces:
             own = self._pieces.setdefault(piece.name, [])
             own.append(piece)
+            if piece.name in self._measured or len(own) > uses[piece.name]:
+                raise ClipError(f"{piece.name} reported more uses than the forward pass had; its norm would be wrong")
             if len(own) == uses[piece.name]:
                 self._measure(piece.name)
 
@@ -53,6 +59,8 @@ class Book:
         found = measure(own)
         self._squares[self._group_of[name]] += found.square
         self._doubts[self._group_of[name]] += found.doubt
+        # Elements that round alike, or cancel unrounded, add up: by lengths, not by squares.
+        self._roundings[self._group_of[name]] += (BF16_ROUNDING * found.length).square()
         self._measured.add(name)
 
     def _worth_holding(self, piece: Piece) -> bool:
@@ -73,14 +81,12 @@ class Book:
             self._doubtful = doubtful
             rows = doubtful.nonzero().squeeze(1)
             self._squares[:, rows] = 0.0
-            self._doubts[:, rows] = 0.0
+            self._roundings[:, rows] = 0.0
             for name in self._pieces:
                 for part, written in self._written(name, rows):
                     self._squares[self._group_of[name], part] += squared(written)
         norms = self._squares.sqrt()
-        if self._rounded:  # by more, where tokens cancel, than the rule allows for in any case
-            norms = norms + (self._doubts.sqrt() - OPERAND_ROUNDING["bf16"] * norms).clamp(min=0.0)
-        return norms
+        return norms + self._roundings.sqrt() if self._rounded else norms
 
     def pay_out(self, factors: Tensor, keep: Tensor, sums: GradientSums) -> None:
         """Sums with `factors` [groups, B] into the totals, over the records to `keep`; nothing is left in the book.
@@ -93,7 +99,7 @@ class Book:
             apart = (keep & self._doubtful).nonzero().squeeze(1)
             keep = keep & ~self._doubtful
         touch = None if bool(keep.all()) else keep
-        weights = [Weights(torch.where(keep, own, 0.0), touch) for own in factors]
+        weights = [Weights(torch.where(keep, own, 0.0), touch, self._rounded) for own in factors]
         for name in list(self._pieces):
             group = self._group_of[name]
             for part, written in () if apart is None else self._written(name, apart):

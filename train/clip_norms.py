@@ -13,10 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from train.clip_pieces import Outer, Piece, Through, Whole, flat, wide
+from train.clip_pieces import CHUNK, Outer, Piece, Through, Whole, flat, squared_length, wide
 
-# Elements of per-record gradients that are written out at a time, where they are not kept.
-CHUNK = 1 << 23
 # From this many tokens on, the Gram matrices are taken in strips, which leaves out most of their upper half.
 STRIPS_FROM, STRIPS = 96, 4
 STRIP_SHARE = 0.5 + 0.5 / STRIPS
@@ -26,16 +24,14 @@ DEVIATIONS = 4.0
 MOST_UNIT = 128.0
 # Where a piece does not say over how many terms it sums.
 UNKNOWN_WIDTH = 4096
-# In bf16 the weighted operand is rounded again, by up to 2⁻⁸ of each element: that, squared. What it may add to a norm
-# counts as part of the norm, since where tokens or uses cancel it is more than 2⁻⁸ of it.
-ROUNDED_OPERAND = 2.0**-16
 
 
 class Squares(NamedTuple):
-    """[B] each, fp64: squared norms, and the error that they may have."""
+    """[B] each, fp64: squared norms, the error that they may have, and the summed lengths of their terms."""
 
     square: Tensor
     doubt: Tensor
+    length: Tensor
 
 
 def measure(pieces: list[Piece]) -> Squares:
@@ -53,7 +49,8 @@ def measure(pieces: list[Piece]) -> Squares:
             square = square + 2 * _cross(earlier, later)
     # Alone, a single token has nothing to cancel with; beside another use it has.
     lone = [_unit(piece) * own.square if piece.tokens == 1 else 0.0 for piece, own in zip(outers, found, strict=True)]
-    return Squares(square, _together([own.doubt + more for own, more in zip(found, lone, strict=True)]))
+    doubts = [own.doubt + more for own, more in zip(found, lone, strict=True)]
+    return Squares(square, _together(doubts), torch.stack([own.length for own in found]).sum(0))
 
 
 def gram_is_cheaper(piece: Outer) -> bool:
@@ -65,8 +62,8 @@ def gram_is_cheaper(piece: Outer) -> bool:
 
 
 def squared(value: Tensor) -> Tensor:
-    """[B, …] -> [B] in fp64; rows are added in fp32 first, as they lie in memory."""
-    return torch.linalg.vector_norm(flat(value), dim=1, dtype=wide(value.dtype)).double().square()
+    """[B, …] -> [B], fp64."""
+    return squared_length(flat(value))
 
 
 def _together(doubts: list[Tensor]) -> Tensor:
@@ -76,28 +73,30 @@ def _together(doubts: list[Tensor]) -> Tensor:
 
 def _written_out(pieces: list[Piece]) -> Squares:
     first = pieces[0]
-    if len(pieces) == 1 and isinstance(first, Whole):
-        square = squared(first.value)
-        return Squares(square, torch.zeros_like(square))  # the numbers that are measured are those that are added
+    if len(pieces) == 1 and isinstance(first, (Whole, Through)):
+        square = first.spread()
+        return Squares(square, torch.zeros_like(square), torch.zeros_like(square))  # what is measured is what is added
     dtype = wide(first.dtype)
     at_once = max(1, CHUNK // max(piece.elements for piece in pieces))
-    parts, steep = [], [1.0] * len(pieces)
+    parts = []
     for start in range(0, first.records, at_once):
         rows = slice(start, start + at_once)
-        written = [piece.instances(rows, dtype) for piece in pieces]
-        parts.append(squared(written[0] if len(written) == 1 else torch.stack(written).sum(0)))
-        for number, piece in enumerate(pieces):
-            if isinstance(piece, Through):
-                steep[number] = max(steep[number], _steepness(piece, rows, written[number]))
-    doubts = [_unit(piece) * grow * piece.spread() for piece, grow in zip(pieces, steep, strict=True)]
-    return Squares(torch.cat(parts), _together(doubts))
+        total = first.instances(rows, dtype)
+        for piece in pieces[1:]:
+            total = total + piece.instances(rows, dtype)
+        parts.append(squared(total))
+    lengths = [_length(piece) for piece in pieces if isinstance(piece, Outer) and not piece.sparse]
+    square = torch.cat(parts)
+    return Squares(
+        square,
+        _together([_unit(piece) * piece.spread() for piece in pieces]),
+        torch.stack(lengths).sum(0) if lengths else torch.zeros_like(square),
+    )
 
 
-def _steepness(piece: Through, rows: slice, after: Tensor) -> float:
-    """By how much the way to the parameter lengthens a gradient, squared; rounding on this side is lengthened alike."""
-    before = squared(piece.inner.instances(rows, after.dtype))
-    ratio = torch.where(before > 0, squared(after) / before, torch.zeros_like(before))
-    return float(torch.nan_to_num(ratio, 0.0, 0.0, 0.0).max())
+def _length(piece: Outer) -> Tensor:
+    """[B]: sum over tokens of |left|·|right|, which bounds what rounding of every element of one of them can do."""
+    return (squared_length(piece.left) * squared_length(piece.right)).sqrt().sum(1)
 
 
 def _own(piece: Outer) -> Squares:
@@ -111,14 +110,18 @@ def _own(piece: Outer) -> Squares:
         inner = lefts.mul_(rights).sum(dim=(1, 2)).double()
     else:
         inner, left_sizes, right_sizes = _in_strips(left, right)
-    return Squares(inner, _doubt(piece, left_sizes, right_sizes))
+    left_sizes, right_sizes = left_sizes.double(), right_sizes.double()
+    terms = left_sizes * right_sizes
+    doubt = _unit(piece) * terms.sum(1) + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
+    return Squares(inner, doubt, torch.zeros_like(inner) if piece.sparse else terms.clamp(min=0.0).sqrt().sum(1))
 
 
 def _one_token(piece: Outer, left: Tensor, right: Tensor) -> Squares:
-    right_sizes = torch.linalg.vector_norm(right, dim=-1).square()
-    left_sizes = torch.ones_like(right_sizes) if piece.sparse else torch.linalg.vector_norm(left, dim=-1).square()
-    left_sizes, right_sizes = left_sizes.double().squeeze(1), right_sizes.double().squeeze(1)
-    return Squares(left_sizes * right_sizes, _lost(piece, left_sizes, right_sizes))
+    right_sizes = squared_length(right).squeeze(1)
+    left_sizes = torch.ones_like(right_sizes) if piece.sparse else squared_length(left).squeeze(1)
+    square = left_sizes * right_sizes
+    length = torch.zeros_like(square) if piece.sparse else square.sqrt()
+    return Squares(square, _lost(piece, left_sizes, right_sizes), length)
 
 
 def _in_strips(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,13 +162,6 @@ def _cross(one: Outer, other: Outer) -> Tensor:
     return (lefts * rights).sum(dim=(1, 2)).double()
 
 
-def _doubt(piece: Outer, left_sizes: Tensor, right_sizes: Tensor) -> Tensor:
-    """From the squared lengths of the rows [B, T]: rounding of the terms, and what is too small for the format."""
-    left_sizes, right_sizes = left_sizes.double(), right_sizes.double()
-    rounding = _unit(piece) * (left_sizes * right_sizes).sum(1)
-    return rounding + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
-
-
 def _lost(piece: Outer, left: Tensor, right: Tensor) -> Tensor:
     """Products that vanish in fp32 matter only where the other side (largest squared lengths, [B]) can lift them."""
     format = torch.finfo(wide(piece.dtype))
@@ -177,8 +173,7 @@ def _unit(piece: Piece) -> float:
     if isinstance(piece, Outer):
         width = piece.columns + (1 if piece.sparse else piece.rows)
     own = DEVIATIONS * width**0.5 * torch.finfo(wide(piece.dtype)).eps / 2
-    own = min(own, MOST_UNIT * torch.finfo(wide(piece.dtype)).eps)
-    return max(own, ROUNDED_OPERAND) if piece.dtype.itemsize < 4 else own
+    return min(own, MOST_UNIT * torch.finfo(wide(piece.dtype)).eps)
 
 
 def _diagonal(matrices: Tensor) -> Tensor:

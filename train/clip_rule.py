@@ -12,17 +12,13 @@ from torch import Tensor
 from accounting.facts import ClippingFact
 from accounting.plan import PrivacyPlan
 from train.clip_groups import Grouping
-from train.precision import Precision
 
 UNIT_ROUNDOFF = 2.0**-24
-# Norms add squares in fp32 along rows of at most this many elements, which is a relative error below 9.8e-4, and
-# factors are rounded once. C is lowered by this much more.
+# The reference engine adds squares in fp32 along rows of at most this many elements, which is a relative error below
+# 9.8e-4; the book-keeping engine's norms are right to 1e-4; factors are rounded once. C is lowered by this much more.
 LONGEST_ROW = 1 << 15
 FACTOR_ROUNDING = 1e-3
 MOST_ALLOWANCE = 0.05
-# In bf16 the operand that carries the factor is rounded once: each of its elements grows by at most this much. In fp16
-# it stays in fp32, since fp16 would lose small ones.
-OPERAND_ROUNDING: dict[Precision, float] = {"fp32": 0.0, "bf16": 2.0**-8, "fp16": 0.0}
 # The smallest normal fp32 number times this is still far below any C.
 MOST_LIFT = 1e30
 
@@ -35,9 +31,12 @@ def rounding_allowance(micro_batch: int) -> float:
     """How far fp32 rounding may move the difference of two neighbouring sums, in units of C, at worst.
 
     Totals are added up in fp64 (`sums.ExactSums`), so the logical batch and the number of ranks do not matter: the two
-    worlds differ in the product of one micro-batch alone. It is a chain of at most b fp32 additions of terms with
-    total norm S, which errs by at most S·b·u/(1-b·u), here S = b·C with every gradient aligned. The micro-batches of
-    both worlds may err in opposite directions.
+    worlds differ in the product of one micro-batch alone. What is bounded for certain is a chain of b fp32 additions,
+    one for each record, of terms with total norm S: it errs by at most S·b·u/(1-b·u), here S = b·C with every gradient
+    aligned; the micro-batches of both worlds may err in opposite directions. A product of matrices also adds up the
+    tokens of each record, b·T rows in all. Their rounding is not bounded for certain but counted as independent: by
+    √(b·T)·u of S, and of terms that cancel by no more than ten times that, since records that cancel more are kept out
+    of the product (`clip_book`). FACTOR_ROUNDING leaves room for it: b = 64 and T = 197 make 4e-4·C.
     """
     relative = micro_batch * UNIT_ROUNDOFF / (1 - micro_batch * UNIT_ROUNDOFF)
     return 2 * relative * micro_batch + FACTOR_ROUNDING
@@ -59,10 +58,10 @@ class ClipRule:
     @staticmethod
     def of(
         plan: PrivacyPlan, kind: Literal["flat", "automatic"], gamma: float, micro_batch: int,
-        grouping: Grouping = "all", precision: Precision = "fp32",
+        grouping: Grouping = "all",
     ) -> ClipRule:  # fmt: skip
         """C is lowered by the allowance, so that bound and rounding together stay within C."""
-        allowance = rounding_allowance(micro_batch) + OPERAND_ROUNDING[precision]
+        allowance = rounding_allowance(micro_batch)
         if allowance > MOST_ALLOWANCE:
             raise ClipError(
                 f"the fp32 sum of {micro_batch} records may err by {allowance:.2f}·C, more than the "

@@ -34,7 +34,9 @@ class Source:
 
     @property
     def shape(self) -> torch.Size:
-        return self.tensor.shape
+        """As it was when the layer ran; a sharded parameter lets its data go afterwards."""
+        whole = next(iter(self.leaves.values())) if isinstance(self.tensor, torch.nn.Parameter) else self.tensor
+        return whole.shape
 
     def outer(self, left: Tensor, right: Tensor) -> list[Piece]:
         """leftᵀ·right, with the tensor seen as [rows, columns]."""

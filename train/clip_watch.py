@@ -88,7 +88,9 @@ class Watch(TorchFunctionMode):
     def source(self, tensor: Tensor) -> Source | None:
         """What a tensor holds of the trainable parameters; None for everything else."""
         found = self._sources.get(id(tensor))
-        if found is None and id(tensor) in self._names:
+        # A sharded parameter has its shape only while its layer runs; what was seen of it before is no use.
+        stale = found is not None and found.tensor is tensor and found.shape != tensor.shape
+        if id(tensor) in self._names and (found is None or stale):
             # A leaf of its own: what is computed from weights alone is recorded apart from the records' graph.
             leaf = tensor.detach().requires_grad_()
             found = Source(tensor, {self._names[id(tensor)]: leaf}, "same")

@@ -79,7 +79,7 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     replicated = config.zero_optimization.stage == 0
     clip = None
     if plan is not None and settings.privacy is not None:
-        clip = make_clip(config.run, clip_rule(settings.privacy, plan, micro_batch, config.run.precision))
+        clip = make_clip(config.run, clip_rule(settings.privacy, plan, micro_batch))
     engine = DeepSpeedEngine(
         PrivateForward(model, clip) if clip else PlainForward(model, config.run.precision),
         make_optimizer(settings.optimizer, model.named_parameters(), plan.noise_std / plan.divisor if plan else 0.0),

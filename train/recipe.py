@@ -22,7 +22,6 @@ from data.text import TextEncoder
 from model.settings import SettingsError, Shape
 from train.clip_rule import ClipError, ClipRule
 from train.config import Config, Data, Phase, Privacy, ShardData, SyntheticData
-from train.precision import Precision
 
 MOST_RECORD_DRIFT = 0.01
 
@@ -184,10 +183,10 @@ def planned_epsilon(plan: PrivacyPlan) -> float:
     return epsilon([Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.steps)], plan.delta)
 
 
-def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int, precision: Precision = "fp32") -> ClipRule:
+def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int) -> ClipRule:
     clip = privacy.clip
     try:
-        return ClipRule.of(plan, clip.kind, clip.gamma, micro_batch, clip.groups, precision)
+        return ClipRule.of(plan, clip.kind, clip.gamma, micro_batch, clip.groups)
     except ClipError as error:
         raise RecipeError(str(error)) from None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,14 +18,15 @@ from train_helpers import SHAPE, Toy, nano_inputs, toy_batch
 
 from model.build import build
 from train.clip import ClipEngine, clipped_totals
+from train.clip_book import Book
 from train.clip_bookkeeping import HOLD, BookKeepingClip
 from train.clip_check import check_gradients
 from train.clip_groups import group_of, groups_of
 from train.clip_norms import STRIPS_FROM, measure
 from train.clip_opacus import OpacusClip
-from train.clip_pieces import Outer, Whole
+from train.clip_pieces import Outer, Whole, squared_length
 from train.clip_reference import ReferenceClip
-from train.clip_rule import OPERAND_ROUNDING, ClipError, ClipRule
+from train.clip_rule import ClipError, ClipRule
 from train.precision import Precision
 
 FLAT = ClipRule("flat", 0.5, 0.0)
@@ -120,10 +120,11 @@ def test_each_group_keeps_to_its_share_and_all_to_the_bound(grouping: Any, kind:
 
 
 @pytest.mark.parametrize(("precision", "near"), [("bf16", 0.1), ("fp16", 0.02)])
-def test_half_precision_is_close_and_keeps_the_bound(precision: Precision, near: float) -> None:
+@pytest.mark.parametrize("rounded", [False, True])
+def test_half_precision_is_close_and_keeps_the_bound(precision: Precision, near: float, rounded: bool) -> None:
     model, inputs, present = build(SHAPE, "caption"), nano_inputs("caption", 24), torch.ones(24, dtype=torch.bool)
     exact, _ = clipped_totals(BookKeepingClip(FLAT), model, inputs, present)
-    clip = BookKeepingClip(replace(FLAT, allowance=OPERAND_ROUNDING[precision] + 1e-3), precision)
+    clip = BookKeepingClip(FLAT, precision, round_operands=rounded)
     found, seen = clipped_totals(clip, model, inputs, present)
     assert all(g.dtype == torch.float32 for g in found.values()) and bool((seen.factors < 1).all())
     assert 1e-5 < apart(found, exact) < near, "half precision is used, and only that"
@@ -131,33 +132,60 @@ def test_half_precision_is_close_and_keeps_the_bound(precision: Precision, near:
         alone = torch.zeros(24, dtype=torch.bool)
         alone[row] = True
         mine = size(clipped_totals(clip, model, inputs, alone)[0])
-        assert 0.99 * FLAT.bound < mine <= seen.sensitivity
+        low = 0.97 if rounded and precision == "bf16" else 0.99999
+        assert low * FLAT.bound < mine <= seen.sensitivity * (1 + 1e-5)
 
 
-def test_a_lone_rounded_element_is_within_the_allowance() -> None:
-    """The worst of bf16: one element, so that nothing averages out."""
+class Given(nn.Module):
+    """Activations and output gradients as they are given."""
 
-    class Lone(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(1, 1, bias=False)
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(columns, rows, bias=False)
 
-        def forward(self, inputs: Any) -> Tensor:
-            return self.layer(inputs["x"]).float().squeeze(1) * inputs["scale"]
+    def forward(self, inputs: Any) -> Tensor:
+        return (self.layer(inputs["x"]).float() * inputs["g"]).sum((1, 2))
 
-    draw = torch.Generator().manual_seed(0)
-    count = 4096
-    inputs = {"x": torch.ones(count, 1), "scale": torch.rand(count, generator=draw) * 9 + 1}
-    bound = 0.3  # not a number of bf16
-    clip = BookKeepingClip(ClipRule("flat", bound, OPERAND_ROUNDING["bf16"]), "bf16")
-    model, seen = Lone(), None
-    largest = 0.0
-    for row in range(0, count, 16):
-        alone = torch.zeros(count, dtype=torch.bool)
-        alone[row] = True
-        totals, seen = clipped_totals(clip, model, inputs, alone)
-        largest = max(largest, size(totals))
-    assert seen is not None and bound * 1.001 < largest <= seen.sensitivity, "rounding is real, and covered"
+
+@pytest.mark.parametrize("tokens", [1, 8, 64, 197])
+@pytest.mark.parametrize(("rows", "columns"), [(4, 24), (24, 4), (96, 96)])
+def test_equal_tokens_that_round_alike_and_cancel_stay_within_the_bound(rows: int, columns: int, tokens: int) -> None:
+    """Rounding of the weighted bf16 operand, made as bad as it can be: many tokens +a, some -b, in all ratios."""
+    model, draw = Given(rows, columns), torch.Generator().manual_seed(0)
+    largest, one = 0.0, torch.ones(1, dtype=torch.bool)
+    for trial in range(60):
+        high, low = 1 + torch.randint(0, 128, (2,), generator=draw) / 128
+        ahead = int(torch.randint(tokens // 2, tokens, (1,), generator=draw)) + 1
+        sign = torch.cat([torch.ones(ahead), -torch.ones(tokens - ahead)])
+        sizes = torch.cat([high.expand(ahead), low.expand(tokens - ahead)])
+        carrier, other = sizes[:, None].expand(tokens, rows), sign[:, None].expand(tokens, columns)
+        if columns < rows:  # the operand with fewer columns carries the factor
+            carrier, other = sign[:, None].expand(tokens, rows), sizes[:, None].expand(tokens, columns)
+        inputs = {"x": other[None].contiguous(), "g": carrier[None].contiguous()}
+        bound = float(torch.rand(1, generator=draw)) * 0.1 + 0.01
+        clip = BookKeepingClip(ClipRule("flat", bound, 0.0), "bf16", hold=0.0, round_operands=True)
+        totals, seen = clipped_totals(clip, model, inputs, one)
+        largest = max(largest, size(totals) / bound if float(seen.factors[0]) < 1 else 0.0)
+        exact, _ = clipped_totals(BookKeepingClip(clip.rule, "bf16", hold=0.0), model, inputs, one)
+        assert size(exact) <= bound * (1 + 1e-4), trial
+    assert 0.5 < largest <= 1 + 1e-6
+
+
+def test_norms_of_millions_of_elements_are_added_up_in_stretches() -> None:
+    """fp32 squares, one after the other, are 0.2 % short at two million."""
+    value = torch.full((2, 2_400_001), 1.0371)
+    expected = 2_400_001 * float(value[0, 0]) ** 2
+    assert torch.allclose(squared_length(value), torch.tensor(expected).double(), rtol=1e-5)
+    few = torch.arange(24.0).view(2, 3, 4)
+    assert torch.allclose(squared_length(few), few.double().square().sum(-1), rtol=1e-6)
+
+
+def test_a_use_that_was_not_announced_is_no_part_of_any_sum() -> None:
+    book = Book({"w": 0}, 2, 1.0, False, torch.device("cpu"))
+    piece = Whole("w", torch.ones(2, 3))
+    book.enter([piece], {"w": 1})
+    with pytest.raises(ClipError, match="more uses"):
+        book.enter([piece], {"w": 1})
 
 
 # Refusals

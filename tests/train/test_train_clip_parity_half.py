@@ -16,7 +16,7 @@ from parity_cases import CASES
 from parity_engines import contribution, only, prepared, summed
 from torch import nn
 
-from train.clip_rule import FACTOR_ROUNDING, OPERAND_ROUNDING, ClipRule
+from train.clip_rule import FACTOR_ROUNDING, ClipRule
 from train.precision import Precision
 
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16")
@@ -26,8 +26,8 @@ PROMISE = 1 + 1e-5
 
 
 def rule_for(precision: Precision, c: float) -> ClipRule:
-    allowance = FACTOR_ROUNDING + OPERAND_ROUNDING[precision]
-    assert allowance < 6e-3, "C is lowered by little"
+    allowance = FACTOR_ROUNDING
+    assert allowance < 3e-3, "C is lowered by little"
     return ClipRule("flat", c / (1 + allowance), allowance)
 
 
