@@ -21,9 +21,11 @@ TIMEOUT = 420
 
 
 def environment() -> dict[str, str]:
-    """What a user's shell would have: nothing that helps the trainer."""
+    """What a user's shell would have with the environment activated: nothing else that helps the trainer."""
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "DS_ACCELERATOR")
-    return {name: value for name, value in os.environ.items() if name not in dropped}
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    # Two versions of ninja would take turns in compiling DeepSpeed's operation anew.
+    return kept | {"PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", "")])}
 
 
 def free_port() -> int:
