@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from data.batches import EMPTY, BatchReader, MicroBatch, slots
 from train.clip import ClipEngine, Clipped, clipped_totals
 from train.noise import NoiseMechanism
+from train.precision import Precision
 from train.ranks import Ranks
 from train.sums import GradientSums
 
@@ -70,7 +71,8 @@ class CanaryClip:
 
     def __init__(self, inner: ClipEngine, coordinates: Coordinates) -> None:
         self.inner, self.coordinates = inner, coordinates
-        self.rule, self.precision = inner.rule, inner.precision
+        self.rule = inner.rule
+        self.precision: Precision = inner.precision
         self.known = np.zeros(len(coordinates.flat))
 
     def prepare(self, model: nn.Module) -> None:
