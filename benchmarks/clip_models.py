@@ -34,8 +34,6 @@ class Workload:
     inputs: Callable[[int, torch.Generator], Inputs]
     micro_batch: int
     judged: int = 3
-    # Steps of a few milliseconds are timed several at a time.
-    repeat: int = 1
     # Whole logical steps: of so many micro-batches of this size (0: as above).
     logical: tuple[int, ...] = (8,)
     logical_micro_batch: int = 0
@@ -110,14 +108,14 @@ def classifier(about: str, micro_batch: int, name: str, side: int, **overrides: 
     )
 
 
-def last_layer(micro_batch: int, width: int = 768, classes: int = CLASSES, repeat: int = 3) -> Workload:
+def last_layer(micro_batch: int, width: int = 768, classes: int = CLASSES) -> Workload:
     def inputs(count: int, draw: torch.Generator) -> Inputs:
         features = torch.randn(count, width, generator=draw)
         return {"features": features, "label": labels(count, classes, draw)}
 
     about = f"head {width} -> {classes} on cached features"
     return Workload(
-        about, lambda: Head(width, classes), inputs, micro_batch, judged=min(32, micro_batch), repeat=repeat,
+        about, lambda: Head(width, classes), inputs, micro_batch, judged=min(32, micro_batch),
         logical=(2, 8, 32, 128), logical_micro_batch=min(64, micro_batch),
     )  # fmt: skip
 
@@ -134,16 +132,16 @@ TINY: dict[str, object] = dict(
 )  # fmt: skip
 
 QUICK: dict[str, Workload] = {
-    "mae_s": mae("MAE 768/512, 50 encoder and 197 decoder tokens, 3 + 1 blocks", 5, **SMALL_MAE),
-    "captioner_s": captioner("captioner 768, 197 + 40 tokens, vocabulary 10k, 4 + 2 blocks", 3, **SMALL_CAPTIONER),
-    "vit_s": classifier("ViT-S 384, 197 tokens, 6 blocks", 5, "vit_small_patch16_224", 224, depth=6),
+    "mae_s": mae("MAE 768/512, 50 encoder and 197 decoder tokens, 3 + 1 blocks", 4, **SMALL_MAE),
+    "captioner_s": captioner("captioner 768, 197 + 40 tokens, vocabulary 10k, 4 + 2 blocks", 2, **SMALL_CAPTIONER),
+    "vit_s": classifier("ViT-S 384, 197 tokens, 6 blocks", 4, "vit_small_patch16_224", 224, depth=6),
     "last_layer": last_layer(512),
 }
 SMOKE: dict[str, Workload] = {
     "mae_s": mae("a toy masked autoencoder", 4, **TINY),
     "captioner_s": captioner("a toy captioner", 4, **TINY),
     "vit_s": classifier("a toy classifier", 4, "vit_tiny_patch16_224", 32, depth=1, embed_dim=24, patch_size=8),
-    "last_layer": last_layer(8, 16, 10, repeat=2),
+    "last_layer": last_layer(8, 16, 10),
 }
 FULL: dict[str, Workload] = {
     **{f"vip_mae_{s}": mae(f"ViP MAE {s}, 75 % masked", 32, size=s) for s in ("base", "large", "huge")},

@@ -16,6 +16,8 @@ import torch
 Step = Callable[[], None]
 # One more than this, since every step has run once before it is timed.
 WARM_UPS = 1
+# Seconds that are worth a reading of the clock.
+SHORTEST, MOST_REPEATS = 0.1, 20
 
 
 @dataclass(frozen=True)
@@ -58,18 +60,28 @@ def repeated(step: Step, times: int) -> Step:
 
 
 def interleaved(baseline: Step, others: Mapping[str, Step], rounds: int, device: torch.device) -> dict[str, Timing]:
-    """One round: each of the others once, in shuffled order, with a non-private step between any two."""
-    for step in (baseline, *others.values()):
-        repeated(step, WARM_UPS)()
+    """One round: each of the others once, in shuffled order, with a non-private step between any two.
+
+    Under the name "" stand the non-private steps themselves, each against the ones before and after it.
+    """
+    plain = _long_enough(baseline, device)
+    timed = {name: _long_enough(step, device) for name, step in others.items()}
     found: dict[str, Timing] = {name: Timing([], []) for name in others}
     shuffle, names = random.Random(0), list(others)
-    before = seconds_of(baseline, device)
+    between = [plain()]
     for _ in range(rounds):
         shuffle.shuffle(names)
         for name in names:
-            here = seconds_of(others[name], device)
-            after = seconds_of(baseline, device)
+            here = timed[name]()
+            between.append(plain())
             found[name].seconds.append(here)
-            found[name].ratios.append(2 * here / (before + after))
-            before = after
-    return found
+            found[name].ratios.append(2 * here / (between[-2] + between[-1]))
+    own = [2 * here / (before + after) for before, here, after in zip(between, between[1:], between[2:], strict=False)]
+    return found | {"": Timing(between, own or [1.0])}
+
+
+def _long_enough(step: Step, device: torch.device) -> Callable[[], float]:
+    """Warms up, and gives a clock of one step that runs short ones several times."""
+    repeated(step, WARM_UPS)()
+    times = max(1, min(MOST_REPEATS, int(SHORTEST / max(seconds_of(step, device), 1e-9))))
+    return lambda: seconds_of(repeated(step, times), device) / times

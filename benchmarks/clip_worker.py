@@ -18,7 +18,7 @@ from clip_judge import Judge
 from clip_logical import logical_steps
 from clip_memory import Memory, peak_bytes
 from clip_models import Weights, Workload
-from clip_timing import interleaved, repeated
+from clip_timing import interleaved
 
 from train.clip import assert_exact_matmul
 
@@ -109,7 +109,7 @@ def _at(
     common = {"micro_batch": size, "flop_bound": cost.bound, "flop_bound_full_gram": cost.bound_full_gram}
     rows = {engine: row | common for engine, row in judged.items()}
     batch = workload.batch(size, device)
-    steps = {e: repeated(lambda c=c: c.step(batch), workload.repeat) for e, c in ready.items()}
+    steps = {e: (lambda c=c: c.step(batch)) for e, c in ready.items()}
     alive = {e: step for e, step in steps.items() if _guarded(rows[e], step)}
     if BASELINE not in alive:
         return list(rows.values())
@@ -119,11 +119,11 @@ def _at(
         del ready[e], steps[e]
     gc.collect()
     torch.cuda.empty_cache()
-    timed = interleaved(alive[BASELINE], alive, request.rounds, device)
-    for engine, timing in timed.items():
-        rows[engine] |= timing.summary()
-        rows[engine]["seconds"] /= workload.repeat
-        rows[engine]["records_per_second"] = size / rows[engine]["seconds"]
+    others = {e: step for e, step in alive.items() if e != BASELINE}
+    for engine, timing in interleaved(alive[BASELINE], others, request.rounds, device).items():
+        row = rows[engine or BASELINE]
+        row |= timing.summary()
+        row["records_per_second"] = size / row["seconds"]
     plain = _weigh(workload, ready[BASELINE], size, device)
     for e in alive:
         _guarded(rows[e], lambda e=e: _weighed(rows[e], workload, ready[e], size, device, plain))

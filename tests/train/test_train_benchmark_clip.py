@@ -130,3 +130,4 @@ def test_each_step_is_compared_with_its_two_neighbours(instruments: Any, monkeyp
         assert found[name].summary()["time_ratio"] == pytest.approx(ratio, rel=1e-3)
         assert len(found[name].ratios) == 7
     assert found["a"].seconds[-1] > 1.1 * found["a"].seconds[0]
+    assert found[""].summary()["time_ratio"] == pytest.approx(1.0, rel=1e-3)
