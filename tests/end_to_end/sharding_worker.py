@@ -90,10 +90,10 @@ def brute_force(model: nn.Module, ids) -> dict[str, Tensor]:
     return total
 
 
-def in_one_process(model: nn.Module, clip: BookKeepingClip, ids) -> dict[str, Tensor]:
-    """For bf16, whose rounding belongs to the clip engine: its own sums, by one rank and one micro-batch at a time."""
+def in_one_process(model: nn.Module, clip: BookKeepingClip, ids, world: int) -> dict[str, Tensor]:
+    """For bf16, whose rounding belongs to the clip engine: its own sums of the same micro-batches, all in here."""
     sums = ExactSums({name: p.shape for name, p in trainable(model).items()}, torch.device("cpu"))
-    for row in slots(ids, 0, 1, MICRO_BATCH):
+    for row in (row for rank in range(world) for row in slots(ids, rank, world, MICRO_BATCH)):
         batch = rows_of(row)
         clip.add_clipped(model, batch.inputs, batch.present, sums)
     return sums.totals
@@ -133,7 +133,7 @@ def _ratio(weight: Tensor, update: Tensor) -> Tensor:
     return weight / update if float(weight) > 0 and float(update) > 0 else torch.ones_like(weight)
 
 
-def textbook(kind: str, precision: str) -> dict[str, Tensor]:
+def textbook(kind: str, precision: str, world: int) -> dict[str, Tensor]:
     model = build(SHAPE, "caption")
     named = trainable(model)
     optimizer = Textbook(kind, named)
@@ -141,7 +141,7 @@ def textbook(kind: str, precision: str) -> dict[str, Tensor]:
     clip.prepare(model)
     for step in STEPS:
         ids = drawn(step)
-        total = brute_force(model, ids) if precision == "fp32" else in_one_process(model, clip, ids)
+        total = brute_force(model, ids) if precision == "fp32" else in_one_process(model, clip, ids, world)
         gradients = {}
         for number, (name, p) in enumerate(named.items()):
             random = torch.from_numpy(noise().draw(step, number, 0, p.numel())).double().view(p.shape)
@@ -173,7 +173,7 @@ def main() -> None:
     results = []
     for precision in ("fp32", "bf16"):
         for kind in OPTIMIZERS:
-            expected = textbook(kind, precision) if ranks.main else initial
+            expected = textbook(kind, precision, ranks.world) if ranks.main else initial
             moved = sum(float((expected[name] - initial[name]).square().sum()) for name in initial) ** 0.5
             layouts = [(stage, False) for stage in (0, 1, 2, 3)]
             if "--offload" in sys.argv and kind in ("AdamW", "LAMB") and precision == "fp32":

@@ -13,6 +13,8 @@ from tests.end_to_end.conftest import BIN, TIMEOUT, environment, free_port
 
 # Distance from the textbook's weights over the distance that they moved; trust ratios divide by norms of few elements.
 MOST = {"AdamW": 1e-6, "SGD": 1e-6, "LAMB": 1e-4, "LARS": 1e-4}
+# The last bit of an fp32 weight may lie at the edge between two bf16 numbers; what then differs grows by the ratios.
+MOST_IN_BF16 = MOST | {"LAMB": 1e-3, "LARS": 1e-3}
 
 
 def launched(world: int) -> dict[str, Any]:
@@ -36,4 +38,10 @@ def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> 
     assert len(results) == 4 * 2 * 4 + (2 * 3 if world == 3 else 0)
     assert all(result["world"] == world for result in results)
     for result in results:
-        assert result["drift"] <= MOST[result["optimizer"]], result
+        most = MOST if result["precision"] == "fp32" else MOST_IN_BF16
+        assert result["drift"] <= most[result["optimizer"]], result
+    # Whatever the optimizer and the rounding: the stages do not differ among themselves.
+    for optimizer in MOST:
+        for precision in ("fp32", "bf16"):
+            drifts = {r["drift"] for r in results if (r["optimizer"], r["precision"]) == (optimizer, precision)}
+            assert max(drifts) - min(drifts) <= 1e-9, (optimizer, precision)
