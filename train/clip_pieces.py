@@ -292,10 +292,7 @@ class Through:
         return torch.cat([squared_length(flat(self.instances(rows, wide(self.dtype)))) for rows in self.stretches()])
 
     def _back(self, gradient: Tensor) -> Tensor:
-        (found,) = torch.autograd.grad(
-            self.made, self.leaf, gradient, retain_graph=True, is_grads_batched=True, allow_unused=False
-        )
-        return found
+        return torch.autograd.grad(self.made, self.leaf, gradient, retain_graph=True, is_grads_batched=True)[0]
 
 
 def _widened(x: Tensor) -> Tensor:
