@@ -160,7 +160,8 @@ class Journal:
 
         The ledger names every checkpoint that outputs may depend on. One that it does not name is either the newest,
         whose line a kill prevented, or an orphan: of a copy, or of a segment that was left. `written_at` is the length
-        of the ledger that the checkpoint remembers: an orphan is older than the current segment.
+        of the ledger that the checkpoint remembers: an orphan is older than the current segment, or than a resume from
+        elsewhere.
         """
         if phase not in self.history.plans or any(mark.digest == digest for mark in self.history.checkpoints):
             return
@@ -168,6 +169,12 @@ class Journal:
         if current is not None and current.phase == phase and self.history.copied < len(self.history.segments):
             done = [s.step for s in self.history.committed if (s.phase, s.segment) == (phase, current.number)]
             own = written_at > self.history.segment_lines[phase, current.number]
+            # Since then the run may have gone on from an older checkpoint, and made these very steps again.
+            own = own and not any(
+                later.kind in ("resume", "checkpoint")
+                and (later.fields["phase"], later.fields["step"]) != (phase, step)
+                for later in self.ledger.entries[written_at:]
+            )
             if own and max(done, default=current.from_step) == step:
                 return
         raise LedgerError(

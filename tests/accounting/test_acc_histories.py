@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from acc_world import CONFIG, DATA, PLAN, facts
+from acc_world import CONFIG, DATA, PLAN, begin, facts, train
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -257,6 +257,19 @@ BOUNDS = settings(
 
 def test_random_histories() -> None:
     run_state_machine_as_test(Runs, settings=BOUNDS)
+
+
+def test_a_checkpoint_without_its_line_is_an_orphan_once_its_steps_were_made_again(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    journal.checkpointed(0, 0, "start")
+    train(journal, range(1, 3))
+    orphan = journal.ledger.length  # saved after step 2, and killed before its line
+    journal.admit_checkpoint(0, 2, "orphan", orphan)
+    journal.resumed(0, 2)
+    journal.admit_checkpoint(0, 2, "orphan", orphan)  # killed again, right after it was gone on from
+    journal.resumed(0, 0)  # somebody goes back by hand, and makes the steps again on other ranks
+    with pytest.raises(LedgerError, match="does not know this checkpoint"):
+        journal.admit_checkpoint(0, 2, "orphan", orphan)
 
 
 @pytest.mark.slow
