@@ -99,8 +99,12 @@ from data.sampler import LANES, PoissonSampler
 from data.shards import Reading, ShardReader, open_source
 index = ShardIndex.open({str(tmp_path / "remote-index")!r})
 reader = ShardReader(index, open_source(index, Reading(cache=Cache(Path({str(folder)!r}), 1 << 30))))
+reader.read(0)
+print("open", flush=True)  # from here on nobody else takes the folder for unused
 for i in range(25):
     assert reader.read(i)["txt"] == f"a red {{i}}".encode()
+if sys.argv[1] == "live":
+    sys.stdin.read()
 if sys.argv[1] == "die":
     room = reader._source._room
     def parts():
@@ -109,8 +113,12 @@ if sys.argv[1] == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     room.add(Path({str(folder)!r}) / "aa" / "x.part", 1000, parts())
 """
-    two = [subprocess.Popen([sys.executable, "-c", code, what]) for what in ("live", "die")]
-    assert sorted(process.wait(120) for process in two) == [-signal.SIGKILL, 0]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    live = subprocess.Popen([sys.executable, "-c", code, "live"], **pipes)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    assert live.stdout is not None and live.stdout.readline() == b"open\n"
+    assert subprocess.run([sys.executable, "-c", code, "die"], timeout=120).returncode == -signal.SIGKILL
+    live.communicate(timeout=120)
+    assert live.returncode == 0
     assert list(folder.rglob("*.tmp")), "the killed one left something"
     before = sum(server.requests.values())
     reader = _cached(remote, folder)
