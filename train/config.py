@@ -9,17 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from accounting import tuning as accounted_tuning
-from data.kinds import Kind
 from model.settings import ModelSettings
+from train.config_data import Data
+from train.config_privacy import Privacy, Tuning
 from train.optim_settings import Optimizer, Schedule
 from train.section import Section
-
-_TOKENIZER = "'clip', 'clip:16384', or a local tokenizer.json or vocab.txt that saw no private caption."
 
 
 class About(Section):
@@ -51,103 +49,6 @@ class ZeroOptimization(Section):
     stage3_param_persistence_threshold: int | None = Field(default=None, ge=0, description="Stage 3; DeepSpeed's own.")
     stage3_max_live_parameters: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
     stage3_prefetch_bucket_size: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
-
-
-class ReadingSettings(Section):
-    """How records are fetched and decoded. Nothing here changes a pixel, so a resumed run may change it."""
-
-    workers: int | None = Field(
-        default=None,
-        ge=0,
-        description="Decoding processes per rank; null: the free cores; 0: inside the trainer, not isolated.",
-    )
-    in_flight: int | None = Field(default=None, gt=0, description="Records read at a time; null: 64 from a URL.")
-    timeout_seconds: float = Field(default=30.0, gt=0, description="Of one request to a remote store.")
-    cache_dir: str | None = Field(default=None, description="Local folder that keeps remote records, in the clear.")
-    cache_gib: float = Field(default=100.0, gt=0, description="At most this much is kept, by all ranks of a node.")
-    cache_keep: Literal["records", "shards"] = "records"
-
-
-class ShardData(Section):
-    """Records in indexed tar shards: a folder, one tar, or a brace pattern."""
-
-    source: Literal["shards"] = "shards"
-    path: str
-    public: bool = Field(default=False, description="Your word that nobody's privacy depends on these records.")
-    expected_records: int | None = Field(
-        default=None, gt=0, description="Serves --dry-run where the data are not at hand."
-    )
-    augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = "none"
-    tokenizer: str | None = Field(default=None, description=_TOKENIZER)
-    reading: ReadingSettings = ReadingSettings()
-
-
-class SyntheticData(Section):
-    """Pictures made by rule while training: nobody's, so for phases that are not private."""
-
-    source: Literal["synthetic"]
-    kind: Kind = "mixed"
-    records: int = Field(default=100_000, gt=0, description="Different pictures; an epoch shows each of them once.")
-    seed: int = Field(default=1, ge=0, description="Another seed, other pictures.")
-    size: int | None = Field(default=None, ge=8, description="Side in pixels before augmenting; null: as the model's.")
-    augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = "none"
-    tokenizer: str | None = Field(default=None, description=_TOKENIZER + " Only `shapes` have captions.")
-    reading: ReadingSettings = ReadingSettings()
-
-    @property
-    def public(self) -> bool:
-        return True
-
-    @model_validator(mode="after")
-    def _has_captions(self) -> SyntheticData:
-        if self.tokenizer is not None and self.kind != "shapes":
-            raise ValueError(f"{self.kind} have no captions; `shapes` do, or leave the tokenizer away")
-        return self
-
-
-def _source(data: Any) -> Any:
-    return data.get("source", "shards") if isinstance(data, dict) else getattr(data, "source", None)
-
-
-DATA_SECTIONS = {"shards": ShardData, "synthetic": SyntheticData}
-Data = Annotated[
-    Annotated[ShardData, Tag("shards")] | Annotated[SyntheticData, Tag("synthetic")], Discriminator(_source)
-]
-
-
-class Clip(Section):
-    kind: Literal["flat", "automatic"] = "flat"
-    norm: float = Field(default=1.0, gt=0, description="C: the most that one record moves the sum.")
-    gamma: float = Field(default=0.01, ge=0, description="Automatic clipping scales by C / (norm + gamma).")
-    groups: Literal["all", "block", "layer"] = Field(
-        default="all", description="What is clipped together; groups have equal shares, whose squares sum to C²."
-    )
-
-
-class ReleasedMetric(Section):
-    """Published with noise at every step, and charged as one event with the gradient."""
-
-    name: Literal["loss", "clipped"]
-    bound: float = Field(default=1.0, gt=0, description="Each record adds a number in [0, bound].")
-    noise_multiplier: float = Field(gt=0, description="Noise on the sum, in units of the bound.")
-
-
-class Privacy(Section):
-    epsilon: float = Field(gt=0, description="Budget of the phase; training stops before it is passed.")
-    delta: float | str | None = Field(default=None, description="A number, '1/n' or '1/(2n)'; null means 1/(2n).")
-    expected_batch: float = Field(gt=0, description="q·n: the constant by which every noised sum is divided.")
-    clip: Clip = Clip()
-    noise_multiplier: float | None = Field(default=None, ge=0.1, description="null: calibrated from epsilon.")
-    release: list[ReleasedMetric] = Field(default=[], description="Metrics of private records to publish with noise.")
-
-    @model_validator(mode="after")
-    def _one_of_each(self) -> Privacy:
-        names = [metric.name for metric in self.release]
-        if len(set(names)) != len(names):
-            raise ValueError("privacy.release names a metric twice; each can be released once")
-        if any(metric.name == "clipped" and metric.bound != 1.0 for metric in self.release):
-            raise ValueError("a record is clipped or not, so the bound of the metric 'clipped' is 1")
-        return self
 
 
 class ZeroShot(Section):
@@ -192,26 +93,6 @@ class Phase(Section):
         if self.privacy is not None and self.data.public:
             raise ValueError(f"phase {self.name!r} has `privacy`, but its data are declared public; drop one of them")
         return self
-
-
-class Tuning(Section):
-    """What was chosen by looking at outputs of private runs on these records; it is written into the certificate."""
-
-    statement: str = Field(min_length=1, description="What was tried and what was chosen by.")
-    mean: float | None = Field(
-        default=None, ge=1, description="Average number of runs; null: not charged, so NOT PRIVATE."
-    )
-    shape: float | Literal["poisson"] = Field(default=1.0, description="Of their number: 0 logarithmic, 1 geometric.")
-    fixed: bool = Field(default=False, description="Their number was fixed beforehand: all of them are charged.")
-
-    @model_validator(mode="after")
-    def _possible(self) -> Tuning:
-        self.declared()  # raises a ValueError that says why
-        return self
-
-    def declared(self) -> accounted_tuning.Declared:
-        runs = accounted_tuning.Tuning.from_dict(self.model_dump()) if self.mean is not None else None
-        return accounted_tuning.Declared(self.statement, runs)
 
 
 class Run(Section):

@@ -10,7 +10,8 @@ from accounting.accountant import round_up
 from data.index_open import open_index
 from data.tar import ShardError
 from model.build import build
-from train.config import Config, Phase, SyntheticData
+from train.config import Config, Phase
+from train.config_data import SyntheticData
 from train.recipe import RecipeError, clip_rule, make_plan, planned_epsilon, resolve_shape
 
 GIB = 2**30

@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from data.text import is_built_in
-from train.config import DATA_SECTIONS, Config
+from train.config import Config
+from train.config_data import DATA_SECTIONS
 from train.refusals import find_refusals, without_harmless
 
 PATH_KEYS = {"path", "tokenizer", "dir"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from data.cache import Cache
 from data.index import RecordIndex
 from data.shards import Reading
-from train.config import ReadingSettings
+from train.config_data import ReadingSettings
 
 REMOTE_IN_FLIGHT = 64  # hides 25 ms of latency at 1,200 records/s
 MOST_WORKERS = 16

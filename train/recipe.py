@@ -21,7 +21,9 @@ from data.tar import ShardError
 from data.text import TextEncoder
 from model.settings import SettingsError, Shape
 from train.clip_rule import ClipError, ClipRule
-from train.config import Config, Data, Phase, Privacy, ShardData, SyntheticData
+from train.config import Config, Phase
+from train.config_data import Data, ShardData, SyntheticData
+from train.config_privacy import Privacy
 
 MOST_RECORD_DRIFT = 0.01
 

@@ -17,7 +17,8 @@ from accounting.accountant import Event, epsilon
 from accounting.facts import MetricFact
 from accounting.plan import PlannedMetric, PrivacyPlan
 from data.sampler import PoissonSampler
-from train.config import Phase, ReleasedMetric
+from train.config import Phase
+from train.config_privacy import ReleasedMetric
 from train.engine import Observation
 from train.metrics import MetricRelease
 from train.recipe import RecipeError, make_plan, planned_epsilon

@@ -1,0 +1,74 @@
+"""Sections of the config that say where records come from and how they are read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from data.kinds import Kind
+from train.section import Section
+
+_TOKENIZER = "'clip', 'clip:16384', or a local tokenizer.json or vocab.txt that saw no private caption."
+
+
+class ReadingSettings(Section):
+    """How records are fetched and decoded. Nothing here changes a pixel, so a resumed run may change it."""
+
+    workers: int | None = Field(
+        default=None,
+        ge=0,
+        description="Decoding processes per rank; null: the free cores; 0: inside the trainer, not isolated.",
+    )
+    in_flight: int | None = Field(default=None, gt=0, description="Records read at a time; null: 64 from a URL.")
+    timeout_seconds: float = Field(default=30.0, gt=0, description="Of one request to a remote store.")
+    cache_dir: str | None = Field(default=None, description="Local folder that keeps remote records, in the clear.")
+    cache_gib: float = Field(default=100.0, gt=0, description="At most this much is kept, by all ranks of a node.")
+    cache_keep: Literal["records", "shards"] = "records"
+
+
+class ShardData(Section):
+    """Records in indexed tar shards: a folder, one tar, or a brace pattern."""
+
+    source: Literal["shards"] = "shards"
+    path: str
+    public: bool = Field(default=False, description="Your word that nobody's privacy depends on these records.")
+    expected_records: int | None = Field(
+        default=None, gt=0, description="Serves --dry-run where the data are not at hand."
+    )
+    augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = "none"
+    tokenizer: str | None = Field(default=None, description=_TOKENIZER)
+    reading: ReadingSettings = ReadingSettings()
+
+
+class SyntheticData(Section):
+    """Pictures made by rule while training: nobody's, so for phases that are not private."""
+
+    source: Literal["synthetic"]
+    kind: Kind = "mixed"
+    records: int = Field(default=100_000, gt=0, description="Different pictures; an epoch shows each of them once.")
+    seed: int = Field(default=1, ge=0, description="Another seed, other pictures.")
+    size: int | None = Field(default=None, ge=8, description="Side in pixels before augmenting; null: as the model's.")
+    augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = "none"
+    tokenizer: str | None = Field(default=None, description=_TOKENIZER + " Only `shapes` have captions.")
+    reading: ReadingSettings = ReadingSettings()
+
+    @property
+    def public(self) -> bool:
+        return True
+
+    @model_validator(mode="after")
+    def _has_captions(self) -> SyntheticData:
+        if self.tokenizer is not None and self.kind != "shapes":
+            raise ValueError(f"{self.kind} have no captions; `shapes` do, or leave the tokenizer away")
+        return self
+
+
+def _source(data: Any) -> Any:
+    return data.get("source", "shards") if isinstance(data, dict) else getattr(data, "source", None)
+
+
+DATA_SECTIONS = {"shards": ShardData, "synthetic": SyntheticData}
+Data = Annotated[
+    Annotated[ShardData, Tag("shards")] | Annotated[SyntheticData, Tag("synthetic")], Discriminator(_source)
+]
