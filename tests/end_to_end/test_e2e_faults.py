@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import BIN, TIMEOUT, environment, free_port
+from tests.end_to_end.conftest import run_worker
 
 NOT_THE_SUM = "UpdateError: what DeepSpeed reduced"
 STOPPED = {
@@ -33,12 +30,7 @@ STOPPED = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    worker = Path(__file__).with_name("faults_worker.py")
-    command = [str(BIN / "deepspeed"), "--master_port", str(free_port()), "--num_gpus", "2", str(worker)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=TIMEOUT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULTS "))
-    return json.loads(line.removeprefix("RESULTS "))
+    return run_worker("faults_worker.py")
 
 
 @pytest.mark.parametrize("case", STOPPED)

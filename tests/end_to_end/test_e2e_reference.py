@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import BIN, TIMEOUT, environment, free_port
+from tests.end_to_end.conftest import run_worker
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    worker = Path(__file__).with_name("reference_worker.py")
-    command = [str(BIN / "deepspeed"), "--master_port", str(free_port()), "--num_gpus", "2", str(worker)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=TIMEOUT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULTS "))
-    return json.loads(line.removeprefix("RESULTS "))
+    return run_worker("reference_worker.py")
 
 
 def test_every_combination_ran_on_two_ranks_with_norms_on_both_sides_of_c(results: list[dict[str, Any]]) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import BIN, TIMEOUT, environment, free_port
+from tests.end_to_end.conftest import TIMEOUT, run_worker
 
 # Distance from the textbook's weights over the distance that they moved; trust ratios divide by norms of few elements.
 MOST = {"AdamW": 1e-6, "SGD": 1e-6, "LAMB": 1e-4, "LARS": 1e-4}
@@ -18,14 +15,8 @@ MOST_IN_BF16 = MOST | {"LAMB": 1e-3, "LARS": 1e-3}
 
 
 def launched(world: int) -> dict[str, Any]:
-    worker = Path(__file__).with_name("sharding_worker.py")
-    command = [str(BIN / "deepspeed"), "--master_port", str(free_port()), "--num_gpus", str(world), str(worker)]
-    if world == 3:  # DeepSpeed compiles an operation for it, about a minute
-        command.append("--offload")
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=2 * TIMEOUT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULTS "))
-    return json.loads(line.removeprefix("RESULTS "))
+    offload = ["--offload"] if world == 3 else []  # DeepSpeed compiles an operation for it, about a minute
+    return run_worker("sharding_worker.py", *offload, ranks=world, seconds=2 * TIMEOUT)
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
