@@ -20,7 +20,7 @@ from train.clip import ClipEngine
 from train.clip_bookkeeping import BookKeepingClip
 from train.clip_reference import ReferenceClip
 from train.clip_rule import ClipRule
-from train.sums import Float32Sums
+from train.sums import Float32Sums, trainable_shapes
 
 
 class Contender(Protocol):
@@ -83,7 +83,7 @@ class OwnEngine:
         use_fused(self.model, True)
         self.clip = self.engine(ClipRule("flat", bound, 0.0))
         self.clip.prepare(self.model)
-        self.sums = Float32Sums(trainable(self.model))
+        self.sums = Float32Sums(trainable_shapes(self.model))
 
     def engine(self, rule: ClipRule) -> ClipEngine:
         return BookKeepingClip(rule, "bf16" if self.bf16 else "fp32")

@@ -22,7 +22,7 @@ from train.clip import ClipEngine, Clipped, clipped_totals
 from train.noise import NoiseMechanism
 from train.precision import Precision
 from train.ranks import Ranks
-from train.sums import GradientSums
+from train.sums import GradientSums, trainable_shapes
 
 CANARY = "canary"
 ORDINARY, SILENT = -1, -2  # a real record; one that is present and contributes nothing
@@ -74,8 +74,10 @@ class CanaryClip:
         self.rule = inner.rule
         self.precision: Precision = inner.precision
         self.known = np.zeros(len(coordinates.flat))
+        self.shapes: dict[str, torch.Size] = {}
 
     def prepare(self, model: nn.Module) -> None:
+        self.shapes = trainable_shapes(model)
         self.inner.prepare(model)
 
     def add_clipped(
@@ -85,7 +87,9 @@ class CanaryClip:
         if CANARY not in inputs:
             return self.inner.add_clipped(model, inputs, present, sums)
         which = inputs[CANARY]
-        totals, found = self._records(model, inputs, present & (which == ORDINARY))
+        others = {name: tensor for name, tensor in inputs.items() if name != CANARY}
+        # Without an ordinary record, too: where parameters are sharded, each rank must take part in each forward pass.
+        totals, found = clipped_totals(self.inner, model, others, present & (which == ORDINARY), self.shapes)
         hits = which[present & (which >= 0)].cpu().numpy()
         for parameter, name in enumerate(self.coordinates.names):
             self._add_canaries(parameter, totals[name].view(-1), hits)
@@ -99,15 +103,6 @@ class CanaryClip:
         self.known[here] += total[torch.from_numpy(offsets).to(total.device)].double().cpu().numpy()
         mine = offsets[hits[(hits >= here.start) & (hits < here.stop)] - here.start]
         total.index_add_(0, torch.from_numpy(mine).to(total.device), total.new_full((len(mine),), self.rule.bound))
-
-    def _records(
-        self, model: nn.Module, inputs: Mapping[str, Tensor], real: Tensor
-    ) -> tuple[dict[str, Tensor], Clipped]:
-        if bool(real.any()):
-            return clipped_totals(self.inner, model, {k: v for k, v in inputs.items() if k != CANARY}, real)
-        nothing = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
-        zeros = torch.zeros(len(real), device=real.device)
-        return nothing, Clipped(zeros, zeros.double(), zeros, self.rule.sensitivity)
 
 
 @dataclass(frozen=True)

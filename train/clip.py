@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from train.clip_rule import ClipError, ClipRule
 from train.precision import Precision
-from train.sums import Float32Sums, GradientSums
+from train.sums import Float32Sums, GradientSums, trainable_shapes
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,22 @@ class ClipEngine(Protocol):
 
 
 def clipped_totals(
-    clip: ClipEngine, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor
+    clip: ClipEngine,
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    present: Tensor,
+    shapes: Mapping[str, torch.Size] | None = None,
 ) -> tuple[dict[str, Tensor], Clipped]:
-    """The clipped sums of one micro-batch alone, one for every trainable parameter, with what clipping saw."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sums = Float32Sums(trainable)
+    """The clipped sums of one micro-batch alone, one for every trainable parameter, with what clipping saw.
+
+    An engine that shards the parameters themselves must say their `shapes`; a plain model shows them.
+    """
+    shapes = trainable_shapes(model) if shapes is None else shapes
+    sums = Float32Sums(shapes)
     clipped = clip.add_clipped(model, inputs, present, sums)
-    return {name: _or_zeros(sums.totals.get(name), p) for name, p in trainable.items()}, clipped
-
-
-def _or_zeros(total: Tensor | None, parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter, dtype=torch.float32) if total is None else total
+    untouched = {name: shape for name, shape in shapes.items() if name not in sums.totals}
+    zeros = {name: torch.zeros(shape, device=present.device) for name, shape in untouched.items()}
+    return sums.totals | zeros, clipped
 
 
 def assert_exact_matmul() -> None:

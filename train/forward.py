@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from train.clip import ClipEngine, Clipped
 from train.handover import Handover
 from train.precision import Precision, autocast
-from train.sums import ExactSums
+from train.sums import ExactSums, trainable_shapes
 
 
 class PrivateForward(nn.Module):
@@ -21,8 +21,7 @@ class PrivateForward(nn.Module):
         super().__init__()
         self.model, self.clip = model, clip
         clip.prepare(model)
-        # Before any engine shards the parameters: afterwards they may have lost their shapes.
-        self.shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+        self.shapes = trainable_shapes(model)
         self.handover = Handover(model)
         self.sums = ExactSums(self.shapes, torch.device("cpu"))
         self.observed: Clipped | None = None
@@ -44,7 +43,7 @@ class PlainForward(nn.Module):
         super().__init__()
         self.model = model
         self.precision: Precision = precision
-        self.shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+        self.shapes = trainable_shapes(model)
         self.observed: Tensor | None = None
 
     def forward(self, inputs: dict[str, Tensor], present: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class PublicEvaluator:
         sums: dict[str, torch.Tensor] = {}
         for batch in self._batches(records):
             inputs = self._model_inputs(batch)
-            totals, _ = clipped_totals(clip, self.engine.model, inputs, batch.present)
+            totals, _ = clipped_totals(clip, self.engine.model, inputs, batch.present, self.engine.shapes)
             for name, gradient in totals.items():
                 sums[name] = sums.get(name, torch.zeros_like(gradient)) + gradient
         squares = 0.0

@@ -64,26 +64,31 @@ class ExactSums:
 class Float32Sums:
     """Plain fp32 totals, made at the first use of each name: for probes and measurements."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self._shapes = shapes
         self.totals: dict[str, Tensor] = {}
 
-    def _total(self, name: str) -> Tensor:
+    def _total(self, name: str, device: torch.device) -> Tensor:
         if name not in self.totals:
-            self.totals[name] = torch.zeros_like(self._parameters[name], dtype=torch.float32)
+            self.totals[name] = torch.zeros(self._shapes[name], dtype=torch.float32, device=device)
         return self.totals[name]
 
     @torch.no_grad()
     def add(self, name: str, value: Tensor) -> None:
-        self._total(name).add_(value)
+        self._total(name, value.device).add_(value)
 
     @torch.no_grad()
     def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
-        total = self._total(name).view(left.shape[-1], right.shape[-1])
+        total = self._total(name, left.device).view(left.shape[-1], right.shape[-1])
         if left.dtype == right.dtype == torch.float32:
             total.addmm_(left.t(), right)
         else:
             total.add_(product(left, right))
+
+
+def trainable_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Only before any engine shards the parameters: afterwards they may have lost their shapes."""
+    return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from train.clip_bookkeeping import BookKeepingClip
 from train.clip_reference import ReferenceClip
 from train.clip_rule import ClipRule
 from train.precision import Precision
-from train.sums import Float32Sums
+from train.sums import Float32Sums, trainable_shapes
 
 ENGINES = ("reference", "book-keeping")
 Batch = tuple[Mapping[str, Tensor], Tensor]
@@ -50,7 +50,7 @@ def summed(
 ) -> tuple[dict[str, Tensor], list[Clipped]]:
     """Totals over the micro-batches, and what was seen of each."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sums = Float64Sums(trainable) if double else Float32Sums(trainable)
+    sums = Float64Sums(trainable) if double else Float32Sums(trainable_shapes(model))
     seen = [clip.add_clipped(model, dict(inputs), present, sums) for inputs, present in batches]
     return dict(sums.totals), seen
 
