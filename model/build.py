@@ -8,18 +8,20 @@ global random state is never touched. The seed is public; it decides nothing but
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from model.captioner import Captioner
+from model.classifier import Classifier, ResNetClassifier, TransformerClassifier
 from model.encoder import Encoder, PatchProjection
 from model.mae import MaskedAutoencoder
-from model.settings import ModelSettings, Shape
+from model.settings import ModelSettings, SettingsError, Shape
 
-Objective = Literal["mae", "caption"]
+Objective = Literal["mae", "caption", "classify"]
+Model = Encoder | Classifier
 ENCODER_PREFIXES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.")
 
 
@@ -31,27 +33,51 @@ def build(settings: ModelSettings | Shape, objective: Literal["mae"], device: De
 @overload
 def build(settings: ModelSettings | Shape, objective: Literal["caption"], device: Device = ...) -> Captioner: ...
 @overload
-def build(settings: ModelSettings | Shape, objective: Objective, device: Device = ...) -> Encoder: ...
-def build(settings: ModelSettings | Shape, objective: Objective, device: Device = "cpu") -> Encoder:
-    """The model of `objective` on the shape's encoder, float32, initialised; "meta" allocates nothing."""
+def build(settings: ModelSettings | Shape, objective: Literal["classify"], device: Device = ...) -> Classifier: ...
+@overload
+def build(settings: ModelSettings | Shape, objective: Objective, device: Device = ...) -> Model: ...
+def build(settings: ModelSettings | Shape, objective: Objective, device: Device = "cpu") -> Model:
+    """The model of `objective` on the shape's encoder, float32, initialised; "meta" allocates nothing.
+
+    All of it is trainable but what the objective's published model keeps fixed; `model.trainable.select` narrows that.
+    """
     shape = settings.resolved() if isinstance(settings, ModelSettings) else settings
-    kinds: dict[str, type[Encoder]] = {"mae": MaskedAutoencoder, "caption": Captioner}
-    if objective not in kinds:
-        raise ValueError(f'there is no objective "{objective}"; choose "mae" or "caption".')
+    kind = _kind(shape, objective)
     place = torch.device(device)
     # Layer constructors draw weights from the global generator of their device. Built on the CPU, inside a
     # fork, they leave no trace there; the draws themselves are overwritten below.
     with torch.random.fork_rng(devices=[]), torch.device("meta" if place.type == "meta" else "cpu"):
-        model = kinds[objective](shape)
+        model = kind(shape)
     if place.type == "meta":
         return model
     initialise(model, shape.init_seed)
     return model.to(place)
 
 
+def _kind(shape: Shape, objective: str) -> Callable[[Shape], Model]:
+    kinds: dict[str, Callable[[Shape], Model]] = {
+        "mae": MaskedAutoencoder,
+        "caption": Captioner,
+        "classify": TransformerClassifier if shape.resnet is None else ResNetClassifier,
+    }
+    if objective not in kinds:
+        raise ValueError(f'there is no objective "{objective}"; choose "mae", "caption" or "classify".')
+    if objective != "classify" and (shape.resnet is not None or shape.positions == "learned"):
+        body = "a ResNet" if shape.resnet is not None else "an encoder with learned positions"
+        raise SettingsError(
+            f'{body} cannot be trained with objective "{objective}"; train it with "classify", or give a transformer '
+            f'model.positions = "sincos".'
+        )
+    return kinds[objective]
+
+
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
-    """Xavier-uniform matrices (the patch filter as one), zero biases, N(0, 0.02²) tokens and embeddings."""
+    """Xavier-uniform matrices (the patch filter as one), zero biases, N(0, 0.02²) tokens and embeddings.
+
+    Convolutions are He-normal by what they read (standardised ones do not see the scale); a classifier's head starts
+    as its settings say.
+    """
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         if isinstance(module, (nn.Linear, PatchProjection)):
@@ -61,16 +87,26 @@ def initialise(model: nn.Module, seed: int) -> None:
             module.weight.copy_(draw * (2.0 * bound) - bound)
             if module.bias is not None:
                 module.bias.zero_()
+        elif isinstance(module, nn.Conv2d):
+            normal_draw(module.weight, seed, f"{prefix}weight", (2.0 / module.weight[0].numel()) ** 0.5)
+            if module.bias is not None:
+                module.bias.zero_()
         elif isinstance(module, nn.Embedding):
-            _normal(module.weight, seed, f"{prefix}weight")
+            normal_draw(module.weight, seed, f"{prefix}weight")
     tokens = [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]
     for name, tensor in tokens:
-        if name in {"cls_token", "mask_token"} or name.endswith("_type_embedding"):
-            _normal(tensor, seed, name)
+        learned = name == "pos_embed" and isinstance(tensor, nn.Parameter)
+        if learned or name in {"cls_token", "mask_token"} or name.endswith("_type_embedding"):
+            normal_draw(tensor, seed, name)
+    if isinstance(model, Classifier):
+        head = model.shape.head
+        normal_draw(model.head.weight, seed, "head.weight", head.scale / model.head.in_features**0.5)
+        model.head.bias.fill_(head.bias)
 
 
-def _normal(tensor: Tensor, seed: int, name: str) -> None:
-    tensor.copy_(torch.randn(tensor.shape, generator=_generator(seed, name)) * 0.02)
+def normal_draw(tensor: Tensor, seed: int, name: str, scale: float = 0.02) -> None:
+    """Into `tensor`, decided by seed and name alone; for callers inside no_grad."""
+    tensor.copy_(torch.randn(tensor.shape, generator=_generator(seed, name)) * scale)
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

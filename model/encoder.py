@@ -80,7 +80,10 @@ class PatchEmbed(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Image -> tokens. Subclasses add a decoder and a loss; this class has none of its own."""
+    """Image -> tokens. Subclasses add a decoder and a loss; this class has none of its own.
+
+    Positions are a fixed table, or trained where the settings say so; then the class token has one, too.
+    """
 
     cls_token: nn.Parameter
     pos_embed: Tensor
@@ -90,18 +93,29 @@ class Encoder(nn.Module):
         self.shape = shape
         self.patch_embed = PatchEmbed(shape.encoder.width, shape.patch_size)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, shape.encoder.width))
-        table = image_positions(shape.encoder.width, shape.grid)
-        self.register_buffer("pos_embed", table.to(self.cls_token.device))
+        if shape.positions == "learned":
+            self.pos_embed = nn.Parameter(torch.zeros(1, 1 + shape.patches, shape.encoder.width))
+        else:
+            table = image_positions(shape.encoder.width, shape.grid)
+            self.register_buffer("pos_embed", table.to(self.cls_token.device))
         self.blocks = blocks(shape.encoder, shape.qkv_bias)
         self.norm = norm_layer(shape.encoder.width)
 
     def _embed(self, images: Tensor, kept: Tensor | None) -> Tensor:
         self._check(images)
+        if self.shape.positions == "learned":
+            return self._embed_learned(images)
         x = self.patch_embed(images, kept)
         positions = self.pos_embed[:, 1:]
         x = x + (positions if kept is None else positions[0][kept])
         # The class token's position row is zero, so the token goes in as it is.
         return torch.cat([self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
+
+    def _embed_learned(self, images: Tensor) -> Tensor:
+        """All patches that fit: a remainder at the right and below is left out, as a convolution leaves it."""
+        side = self.shape.grid * self.shape.patch_size
+        x = self.patch_embed(images[..., :side, :side])
+        return torch.cat([self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1) + self.pos_embed
 
     def tokens(self, images: Tensor, kept: Tensor | None = None) -> Tensor:
         """[B, 1 + patches (or kept), width], after the last norm; `kept` [B, K] are patch numbers."""

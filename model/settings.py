@@ -7,11 +7,17 @@ code needs (every number present, every divisibility checked). Nothing else in t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from model.sizes import TABLES, Family, Size, Stack
+from model.sizes import RESNETS, TABLES, Activation, Family, Preset, ResNet, Size, Stack
+
+Loss = Literal["softmax", "sigmoid"]
+Positions = Literal["sincos", "learned"]
+Pooling = Literal["class", "mean"]
+# Sigmoid losses start where each of a thousand classes is unlikely; softmax losses do not see a common offset.
+HEAD_BIAS = {"softmax": 0.0, "sigmoid": -10.0}
 
 
 class SettingsError(ValueError):
@@ -19,8 +25,21 @@ class SettingsError(ValueError):
 
 
 @dataclass(frozen=True)
+class Head:
+    """The linear classifier on pooled features: weights N(0, scale²/inputs), one constant in all biases."""
+
+    classes: int
+    loss: Loss
+    scale: float
+    bias: float
+
+
+@dataclass(frozen=True)
 class Shape:
-    """A complete, consistent description of one model (of both objectives on one encoder)."""
+    """A complete, consistent description of one model (of all objectives on one encoder).
+
+    `resnet` is None for transformers; where it is given, `encoder` says the features' width alone.
+    """
 
     family: Family
     image_size: int
@@ -32,6 +51,12 @@ class Shape:
     vocabulary: int
     mask_ratio: float
     qkv_bias: bool
+    decoder_bias: bool
+    decoder_activation: Activation
+    positions: Positions
+    pooling: Pooling
+    head: Head
+    resnet: ResNet | None
     init_seed: int
 
     @property
@@ -78,6 +103,28 @@ class ModelSettings(BaseModel):
         description="biases on the encoder's fused query-key-value projection; the published MAE has them, "
         "the published captioner has not, and both phases of one recipe must agree",
     )
+    decoder_bias: bool | None = Field(default=None, description="biases in the text decoder; null: as published")
+    decoder_activation: Activation | None = Field(default=None, description="of the text decoder; null: as published")
+    positions: Positions | None = Field(
+        default=None,
+        description="sincos: fixed tables; learned: trained, as classifiers do; null: as the family has it",
+    )
+    pooling: Pooling | None = Field(
+        default=None, description="features for classification: the class token, or the mean of the patches' tokens"
+    )
+    classes: int = Field(default=1000, gt=0)
+    classify_loss: Loss = Field(default="softmax", description="sigmoid: one yes-or-no question for each class")
+    head_scale: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="head's weights are N(0, scale²/inputs); 1 is LeCun's"
+    )
+    head_bias: float | None = Field(
+        default=None,
+        allow_inf_nan=False,
+        description="of each class at the start; null: -10 for sigmoid, 0 for softmax",
+    )
+    stages: tuple[int, ...] | None = Field(
+        default=None, min_length=1, max_length=4, description="a ResNet's blocks per stage; `width` is then its stem's"
+    )
     init_seed: int = Field(default=0, ge=0, description="public: decides the initial weights, nothing else")
 
     @model_validator(mode="before")
@@ -90,30 +137,14 @@ class ModelSettings(BaseModel):
 
     def resolved(self) -> Shape:
         """Fill every number from the size table and the overrides, then check that they fit together."""
-        preset = TABLES[self.family].get(self.size)
-        encoder = _stack("", preset.encoder if preset else None, self.width, self.depth, self.heads)
-        # A custom model, or one with its width overridden, needs only its encoder spelled out: the text
-        # decoder follows the encoder's width (as in every published size but Large), and depths stay.
-        text = preset.text if preset else Stack(encoder.width, 6, encoder.heads)
-        pixels = preset.pixels if preset else Stack(512, 4, 16)
-        if self.width is not None and self.decoder_width is None:
-            text = replace(text, width=encoder.width, heads=encoder.heads)
-        shape = Shape(
-            family=self.family,
-            image_size=self.image_size,
-            patch_size=self.patch_size,
-            encoder=encoder,
-            text=_stack("decoder_", text, self.decoder_width, self.decoder_depth, self.decoder_heads),
-            pixels=_stack(
-                "mae_decoder_", pixels, self.mae_decoder_width, self.mae_decoder_depth, self.mae_decoder_heads
-            ),
-            text_length=self.text_length,
-            vocabulary=self.vocabulary,
-            mask_ratio=self.mask_ratio,
-            qkv_bias=(self.family == "mae") if self.qkv_bias is None else self.qkv_bias,
-            init_seed=self.init_seed,
-        )
-        if shape.image_size % shape.patch_size:
+        if self.size in RESNETS or self.stages is not None:
+            return self._shape(None, resnet=self._resnet())
+        table = TABLES[self.family]
+        if self.size != "custom" and self.size not in table:
+            known = ", ".join([*table, *(RESNETS if self.family == "classifier" else ()), "custom"])
+            raise SettingsError(f'model.size "{self.size}" is none of family "{self.family}"; choose {known}.')
+        shape = self._shape(table.get(self.size), resnet=None)
+        if shape.image_size < shape.patch_size or (shape.image_size % shape.patch_size and self.family != "classifier"):
             below = shape.image_size - shape.image_size % shape.patch_size
             raise SettingsError(
                 f"model.image_size {shape.image_size} does not divide by model.patch_size "
@@ -121,6 +152,64 @@ class ModelSettings(BaseModel):
                 f"set image_size to {below or shape.patch_size} or {below + shape.patch_size}."
             )
         return shape
+
+    def _shape(self, preset: Preset | None, resnet: ResNet | None) -> Shape:
+        if resnet is not None:
+            encoder = Stack(resnet.channels[-1], sum(resnet.stages), 1)
+        else:
+            encoder = _stack("", preset.encoder if preset else None, self.width, self.depth, self.heads)
+        # A custom model, or one with its width overridden, needs only its encoder spelled out: the text
+        # decoder follows the encoder's width (as in every published size but Large), and depths stay.
+        text = preset.text if preset else Stack(encoder.width, 6, encoder.heads)
+        pixels = preset.pixels if preset else Stack(512, 4, 16)
+        if self.width is not None and self.decoder_width is None:
+            text = replace(text, width=encoder.width, heads=encoder.heads)
+        plain = preset is not None and preset.plain_decoder and self.family == "captioner"
+        classifies = self.family == "classifier"
+        pixel_names = (self.mae_decoder_width, self.mae_decoder_depth, self.mae_decoder_heads)
+        return Shape(
+            family=self.family,
+            image_size=self.image_size,
+            patch_size=self.patch_size,
+            encoder=encoder,
+            text=_stack("decoder_", text, self.decoder_width, self.decoder_depth, self.decoder_heads),
+            pixels=_stack("mae_decoder_", pixels, *pixel_names),
+            text_length=self.text_length,
+            vocabulary=self.vocabulary,
+            mask_ratio=self.mask_ratio,
+            qkv_bias=(self.family != "captioner" or plain) if self.qkv_bias is None else self.qkv_bias,
+            decoder_bias=plain if self.decoder_bias is None else self.decoder_bias,
+            decoder_activation=self.decoder_activation or ("relu" if plain else "gelu"),
+            positions=self.positions or ("learned" if classifies else "sincos"),
+            pooling=self.pooling or ("class" if classifies else "mean"),
+            head=Head(
+                self.classes,
+                self.classify_loss,
+                self.head_scale,
+                HEAD_BIAS[self.classify_loss] if self.head_bias is None else self.head_bias,
+            ),
+            resnet=resnet,
+            init_seed=self.init_seed,
+        )
+
+    def _resnet(self) -> ResNet:
+        preset = RESNETS.get(self.size)
+        if self.family != "classifier":
+            raise SettingsError('a ResNet is a classifier only; set model.family to "classifier" or leave out stages.')
+        odd = {"depth": self.depth, "heads": self.heads, "positions": self.positions, "pooling": self.pooling}
+        if given := [name for name, value in odd.items() if value is not None]:
+            raise SettingsError(
+                f"a ResNet has no model.{given[0]}; leave it out, and set its size by model.width and model.stages."
+            )
+        if preset is None and (self.width is None or self.stages is None):
+            raise SettingsError('model.size "custom" needs model.width beside model.stages; give it or name r50x4.')
+        width, stages = self.width or (preset.width if preset else 0), self.stages or (preset.stages if preset else ())
+        if width % 8 or min(stages) < 1:
+            raise SettingsError(
+                f"a ResNet's model.width must be a multiple of 8 and each of model.stages at least 1, not {width} and "
+                f"{list(stages)}; set width to {max(8, width - width % 8)}, for example."
+            )
+        return ResNet(width, stages)
 
 
 def _stack(prefix: str, base: Stack | None, width: int | None, depth: int | None, heads: int | None) -> Stack:

@@ -1,17 +1,20 @@
 """The published size tables, one per family.
 
-Why two: ViP's masked autoencoders and DP-Cap's captioners share names (Nano to Large) but not heads
+Why one each: ViP's masked autoencoders and DP-Cap's captioners share names (Nano to Large) but not heads
 (Nano and Tiny have 12 there and 6 here), and a checkpoint read with the wrong number of heads gives no
 error, only wrong features. So each family has its own table and the numbers are written out in full.
+Classifiers are vision transformers or BiT's ResNets, which have tables of their own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal
 
-Family = Literal["mae", "captioner"]
-Size = Literal["nano", "tiny", "small", "base", "large", "huge", "custom"]
+Family = Literal["mae", "captioner", "classifier"]
+Size = Literal["nano", "tiny", "small", "base", "large", "huge", "r50x4", "r152x4", "custom"]
+Activation = Literal["gelu", "relu"]
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,35 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class ResNet:
+    """A pre-activation ResNet of bottlenecks: BiT's. `width` is the stem's; features are 2·2^stages times it."""
+
+    width: int
+    stages: tuple[int, ...]
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """Of each stage's output; its inner convolutions have a quarter."""
+        return tuple(4 * self.width << number for number in range(len(self.stages)))
+
+    @property
+    def groups(self) -> int:
+        """32, as published, or what fits a narrow toy: every layer has a multiple of `width` channels."""
+        return gcd(32, self.width)
+
+
+@dataclass(frozen=True)
 class Preset:
-    """Everything a size name stands for; `text` is the captioner's decoder, `pixels` the MAE's."""
+    """Everything a size name stands for; `text` is the captioner's decoder, `pixels` the MAE's.
+
+    `plain_decoder`: the text decoder is the older one, PyTorch's own (ReLU, biases), on an encoder with biases.
+    """
 
     encoder: Stack
     text: Stack
     pixels: Stack
     patch_size: int = 16
+    plain_decoder: bool = False
 
 
 _PIXELS = Stack(512, 4, 16)
@@ -42,9 +67,8 @@ CAPTIONER: dict[str, Preset] = {
     "small": Preset(Stack(576, 12, 12), Stack(576, 6, 12), _PIXELS),
     "base": Preset(Stack(768, 12, 12), Stack(768, 6, 12), _PIXELS),
     "large": Preset(Stack(1024, 24, 16), Stack(768, 6, 12), _PIXELS),
-    # No published class: DP-Cap's only huge model is an older one (ReLU, biases). Its widths are kept here
-    # in the present layer style, so its parameter count answers to no published number.
-    "huge": Preset(Stack(1280, 32, 16), Stack(512, 8, 16), _PIXELS_HUGE, patch_size=14),
+    # DP-Cap's only huge model is of its older kind.
+    "huge": Preset(Stack(1280, 32, 16), Stack(512, 8, 16), _PIXELS_HUGE, patch_size=14, plain_decoder=True),
 }
 
 MAE: dict[str, Preset] = {
@@ -56,4 +80,13 @@ MAE: dict[str, Preset] = {
     "huge": Preset(Stack(1280, 32, 16), CAPTIONER["huge"].text, _PIXELS_HUGE, patch_size=14),
 }
 
-TABLES: dict[str, dict[str, Preset]] = {"mae": MAE, "captioner": CAPTIONER}
+# Vision transformers of the usual sizes: B/16, L/16 and H/14. They have no decoders; the entries for these let an
+# encoder be shared with the other families.
+CLASSIFIER: dict[str, Preset] = {size: MAE[size] for size in ("base", "large", "huge")}
+
+RESNETS: dict[str, ResNet] = {
+    "r50x4": ResNet(256, (3, 4, 6, 3)),
+    "r152x4": ResNet(256, (3, 8, 36, 3)),
+}
+
+TABLES: dict[str, dict[str, Preset]] = {"mae": MAE, "captioner": CAPTIONER, "classifier": CLASSIFIER}

@@ -65,6 +65,8 @@ def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> Micro
     inputs = {"images": torch.randn(size, 3, shape.image_size, shape.image_size, generator=draw)}
     if objective == "mae":
         inputs["mask_noise"] = torch.rand(size, shape.patches, generator=draw)
+    elif objective == "classify":
+        inputs["labels"] = torch.randint(0, shape.head.classes, (size,), generator=draw)
     else:
         inputs["tokens"] = torch.randint(1, shape.vocabulary, (size, shape.text_length), generator=draw)
     return MicroBatch(inputs, torch.ones(size, dtype=torch.bool))

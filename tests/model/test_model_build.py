@@ -92,8 +92,8 @@ def test_take_encoder_refuses_and_leaves_the_target_alone(
 
 
 def test_unknown_objective(settings: ModelSettings) -> None:
-    with pytest.raises(ValueError, match='choose "mae" or "caption"'):
-        build(settings, "classify")  # pyright: ignore[reportArgumentType, reportCallIssue]
+    with pytest.raises(ValueError, match='choose "mae", "caption" or'):
+        build(settings, "segment")  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def test_layers_feed_the_linear_probe(model: Encoder, inputs: dict[str, torch.Tensor]) -> None:

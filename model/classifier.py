@@ -1,0 +1,89 @@
+"""Classifiers of single images: a vision transformer, or BiT's ResNet, under one linear head; one loss per image.
+
+Called as `model({"images": [B, 3, H, W], "labels": [B]})` -> losses [B]. With "features" [B, width] in the place of
+"images" the body is left out: a frozen body need be run once only, and what is trained on its cached features is the
+same head with the same losses. Labels are class numbers; for the sigmoid loss they may also be [B, classes] of 0 and 1.
+
+The head starts as its settings say. With zero weights all features are equally (un)known to it, so that the first
+step's gradient is an outer product of residuals and features, whose sign does not depend on any random draw.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from timm.layers.norm_act import GroupNormAct
+from timm.layers.std_conv import StdConv2d
+from timm.models.resnetv2 import ResNetV2
+from torch import Tensor, nn
+
+from model.encoder import Encoder, Inputs
+from model.settings import Loss, SettingsError, Shape
+
+
+def classification_loss(logits: Tensor, labels: Tensor, kind: Loss) -> Tensor:
+    """[B, classes] and [B] -> [B] in fp32: cross-entropy, or the sum over classes of binary cross-entropies."""
+    logits = logits.float()
+    if kind == "softmax":
+        return F.cross_entropy(logits, labels, reduction="none")
+    if labels.dim() == 1:
+        labels = labels[:, None] == torch.arange(logits.shape[1], device=labels.device)
+    return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").sum(1)
+
+
+class Classifier(nn.Module, ABC):
+    """What both kinds share. `features` is the body; everything outside the module `head` is body."""
+
+    shape: Shape
+    head: nn.Linear
+
+    @abstractmethod
+    def features(self, images: Tensor) -> Tensor:
+        """[B, shape.encoder.width]"""
+
+    def logits(self, images: Tensor) -> Tensor:
+        return self.head(self.features(images))
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Per-image losses [B]."""
+        features = inputs["features"] if "features" in inputs else self.features(inputs["images"])
+        return classification_loss(self.head(features), inputs["labels"], self.shape.head.loss)
+
+
+class TransformerClassifier(Classifier, Encoder):
+    """Encoder, class token or mean of the patches' tokens, head."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.head = nn.Linear(shape.encoder.width, shape.head.classes)
+
+    def features(self, images: Tensor) -> Tensor:
+        tokens = self.tokens(images)
+        return tokens[:, 0] if self.shape.pooling == "class" else tokens[:, 1:].mean(1)
+
+
+class ResNetClassifier(Classifier):
+    """timm's pre-activation ResNet as BiT has it: weight-standardised convolutions and GroupNorm, no BatchNorm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        net = shape.resnet
+        if net is None:
+            raise SettingsError("a ResNet classifier needs model.stages or a size such as r50x4.")
+        self.shape = shape
+        self.body = ResNetV2(
+            layers=list(net.stages),
+            channels=net.channels,
+            num_classes=0,
+            stem_chs=net.width,
+            stem_type="fixed",
+            norm_layer=partial(GroupNormAct, num_groups=net.groups),
+            conv_layer=partial(StdConv2d, eps=1e-8),
+        )
+        self.head = nn.Linear(shape.encoder.width, shape.head.classes)
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.body.forward_features(images).mean((2, 3))

@@ -1,0 +1,122 @@
+"""Which parameters a phase trains: all, the head, the biases, or low-rank adapters beside frozen layers.
+
+How it is called, in this order: `model = build(shape, objective)`, then weights of an earlier phase or of a file, then
+`select(model, trainable, rank=…)`, then the engine. A checkpoint of the phase itself is loaded after `select`, since
+it holds the adapters. Weights that leave a "lora" phase go through `merged`, after which they fit `build`'s model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.build import normal_draw
+from model.captioner import Captioner
+from model.classifier import Classifier
+from model.encoder import Encoder
+from model.mae import MaskedAutoencoder
+
+Trainable = Literal["all", "head", "bias", "lora"]
+DOWN, UP = "lora_down", "lora_up"
+
+
+class LowRankLinear(nn.Linear):
+    """A frozen layer, under its own names, plus x·downᵀ·upᵀ, which is zero at the start."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
+        self.weight = base.weight.requires_grad_(False)
+        self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)  # pyright: ignore[reportAttributeAccessIssue]
+        self.lora_down = nn.Parameter(base.weight.new_zeros(rank, base.in_features))
+        self.lora_up = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + F.linear(F.linear(input, self.lora_down), self.lora_up)
+
+
+def select(model: nn.Module, trainable: Trainable, *, rank: int = 8) -> list[str]:
+    """Sets `requires_grad` everywhere below a freshly built model and returns the trained names, in order.
+
+    - "all": as built (the published models keep some tokens fixed).
+    - "head": the last layer of the objective: `head` of a classifier, the text or pixel prediction otherwise.
+    - "bias": every bias; a classifier's whole head as well, because its weights start at nothing.
+    - "lora": adapters of `rank` on every linear layer in the encoder's blocks; a classifier's whole head as well.
+
+    What was fixed by `build` stays fixed.
+    """
+    if trainable == "all":
+        return trained(model)
+    head = head_of(model)
+    extra = (f"{head}.",) if isinstance(model, Classifier) else ()
+    match trainable:
+        case "head":
+            keep = {name for name in trained(model) if name.startswith(f"{head}.")}
+        case "bias":
+            keep = {name for name in trained(model) if name.endswith(".bias") or name.startswith(extra)}
+        case "lora":
+            adapters = add_adapters(model, rank)
+            keep = {name for name in trained(model) if name in adapters or name.startswith(extra)}
+        case _:
+            raise ValueError(f'there is no trainable "{trainable}"; choose "all", "head", "bias" or "lora".')
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in keep)
+    return trained(model)
+
+
+def trained(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def head_of(model: nn.Module) -> str:
+    """The module that a new task would replace."""
+    if isinstance(model, Classifier):
+        return "head"
+    if isinstance(model, Captioner):
+        return "decoder_pred_text"
+    if isinstance(model, MaskedAutoencoder):
+        return "decoder_pred"
+    raise ValueError(f'{type(model).__name__} has no head that is known; train it with trainable = "all".')
+
+
+@torch.no_grad()
+def add_adapters(model: nn.Module, rank: int) -> set[str]:
+    """Puts a LowRankLinear in the place of each linear layer of the encoder's blocks; the names of what it added.
+
+    Called on a model that has them already, it adds nothing.
+    """
+    if not isinstance(model, Encoder):
+        raise ValueError(f"{type(model).__name__} has no transformer blocks to adapt; choose another `trainable`.")
+    names: set[str] = set()
+    for path, layer in list(model.blocks.named_modules()):
+        if not isinstance(layer, nn.Linear):
+            continue
+        if not isinstance(layer, LowRankLinear):
+            if not 0 < rank < min(layer.in_features, layer.out_features):
+                raise ValueError(
+                    f"rank {rank} is not between 1 and {min(layer.in_features, layer.out_features) - 1}, below the "
+                    f"sizes of blocks.{path}; choose 8, for example."
+                )
+            adapted = LowRankLinear(layer, rank)
+            if not adapted.lora_down.is_meta:
+                name, scale = f"blocks.{path}.{DOWN}", layer.in_features**-0.5
+                normal_draw(adapted.lora_down, model.shape.init_seed, name, scale)
+            parent, _, own = path.rpartition(".")
+            setattr(model.blocks.get_submodule(parent), own, adapted)
+        names |= {f"blocks.{path}.{DOWN}", f"blocks.{path}.{UP}"}
+    return names
+
+
+@torch.no_grad()
+def merged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict without adapters that computes the same: weight + up·down. One that has none is returned as is."""
+    plain = {name: tensor for name, tensor in state.items() if not name.endswith((f".{DOWN}", f".{UP}"))}
+    for name in state:
+        if name.endswith(f".{DOWN}"):
+            layer = name.removesuffix(f".{DOWN}")
+            weight, down, up = (state[f"{layer}.{part}"] for part in ("weight", DOWN, UP))
+            plain[f"{layer}.weight"] = (weight.double() + up.double() @ down.double()).to(weight.dtype)
+    return plain
