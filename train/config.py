@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field, model_validator
 from model.settings import ModelSettings
 from train.config_data import Data
 from train.config_privacy import Privacy, Tuning
+from train.config_run import Keeping
 from train.optim_settings import Optimizer, Schedule
 from train.section import Section
 
@@ -95,7 +96,7 @@ class Phase(Section):
         return self
 
 
-class Run(Section):
+class Run(Keeping):
     engine: Literal["deepspeed"] = "deepspeed"
     clip_engine: Literal["book-keeping", "reference", "opacus"] = Field(
         default="book-keeping", description="The other two hold a gradient per record: for checking small models."
@@ -110,8 +111,6 @@ class Run(Section):
         default="aes", description="philox: drawn on the device, and not cryptographic; the certificate says so."
     )
     dir: str | None = Field(default=None, description="null: runs/<config name> under the current folder.")
-    checkpoint_every: int = Field(default=100, gt=0)
-    keep_checkpoints: int = Field(default=2, gt=0)
     log_every: int = Field(default=10, gt=0)
     keep_key: bool = Field(default=False, description="Keep the run key after the final certificate.")
     tuned_on_private_data: Tuning | None = None
