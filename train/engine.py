@@ -56,6 +56,10 @@ class ShardedEngine(Protocol):
         """Reduces once, lets `update` finish the gradient, steps the optimizer, and checks that it all happened."""
         ...
 
+    def discard(self) -> None:
+        """Drops what the open step has summed, on all ranks, and leaves the engine fit to be saved."""
+        ...
+
     def observe(self) -> Observation:
         """Of the last micro-batch, as it entered the sum."""
         ...

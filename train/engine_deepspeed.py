@@ -130,6 +130,13 @@ class DeepSpeedEngine:
                 self._forward.sums.clear()
         return self._check(update)
 
+    def discard(self) -> None:
+        if isinstance(self._forward, PrivateForward):
+            self._forward.sums.clear()
+        self._engine.zero_grad()
+        # ZeRO-3 frees some weights only after a backward pass of its own, which this step will not have any more.
+        self._engine.empty_partition_cache()
+
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
         update, self._pending = self._pending, None

@@ -10,6 +10,7 @@ from accounting.journal import BudgetSpent
 from train.board import Board, Pace
 from train.checkpoint import Checkpoints, Position
 from train.engine import ShardedEngine
+from train.monitor import LossMonitor
 from train.observed import Observed
 from train.public_eval import PublicEvaluator
 from train.ranks import Ranks
@@ -38,6 +39,7 @@ class Trainer:
     log_every: int
     replicated: bool
     evaluator: PublicEvaluator | None
+    monitor: LossMonitor | None
     clip_bound: float | None
     header: Callable[[], dict[str, Any]]
     checkpointed: Callable[[int, str], None]
@@ -56,6 +58,7 @@ class Trainer:
             try:
                 observed = self.step.run(step, rate)
             except (Stopped, BudgetSpent) as reason:
+                self.engine.discard()
                 self._checkpoint(step - 1, measure=isinstance(reason, BudgetSpent))
                 raise
             self.pace.tick()
