@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from model.settings import ModelSettings
-from train.config_data import Data
-from train.config_privacy import Privacy, Tuning
+from train.config_data import CheckpointData
+from train.config_phase import Evaluation, Phase, ZeroShot
+from train.config_privacy import Tuning
 from train.config_run import Keeping
-from train.optim_settings import Optimizer, Schedule
 from train.section import Section
+
+__all__ = ["About", "Config", "Evaluation", "Phase", "Run", "ZeroOptimization", "ZeroShot", "json_schema", "run_dir_of"]
 
 
 class About(Section):
@@ -50,50 +53,6 @@ class ZeroOptimization(Section):
     stage3_param_persistence_threshold: int | None = Field(default=None, ge=0, description="Stage 3; DeepSpeed's own.")
     stage3_max_live_parameters: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
     stage3_prefetch_bucket_size: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
-
-
-class ZeroShot(Section):
-    """Labels scored as the next words of a caption; the records' .json holds the true number under the axis's name."""
-
-    prompt: str = "a photo of a"
-    axes: dict[str, list[str]] = Field(min_length=1, description="Asked in order, each after the words found so far.")
-
-
-class Evaluation(Section):
-    """Public held-out records, measured at checkpoints only: nothing leaves before the weights are durable."""
-
-    path: str
-    records: int = Field(default=512, gt=0)
-    zero_shot: ZeroShot | None = None
-
-
-class Phase(Section):
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
-    data: Data
-    objective: Literal["mae", "caption"]
-    trainable: Literal["all"] = "all"
-    privacy: Privacy | None = None
-    batch: int | None = Field(default=None, gt=0, description="Records per step of a non-private phase.")
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule
-    steps: int = Field(gt=0)
-    evaluation: Evaluation | None = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Phase:
-        if self.privacy is None and self.batch is None:
-            raise ValueError(f"phase {self.name!r} is non-private and needs `batch`, its records per step")
-        if self.privacy is not None and self.batch is not None:
-            raise ValueError(
-                f"phase {self.name!r} has both `batch` and `privacy.expected_batch`; a private phase takes the latter"
-            )
-        if self.objective == "caption" and self.data.tokenizer is None:
-            raise ValueError(f"phase {self.name!r} trains on captions and needs data.tokenizer")
-        if self.objective != "caption" and self.evaluation is not None and self.evaluation.zero_shot is not None:
-            raise ValueError(f"phase {self.name!r} writes no captions, so it cannot be asked for zero-shot labels")
-        if self.privacy is not None and self.data.public:
-            raise ValueError(f"phase {self.name!r} has `privacy`, but its data are declared public; drop one of them")
-        return self
 
 
 class Run(Keeping):
@@ -145,6 +104,20 @@ class Config(Section):
         names = [phase.name for phase in self.phases]
         if len(set(names)) != len(names):
             raise ValueError("two phases have the same name; names tell them apart in the ledger and the plots")
+        for before, phase in pairwise([None, *self.phases]):
+            assert phase is not None
+            if before is not None and not phase.trains and isinstance(phase.data, CheckpointData):
+                raise ValueError(f"phase {phase.name!r} would replace what {before.name!r} trained; let it come first")
+            if phase.optimizer.carry != "none" and (
+                before is None or not before.trains or before.objective != phase.objective
+                or before.optimizer.type != phase.optimizer.type or before.trainable != phase.trainable
+            ):  # fmt: skip
+                raise ValueError(
+                    f"phase {phase.name!r} carries optimizer state over, but no phase before it trained the same "
+                    "weights with the same type of optimizer"
+                )
+            if phase.mixing is not None and self.zero_optimization.stage == 3:
+                raise ValueError(f"phase {phase.name!r} has `mixing`, which needs whole weights; use a stage below 3")
         if self.zero_optimization.stage == 3 and self.run.clip_engine != "book-keeping":
             raise ValueError(
                 f"run.clip_engine = {self.run.clip_engine!r} needs whole weights on every rank, which ZeRO-3 has not; "
@@ -157,7 +130,13 @@ class Config(Section):
 
         `contents` holds digests in the place of paths. World size, ZeRO settings and book-keeping do not shape it.
         """
-        own = self.phases[phase].model_dump(exclude={"data": {"path", "tokenizer", "reading"}, "evaluation": True})
+        places = {"path": True, "tokenizer": True, "reading": True}
+        out = {"data": places, "mixing": {"data": places}, "features": {"folder"}}
+        # What is measured decides nothing, unless the phase may end by it.
+        watches = self.phases[phase].plateau is not None
+        out["evaluation"] = {"path"} if watches else True
+        out["monitor"] = True
+        own = self.phases[phase].model_dump(exclude=out)
         identity: dict[str, Any] = {
             "model": self.model.model_dump(),
             "phase": own,

@@ -33,6 +33,13 @@ class ShardData(Section):
     source: Literal["shards"] = "shards"
     path: str
     public: bool = Field(default=False, description="Your word that nobody's privacy depends on these records.")
+    public_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Cuts the records in two, once and for all runs: a phase with `public` takes this share, one "
+        "without it the rest, whose number is its n.",
+    )
     expected_records: int | None = Field(
         default=None, gt=0, description="Serves --dry-run where the data are not at hand."
     )
@@ -64,11 +71,40 @@ class SyntheticData(Section):
         return self
 
 
+class CheckpointData(Section):
+    """Weights to start from, in the place of records: a run directory, an export, or a file of released weights."""
+
+    source: Literal["checkpoint"]
+    path: str
+    public: bool = Field(
+        default=True,
+        description="Your word that nobody's privacy depends on these weights, or that a promise of their own covers "
+        "it; false marks the run NOT PRIVATE.",
+    )
+
+
+class HeldOutData(Section):
+    """No records to train on: the phase measures its `evaluation` and leaves the weights as they are."""
+
+    source: Literal["held-out"]
+    tokenizer: str | None = Field(default=None, description=_TOKENIZER)
+
+    @property
+    def public(self) -> bool:
+        return True
+
+
 def _source(data: Any) -> Any:
     return data.get("source", "shards") if isinstance(data, dict) else getattr(data, "source", None)
 
 
-DATA_SECTIONS = {"shards": ShardData, "synthetic": SyntheticData}
+DATA_SECTIONS = {
+    "shards": ShardData, "synthetic": SyntheticData, "checkpoint": CheckpointData, "held-out": HeldOutData,
+}  # fmt: skip
 Data = Annotated[
-    Annotated[ShardData, Tag("shards")] | Annotated[SyntheticData, Tag("synthetic")], Discriminator(_source)
+    Annotated[ShardData, Tag("shards")]
+    | Annotated[SyntheticData, Tag("synthetic")]
+    | Annotated[CheckpointData, Tag("checkpoint")]
+    | Annotated[HeldOutData, Tag("held-out")],
+    Discriminator(_source),
 ]

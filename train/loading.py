@@ -14,7 +14,7 @@ from train.config import Config
 from train.config_data import DATA_SECTIONS
 from train.refusals import find_refusals, without_harmless
 
-PATH_KEYS = {"path", "tokenizer", "dir"}
+PATH_KEYS = {"path", "tokenizer", "folder", "dir"}
 
 
 class ConfigError(ValueError):
@@ -36,6 +36,7 @@ def load(path: Path, overrides: list[str]) -> Config:
     _absolute_paths(raw, path.resolve().parent)
     for override in overrides:
         _override(raw, override)
+    _objectives_of_starts(raw.get("phases"))
     refused = find_refusals(raw)
     if refused:
         raise ConfigError("\n".join(refused))
@@ -73,6 +74,16 @@ def _absolute_paths(value: Any, folder: Path) -> None:
                 value[key] = str(folder / item)
             else:
                 _absolute_paths(item, folder)
+
+
+def _objectives_of_starts(phases: Any) -> None:
+    """A phase that only loads weights needs no objective of its own: they are for the phase after it."""
+    found = [phase for phase in phases if isinstance(phase, dict)] if isinstance(phases, list) else []
+    for number, phase in enumerate(found):
+        data = phase.get("data")
+        if isinstance(data, dict) and data.get("source") == "checkpoint" and "objective" not in phase:
+            after = [other["objective"] for other in found[number + 1 :] if "objective" in other]
+            phase |= {"objective": after[0]} if after else {}
 
 
 def _is_path(key: str, value: Any) -> bool:

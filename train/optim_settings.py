@@ -80,9 +80,18 @@ class OptimizerParams(Section):
 class Optimizer(Section):
     type: OptimizerType = "AdamW"
     params: OptimizerParams = OptimizerParams()
+    carry: Literal["none", "second-moment", "all"] = Field(
+        default="none",
+        description="State taken over from the phase before. second-moment: as Bu et al. hand AdamW over, with its "
+        "first moment zeroed and its step count kept.",
+    )
 
     @model_validator(mode="after")
     def _of_this_type(self) -> Optimizer:
+        if self.carry == "second-moment" and "betas" not in TAKES[self.type]:
+            raise ValueError(f"{self.type} has no second moment to carry over; carry 'all' or 'none'")
+        if self.carry != "none" and self.params.noise_floor is not None:
+            raise ValueError("noise_floor subtracts the noise of every step, and carried moments have none of it")
         foreign = sorted(self.params.model_fields_set - TAKES[self.type])
         if foreign:
             raise ValueError(f"{self.type} has no {', '.join(foreign)}; it takes {', '.join(sorted(TAKES[self.type]))}")
