@@ -129,11 +129,10 @@ def test_the_same_weights_by_torchrun_from_elsewhere(finished: tuple[Path, str],
 
 
 @pytest.mark.parametrize("how", ["SIGTERM to the launcher", "SIGKILL", "stop file, from ZeRO-3 to 1"])
-def test_stopped_and_resumed_ends_bitwise_where_it_would_have(
-    finished: tuple[Path, str], launch: Make, how: str
-) -> None:
+def test_stopped_and_resumed_ends_where_it_would_have(finished: tuple[Path, str], launch: Make, how: str) -> None:
     job, run_dir = launch("broken")
-    if "ZeRO-3" in how:  # weights themselves are sharded, and none is so small that it is kept whole
+    other_stage = "ZeRO-3" in how
+    if other_stage:  # weights themselves are sharded, and none is so small that it is kept whole
         job.arguments = ["--set", "zero_optimization.stage=3"]
         job.arguments += ["--set", "zero_optimization.stage3_param_persistence_threshold=0"]
     process = job.start()
@@ -159,7 +158,9 @@ def test_stopped_and_resumed_ends_bitwise_where_it_would_have(
     assert sum(line["kind"] == "commit" for line in lines) == STEPS
     assert any(line["kind"] == "resume" for line in lines)
     expected, got = final_weights(finished[0]), final_weights(run_dir)
-    different = [name for name in expected if not torch.equal(expected[name], got[name])]
+    # Stages add the public phase's gradients up in orders of their own.
+    far = 2e-4 if other_stage else 0.0
+    different = [name for name in expected if not torch.allclose(expected[name], got[name], rtol=0, atol=far)]
     assert not different, different
     assert account("verify", str(run_dir)).returncode == 0
 
