@@ -38,12 +38,12 @@ class CausalSelfAttention(nn.Module):
 
     fused_attn: bool
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, bias: bool = False) -> None:
         super().__init__()
         self.heads = heads
         self.fused_attn = True
-        self.c_attn = nn.Linear(width, 3 * width, bias=False)
-        self.c_proj = nn.Linear(width, width, bias=False)
+        self.c_attn = nn.Linear(width, 3 * width, bias=bias)
+        self.c_proj = nn.Linear(width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (split_heads(part, self.heads) for part in self.c_attn(x).chunk(3, dim=-1))
@@ -55,13 +55,13 @@ class CrossAttention(nn.Module):
 
     fused_attn: bool
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, bias: bool = False) -> None:
         super().__init__()
         self.heads = heads
         self.fused_attn = True
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.kv_proj = nn.Linear(width, 2 * width, bias=False)
-        self.c_proj = nn.Linear(width, width, bias=False)
+        self.q_proj = nn.Linear(width, width, bias=bias)
+        self.kv_proj = nn.Linear(width, 2 * width, bias=bias)
+        self.c_proj = nn.Linear(width, width, bias=bias)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         query = split_heads(self.q_proj(x), self.heads)

@@ -15,19 +15,24 @@ from model.attention import CausalSelfAttention, CrossAttention
 from model.encoder import Encoder, Inputs
 from model.positions import image_positions, text_positions
 from model.settings import Shape
+from model.sizes import Activation
 
 PAD = 0
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention, cross-attention, MLP; each is added and then normed (post-norm)."""
+    """Self-attention, cross-attention, MLP; each is added and then normed (post-norm).
 
-    def __init__(self, width: int, heads: int) -> None:
+    With biases and ReLU it is the layer of DP-Cap's older models, which was PyTorch's own.
+    """
+
+    def __init__(self, width: int, heads: int, bias: bool, activation: Activation) -> None:
         super().__init__()
-        self.self_attn = CausalSelfAttention(width, heads)
-        self.multihead_attn = CrossAttention(width, heads)
-        self.linear1 = nn.Linear(width, 4 * width, bias=False)
-        self.linear2 = nn.Linear(4 * width, width, bias=False)
+        self.activation = F.gelu if activation == "gelu" else F.relu
+        self.self_attn = CausalSelfAttention(width, heads, bias)
+        self.multihead_attn = CrossAttention(width, heads, bias)
+        self.linear1 = nn.Linear(width, 4 * width, bias=bias)
+        self.linear2 = nn.Linear(4 * width, width, bias=bias)
         self.norm1 = nn.LayerNorm(width)
         self.norm2 = nn.LayerNorm(width)
         self.norm3 = nn.LayerNorm(width)
@@ -35,15 +40,16 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         x = self.norm1(x + self.self_attn(x))
         x = self.norm2(x + self.multihead_attn(x, memory))
-        return self.norm3(x + self.linear2(F.gelu(self.linear1(x))))
+        return self.norm3(x + self.linear2(self.activation(self.linear1(x))))
 
 
 class Decoder(nn.Module):
     """Only a holder, so that layers carry the published names `decoder.layers.N`."""
 
-    def __init__(self, width: int, heads: int, depth: int) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(DecoderLayer(width, heads) for _ in range(depth))
+        text, bias, activation = shape.text, shape.decoder_bias, shape.decoder_activation
+        self.layers = nn.ModuleList(DecoderLayer(text.width, text.heads, bias, activation) for _ in range(text.depth))
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         for layer in self.layers:
@@ -70,7 +76,7 @@ class Captioner(Encoder):
         self.register_buffer("text_decoder_pos_embed", text_positions(text.width, shape.text_length).to(device))
         self.register_buffer("decoder_image_type_embedding", torch.zeros(1, 1, text.width))
         self.register_buffer("decoder_text_type_embedding", torch.zeros(1, 1, text.width))
-        self.decoder = Decoder(text.width, text.heads, text.depth)
+        self.decoder = Decoder(shape)
         self.decoder_pred_text = nn.Sequential(nn.LayerNorm(text.width), nn.Linear(text.width, shape.vocabulary))
 
     def encode_images(self, images: Tensor) -> Tensor:

@@ -143,8 +143,9 @@ def _replacements(inputs: Inputs, row: int) -> Iterator[tuple[str, Inputs]]:
             }
             new["1e19"] = torch.full_like(value[row], 1e19)
         else:
-            # Reversal and all-zero stay inside whatever range of ids the model accepts.
-            new = {"the reverse": value[row].flip(0), "zeros": torch.zeros_like(value[row])}
+            # These stay inside whatever range of ids the model accepts; of a single number only the last two differ.
+            new = {"the reverse": value[row].flip(0) if value.dim() > 1 else value[row]}
+            new |= {"zeros": torch.zeros_like(value[row]), "its neighbour's": value[row - 1]}
         for kind, replacement in new.items():
             changed = value.detach().clone()
             changed[row] = replacement

@@ -144,7 +144,9 @@ class ModelSettings(BaseModel):
             known = ", ".join([*table, *(RESNETS if self.family == "classifier" else ()), "custom"])
             raise SettingsError(f'model.size "{self.size}" is none of family "{self.family}"; choose {known}.')
         shape = self._shape(table.get(self.size), resnet=None)
-        if shape.image_size < shape.patch_size or (shape.image_size % shape.patch_size and self.family != "classifier"):
+        # Classifiers at a resolution of their own leave a remainder out, as H/14 does at 256 pixels.
+        whole = shape.positions != "learned"
+        if shape.image_size < shape.patch_size or (whole and shape.image_size % shape.patch_size):
             below = shape.image_size - shape.image_size % shape.patch_size
             raise SettingsError(
                 f"model.image_size {shape.image_size} does not divide by model.patch_size "

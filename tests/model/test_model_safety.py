@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import timm
 import torch
 from timm.layers.drop import DropPath
 from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
 
+from model.build import build
 from model.encoder import Encoder
 from model.safety import CouplingError, coupling_probe, refuse_coupling
+from model.settings import ModelSettings
+from model.trainable import select
 
 
 @pytest.mark.parametrize(
@@ -44,6 +50,43 @@ def test_our_models_pass(model: Encoder, inputs: dict[str, Tensor]) -> None:
     state = torch.get_rng_state()
     coupling_probe(model, {key: value[:3] for key, value in inputs.items()})
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("body", [{"width": 16, "depth": 1, "heads": 2}, {"width": 8, "stages": (1, 1)}])
+def test_classifiers_pass(body: dict[str, Any], loss: str) -> None:
+    """With a head that is not zero: behind zeros nothing of the body could be seen."""
+    given = {"family": "classifier", "image_size": 16, "patch_size": 8, "classes": 5, "head_scale": 1.0, **body}
+    model = build(ModelSettings.model_validate({**given, "classify_loss": loss}), "classify")
+    refuse_coupling(model)
+    inputs = {"images": torch.randn(3, 3, 16, 16), "labels": torch.tensor([4, 0, 2])}
+    coupling_probe(model, inputs)
+    inputs["features"] = model.features(inputs.pop("images")).detach()
+    coupling_probe(model, inputs)
+    with pytest.raises(CouplingError, match=r"labels .*was replaced"):
+        coupling_probe(model, inputs, loss=lambda x: model({**x, "labels": x["labels"].roll(1)}))
+    ones = torch.tensor([1, 1, 0])
+    with pytest.raises(CouplingError, match=r"labels \(its neighbour's\) of sample 2"):
+        coupling_probe(
+            model, {**inputs, "labels": ones}, loss=lambda x: model({**x, "labels": x["labels"].amin() + ones})
+        )
+
+
+def test_adapted_and_older_models_pass() -> None:
+    given = {"image_size": 16, "patch_size": 8, "width": 16, "depth": 1, "heads": 2, "decoder_depth": 1}
+    older = {"decoder_bias": True, "decoder_activation": "relu", "vocabulary": 16, "text_length": 6}
+    model = build(ModelSettings.model_validate({"family": "captioner", **given, **older}), "caption")
+    select(model, "lora", rank=2)
+    refuse_coupling(model)
+    coupling_probe(model, {"images": torch.randn(3, 3, 16, 16), "tokens": torch.arange(1, 19).reshape(3, 6) % 16})
+
+
+@pytest.mark.parametrize("variant", ["resnetv2_50", "resnetv2_50d"])
+def test_batch_norm_variants_of_the_resnet_are_refused(variant: str) -> None:
+    with torch.device("meta"):
+        with pytest.raises(CouplingError, match="BatchNorm"):
+            refuse_coupling(timm.create_model(variant))
+        refuse_coupling(timm.create_model("resnetv2_50x1_bit"))
 
 
 def test_harmless_layers_pass() -> None:

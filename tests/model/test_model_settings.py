@@ -27,6 +27,23 @@ CAPTION_COUNTS: dict[Size, tuple[int, int]] = {
     "base": (85_618_944, 104_155_194),
     "large": (303_025_152, 104_351_802),
 }
+# With fixed positions trained as well, as the published DP code has it.
+MAE_WITH_TABLES: dict[Size, int] = {
+    "nano": 18_729_152,
+    "tiny": 34_968_704,
+    "small": 61_825_088,
+    "base": 99_298_304,
+    "large": 316_932_352,
+    "huge": 657_074_508,
+}
+CLASSIFIER_COUNTS: list[tuple[dict[str, Any], int, int]] = [
+    ({"size": "base", "image_size": 384}, 86_859_496, 768),
+    ({"size": "large", "image_size": 384}, 304_715_752, 1024),
+    ({"size": "huge", "image_size": 256}, 632_132_840, 1280),
+    ({"size": "r50x4"}, 383_540_456, 8192),
+    ({"size": "r152x4"}, 936_533_224, 8192),
+    ({"size": "base", "classes": 11_221}, 94_427_605, 768),
+]
 
 
 def trainable(model: torch.nn.Module) -> dict[str, int]:
@@ -37,6 +54,7 @@ def trainable(model: torch.nn.Module) -> dict[str, int]:
 def test_mae_trains_exactly_the_published_number(size: Size) -> None:
     model = build(ModelSettings(family="mae", size=size), "mae", device="meta")
     assert sum(trainable(model).values()) == MAE_COUNTS[size]
+    assert MAE_COUNTS[size] + sum(buffer.numel() for buffer in model.buffers()) == MAE_WITH_TABLES[size]
     assert all(p.requires_grad for p in model.parameters())
 
 
@@ -48,6 +66,31 @@ def test_captioner_trains_exactly_the_published_number(size: Size) -> None:
     assert (encoder, sum(counts.values()) - encoder) == CAPTION_COUNTS[size]
     assert len(counts) == (353 if size == "large" else 221)
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["cls_token"]
+
+
+@pytest.mark.parametrize(("size", "encoder", "text"), [("huge", 630.4, 65.6), ("base", 85.6, 65.3)])
+def test_older_captioners_have_the_published_millions(size: Size, encoder: float, text: float) -> None:
+    older: dict[str, Any] = {"decoder_width": 512, "decoder_depth": 8, "decoder_heads": 16, "qkv_bias": True}
+    older |= {"decoder_bias": True, "decoder_activation": "relu"}
+    settings = ModelSettings(family="captioner", size=size, vocabulary=30522, **(older if size == "base" else {}))
+    shape = settings.resolved()
+    assert (shape.decoder_bias, shape.decoder_activation, shape.qkv_bias) == (True, "relu", True)
+    counts = trainable(build(shape, "caption", device="meta"))
+    own = sum(n for name, n in counts.items() if name.startswith(("patch_embed.", "blocks.", "norm.")))
+    total = sum(counts.values())
+    assert (round(own / 1e6, 1), round((total - own) / 1e6, 1)) == (encoder, text)
+    assert round(total / 1e6, 1) == {"huge": 696.0, "base": 151.0}[size]
+
+
+@pytest.mark.parametrize(("given", "count", "width"), CLASSIFIER_COUNTS)
+def test_classifier_trains_exactly_the_published_number(given: dict[str, Any], count: int, width: int) -> None:
+    model = build(ModelSettings(family="classifier", **given), "classify", device="meta")
+    assert sum(trainable(model).values()) == count
+    assert all(p.requires_grad for p in model.parameters())
+    classes = given.get("classes", 1000)
+    assert model.head.weight.shape == (classes, width)
+    # Mehta's head on the 1280 features of H/14 has 1,281,000 parameters.
+    assert given["size"] != "huge" or sum(p.numel() for p in model.head.parameters()) == 1_281_000
 
 
 @pytest.mark.parametrize(
@@ -91,11 +134,30 @@ def test_huge_is_patch_14_unless_told() -> None:
         ({"size": "nano", "decoder_heads": 5}, "set decoder_heads to"),
         ({"width": 130, "depth": 2, "heads": 2}, "set width to 132"),
         ({"width": 128}, "model.depth, model.heads"),
+        ({"size": "r50x4"}, 'model.family to "classifier"'),
+        ({"family": "classifier", "size": "nano"}, "choose base, large, huge, r50x4, r152x4, custom"),
+        ({"family": "classifier", "size": "base", "image_size": 15}, "set image_size to 16"),
+        (
+            {"family": "classifier", "size": "base", "image_size": 225, "positions": "sincos"},
+            "set image_size to 224 or",
+        ),
+        ({"family": "classifier", "size": "r50x4", "heads": 4}, "leave it out, and set its size by model.width"),
+        ({"family": "classifier", "stages": [1, 1]}, "needs model.width beside"),
+        ({"family": "classifier", "size": "r50x4", "width": 36}, "set width to 32"),
     ],
 )
 def test_bad_shapes_name_the_mend(given: dict[str, Any], mend: str) -> None:
     with pytest.raises(SettingsError, match=mend):
         ModelSettings.model_validate({"family": "captioner", **given}).resolved()
+
+
+def test_only_fixed_positions_are_masked_or_captioned() -> None:
+    with pytest.raises(SettingsError, match=r"model\.positions"):
+        build(ModelSettings(family="classifier", size="base"), "mae", device="meta")
+    with pytest.raises(SettingsError, match="ResNet"):
+        build(ModelSettings(family="classifier", size="r50x4"), "caption", device="meta")
+    fixed = build(ModelSettings(family="classifier", size="base", positions="sincos"), "mae", device="meta")
+    assert sum(trainable(fixed).values()) == MAE_COUNTS["base"]
 
 
 def test_unknown_keys_and_empty_masks_are_refused() -> None:

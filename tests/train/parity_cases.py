@@ -20,6 +20,7 @@ from parity_models import (
     Odd,
     OnX,
     SelfAttention,
+    ShippedClassifier,
     SomeFrozen,
     StandardisedConv,
     TiedLanguageModel,
@@ -102,12 +103,17 @@ def norms() -> Iterator[nn.Module]:
     yield from (nn.Flatten(2), nn.RMSNorm(36), nn.LayerNorm([8, 36]))
 
 
+VIT = {"width": 16, "depth": 1, "heads": 2}
 CASES: dict[str, Case] = {
     "mae": Case(MaeInOwnPrecision, pictures(32, mask_noise=mask_noise)),
     "captioner": Case(CaptionerInOwnPrecision, pictures(32, tokens=caption)),
     "classifier": Case(Classifier, pictures(16, label=label)),
     "checkpointed": Case(lambda: Classifier(checkpointing=True), pictures(16, label=label)),
     "big_transfer": Case(BigTransfer, pictures(16, label=label)),
+    "vit_sigmoid_lora": Case(
+        lambda: ShippedClassifier("lora", **VIT, classify_loss="sigmoid"), pictures(18, label=label)
+    ),
+    "bit_bias": Case(lambda: ShippedClassifier("bias", width=8, stages=(1, 1)), pictures(18, label=label)),
     "attention": Case(SelfAttention, dense(5, 8)),
     "hf_conv1d": Case(lambda: OnX(Conv1D(7, 6), nn.GELU(), Conv1D(6, 7)), dense(4, 6)),
     "low_rank": Case(lambda: OnX(LowRank(), nn.Tanh(), LowRank()), dense(4, 8)),

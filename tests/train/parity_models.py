@@ -6,6 +6,7 @@ Every model maps inputs of B records to B losses; none couples records. `parity_
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import timm
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from model.build import build
 from model.captioner import PAD
 from model.settings import ModelSettings
+from model.trainable import Trainable, select
 
 Inputs = dict[str, Tensor]
 SHAPE = ModelSettings(
@@ -74,6 +76,30 @@ class Classifier(nn.Module):
 
     def forward(self, inputs: Inputs) -> Tensor:
         return F.cross_entropy(self.vit(inputs["images"]), inputs["label"], reduction="none")
+
+
+class ShippedClassifier(nn.Module):
+    """Ours: learned positions on a class token, or BiT; its losses in the model's precision."""
+
+    def __init__(self, trainable: Trainable = "all", **settings: Any) -> None:
+        super().__init__()
+        given = {
+            "family": "classifier",
+            "image_size": 18,
+            "patch_size": 4,
+            "classes": 5,
+            "head_scale": 1.0,
+            "head_bias": -1,
+        }
+        self.classifier = build(ModelSettings.model_validate({**given, **settings}), "classify")
+        select(self.classifier, trainable, rank=2)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        logits = self.classifier.logits(inputs["images"])
+        if self.classifier.shape.head.loss == "softmax":
+            return F.cross_entropy(logits, inputs["label"], reduction="none")
+        wanted = (inputs["label"][:, None] == torch.arange(5)).to(logits.dtype)
+        return F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(1)
 
 
 class BigTransfer(nn.Module):

@@ -1,0 +1,141 @@
+"""Classifiers against timm's own models and hand-written losses; the head's rules; what a phase trains."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.layers.norm_act import GroupNormAct
+from timm.layers.std_conv import StdConv2d
+from timm.models.resnetv2 import ResNetV2
+
+from model.build import build
+from model.classifier import Classifier, ResNetClassifier, TransformerClassifier, classification_loss
+from model.settings import ModelSettings
+
+TRANSFORMER: dict[str, Any] = {"image_size": 36, "patch_size": 8, "width": 32, "depth": 2, "heads": 4, "classes": 7}
+RESNET: dict[str, Any] = {"image_size": 32, "width": 8, "stages": (1, 2), "classes": 7}
+BOTH = pytest.mark.parametrize("given", [TRANSFORMER, RESNET], ids=["transformer", "resnet"])
+
+
+def make(given: dict[str, Any], **more: Any) -> Classifier:
+    return build(ModelSettings(family="classifier", **{**given, **more}), "classify")
+
+
+def example(given: dict[str, Any], count: int = 4) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    side = given["image_size"]
+    images = torch.randn(count, 3, side, side, generator=draw)
+    return {"images": images, "labels": torch.randint(0, 7, (count,), generator=draw)}
+
+
+def test_the_transformer_is_timms() -> None:
+    """Class token, learned positions, and a remainder of 4 pixels that no patch covers, as in H/14 at 256."""
+    ours = make(TRANSFORMER, head_scale=1.0)
+    theirs = timm.create_model(
+        "vit_base_patch16_224", img_size=36, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=7
+    )
+    assert set(ours.state_dict()) == set(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    images = example(TRANSFORMER)["images"]
+    torch.testing.assert_close(ours.logits(images), theirs.eval()(images), rtol=1e-5, atol=1e-5)
+
+
+def test_the_resnet_is_timms() -> None:
+    ours = make(RESNET, head_scale=1.0)
+    assert isinstance(ours, ResNetClassifier)
+    theirs = ResNetV2(
+        layers=[1, 2], channels=(32, 64), num_classes=7, stem_chs=8, stem_type="fixed",
+        norm_layer=partial(GroupNormAct, num_groups=8), conv_layer=partial(StdConv2d, eps=1e-8),
+    )  # fmt: skip
+    body = {f"{name}": tensor for name, tensor in ours.body.state_dict().items()}
+    head = {f"head.fc.{name}": tensor.view(theirs.get_parameter(f"head.fc.{name}").shape)
+            for name, tensor in ours.head.state_dict().items()}  # fmt: skip
+    theirs.load_state_dict(body | head)
+    images = example(RESNET)["images"]
+    torch.testing.assert_close(ours.logits(images), theirs.eval()(images), rtol=1e-5, atol=1e-5)
+
+
+def test_published_resnet_has_timms_names_and_shapes() -> None:
+    ours = build(ModelSettings(family="classifier", size="r152x4"), "classify", device="meta")
+    assert isinstance(ours, ResNetClassifier)
+    with torch.device("meta"):
+        theirs = timm.create_model("resnetv2_152x4_bit", num_classes=1000).state_dict()
+    body = {name: tensor.shape for name, tensor in theirs.items() if not name.startswith("head.")}
+    assert {name: tensor.shape for name, tensor in ours.body.state_dict().items()} == body
+    kept = [(m.num_groups, m.eps) for m in ours.modules() if isinstance(m, GroupNormAct)]
+    assert set(kept) == {(32, 1e-5)} and {m.eps for m in ours.modules() if isinstance(m, StdConv2d)} == {1e-8}
+
+
+def test_losses_by_hand() -> None:
+    logits = torch.tensor([[0.5, -1.0, 2.0], [0.0, 3.0, -2.0]])
+    labels = torch.tensor([2, 0])
+    softmax = [-math.log(math.exp(row[k]) / sum(map(math.exp, row))) for row, k in zip(logits.tolist(), (2, 0))]  # noqa: B905
+    torch.testing.assert_close(classification_loss(logits, labels, "softmax"), torch.tensor(softmax))
+
+    def yes(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    sigmoid = [
+        -sum(math.log(yes(x) if c == k else 1 - yes(x)) for c, x in enumerate(row))
+        for row, k in ((logits[0].tolist(), 2), (logits[1].tolist(), 0))
+    ]
+    torch.testing.assert_close(classification_loss(logits, labels, "sigmoid"), torch.tensor(sigmoid))
+    several = torch.nn.functional.one_hot(labels, 3)
+    assert torch.equal(classification_loss(logits, several, "sigmoid"), classification_loss(logits, labels, "sigmoid"))
+
+
+@BOTH
+@pytest.mark.parametrize(("loss", "bias"), [("sigmoid", -10.0), ("softmax", 0.0)])
+def test_the_head_starts_by_the_published_rules(given: dict[str, Any], loss: str, bias: float) -> None:
+    model = make(given, classify_loss=loss)
+    assert not bool(model.head.weight.any()) and bool((model.head.bias == bias).all())
+    losses = model(example(given))
+    start = {"sigmoid": 6 * math.log1p(math.exp(-10.0)) + math.log1p(math.exp(10.0)), "softmax": math.log(7)}
+    torch.testing.assert_close(losses, torch.full((4,), start[loss]))
+
+
+def test_the_head_scale_is_lecuns_at_one_and_the_bias_can_be_set() -> None:
+    model = make({**TRANSFORMER, "width": 256, "classes": 400}, head_scale=1.0, head_bias=-3.0)
+    assert float(model.head.weight.detach().std()) == pytest.approx(256**-0.5, rel=0.01)
+    assert bool((model.head.bias == -3.0).all())
+    half = make({**TRANSFORMER, "width": 256, "classes": 400}, head_scale=0.5)
+    torch.testing.assert_close(half.head.weight * 2, model.head.weight)
+
+
+@BOTH
+def test_cached_features_have_the_same_losses(given: dict[str, Any]) -> None:
+    model = make(given, head_scale=1.0)
+    inputs = example(given)
+    features = model.features(inputs["images"])
+    assert features.shape == (4, model.shape.encoder.width)
+    assert torch.equal(model({"features": features, "labels": inputs["labels"]}), model(inputs))
+
+
+def test_mean_pooling_leaves_the_class_token_out() -> None:
+    model = make(TRANSFORMER, pooling="mean")
+    assert isinstance(model, TransformerClassifier)
+    images = example(TRANSFORMER)["images"]
+    torch.testing.assert_close(model.features(images), model.tokens(images)[:, 1:].mean(1))
+
+
+def test_any_encoder_can_be_classified_with() -> None:
+    """ViP's encoder keeps its fixed positions and is pooled by the mean."""
+    settings = ModelSettings(family="mae", image_size=32, patch_size=8, width=32, depth=2, heads=4)
+    model = build(settings, "classify")
+    assert "pos_embed" in dict(model.named_buffers()) and model.shape.pooling == "mean"
+
+
+@BOTH
+def test_weights_depend_on_the_seed_alone(given: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    first = make(given).state_dict()
+    torch.manual_seed(2)
+    second, other = make(given).state_dict(), make(given, init_seed=1).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    name = "body.stages.1.blocks.0.conv2.weight" if "stages" in given else "pos_embed"
+    assert not torch.equal(first[name], other[name])

@@ -1,0 +1,92 @@
+"""What a phase trains: exactly the parameters that its word says, and adapters that change nothing at the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from model.build import Objective, build
+from model.classifier import Classifier
+from model.settings import ModelSettings
+from model.trainable import merged, select, trained
+
+TOY: dict[str, Any] = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 4, "classes": 5}
+RESNET = ModelSettings(family="classifier", image_size=32, width=8, stages=(1, 1), classes=5)
+CLASSIFIER = ModelSettings(family="classifier", **TOY)
+MAE = ModelSettings(family="mae", mae_decoder_width=32, mae_decoder_depth=1, mae_decoder_heads=4, **TOY)
+CAPTIONER = ModelSettings(family="captioner", decoder_depth=1, vocabulary=64, text_length=8, **TOY)
+ADAPTED = [f"blocks.{n}.{layer}" for n in (0, 1) for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "objective", "head"),
+    [
+        (CLASSIFIER, "classify", {"head.weight", "head.bias"}),
+        (RESNET, "classify", {"head.weight", "head.bias"}),
+        (MAE, "mae", {"decoder_pred.weight", "decoder_pred.bias"}),
+        (CAPTIONER, "caption", {f"decoder_pred_text.{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias")}),
+    ],
+    ids=["transformer", "resnet", "mae", "captioner"],
+)
+def test_each_word_trains_what_it_says(settings: ModelSettings, objective: Objective, head: set[str]) -> None:
+    built = build(settings, objective)
+    everything = trained(built)
+    assert select(built, "all") == everything
+    assert set(select(build(settings, objective), "head")) == head
+    biases = {name for name in everything if name.endswith(".bias")}
+    expected = biases | (head if isinstance(built, Classifier) else set())
+    assert set(select(build(settings, objective), "bias")) == expected
+    # Nothing that was fixed comes loose.
+    assert not set(select(built, "bias")) - set(everything)
+
+
+@pytest.mark.parametrize(
+    ("settings", "objective"),
+    [(CLASSIFIER, "classify"), (MAE, "mae"), (CAPTIONER, "caption")],
+    ids=["vit", "mae", "cap"],
+)
+def test_adapters_change_nothing_until_trained_and_can_be_merged(settings: ModelSettings, objective: Objective) -> None:
+    plain, adapted = build(settings, objective), build(settings, objective)
+    names = set(select(adapted, "lora", rank=3))
+    heads = {"head.weight", "head.bias"} if objective == "classify" else set()
+    assert names == heads | {f"{layer}.lora_{part}" for layer in ADAPTED for part in ("down", "up")}
+    assert set(plain.state_dict()) < set(adapted.state_dict())
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(plain.tokens(images), adapted.tokens(images))  # pyright: ignore[reportCallIssue]
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if name.endswith("lora_up"):
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    moved = adapted.tokens(images)  # pyright: ignore[reportCallIssue]
+    assert not torch.allclose(plain.tokens(images), moved, atol=1e-2)  # pyright: ignore[reportCallIssue]
+    plain.load_state_dict(merged(adapted.state_dict()))
+    torch.testing.assert_close(plain.tokens(images), moved, rtol=1e-4, atol=1e-4)  # pyright: ignore[reportCallIssue]
+
+
+def test_gradients_reach_the_chosen_parameters_alone() -> None:
+    inputs = {"images": torch.randn(3, 3, 32, 32), "labels": torch.tensor([0, 1, 2])}
+    for word in ("head", "bias", "lora"):
+        model = build(CLASSIFIER.model_copy(update={"head_scale": 1.0}), "classify")
+        names = select(model, word)
+        model(inputs).sum().backward()
+        assert [name for name, p in model.named_parameters() if p.grad is not None] == names
+
+
+def test_select_twice_and_on_meta_is_the_same() -> None:
+    model = build(CLASSIFIER, "classify", device="meta")
+    first = select(model, "lora")
+    assert select(model, "lora") == first and not any("lora" in name for name in select(model, "head"))
+    assert sum(p.numel() for p in model.parameters() if p.is_meta) == sum(p.numel() for p in model.parameters())
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="no transformer blocks"):
+        select(build(RESNET, "classify"), "lora")
+    with pytest.raises(ValueError, match=r"rank 32 is not between 1 and 31"):
+        select(build(CLASSIFIER, "classify"), "lora", rank=32)
+    with pytest.raises(ValueError, match="no trainable"):
+        select(build(CLASSIFIER, "classify"), "everything")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="no head"):
+        select(torch.nn.Linear(2, 2), "head")

@@ -1,0 +1,65 @@
+"""Every layer of the shipped models has a clip rule of its own: none meets the slow fallback, whatever is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import brute_force
+import pytest
+import torch
+from parity_engines import prepared, summed
+
+from model.build import Objective, build
+from model.settings import ModelSettings
+from model.trainable import Trainable, select
+from train import clip_fallback
+from train.clip_rule import ClipRule
+
+VIT: dict[str, Any] = {"family": "classifier", "width": 16, "depth": 1, "heads": 2}
+BIT: dict[str, Any] = {"family": "classifier", "width": 8, "stages": (1, 1)}
+OLD: dict[str, Any] = {"family": "captioner", "width": 16, "depth": 1, "heads": 2, "decoder_depth": 1}
+OLD |= {"decoder_bias": True, "decoder_activation": "relu", "qkv_bias": True, "vocabulary": 16, "text_length": 6}
+WORDS: tuple[Trainable, ...] = ("all", "head", "bias", "lora")
+RUNS = [(VIT, "classify", word) for word in WORDS] + [(BIT, "classify", word) for word in WORDS[:3]]
+RUNS += [({**VIT, "positions": "sincos"}, "classify", "all"), (OLD, "caption", "all"), (OLD, "caption", "lora")]
+
+
+@pytest.fixture
+def noticed() -> Iterator[set[str]]:
+    """What met the fallback. It is told once per process, so that what others met has to be set aside."""
+    before = set(clip_fallback._noticed)
+    clip_fallback._noticed.clear()
+    yield clip_fallback._noticed
+    clip_fallback._noticed.update(before)
+
+
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("given", "objective", "word"), RUNS)
+def test_no_layer_meets_the_fallback_and_sums_are_right(
+    given: dict[str, Any], objective: Objective, word: Trainable, loss: str, noticed: set[str]
+) -> None:
+    if objective != "classify" and loss == "sigmoid":
+        loss = "softmax"
+    more = {"image_size": 18 if given in (VIT, BIT) else 16, "patch_size": 4, "classes": 5, "head_scale": 1.0}
+    model = build(ModelSettings.model_validate({**more, **given, "classify_loss": loss}), objective)
+    select(model, word, rank=2)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw))
+    inputs = {"images": torch.randn(4, 3, more["image_size"], more["image_size"], generator=draw)}
+    if objective == "classify":
+        inputs["labels"] = torch.tensor([0, 4, 2, 2])
+    else:
+        inputs["tokens"] = torch.randint(1, 16, (4, 6), generator=draw)
+    present = torch.ones(4, dtype=torch.bool)
+    records = brute_force.records_of(model, inputs)
+    bound = sorted(record.norm() for record in records)[1]
+    expected = brute_force.clipped_sum(records, brute_force.factors_of(records, present, brute_force.flat(bound)))
+    totals, _ = summed(prepared("book-keeping", ClipRule("flat", bound, 0.0, 0.0), model), model, [(inputs, present)])
+    assert not noticed
+    assert set(totals) == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, tensor in expected.items():
+        assert brute_force.relative_error({name: totals[name]}, {name: tensor}) <= 2e-4, name
+    assert brute_force.relative_error(totals, expected) <= 1e-5
