@@ -26,6 +26,15 @@ from train.recipe import ReadyPhase
 SIGNAL_RECORDS = 256
 
 
+def whole_model(phase: ReadyPhase, engine: ShardedEngine) -> nn.Module:
+    """One that a rank can ask as often as its own answers make it ask: not if every call is a collective act."""
+    if not engine.partitioned:
+        return engine.model
+    whole = build(phase.shape, phase.settings.objective).to(engine.device)
+    whole.load_state_dict(engine.whole_weights())
+    return whole
+
+
 class PublicEvaluator:
     def __init__(
         self, phase: ReadyPhase, engine: ShardedEngine, ranks: Ranks, micro_batch: int, mask_key: bytes,
@@ -64,7 +73,7 @@ class PublicEvaluator:
 
     def _zero_shot(self, settings: ZeroShot, text: TextEncoder) -> dict[str, float]:
         """Share of right answers per axis."""
-        model = cast(CaptionModel, self._whole_model())
+        model = cast(CaptionModel, whole_model(self.phase, self.engine))
         right = dict.fromkeys(settings.axes, 0)
         count = 0
         for batch in self._batches(self.records):
@@ -78,14 +87,6 @@ class PublicEvaluator:
         parts = self.ranks.gather((count, right))
         total = max(1, sum(part[0] for part in parts))
         return {f"zero_shot_{axis}": sum(part[1][axis] for part in parts) / total for axis in settings.axes}
-
-    def _whole_model(self) -> nn.Module:
-        """One that a rank can ask as often as its own answers make it ask: not if every call is a collective act."""
-        if not self.engine.partitioned:
-            return self.engine.model
-        whole = build(self.phase.shape, self.phase.settings.objective).to(self.engine.device)
-        whole.load_state_dict(self.engine.whole_weights())
-        return whole
 
     def _model_inputs(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in batch.inputs.items() if name not in self.axes}
