@@ -7,8 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from accounting.accountant import Event
+from accounting.accountant import AccountingError, Event
 from accounting.plan import RATE_DENOMINATOR
+
+
+@dataclass(frozen=True, order=True)
+class StepId:
+    phase: int
+    segment: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,20 @@ class StepFacts:
         released = [(self.clipping.sensitivity, self.noise.std)]
         released += [(metric.sensitivity, metric.std) for metric in self.metrics]
         return Event(self.sampling.threshold / RATE_DENOMINATOR, combined_sigma(released), 1)
+
+    def fault_of(self, done: StepFacts) -> str | None:
+        """What puts a step that was announced so outside any accounting; weaker noise alone is charged instead."""
+        if done.sampling != self.sampling:
+            return "used other records than were announced"
+        if done.noise.elements != self.noise.elements:
+            return f"put noise on {done.noise.elements} elements and not on the announced {self.noise.elements}"
+        if done.noise.divisor != self.noise.divisor:
+            return "was divided by another number than was announced"
+        try:
+            done.event()
+        except AccountingError as error:
+            return f"was not a noised step ({error})"
+        return None
 
 
 def combined_sigma(released: Sequence[tuple[float, float]]) -> float:

@@ -6,22 +6,16 @@ Every opened step is charged, committed or not, in whichever segment; a step rep
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accounting.accountant import Accountant, AccountingError, Event, epsilon, merge
-from accounting.facts import StepFacts
+from accounting.accountant import Accountant, Event, epsilon, merge
+from accounting.adaptive import METRIC, ROUNDING, NormTrail
+from accounting.facts import StepFacts, StepId
 from accounting.ledger import FORMAT, Entry, LedgerError, parse
 from accounting.plan import PrivacyPlan
 from accounting.tuning import Declared
-
-
-@dataclass(frozen=True, order=True)
-class StepId:
-    phase: int
-    segment: int
-    step: int
 
 
 @dataclass(frozen=True)
@@ -62,6 +56,10 @@ class History:
     segments: list[Segment] = field(default_factory=list)
     opened: dict[StepId, StepFacts] = field(default_factory=dict)
     committed: dict[StepId, StepFacts] = field(default_factory=dict)
+    trails: dict[int, NormTrail] = field(default_factory=dict)
+    """Clipping norms of phases that adapt them."""
+    shares: dict[StepId, float] = field(default_factory=dict)
+    """What was released at a committed step for the next norm, with noise."""
     checkpoints: list[CheckpointMark] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     """Steps that did what no epsilon covers, such as leaving elements without noise."""
@@ -120,7 +118,9 @@ class History:
             raise ValueError(f"phase {phase} was non-private before, so it cannot become private")
         if self.opened:
             self.late_plans.append(phase)
-        self.plans[phase] = PrivacyPlan(**fields["plan"])
+        self.plans[phase] = plan = PrivacyPlan(**fields["plan"])
+        if plan.adaptive is not None:
+            self.trails[phase] = NormTrail(plan.adaptive, plan.clip_norm)
         self.phase_names[phase] = fields["name"]
 
     def _nonprivate(self, fields: dict[str, Any]) -> None:
@@ -155,6 +155,10 @@ class History:
         if facts.noise.elements < 1:
             raise ValueError(f"{step_id} announces noise for no element")
         facts.event()
+        if (trail := self.trails.get(step_id.phase)) is not None:
+            if [(m.sensitivity, m.std) for m in facts.metrics if m.name == METRIC] != plan.counted:
+                raise ValueError(f"{step_id} counts clipped records otherwise than its plan")
+            trail.opened(step_id.segment, step_id.step, segment.from_step, plan.noise_multiplier, facts)
         self.opened[step_id] = facts
 
     def _commit(self, fields: dict[str, Any]) -> None:
@@ -162,9 +166,11 @@ class History:
         if step_id not in self.opened or step_id in self.committed:
             raise ValueError(f"{step_id} was committed without being open, or twice")
         self._require_current(step_id)
+        if step_id.phase in self.trails:
+            self.shares[step_id] = share = fields["share"]
+            self.trails[step_id.phase].committed(step_id.segment, step_id.step, share)
         self.committed[step_id] = facts
-        fault = _fault(self.opened[step_id], facts)
-        if fault is not None:
+        if (fault := self.opened[step_id].fault_of(facts)) is not None:
             self.faults.append(f"step {step_id.step} of phase {step_id.phase} {fault}")
 
     def _require_current(self, step_id: StepId) -> Segment:
@@ -250,10 +256,19 @@ class History:
             if phase is not None and step_id.phase != phase:
                 continue
             done = self.committed.get(step_id, announced)
-            if done is not announced and (fault := _fault(announced, done)) is not None:
+            if done is not announced and (fault := announced.fault_of(done)) is not None:
                 raise LedgerError(f"no epsilon can be given: step {step_id.step} of phase {step_id.phase} {fault}")
-            events.append(min(announced.event(), done.event(), key=lambda event: event.sigma))
+            both = (self.event(step_id.phase, announced), self.event(step_id.phase, done))
+            events.append(min(both, key=lambda event: event.sigma))
         return merge(events)
+
+    def event(self, phase: int, facts: StepFacts) -> Event:
+        """Where C adapts, σ·C_t / C_t is σ but for its last bit: steps that differ by no more are one mechanism."""
+        event, plan = facts.event(), self.plans[phase]
+        planned = plan.effective_noise_multiplier
+        if plan.adaptive is None or abs(event.sigma - planned) > 4 * ROUNDING * planned:
+            return event
+        return replace(event, sigma=planned)
 
     def planned(self) -> list[Event]:
         """All steps of all plans, as they were planned."""
@@ -283,18 +298,3 @@ KINDS = frozenset((
 
 def _step(fields: dict[str, Any]) -> tuple[StepId, StepFacts]:
     return StepId(fields["phase"], fields["segment"], fields["step"]), StepFacts.from_dict(fields["facts"])
-
-
-def _fault(announced: StepFacts, done: StepFacts) -> str | None:
-    """What puts a committed step outside any accounting; weaker noise alone is charged instead."""
-    if done.sampling != announced.sampling:
-        return "used other records than were announced"
-    if done.noise.elements != announced.noise.elements:
-        return f"put noise on {done.noise.elements} elements and not on the announced {announced.noise.elements}"
-    if done.noise.divisor != announced.noise.divisor:
-        return "was divided by another number than was announced"
-    try:
-        done.event()
-    except AccountingError as error:
-        return f"was not a noised step ({error})"
-    return None

@@ -106,7 +106,7 @@ class Journal:
             raise LedgerError(
                 f"step {step} of phase {phase} cannot begin while step {unfinished[0].step} is open; finish that first"
             )
-        event = facts.event()
+        event = self.history.event(phase, facts)
         plan = self.history.plans[phase]
         if (facts.sampling.records, facts.noise.divisor) != (plan.records, plan.divisor):
             raise LedgerError(
@@ -121,24 +121,34 @@ class Journal:
         self._append("open", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict())
         self._credit[key] -= 1
 
-    def commit_step(self, phase: int, step: int, facts: StepFacts) -> None:
+    def commit_step(self, phase: int, step: int, facts: StepFacts, share: float | None = None) -> float | None:
+        """`share`: what is released for the next clipping norm. Returns what stands in the ledger: on a replay, which
+        may round otherwise, that of the first time, since a share is released once."""
         step_id = self._step_id(phase, step)
         known = self.history.committed.get(step_id)
         if known is not None:
             if known != facts:
                 raise LedgerError(f"step {step} of phase {phase} was replayed differently from how it was committed")
-            return
+            return self.history.shares.get(step_id)
         announced = self.history.opened.get(step_id)
         if announced is None:
             raise LedgerError(f"step {step} of phase {phase} cannot be committed before it is opened")
         if facts != announced:
             self._credit.clear()
-        self._append("commit", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict())
+        more = {} if share is None else {"share": share}
+        self._append("commit", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict(), **more)
         if facts != announced:  # charged with the weaker of the two either way
             raise LedgerError(
                 f"step {step} of phase {phase} did {facts} but had announced {announced}; the run stops, "
                 "and the ledger charges the weaker of the two"
             )
+        return share
+
+    def clip_norm_after(self, phase: int, step: int, digest: str | None) -> float:
+        """C of the step after the checkpoint with this digest, from the ledger alone; None: the phase begins."""
+        named = [mark.segment for mark in self.history.checkpoints if mark.digest == digest]
+        newest = len(self.history.segments_of(phase))
+        return self.history.trails[phase].after(named[0] if named else newest, step)
 
     def checkpointed(self, phase: int, step: int, digest: str) -> None:
         """Only after the checkpoint is durable: from here on, what depends on it may leave the job."""
@@ -199,6 +209,10 @@ class Journal:
             return "the run directory was copied, and its original may go on with the same keys"
         if current is not self.history.segments[-1]:
             return f"another phase was trained after phase {phase}"
+        trail = self.history.trails.get(phase)
+        if trail is not None and trail.told(current.number) > step + 1:
+            # The first share after the checkpoint came from its weights; later ones from weights that nobody has.
+            return f"the ledger tells shares of clipped records from weights that were lost after step {step}"
         marks = self.history.checkpoints[self.history.marks_before[phase, current.number] :]
         if not marks:
             # Nothing of this segment has left the job, so it may be done again from where it began.

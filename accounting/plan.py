@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
+from accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
+
 RATE_DENOMINATOR = 2**32
 UNIT = "one record (an image, or an image with its caption)"
 ADJACENCY = "zero-out: one record is replaced by a record that is drawn alike and contributes exactly zero"
@@ -54,11 +56,20 @@ class PrivacyPlan:
     unit: str = UNIT
     adjacency: str = ADJACENCY
     metrics: tuple[PlannedMetric, ...] = ()
+    adaptive: AdaptiveRule | None = None
+    """Clipping norms after the first; `clip_norm` is the first."""
 
     def __post_init__(self) -> None:
         # A ledger holds them as JSON.
         found = tuple(m if isinstance(m, PlannedMetric) else PlannedMetric(**m) for m in self.metrics)
         object.__setattr__(self, "metrics", found)
+        if isinstance(self.adaptive, dict):
+            object.__setattr__(self, "adaptive", AdaptiveRule(**self.adaptive))
+        counted = [m.bound for m in self.metrics if m.name == METRIC]
+        if counted != ([SENSITIVITY] if self.adaptive else []):
+            raise PlanError(f"adaptive clipping and the metric {METRIC!r} of bound {SENSITIVITY} need each other")
+        if self.adaptive and not self.adaptive.lowest <= self.clip_norm <= self.adaptive.highest:
+            raise PlanError(f"the first clipping norm {self.clip_norm:g} lies outside the bounds of adaptive clipping")
         if not 1 <= self.threshold <= RATE_DENOMINATOR:
             raise PlanError(f"the sampling threshold K must lie in [1, 2^32], but is {self.threshold}")
         for name in ("clip_norm", "noise_multiplier", "epsilon_budget"):
@@ -89,7 +100,7 @@ class PrivacyPlan:
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise on each element of the clipped sum."""
+        """Standard deviation of the noise on each element of the clipped sum; of the first, where C adapts."""
         return self.noise_multiplier * self.clip_norm
 
     @property
@@ -99,10 +110,15 @@ class PrivacyPlan:
             return self.noise_multiplier
         return (self.noise_multiplier**-2 + sum((m.bound / m.std) ** 2 for m in self.metrics)) ** -0.5
 
+    @property
+    def counted(self) -> list[tuple[float, float]]:
+        """What one record moves the count by which C adapts, and the noise on it; empty where C is fixed."""
+        return [(m.bound, m.std) for m in self.metrics if m.name == METRIC]
+
     def as_dict(self) -> dict[str, object]:
         value = asdict(self)
-        metrics = list(value.pop("metrics"))
-        return {**value, "metrics": metrics} if metrics else value
+        metrics, adaptive = list(value.pop("metrics")), value.pop("adaptive")
+        return value | ({"metrics": metrics} if metrics else {}) | ({"adaptive": adaptive} if adaptive else {})
 
 
 def parse_delta(text: float | str | None, records: int) -> float:

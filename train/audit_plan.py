@@ -53,6 +53,8 @@ def plan_audit(config: Config, options: AuditOptions) -> AuditPlan:
             "no phase of this config has `privacy`, so there is no claim to audit; audit a private recipe"
         )
     where = f"phases.{phase.number}"
+    if phase.settings.privacy.clip.adaptive is not None:
+        raise RecipeError(f"an audit holds C fixed; give --set {where}.privacy.clip.adaptive=null")
     weights = build(phase.shape, phase.settings.objective, device="meta").parameters()
     elements = sum(p.numel() for p in weights if p.requires_grad)
     if options.kind == "gradient" and options.canaries > elements:

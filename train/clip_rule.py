@@ -73,6 +73,10 @@ class ClipRule:
     def sensitivity(self) -> float:
         return self.bound * (1 + self.allowance)
 
+    def at(self, norm: float) -> ClipRule:
+        """The same rule for another C. What rounding may add is a share of C, whatever C is."""
+        return replace(self, bound=norm / (1 + self.allowance))
+
     def factors(self, norms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """fp64 in, fp32 out; 0 for a norm that is zero or not finite. A record's scaled norm never exceeds `bound`.
 

@@ -10,13 +10,33 @@ from accounting import tuning as accounted_tuning
 from train.section import Section
 
 
+class AdaptiveClip(Section):
+    """C follows a quantile of the gradients' norms, by a noised count that is charged with the gradient."""
+
+    quantile: float = Field(default=0.5, gt=0, lt=1, description="Share of gradients that C lets through whole.")
+    learning_rate: float = Field(default=0.2, gt=0, le=10, description="C moves by at most this, in logarithms.")
+    noise_multiplier: float | None = Field(
+        default=None, gt=0, description="Noise on the count, in units of a record's 1/2; null: expected_batch / 10."
+    )
+    span: float = Field(default=1e4, ge=1, description="C stays within norm / span and norm · span.")
+
+
 class Clip(Section):
     kind: Literal["flat", "automatic"] = "flat"
     norm: float = Field(default=1.0, gt=0, description="C: the most that one record moves the sum.")
+    adaptive: AdaptiveClip | None = Field(
+        default=None, description="null: C stays `norm`; otherwise that is the C of the first step."
+    )
     gamma: float = Field(default=0.01, ge=0, description="Automatic clipping scales by C / (norm + gamma).")
     groups: Literal["all", "block", "layer"] = Field(
         default="all", description="What is clipped together; groups have equal shares, whose squares sum to C²."
     )
+
+    @model_validator(mode="after")
+    def _adapts_plainly(self) -> Clip:
+        if self.adaptive is not None and (self.kind != "flat" or self.groups != "all"):
+            raise ValueError("privacy.clip.adaptive moves one C for all parameters; use kind 'flat' and groups 'all'")
+        return self
 
 
 class ReleasedMetric(Section):

@@ -6,10 +6,13 @@ the ledger charges their combined noise multiplier (contract 9). The values are 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from accounting.adaptive import METRIC
 from accounting.facts import MetricFact
 from accounting.plan import PlannedMetric, PrivacyPlan
 from train.engine import Observation
@@ -22,7 +25,7 @@ class MetricRelease:
 
     def __init__(self, key: bytes, plan: PrivacyPlan, clip_bound: float, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._clip_bound = clip_bound
+        self.clip_bound = clip_bound
         self._divisor = plan.divisor
         self._planned = plan.metrics
         self._noise = [NoiseMechanism(key, metric.std, plan.divisor) for metric in plan.metrics]
@@ -38,13 +41,17 @@ class MetricRelease:
     def add(self, present: Tensor, observed: Observation) -> None:
         """A micro-batch of this rank."""
         for index, metric in enumerate(self._planned):
-            self._sums[index] += _bounded_sum(self._values(metric, observed), present, metric.bound)
+            lowest = -metric.bound if metric.name == METRIC else 0.0
+            self._sums[index] += _bounded_sum(self._values(metric, observed), present, lowest, metric.bound)
 
     def _values(self, metric: PlannedMetric, observed: Observation) -> Tensor:
         if metric.name == "loss":
             return observed.losses
         assert observed.norms is not None, "a private phase measures gradient norms"
-        return (observed.norms > self._clip_bound).double()
+        clipped = (observed.norms > self.clip_bound).double()
+        if metric.name != METRIC:
+            return clipped
+        return torch.where(torch.isfinite(observed.norms), clipped - 0.5, math.nan)
 
     def release(self, step: int) -> dict[str, float]:
         """Summed over ranks, noised once (each rank draws the same keyed noise), divided by the constant q·n.
@@ -59,6 +66,7 @@ class MetricRelease:
         return {
             f"noised_{metric.name}": rounded(
                 (float(sums[index]) + float(noise.draw(step, index, 0, 1, np.float64)[0])) / self._divisor
+                + (0.5 if metric.name == METRIC else 0.0)  # each record was counted as 1/2 or -1/2
             )
             for index, (metric, noise) in enumerate(zip(self._planned, self._noise, strict=True))
         }
@@ -68,8 +76,8 @@ def rounded(value: float) -> float:
     return float(np.float32(value))
 
 
-def _bounded_sum(values: Tensor, present: Tensor, bound: float) -> float:
-    """Each present record adds a number in [0, bound]; one that is not finite adds 0."""
+def _bounded_sum(values: Tensor, present: Tensor, lowest: float, highest: float) -> float:
+    """Each present record adds a number within the bounds; one that is not finite adds 0."""
     values = values.detach().double()
     counts = present & torch.isfinite(values)
-    return float(torch.where(counts, values.clamp(0.0, bound), torch.zeros_like(values)).sum())
+    return float(torch.where(counts, values.clamp(lowest, highest), torch.zeros_like(values)).sum())

@@ -28,10 +28,12 @@ PIECE = 1 << 20
 
 
 class Noise(Protocol):
-    """N(0, std²) for every element of the clipped sum; the sum is then divided by the constant."""
+    """N(0, std²) for every element of the clipped sum; the sum is then divided by the constant.
 
-    @property
-    def std(self) -> float: ...
+    `std` may be set between steps: a clipping norm that adapts takes its noise along.
+    """
+
+    std: float
 
     @property
     def divisor(self) -> float: ...

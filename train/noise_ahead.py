@@ -42,6 +42,12 @@ class NoiseAhead:
     def std(self) -> float:
         return self._mechanism.std
 
+    @std.setter
+    def std(self, std: float) -> None:
+        if std != self._mechanism.std:
+            self.cancel()  # drawn with another deviation
+            self._mechanism.std = std
+
     @property
     def generator(self) -> str:
         return self._mechanism.generator

@@ -19,6 +19,8 @@ class Observed:
     """Public once a checkpoint is durable: noised, and charged with the step."""
     sensitivity: float = 0.0
     """The largest that a micro-batch's sum had. Public: it depends on the rule alone."""
+    bound: float | None = None
+    """What gradients were clipped to, where steps differ in it."""
 
     def add(self, present: Tensor, losses: Tensor, norms: Tensor | None, sensitivity: float = 0.0) -> None:
         self.sensitivity = max(self.sensitivity, sensitivity)
@@ -31,6 +33,7 @@ class Observed:
     def over_ranks(self, ranks: Ranks, bound: float | None) -> dict[str, float]:
         """Summary of the whole logical batch."""
         norms = torch.cat(self.norms) if self.norms else torch.zeros(0)
+        bound = self.bound or bound
         over = float((norms > bound).sum()) if bound is not None else 0.0
         parts = ranks.gather((self.records, self.loss_sum, float(torch.nan_to_num(norms).sum()), over))
         records, loss, norm, clipped = (sum(part[i] for part in parts) for i in range(4))

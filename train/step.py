@@ -15,6 +15,7 @@ from accounting.journal import Journal
 from data.batches import MicroBatch
 from data.sampler import Draw, Sampler
 from train.clip import ClipEngine
+from train.clip_adaptive import RELEASED, AdaptiveNorm
 from train.engine import ShardedEngine
 from train.gradient import NoisyUpdate
 from train.metrics import MetricRelease
@@ -29,10 +30,11 @@ class PrivateStep:
         self, phase: int, journal: Journal | None, sampler: Sampler[Draw], clip: ClipEngine, noise: Noise,
         engine: ShardedEngine, ranks: Ranks, stop: StopRequest,
         micro_batches: Callable[[np.ndarray, int], Iterator[MicroBatch]], metrics: MetricRelease | None = None,
+        norm: AdaptiveNorm | None = None,
     ) -> None:  # fmt: skip
         self.phase, self.journal, self.ranks, self.stop = phase, journal, ranks, stop
         self.sampler, self.clip, self.noise, self.engine = sampler, clip, noise, engine
-        self.micro_batches, self.metrics = micro_batches, metrics
+        self.micro_batches, self.metrics, self.norm = micro_batches, metrics, norm
 
     def run(self, step: int, learning_rate: float) -> Observed:
         draw = self.sampler.draw(step)
@@ -42,7 +44,7 @@ class PrivateStep:
         self._record("open", step, draw, self.clip.rule.fact(), announced)
 
         self.noise.prepare(step)
-        observed = Observed()
+        observed = Observed(bound=self.clip.rule.bound)
         for micro_batch in self.micro_batches(draw.ids, step):
             self.stop.check(self.ranks)
             self.engine.accumulate(micro_batch)
@@ -55,17 +57,25 @@ class PrivateStep:
         # Of the sums as they were made, on every rank, and of the rule as it stands: the largest.
         sensitivity = max(self.clip.rule.sensitivity, *self.ranks.gather(observed.sensitivity))
         summed = ClippingFact(self.clip.rule.kind, sensitivity)
-        self._record("commit", step, draw, summed, update.fact(applied.elements))
         if self.metrics is not None:
             observed.released = self.metrics.release(step)
+        share = None if self.norm is None else observed.released[RELEASED]
+        written = self._record("commit", step, draw, summed, update.fact(applied.elements), share)
+        if self.norm is not None and written is not None:
+            observed.released |= {RELEASED: written, "clip_norm": self.norm.norm}
+            self.norm.advance(written)
         return observed
 
-    def _record(self, act: str, step: int, draw: Draw, clipping: ClippingFact, noise: NoiseFact) -> None:
+    def _record(
+        self, act: str, step: int, draw: Draw, clipping: ClippingFact, noise: NoiseFact, share: float | None = None
+    ) -> float | None:  # fmt: skip
         """Each part states what it did; the main rank writes it down, and its refusal reaches every rank."""
         metrics = self.metrics.facts() if self.metrics is not None else ()
         facts = StepFacts(SamplingFact(draw.threshold, draw.records, draw.digest), clipping, noise, metrics)
-        self.ranks.on_main(lambda: self._write(act, step, facts))
+        return self.ranks.on_main(lambda: self._write(act, step, facts, share))
 
-    def _write(self, act: str, step: int, facts: StepFacts) -> None:
+    def _write(self, act: str, step: int, facts: StepFacts, share: float | None) -> float | None:
         assert self.journal is not None, "the main rank holds the ledger"
-        (self.journal.open_step if act == "open" else self.journal.commit_step)(self.phase, step, facts)
+        if act == "open":
+            return self.journal.open_step(self.phase, step, facts)
+        return self.journal.commit_step(self.phase, step, facts, share)
