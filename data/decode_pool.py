@@ -20,7 +20,7 @@ from PIL import Image
 from data.decode import BadRecord
 from data.decode_process import DecodeProcess, OutOfMemory, ProcessDied
 from data.picture import PictureMaker
-from data.tar import ShardError
+from data.tar import UnreadableError
 
 _OUTSIDE_TRIES = 3  # deaths by a signal that no decoder sends itself
 
@@ -39,7 +39,7 @@ class Limits:
 LIMITS = Limits()
 
 
-class DecoderError(ShardError):
+class DecoderError(UnreadableError):
     """Decoding cannot go on on this machine. The run stops: no record is to blame."""
 
 

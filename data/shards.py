@@ -17,7 +17,7 @@ from data.index import Place, RecordIndex
 from data.patience import Patience, patiently
 from data.remote import ChangedShardError, Identity, RemoteRanges
 from data.sources import LocalFiles, RangeSource
-from data.tar import ShardError
+from data.tar import ShardError, UnreadableError
 
 
 @runtime_checkable
@@ -37,7 +37,7 @@ class ShardReader:
         source: RangeSource | None = None,
         *,
         pause: float = 0.2,
-        tries: int = 5,
+        tries: int = 8,
         cancelled: threading.Event | None = None,
     ) -> None:
         self.index = index
@@ -51,24 +51,22 @@ class ShardReader:
         try:
             return patiently(lambda: self._once(place, start, end, record, what), self._patience, self._cancelled)
         except _DamagedError as error:
-            raise error.why from None
+            raise UnreadableError(str(error)) from None
         except OSError as error:
-            raise ShardError(
-                f"{what}: cannot be read ({error.strerror or error}); restore access and resume"
-            ) from error
+            raise UnreadableError(f"{what}: cannot be read ({error.strerror or error}); restore access") from error
 
     def _once(self, place: Place, start: int, end: int, record: int, what: str) -> dict[str, bytes]:
         try:
             raw = self._source.read(place, start, end)
             if len(raw) == end - start:
                 return self.index.members(record, raw)
-            raise _DamagedError(ShardError(f"{what}: {len(raw)} bytes came; the shard was cut, restore it"))
+            raise _DamagedError(f"{what}: {len(raw)} bytes came; the shard was cut, restore it")
         except ChangedShardError:
             raise
         except ShardError as error:
             # Damaged headers are tried again too: a page torn in transit looks just like that.
             self._source.forget(place)
-            raise _DamagedError(error) from error
+            raise _DamagedError(str(error)) from error
         except OSError:
             self._source.forget(place)
             raise
@@ -76,10 +74,6 @@ class ShardReader:
 
 class _DamagedError(OSError):
     """Bytes that came and were wrong: worth another try, like bytes that did not come."""
-
-    def __init__(self, why: ShardError) -> None:
-        super().__init__(str(why))
-        self.why = why
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,11 @@ class ShardError(ValueError):
     """A shard, or the index over it, cannot be trusted. The run stops: this is never one bad record."""
 
 
+class UnreadableError(ShardError):
+    """Bytes did not come, or came damaged, however patiently they were asked for. Nothing in the run is wrong: once
+    the store or the machine is mended, the same command goes on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One regular file; `start` is its first header block, extension headers included."""

@@ -87,7 +87,7 @@ def _guarded(act: Callable[[], None], main_rank: bool) -> int:
     from accounting.journal import BudgetSpent
     from accounting.keys import KeyFileError
     from accounting.ledger import LedgerError
-    from data.tar import ShardError
+    from data.tar import ShardError, UnreadableError
     from train.checkpoint import CheckpointError
     from train.clip_rule import ClipError
     from train.gradient import UpdateError
@@ -109,6 +109,9 @@ def _guarded(act: Callable[[], None], main_rank: bool) -> int:
         return complain(error, SELF_TEST_FAILED)
     except (LedgerError, CheckpointError, KeyFileError, Disagreement) as error:
         return complain(error, REFUSED)
+    except UnreadableError as error:
+        print(f"error: {error}, then start the same command again to go on", file=sys.stderr, flush=True)
+        return RESUME_ME
     except (RecipeError, ShardError, ClipError, AccountingError, CertificateError, SafetensorError, OSError) as error:
         return complain(error, BAD_INPUT)
     except RuntimeError as error:

@@ -33,7 +33,7 @@ from train.optim import make_optimizer
 from train.plain_step import PlainStep
 from train.public_eval import PublicEvaluator
 from train.ranks import Ranks
-from train.reading import reading_options
+from train.reading import reading_options, until_unreadable
 from train.recipe import ReadyPhase, clip_rule, make_plan
 from train.schedule import learning_rate
 from train.self_test import self_test
@@ -113,13 +113,14 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
             noise = ahead = NoiseAhead(noise, [fragment for shard in engine.shards() for fragment in shard.fragments])
         loader = load(sampler)
         step = PrivateStep(
-            number, run.journal, loader, clip, noise, engine, ranks, run.stop, loader.micro_batches,
+            number, run.journal, loader, clip, noise, engine, ranks, run.stop,
+            until_unreadable(loader.micro_batches, run.stop),
             MetricRelease(derive("metric-noise"), plan, clip.rule.bound, ranks) if plan.metrics else None,
         )  # fmt: skip
     else:
         epochs = PublicEpochs(phase.index.records, int(records), derive("public-order"))
         loader = load(PublicOrder(epochs))
-        step = PlainStep(epochs, engine, ranks, run.stop, loader.micro_batches)
+        step = PlainStep(epochs, engine, ranks, run.stop, until_unreadable(loader.micro_batches, run.stop))
     if loaded is not None and resumed:
         loaded.restore_optimizer(engine)
     evaluator = None

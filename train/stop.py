@@ -17,7 +17,7 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Set by a signal, by a `stop` file in the run directory, or by the death of the launcher."""
+    """Set by a signal, a `stop` file in the run directory, the launcher's death, or records that cannot be read."""
 
     def __init__(self, stop_file: Path) -> None:
         self.reason: str | None = None
@@ -29,6 +29,10 @@ class StopRequest:
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         del frame
         self.reason = signal.Signals(number).name
+
+    def ask(self, reason: str) -> None:
+        """From within: this rank cannot go on."""
+        self.reason = self.reason or reason
 
     def raised(self) -> str | None:
         if self.reason is None and self._stop_file.exists():
@@ -42,7 +46,7 @@ class StopRequest:
         """Raises Stopped on every rank as soon as one of them has a reason. Call at micro-batch boundaries."""
         reason = self.raised()
         if ranks.any(reason is not None):
-            raise Stopped(reason or "a signal to another rank")
+            raise Stopped(next(each for each in ranks.gather(reason) if each is not None))
 
 
 def _ancestors() -> tuple[int, int]:

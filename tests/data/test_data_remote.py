@@ -21,7 +21,7 @@ from data.patience import Patience
 from data.remote import ChangedShardError, Stores, open_shard
 from data.sampler import LANES, PoissonSampler
 from data.shards import Reading, ShardReader, open_source
-from data.tar import ShardError
+from data.tar import ShardError, UnreadableError
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = b"k" * 32
@@ -68,7 +68,7 @@ def test_a_failure_that_stays_stops_the_run(
 ) -> None:
     server.fault = _failing(fault, 10**9)
     reader = _batch(remote, timeout_seconds=0.4)
-    with pytest.raises(ShardError, match=r"000001\.tar.*resume") as caught:
+    with pytest.raises(UnreadableError, match=r"000001\.tar.*restore access") as caught:
         reader.read(np.array([10]), 0)
     assert reader.bad_records == [], "trouble on the way must never pass for a bad record"
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400

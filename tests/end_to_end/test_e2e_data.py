@@ -13,7 +13,7 @@ import torch
 
 from data.index import ShardIndex, build
 from tests.end_to_end.conftest import ROOT, Launch, ledger_lines, opened_steps
-from tests.end_to_end.test_e2e_training import STEPS, final_weights
+from tests.end_to_end.test_e2e_training import STEPS, account, final_weights
 
 sys.path.append(str(ROOT / "tests" / "data"))
 from range_server import Fault, RangeServer, serving
@@ -22,41 +22,51 @@ Make = Callable[..., tuple[Launch, Path]]
 
 
 @pytest.mark.slow
-def test_a_server_that_fails_stops_the_run_and_resuming_changes_nothing(
+def test_a_server_that_fails_stops_all_ranks_in_order_and_resuming_changes_nothing(
     launch: Make, small_data: Path, tmp_path: Path
 ) -> None:
-    local, local_dir = launch("local", ranks=1, launcher="python")
+    """One shard alone fails, so that one rank alone notices; the other must not wait for it until it is killed."""
+    local, local_dir = launch("local")
     code, output = local.run()
     assert code == 0, output
     private = small_data / "private"
+    names = [shard.name for shard in ShardIndex.open(private).shards]
     reads = 0
 
-    def breaks_down(_path: str, _attempt: int) -> Fault:
+    def breaks_down(path: str, _attempt: int) -> Fault:
         """In the middle of the fourth private step or so; 48 records are expected per step."""
         nonlocal reads
         reads += 1
-        return "500" if reads > 200 else "ok"
+        return "500" if reads > 200 and path == names[-1] else "ok"
 
     with serving(RangeServer(private)) as server:
-        names = [shard.name for shard in ShardIndex.open(private).shards]
         build([f"{server.url}/{name}" for name in names], tmp_path / "index")
 
         def from_the_web(config: dict[str, Any]) -> None:
             config["phases"][1]["data"] |= {"path": str(tmp_path / "index"), "reading": {"timeout_seconds": 20}}
 
         server.fault = breaks_down
-        remote, remote_dir = launch("remote", from_the_web, ranks=1, launcher="python")
+        remote, remote_dir = launch("remote", from_the_web)
         code, output = remote.run()
-        assert code == 2 and "cannot be read (" in output and "resume" in output and ".tar" in output, output
-        lines = ledger_lines(remote_dir)
-        opened = len(opened_steps(remote_dir))
-        committed = [line["step"] for line in lines if line["kind"] == "commit"]
-        assert 0 < len(committed) < STEPS and opened >= len(committed)
+        assert code == 75, output
+        said = f"stopped by records that cannot be read: {server.url}/{names[-1]}: cannot be read ("
+        assert said in output and "start the same command again to go on" in output, output
+        assert "another rank ended" not in output and "Traceback" not in output, output
+        state = json.loads((remote_dir / "run_state.json").read_text())
+        assert state["status"] == "stopped, resume me"
+        committed = [line["step"] for line in ledger_lines(remote_dir) if line["kind"] == "commit"]
+        assert 0 < len(committed) < STEPS and len(opened_steps(remote_dir)) == len(committed) + 1
+        assert (remote_dir / "checkpoints" / f"phase01-step{len(committed):08d}").is_dir(), "a whole step was not kept"
+        code, output = remote.run()
+        assert code == 75 and "cannot be read" in output, "still broken: it says so again, and breaks nothing"
+
         server.fault = lambda _path, _attempt: "ok"
         code, output = remote.run()
         assert code == 0, output
-    state = json.loads((remote_dir / "run_state.json").read_text())
-    assert state["status"] == "done"
+    assert json.loads((remote_dir / "run_state.json").read_text())["status"] == "done"
+    assert sorted(set(opened_steps(remote_dir))) == list(range(1, STEPS + 1))
+    verdict = json.loads(account("verify", str(remote_dir), "--json").stdout)
+    assert verdict["committed"] == STEPS and verdict["opened"] == STEPS, "the step that was left is charged once"
     expected, found = final_weights(local_dir), final_weights(remote_dir)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
