@@ -7,6 +7,7 @@ model, whose parameters share their storage with all others.
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -121,7 +122,7 @@ class Reference(OwnEngine):
             super().step(inputs)
 
 
-class Peer:
+class Peer(ABC):
     """Shared by the peers: their model has plain layers alone, and their totals lie on the parameters."""
 
     attribute = "summed_grad"
@@ -136,8 +137,9 @@ class Peer:
         self.sgd = torch.optim.SGD(self.parameters.values(), lr=0.0)
         self.attach(bound)
 
+    @abstractmethod
     def attach(self, bound: float) -> None:
-        raise NotImplementedError
+        """Puts the peer's own clipping around model and optimizer."""
 
     def totals(self) -> dict[str, Tensor]:
         found = {name: getattr(p, self.attribute, None) for name, p in self.parameters.items()}

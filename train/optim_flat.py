@@ -7,6 +7,7 @@ per rank stays; norms of whole parameters are sums over the ranks. Padding belon
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -62,7 +63,7 @@ class Flat:
             yield weights, gradient, moments
 
 
-class FlatOptimizer(torch.optim.Optimizer):
+class FlatOptimizer(torch.optim.Optimizer, ABC):
     """Subclasses name their moments and update all flat tensors of this rank in one call."""
 
     moments: tuple[str, ...] = ()
@@ -129,8 +130,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         step, stretches = int(state["step"]), self._stretches[id(tensor)]
         return Flat(tensor, tensor.grad, moments, step, float(learning_rate), stretches)
 
+    @abstractmethod
     def update(self, flats: Sequence[Flat]) -> None:
-        raise NotImplementedError
+        """Moves the weights of all flat tensors of this rank by one step."""
 
     def norms(self, flats: Sequence[Flat], of: Callable[[Flat, Stretch], Iterator[tuple[Tensor, Tensor]]]) -> Tensor:
         """Whole parameters' norms of the pairs that `of` yields in pieces: [2, parameters], in fp64.
