@@ -167,8 +167,8 @@ class History:
             raise ValueError(f"{step_id} was committed without being open, or twice")
         self._require_current(step_id)
         if step_id.phase in self.trails:
-            self.shares[step_id] = share = fields["share"]
-            self.trails[step_id.phase].committed(step_id.segment, step_id.step, share)
+            self.trails[step_id.phase].committed(step_id.segment, step_id.step, fields["share"])
+            self.shares[step_id] = fields["share"]
         self.committed[step_id] = facts
         if (fault := self.opened[step_id].fault_of(facts)) is not None:
             self.faults.append(f"step {step_id.step} of phase {step_id.phase} {fault}")

@@ -33,7 +33,11 @@ class Noise(Protocol):
     `std` may be set between steps: a clipping norm that adapts takes its noise along.
     """
 
-    std: float
+    @property
+    def std(self) -> float: ...
+
+    @std.setter
+    def std(self, std: float) -> None: ...
 
     @property
     def divisor(self) -> float: ...

@@ -1,0 +1,233 @@
+"""Clipping norms that adapt: every C_t follows from what the ledger says was released before it, or is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from decimal import ROUND_HALF_EVEN, Decimal, getcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from acc_world import CONFIG, DATA, PLAN, begin, facts, reopen
+
+from accounting.accountant import Event, epsilon
+from accounting.adaptive import METRIC, AdaptiveError, AdaptiveRule
+from accounting.certificate import verify
+from accounting.facts import ClippingFact, MetricFact, NoiseFact, StepFacts
+from accounting.journal import Journal
+from accounting.ledger import GENESIS, LedgerError, make_entry
+from accounting.plan import PlanError, PlannedMetric, PrivacyPlan
+
+RULE = AdaptiveRule(quantile=0.6, learning_rate=0.5, lowest=0.01, highest=100.0)
+COUNT = PlannedMetric(METRIC, 0.5, 7.0)
+ADAPTIVE = replace(PLAN, adaptive=RULE, metrics=(COUNT,), noise_multiplier=30.0)
+SHARES = [0.75, 0.1, -3.0, 0.4375, 9.0, 0.5]
+
+
+def at(step: int, norm: float, plan: PrivacyPlan = ADAPTIVE) -> StepFacts:
+    base = facts(step, plan)
+    noise = NoiseFact(plan.noise_multiplier * norm, plan.divisor, base.noise.elements)
+    return replace(base, clipping=ClippingFact("flat", norm), noise=noise, metrics=(MetricFact(METRIC, 0.5, 7.0),))
+
+
+def trained(journal: Journal, norm: float, steps: range) -> float:
+    """Honest steps; C after the last."""
+    for step in steps:
+        journal.open_step(0, step, at(step, norm))
+        journal.commit_step(0, step, at(step, norm), SHARES[step - 1])
+        norm = RULE.following(norm, SHARES[step - 1])
+    return norm
+
+
+def test_the_next_norm_is_the_rule_of_the_paper_rounded_once() -> None:
+    """C·exp(-η·(b - γ)), b being the share within C; beside 200 digits, and beside plain floating point."""
+    getcontext().prec, getcontext().rounding = 200, ROUND_HALF_EVEN
+    for number in range(200):
+        norm, share = math.exp(math.sin(number) * 4), math.cos(number * 1.7) * 1.3
+        within = 1 - min(1.0, max(0.0, share))
+        found = RULE.following(norm, share)
+        assert found == pytest.approx(min(100.0, max(0.01, norm * math.exp(-0.5 * (within - 0.6)))), rel=1e-14)
+        over = min(Decimal(1), max(Decimal(0), Decimal(share)))
+        exact = Decimal(norm) * (Decimal(RULE.learning_rate) * (over - 1 + Decimal(RULE.quantile))).exp()
+        assert found == min(100.0, max(0.01, float(exact)))
+
+
+def test_a_trajectory_is_what_a_loop_over_the_shares_gives(tmp_path: Path) -> None:
+    journal = begin(tmp_path, ADAPTIVE)
+    last = trained(journal, 1.0, range(1, 7))
+    expected = [1.0]
+    for share in SHARES:
+        expected.append(expected[-1] * math.exp(0.5 * (min(1, max(0, share)) - 0.4)))
+    told = [entry.fields["facts"]["noise"]["std"] / 30.0 for entry in journal.ledger.entries if entry.kind == "open"]
+    assert told == pytest.approx(expected[:-1], rel=1e-14) and last == pytest.approx(expected[-1], rel=1e-14)
+    assert list(journal.history.trails[0].norms.values()) == pytest.approx(expected[:-1], rel=1e-14)
+    journal.checkpointed(0, 6, "digest")
+    assert journal.clip_norm_after(0, 6, "digest") == last and journal.clip_norm_after(0, 0, None) == 1.0
+    journal.ledger.close()
+    assert verify(tmp_path).opened == 6
+
+
+def test_all_steps_are_one_mechanism_with_gradient_and_count_together(tmp_path: Path) -> None:
+    journal = begin(tmp_path, ADAPTIVE)
+    trained(journal, 1.0, range(1, 7))
+    (event,) = journal.history.charged()
+    together = (30.0**-2 + (0.5 / 7.0) ** 2) ** -0.5
+    assert event.count == 6 and event.sigma == pytest.approx(together, rel=1e-12)
+    assert journal.history.epsilon() == pytest.approx(epsilon([Event(1.0, together, 6)], PLAN.delta), rel=1e-9)
+    assert journal.history.epsilon() > epsilon([Event(1.0, 30.0, 6)], PLAN.delta), "the count was not charged"
+
+
+@pytest.mark.parametrize("wrong", [0.999999, 1 + 1e-9, 2.0])
+@pytest.mark.parametrize("part", ["norm", "noise", "sensitivity"])
+def test_a_step_with_another_norm_is_never_opened(tmp_path: Path, part: str, wrong: float) -> None:
+    journal = begin(tmp_path, ADAPTIVE)
+    norm = trained(journal, 1.0, range(1, 4))
+    step = at(4, norm * wrong if part == "norm" else norm)
+    if part == "noise":
+        step = replace(step, noise=replace(step.noise, std=step.noise.std * wrong))
+    if part == "sensitivity":
+        step = replace(step, clipping=ClippingFact("flat", norm * wrong))
+    length = journal.ledger.length
+    with pytest.raises(LedgerError, match="what was released before it gives"):
+        journal.open_step(0, 4, step)
+    with pytest.raises(LedgerError, match="otherwise than its plan"):
+        journal.open_step(0, 4, replace(at(4, norm), metrics=()))
+    with pytest.raises(LedgerError, match="otherwise than its plan"):
+        journal.open_step(0, 4, replace(at(4, norm), metrics=(MetricFact(METRIC, 0.5, 6.0),)))
+    assert journal.ledger.length == length
+    journal.open_step(0, 4, at(4, norm))
+    for share in (None, math.nan, 1):
+        with pytest.raises((LedgerError, ValueError), match=r"share|JSON compliant"):
+            journal.commit_step(0, 4, at(4, norm), share)
+    assert journal.ledger.length == length + 1
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """The ledger with some lines changed and every hash made anew, as a forger would do it."""
+    path = folder / "ledger.jsonl"
+    previous, lines = GENESIS, []
+    for index, raw in enumerate(path.read_text().splitlines()):
+        fields = {k: v for k, v in json.loads(raw).items() if k not in ("index", "kind", "previous", "hash")}
+        fields["kind"] = json.loads(raw)["kind"]
+        change(fields)
+        entry = make_entry(index, fields.pop("kind"), fields, previous)
+        previous = entry.hash
+        lines.append(entry.line())
+    path.write_bytes(b"".join(lines))
+
+
+def louder(fields: dict[str, Any]) -> None:
+    """Step 3 with 10 % more C and σ·C both when opened and when committed: the same ε, but not the released norm."""
+    if fields.get("step") == 3 and "facts" in fields:
+        fields["facts"]["clipping"]["sensitivity"] *= 1.1
+        fields["facts"]["noise"]["std"] *= 1.1
+
+
+def another_share(fields: dict[str, Any]) -> None:
+    if fields["kind"] == "commit" and fields["step"] == 2:
+        fields["share"] += 1e-6
+
+
+def another_rule(fields: dict[str, Any]) -> None:
+    if fields["kind"] == "plan":
+        fields["plan"]["adaptive"]["quantile"] = 0.61
+
+
+def no_share(fields: dict[str, Any]) -> None:
+    if fields["kind"] == "commit" and fields["step"] == 2:
+        del fields["share"]
+
+
+@pytest.mark.parametrize("change", [louder, another_share, another_rule, no_share])
+def test_a_forged_ledger_with_another_norm_is_refused(tmp_path: Path, change: Callable[..., None]) -> None:
+    journal = begin(tmp_path, ADAPTIVE)
+    trained(journal, 1.0, range(1, 7))
+    journal.ledger.close()
+    rewritten(tmp_path, lambda fields: None)
+    assert verify(tmp_path).opened == 6
+    rewritten(tmp_path, change)
+    with pytest.raises(LedgerError, match=r"released before it|share"):
+        verify(tmp_path)
+
+
+def test_a_replay_takes_the_share_that_was_released_the_first_time(tmp_path: Path) -> None:
+    journal = begin(tmp_path, ADAPTIVE)
+    journal.checkpointed(0, 0, "start")
+    journal.open_step(0, 1, at(1, 1.0))
+    assert journal.commit_step(0, 1, at(1, 1.0), 0.25) == 0.25
+    journal.ledger.close()
+    again = reopen(tmp_path)
+    assert again.new_segment_reason(0, 0, CONFIG) is None
+    again.open_step(0, 1, at(1, again.clip_norm_after(0, 0, "start")))
+    assert again.commit_step(0, 1, at(1, 1.0), 0.3125) == 0.25
+    assert sum(entry.kind == "commit" for entry in again.ledger.entries) == 1
+
+
+def test_shares_from_weights_that_were_lost_end_the_segment(tmp_path: Path) -> None:
+    """Made again, those weights would be rounded otherwise under the same noise: two releases of one draw."""
+    journal = begin(tmp_path, ADAPTIVE)
+    trained(journal, 1.0, range(1, 3))
+    journal.checkpointed(0, 2, "two")
+    norm = journal.clip_norm_after(0, 2, "two")
+    third = trained(journal, norm, range(3, 4))
+    assert journal.new_segment_reason(0, 2, CONFIG) is None, "step 3 counted with the checkpoint's weights"
+    journal.open_step(0, 4, at(4, third))
+    assert journal.new_segment_reason(0, 2, CONFIG) is None, "C of step 4 tells nothing but the share of step 3"
+    journal.commit_step(0, 4, at(4, third), 0.5)
+    assert "weights that were lost" in (journal.new_segment_reason(0, 2, CONFIG) or "")
+    fixed = begin_other(tmp_path / "fixed")
+    assert fixed.new_segment_reason(0, 2, CONFIG) is None, "with a fixed norm nothing was told"
+
+    journal.begin_segment(0, CONFIG, DATA, 2, "lost")
+    assert journal.clip_norm_after(0, 2, "two") == norm
+    with pytest.raises(LedgerError, match="released before it"):
+        journal.open_step(0, 3, at(3, third))
+    trained(journal, norm, range(3, 5))
+    assert len(journal.history.opened) == 6 and sum(event.count for event in journal.history.charged()) == 6
+    # Back to a checkpoint of the first segment: its norm, whatever the second one released at that step.
+    assert journal.clip_norm_after(0, 2, "two") == norm
+
+
+def begin_other(folder: Path) -> Journal:
+    folder.mkdir()
+    journal = begin(folder)
+    for step in range(1, 5):
+        journal.open_step(0, step, facts(step))
+        journal.commit_step(0, step, facts(step))
+        if step == 2:
+            journal.checkpointed(0, 2, "two")
+    return journal
+
+
+def test_a_checkpoint_goes_on_with_the_norm_of_the_segment_that_made_it(tmp_path: Path) -> None:
+    journal = begin(tmp_path, ADAPTIVE)
+    norm = trained(journal, 1.0, range(1, 4))
+    journal.checkpointed(0, 3, "first")
+    journal.begin_segment(0, CONFIG, DATA, 0, "from the start")
+    journal.checkpointed(0, 0, "start")
+    other = 1.0
+    for step, share in ((1, 0.0), (2, 0.0), (3, 0.0)):
+        journal.open_step(0, step, at(step, other))
+        journal.commit_step(0, step, at(step, other), share)
+        other = RULE.following(other, share)
+    assert journal.clip_norm_after(0, 3, "not marked yet") == other != norm
+    journal.checkpointed(0, 3, "second")
+    assert (journal.clip_norm_after(0, 3, "first"), journal.clip_norm_after(0, 3, "second")) == (norm, other)
+    with pytest.raises(AdaptiveError, match="no clipping norm after step 5"):
+        journal.clip_norm_after(0, 5, "second")
+
+
+def test_a_plan_with_adaptive_clipping_goes_through_json_and_cannot_do_without_its_count() -> None:
+    assert PrivacyPlan(**json.loads(json.dumps(ADAPTIVE.as_dict()))) == ADAPTIVE
+    assert "adaptive" not in PLAN.as_dict()
+    for change in ({"metrics": ()}, {"adaptive": None}, {"metrics": (PlannedMetric(METRIC, 1.0, 7.0),)}):
+        with pytest.raises(PlanError, match="need each other"):
+            replace(ADAPTIVE, **change)
+    with pytest.raises(PlanError, match="outside the bounds"):
+        replace(ADAPTIVE, clip_norm=1000.0)
+    for change in ({"quantile": 1.0}, {"learning_rate": 0.0}, {"lowest": 0.0}, {"highest": math.inf}):
+        with pytest.raises(AdaptiveError):
+            replace(RULE, **change)
