@@ -1,0 +1,57 @@
+"""The promise itself, in every precision on offer: one record moves the sum of a large logical batch by C at most.
+
+Why no larger batch need be run. Two neighbouring worlds differ in one micro-batch of b records. Its product errs by at
+most ε_b = 2·b²·u·C in fp32 (`clip_rule.rounding_allowance`), whatever the other micro-batches are. The rest are the
+same numbers in both worlds, added in fp64: after m additions of totals below B·C, each world errs by at most
+m·2⁻⁵³·B·C. At B = 2²⁰ and b = 64 that is m = 2¹⁴ and 2¹⁴·2⁻⁵³·2²⁰·C = 1.9e-6·C, twice that for both worlds, against
+the 1e-3·C that is allowed beside the micro-batch's own error, by which C is lowered.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from train.clip_bookkeeping import BookKeepingClip
+from train.clip_rule import ClipRule, rounding_allowance
+from train.forward import PrivateForward
+from train.precision import Precision
+
+C, MICRO_BATCH, MICRO_BATCHES = 0.7, 512, 200
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.inner, self.outer = nn.Linear(24, 16), nn.Linear(16, 4)
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.outer(self.inner(inputs["images"]).relu()).float().square().sum(dim=1)
+
+
+def summed(precision: Precision, first_is_there: bool) -> dict[str, Tensor]:
+    """Records along one direction, so that their gradients line up and rounding adds up instead of cancelling."""
+    generator = torch.Generator().manual_seed(2)
+    direction = torch.rand(24, generator=generator) + 0.5
+    allowance = rounding_allowance(MICRO_BATCH)
+    forward = PrivateForward(Toy(), BookKeepingClip(ClipRule("flat", C / (1 + allowance), allowance), precision))
+    forward.begin(torch.device("cpu"))
+    for number in range(MICRO_BATCHES):
+        scales = torch.rand(MICRO_BATCH, 1, generator=generator) + 1.0
+        present = torch.ones(MICRO_BATCH, dtype=torch.bool)
+        present[0] = first_is_there or number > 0
+        forward({"images": scales * direction}, present)
+    assert forward.observed is not None and bool((forward.observed.norms[1:] > C).all()), "every record is clipped"
+    return {name: total.clone() for name, total in forward.sums.totals.items()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_one_of_a_hundred_thousand_aligned_records_moves_the_sum_by_c_at_most(precision: Precision) -> None:
+    assert MICRO_BATCH * MICRO_BATCHES > 100_000
+    whole, without = summed(precision, True), summed(precision, False)
+    size = float(torch.stack([total.norm() for total in whole.values()]).norm())
+    assert size > 0.5 * C * MICRO_BATCH * MICRO_BATCHES, "gradients were not aligned"
+    moved = float(torch.stack([(whole[name] - without[name]).norm() for name in whole]).norm())
+    assert 0.9 * C < moved <= C * (1 + 1e-3)
