@@ -19,14 +19,14 @@ def atomic(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """A rename is durable only once the folder that holds the name is."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """A file's content; or a folder's names, without which a rename in it is not durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

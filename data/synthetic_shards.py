@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from data.durable import atomic, sync_folder
+from data.durable import atomic, sync
 from data.index import ShardIndex, build
 from data.kinds import Kind
 from data.synthetic import VERSION, Sample, jpeg, shape_sample, shard_path, write_shard
@@ -86,7 +86,7 @@ def make(request: Request, target: Path, workers: int, progress: Callable[[int, 
         progress(request.shards - len(missing) + done, request.shards)
     build(partial_folder)
     partial_folder.rename(target)
-    sync_folder(target.parent)
+    sync(target.parent)
     return ShardIndex.open(target)
 
 

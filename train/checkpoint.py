@@ -1,208 +1,225 @@
 """Checkpoints of our own: pieces through the shard map, whole or absent, readable at any world size.
 
-Every rank writes its pieces into a temporary folder; after a barrier the main rank writes the manifest with the
-pieces' hashes, renames the folder and swings the pointer. A kill at any moment leaves the previous one whole.
+Every rank copies its shards into the memory of the host, and training goes on while a thread writes them into a
+temporary folder. `settle` then waits for all ranks; the main rank writes the manifest with the pieces' hashes, renames
+the folder, writes the new pointer aside, lets the ledger name the checkpoint, and swings the pointer. A kill at any
+moment leaves the previous one whole. No thread talks to other ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.durable import sync
+from train.checkpoint_keep import Entry, Keep, pointer_text, read_pointer
+from train.checkpoint_read import FIXED, FORMAT, WEIGHTS, CheckpointError, Loaded, Position, hash_of
 from train.engine import ShardedEngine
-from train.ranks import Ranks
+from train.ranks import Ranks, spoken_for
 
-FORMAT = "murmuration-checkpoint/1"
-WEIGHTS, FIXED = "weights", "fixed"
+__all__ = ["FORMAT", "CheckpointError", "Checkpoints", "Keep", "Loaded", "Position", "StorageError"]
+
+DAMAGED = "damaged-"
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint is damaged or does not belong here; the message names the file."""
+class StorageError(OSError):
+    """A checkpoint could not be written; the one before it is whole."""
 
 
 @dataclass(frozen=True)
-class Position:
-    """`step` steps of phase number `phase` are done."""
+class Pending:
+    """A checkpoint on its way to the disk: this rank's name and hash, once written; no future if it lies there."""
 
-    phase: int
-    step: int
-
-    @property
-    def folder(self) -> str:
-        return f"phase{self.phase:02d}-step{self.step:08d}"
+    position: Position
+    temporary: Path
+    piece: Future[tuple[str, str]] | None
+    manifest: dict[str, Any]
+    written: str | None
 
 
 class Checkpoints:
-    def __init__(self, folder: Path, ranks: Ranks, keep: int) -> None:
+    def __init__(self, folder: Path, ranks: Ranks, keep: Keep) -> None:
         self.folder, self.ranks, self.keep = folder, ranks, keep
+        self.pending: Pending | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
 
-    def save(self, position: Position, engine: ShardedEngine, replicated: bool, header: dict[str, Any]) -> str:
-        """Returns the digest of the manifest; durable when it returns. A position is written once."""
+    @property
+    def pointer(self) -> Path:
+        return self.folder / "latest"
+
+    @property
+    def next_pointer(self) -> Path:
+        return self.folder / ".latest.tmp"
+
+    def save(
+        self, position: Position, engine: ShardedEngine, replicated: bool, header: dict[str, Any],
+        mark: Callable[[str], None] = lambda digest: None,
+    ) -> str:  # fmt: skip
+        """Returns the digest of the manifest; durable when it returns."""
+        self.begin(position, engine, replicated, header)
+        return self.settle(mark, {})
+
+    def begin(self, position: Position, engine: ShardedEngine, replicated: bool, header: dict[str, Any]) -> None:
+        """Copies what is to be saved; weights may change as soon as this returns. A position is written once."""
+        assert self.pending is None, "one checkpoint at a time"
+        temporary = self.folder / f".{position.folder}.tmp"
         written = self.ranks.on_main(lambda: self._written(position))
         if written is not None:
-            return written
-        temporary = self.folder / f".{position.folder}.tmp"
+            self.pending = Pending(position, temporary, None, {}, written)
+            return
         whole = engine.whole_weights()
         self.ranks.on_main(lambda: self._fresh(temporary))
-        name = f"piece-{self.ranks.rank:05d}-of-{self.ranks.world:05d}.safetensors"
-        if self.ranks.main or not replicated:
-            tensors = _tensors_of(engine, whole if self.ranks.main else None)
-            save_file(tensors, str(temporary / name))
-            _sync(temporary / name)
-        pieces = self.ranks.gather((name, _hash(temporary / name)) if (temporary / name).exists() else None)
         manifest = {
             "format": FORMAT,
             "phase": position.phase,
             "step": position.step,
             "optimizer_step": engine.optimizer_step(),
-            "pieces": dict(piece for piece in pieces if piece),
             "shapes": {name: list(tensor.shape) for name, tensor in whole.items()},
             **header,
         }
-        return self.ranks.on_main(lambda: self._publish(temporary, position, manifest))
+        piece = None
+        if self.ranks.main or not replicated:
+            tensors = _tensors_of(engine, whole if self.ranks.main else None)
+            name = f"piece-{self.ranks.rank:05d}-of-{self.ranks.world:05d}.safetensors"
+            piece = self._writer.submit(_write, temporary / name, tensors)
+        self.pending = Pending(position, temporary, piece, manifest, None)
+
+    def settle(self, mark: Callable[[str], None], public: dict[str, float]) -> str:
+        """Waits until all ranks have written; durable and named by the pointer when it returns.
+
+        `mark` lets the ledger name the checkpoint before anything depends on it; `public` decides which is the best.
+        """
+        pending, self.pending = self.pending, None
+        assert pending is not None, "nothing was begun"
+        if pending.written is not None:
+            digest = pending.written
+            self.ranks.on_main(lambda: mark(digest))
+            return digest
+        outcomes = self.ranks.gather(_outcome(pending.piece))
+        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        if errors:
+            self.ranks.on_main(lambda: shutil.rmtree(pending.temporary, ignore_errors=True))
+            raise spoken_for(errors[0])
+        manifest = pending.manifest | {"pieces": dict(outcome for outcome in outcomes if outcome)}
+        return self.ranks.on_main(lambda: self._publish(pending, manifest, mark, public))
 
     def _written(self, position: Position) -> str | None:
-        pointer = self.folder / "latest"
-        named = json.loads(pointer.read_text()) if pointer.exists() else {}
-        return named["manifest_sha256"] if named.get("folder") == position.folder else None
+        newest = next(iter(read_pointer(self.pointer)), None)
+        return newest.manifest_sha256 if newest is not None and newest.folder == position.folder else None
 
     def _fresh(self, temporary: Path) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for orphan in self.folder.glob(".*.tmp"):  # folders, and a pointer that was never swung
-            shutil.rmtree(orphan) if orphan.is_dir() else orphan.unlink()
-        temporary.mkdir()
+        with _explained(temporary):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for orphan in self.folder.glob(".*.tmp"):  # folders, and a pointer that was never swung
+                shutil.rmtree(orphan) if orphan.is_dir() else orphan.unlink()
+            temporary.mkdir()
 
-    def _publish(self, temporary: Path, position: Position, manifest: dict[str, Any]) -> str:
+    def _publish(
+        self, pending: Pending, manifest: dict[str, Any], mark: Callable[[str], None], public: dict[str, float]
+    ) -> str:
         text = json.dumps(manifest, indent=2, sort_keys=True).encode()
-        (temporary / "manifest.json").write_bytes(text)
-        _sync(temporary / "manifest.json")
-        _sync(temporary)
-        final = self.folder / position.folder
-        if final.exists():  # left by a kill between the two renames below; the pointer never named it
-            shutil.rmtree(final)
-        temporary.rename(final)
-        _sync(self.folder)
         digest = hashlib.sha256(text).hexdigest()
-        pointer = self.folder / ".latest.tmp"
-        pointer.write_text(json.dumps({"folder": position.folder, "manifest_sha256": digest}) + "\n")
-        _sync(pointer)
-        pointer.replace(self.folder / "latest")
-        _sync(self.folder)
-        self._retire(position.folder)
+        known = read_pointer(self.pointer)
+        position = pending.position
+        entries = [Entry(position.phase, position.step, digest, public)]
+        entries += [entry for entry in known if entry.folder != position.folder]
+        with _explained(pending.temporary):
+            _durably(pending.temporary / "manifest.json", text)
+            sync(pending.temporary)
+            final = self.folder / position.folder
+            if final.exists():  # of a kill before the pointer swung, or of a rollback: nothing goes on from it
+                shutil.rmtree(final)
+            pending.temporary.rename(final)
+            sync(self.folder)
+            _durably(self.next_pointer, pointer_text(self.keep.chosen(entries)))
+            sync(self.folder)
+        mark(digest)
+        with _explained(self.pointer):
+            self._swing()
+            self._retire()
         return digest
 
-    def _retire(self, newest: str) -> None:
-        kept = sorted(path for path in self.folder.glob("phase*-step*") if path.name != newest)
-        for old in kept[: max(0, len(kept) - (self.keep - 1))]:
-            shutil.rmtree(old)
+    def _swing(self) -> None:
+        self.next_pointer.replace(self.pointer)
+        sync(self.folder)
+
+    def _retire(self) -> None:
+        kept = {entry.folder for entry in read_pointer(self.pointer)}
+        for old in self.folder.glob("phase??-step????????"):
+            if old.name not in kept:
+                shutil.rmtree(old)
+
+    def recover(self, marked: str | None) -> None:
+        """On the main rank, before anything is read: swings a pointer whose checkpoint the ledger names already."""
+        if self.next_pointer.exists():
+            try:
+                ready = read_pointer(self.next_pointer)[0].manifest_sha256 == marked
+            except CheckpointError:  # torn by a kill, so the ledger cannot have named it
+                ready = False
+            self._swing() if ready else self.next_pointer.unlink()
 
     def latest(self) -> Loaded | None:
-        return self.newest(self.folder)
+        """What the pointer names, every byte of it hashed by some rank; None where nothing was ever saved."""
+        entries = read_pointer(self.pointer)
+        return self._opened(entries[0]) if entries else None
+
+    def _opened(self, entry: Entry) -> Loaded:
+        found: Loaded | None = None
+        error: CheckpointError | None = None
+        try:
+            found = Loaded.open(self.folder / entry.folder, entry.manifest_sha256, (self.ranks.rank, self.ranks.world))
+        except CheckpointError as damage:
+            error = damage
+        errors = [each for each in self.ranks.gather(error) if each is not None]
+        if errors:
+            raise spoken_for(errors[0])
+        assert found is not None
+        return found
+
+    def fall_back(self) -> Loaded:
+        """The newest checkpoint that is whole. The pointer swings to it; what is damaged stays under another name."""
+        entries = read_pointer(self.pointer)
+        for number, entry in enumerate(entries):
+            try:
+                found = self._opened(entry)
+            except CheckpointError:
+                continue
+            self.ranks.on_main(lambda number=number: self._abandon(entries[:number], entries[number:]))
+            return found
+        raise spoken_for(CheckpointError(f"no checkpoint in {self.folder} is whole; restore one or start a new run"))
+
+    def _abandon(self, damaged: Sequence[Entry], kept: Sequence[Entry]) -> None:
+        _durably(self.next_pointer, pointer_text(kept))
+        self._swing()
+        for entry in damaged:
+            aside = self.folder / f"{DAMAGED}{entry.folder}"
+            if (self.folder / entry.folder).exists() and not aside.exists():
+                (self.folder / entry.folder).rename(aside)
+
+    @staticmethod
+    def listed(folder: Path) -> list[Entry]:
+        """The newest first."""
+        return read_pointer(folder / "latest")
 
     @staticmethod
     def newest(folder: Path) -> Loaded | None:
         """What the pointer names, checked; None where nothing was ever saved."""
-        pointer = folder / "latest"
-        if not pointer.exists():
-            return None
-        try:
-            named = json.loads(pointer.read_text())
-            return Loaded.open(folder / named["folder"], named["manifest_sha256"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{pointer} is damaged ({error}); restore it or start a new run directory") from None
-
-
-@dataclass
-class Loaded:
-    """An opened checkpoint: any range of any tensor, whoever wrote it."""
-
-    position: Position
-    manifest: dict[str, Any]
-    digest: str
-    pieces: dict[tuple[str, str], list[tuple[int, int, Path]]]
-
-    @staticmethod
-    def open(folder: Path, digest: str) -> Loaded:
-        try:
-            text = (folder / "manifest.json").read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{folder}: {error.strerror}; the checkpoint is incomplete") from None
-        if hashlib.sha256(text).hexdigest() != digest:
-            raise CheckpointError(f"{folder / 'manifest.json'} is not the one that was written; it is damaged")
-        manifest = json.loads(text)
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{folder} has format {manifest['format']!r}, not {FORMAT!r}")
-        pieces: dict[tuple[str, str], list[tuple[int, int, Path]]] = {}
-        for name, expected in manifest["pieces"].items():
-            path = folder / name
-            if not path.exists() or _hash(path) != expected:
-                raise CheckpointError(f"{path} is missing or damaged: its hash is not the one in the manifest")
-            with safe_open(str(path), framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (a safe_open is not iterable)
-                    kind, parameter, start = key.split("|")
-                    length = file.get_slice(key).get_shape()
-                    size = length[0] if length else 1
-                    pieces.setdefault((kind, parameter), []).append((int(start), size, path))
-        return Loaded(Position(manifest["phase"], manifest["step"]), manifest, digest, pieces)
-
-    def names(self, kind: str) -> list[str]:
-        return [parameter for found, parameter in self.pieces if found == kind]
-
-    def read(self, kind: str, parameter: str, start: int, length: int) -> Tensor:
-        """Elements [start, start + length), put together from the pieces that hold them."""
-        out = torch.empty(length)
-        covered = 0
-        for piece_start, size, path in self.pieces.get((kind, parameter), []):
-            low, high = max(start, piece_start), min(start + length, piece_start + size)
-            if low >= high:
-                continue
-            with safe_open(str(path), framework="pt") as file:
-                stored = file.get_slice(f"{kind}|{parameter}|{piece_start}")
-                out[low - start : high - start] = stored[low - piece_start : high - piece_start]
-            covered += high - low
-        if covered != length:
-            raise CheckpointError(f"the checkpoint holds {covered} of {length} elements of {parameter} ({kind})")
-        return out
-
-    def state_dict(self, like: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The whole model, shaped as `like`; refuses a model with other names."""
-        stored = {*self.names(WEIGHTS), *self.names(FIXED)}
-        if stored != set(like):
-            odd = sorted(stored ^ set(like))[:3]
-            raise CheckpointError(f"the checkpoint is of another model: {', '.join(odd)} … stand on one side only")
-        kinds = {name: WEIGHTS for name in self.names(WEIGHTS)} | {name: FIXED for name in self.names(FIXED)}
-        return {n: self.read(kinds[n], n, 0, t.numel()).view(t.shape).to(t.dtype) for n, t in like.items()}
-
-    def weights(self) -> dict[str, Tensor]:
-        """Every tensor with the shape that it was saved with; for handing weights to another model."""
-        shapes = self.manifest["shapes"]
-        kinds = {name: WEIGHTS for name in self.names(WEIGHTS)} | {name: FIXED for name in self.names(FIXED)}
-        return {
-            name: self.read(kinds[name], name, 0, torch.Size(shape).numel()).view(shape)
-            for name, shape in shapes.items()
-        }
-
-    def restore_optimizer(self, engine: ShardedEngine) -> None:
-        engine.set_optimizer_step(self.manifest["optimizer_step"])
-        for shard in engine.shards():
-            for kind, tensor in shard.state.items():
-                for fragment in shard.fragments:
-                    stored = self.read(kind, fragment.name, fragment.start, fragment.length)
-                    fragment.of(tensor).copy_(stored)
+        entries = Checkpoints.listed(folder)
+        return Loaded.open(folder / entries[0].folder, entries[0].manifest_sha256) if entries else None
 
 
 def _tensors_of(engine: ShardedEngine, whole: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """This rank's shards, and of `whole` what no optimizer holds."""
+    """Copies of this rank's shards, and of `whole` what no optimizer holds."""
     tensors: dict[str, Tensor] = {}
     for shard in engine.shards():
         for fragment in shard.fragments:
@@ -215,14 +232,39 @@ def _tensors_of(engine: ShardedEngine, whole: dict[str, Tensor] | None) -> dict[
     return tensors
 
 
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, str]:
+    with _explained(path):
+        save_file(tensors, str(path))
+        sync(path)
+        return path.name, hash_of(path)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _outcome(piece: Future[tuple[str, str]] | None) -> tuple[str, str] | Exception | None:
+    """Never raises what the other ranks would wait for; a kill is no Exception."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return piece.result() if piece is not None else None
+    except Exception as error:
+        return error
+
+
+def _durably(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    sync(path)
+
+
+class _explained:
+    """Turns what a file system refuses into one sentence with the mend."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError | SafetensorError) and not isinstance(error, StorageError):
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise StorageError(
+                f"{self.path} could not be written ({why}); the checkpoint before it is whole: free space or mend the "
+                "permissions, then start the same command again"
+            ) from None

@@ -14,11 +14,11 @@ from accounting.journal import BudgetSpent, Journal
 from accounting.keys import RunKey, destroy
 from accounting.ledger import Ledger, LedgerError
 from train.board import Board
-from train.checkpoint import CheckpointError, Checkpoints, Loaded
+from train.checkpoint import CheckpointError, Checkpoints, Keep, Loaded
 from train.config import Config
 from train.finish import finish
 from train.phase import RunContext, declare, train_phase
-from train.ranks import Ranks
+from train.ranks import Ranks, spoken_for
 from train.recipe import ReadyPhase
 from train.run_dir import RunDir
 from train.stop import Stopped, StopRequest
@@ -55,7 +55,8 @@ def run_all(
         return key
 
     key = ranks.on_main(open_run)
-    checkpoints = Checkpoints(run_dir.checkpoints, ranks, config.run.keep_checkpoints)
+    keep = Keep(config.run.keep_checkpoints, config.run.keep_every, config.run.keep_best)
+    checkpoints = Checkpoints(run_dir.checkpoints, ranks, keep)
     board = Board(run_dir, ranks.main)
     state = {"status": "running"}
     try:
@@ -68,14 +69,15 @@ def run_all(
                 board.say("NOT PRIVATE (debug): the keys come from run.debug_seed")
             context = RunContext(
                 config=config, name=name, ranks=ranks, key=key, journal=journal, board=board,
-                stop=StopRequest(run_dir.stop_file), checkpoints=checkpoints, new_segment=arguments.new_segment,
+                stop=StopRequest(run_dir.stop_file, config.run.stop_after_minutes), checkpoints=checkpoints,
+                new_segment=arguments.new_segment,
             )  # fmt: skip
             for phase in phases:
                 if phase.private:
                     ranks.on_main(lambda phase=phase: declare(context, phase))
             ranks.on_main(lambda: _declare_tuning(config, journal, board))
             for phase in phases:
-                loaded = _latest(checkpoints, journal, ranks)
+                loaded = _latest(context)
                 if loaded is None or (loaded.position.phase, loaded.position.step) < (
                     phase.number,
                     phase.settings.steps,
@@ -162,9 +164,27 @@ def _resume_allowed(run_dir: RunDir, mode: str) -> None:
         raise LedgerError(f"--resume never: {run_dir.root} holds a run already; give another run.dir")
 
 
-def _latest(checkpoints: Checkpoints, journal: Journal | None, ranks: Ranks) -> Loaded | None:
+def _latest(run: RunContext) -> Loaded | None:
     """The last durable checkpoint, if it belongs to this ledger and the ledger was not cut behind it."""
-    loaded = checkpoints.latest()
+    checkpoints, journal, ranks = run.checkpoints, run.journal, run.ranks
+
+    def recover() -> None:
+        last = run.writer.history.last_checkpoint()
+        checkpoints.recover(last.digest if last is not None else None)
+
+    ranks.on_main(recover)
+    try:
+        loaded = checkpoints.latest()
+    except CheckpointError as damage:
+        if run.new_segment is None:
+            raise spoken_for(
+                CheckpointError(
+                    f"{damage}; restore it, or declare --new-segment 'why' to go on from the newest checkpoint that is "
+                    "whole (all opened steps stay charged)"
+                )
+            ) from None
+        loaded = checkpoints.fall_back()
+        run.board.say(f"{damage}; going on from {loaded.position.folder}, and all opened steps stay charged")
 
     def check() -> None:
         assert journal is not None

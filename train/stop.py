@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import time
 import types
 from pathlib import Path
 
@@ -19,8 +21,10 @@ class Stopped(Exception):
 class StopRequest:
     """Set by a signal, a `stop` file in the run directory, the launcher's death, or records that cannot be read."""
 
-    def __init__(self, stop_file: Path) -> None:
+    def __init__(self, stop_file: Path, after_minutes: float | None = None) -> None:
         self.reason: str | None = None
+        # Never by the clock on the wall, which may jump.
+        self._deadline = time.monotonic() + 60 * after_minutes if after_minutes is not None else math.inf
         self._stop_file = stop_file
         self._parents = _ancestors()
         for number in SIGNALS:
@@ -37,6 +41,8 @@ class StopRequest:
     def raised(self) -> str | None:
         if self.reason is None and self._stop_file.exists():
             self.reason = f"the file {self._stop_file.name}"
+        if self.reason is None and time.monotonic() >= self._deadline:
+            self.reason = "run.stop_after_minutes"
         if self.reason is None and _ancestors() != self._parents:
             # A launcher that dies leaves its ranks behind; training on unseen would keep the run directory locked.
             self.reason = "the launcher's death"

@@ -1,4 +1,8 @@
-"""The loop: steps of one phase, in the order commit -> checkpoint -> public measurements."""
+"""The loop: steps of one phase, in the order commit -> checkpoint -> public measurements.
+
+A checkpoint is written while training goes on for a fixed number of steps: fixed, because how many steps a write takes
+would tell of the sizes of their batches. What was measured with its weights is told once it is durable.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +40,7 @@ class Trainer:
     pace: Pace
     checkpoints: Checkpoints
     checkpoint_every: int
+    checkpoint_lag: int
     log_every: int
     replicated: bool
     evaluator: PublicEvaluator | None
@@ -48,10 +53,14 @@ class Trainer:
     public_records: bool
     held_back: dict[int, dict[str, float]] = field(default_factory=dict)
     """Noised metrics of steps whose weights are not durable yet: a replay after a change must not release twice."""
+    saving: int | None = None
+    """The step whose weights are being written, and what was measured with them."""
+    measured: dict[str, float] = field(default_factory=dict)
 
     def run(self, done: int) -> None:
         """Trains from `done` steps to the end; on a stop request saves what is complete and raises Stopped."""
-        self._checkpoint(done)
+        self._begin(done)
+        self._settle()
         self.pace.tick()
         for step in range(done + 1, self.steps + 1):
             rate = self.learning_rate(step)
@@ -59,7 +68,8 @@ class Trainer:
                 observed = self.step.run(step, rate)
             except (Stopped, BudgetSpent) as reason:
                 self.engine.discard()
-                self._checkpoint(step - 1, measure=isinstance(reason, BudgetSpent))
+                self._begin(step - 1, measure=isinstance(reason, BudgetSpent))
+                self._settle()
                 raise
             self.pace.tick()
             summary = observed.over_ranks(self.ranks, self.clip_bound)
@@ -69,7 +79,10 @@ class Trainer:
             if step % self.log_every == 0 or step == self.steps:
                 self._progress(step, rate)
             if step % self.checkpoint_every == 0 or step == self.steps:
-                self._checkpoint(step)
+                self._begin(step)
+            if self.saving is not None and step - self.saving >= self.checkpoint_lag:
+                self._settle()
+        self._settle()
 
     def _progress(self, step: int, rate: float) -> None:
         """Nothing here depends on the weights or on a single step's data: it may be shown before a checkpoint."""
@@ -85,18 +98,23 @@ class Trainer:
         self.board.public(self.name, step, values)
         self.board.say(f"{line}  {self.pace.line(step, self.steps)}")
 
-    def _checkpoint(self, step: int, measure: bool = True) -> None:
+    def _begin(self, step: int, measure: bool = True) -> None:
+        """Copies the weights for writing, and measures them; nothing of it may leave yet."""
+        self._settle()
+        header = self.ranks.on_main(self.header)
+        self.checkpoints.begin(Position(self.number, step), self.engine, self.replicated, header)
+        self.saving = step
+        self.measured = self.evaluator.measure() if self.evaluator is not None and measure else {}
+
+    def _settle(self) -> None:
         """Durable first; only then may anything computed from these weights leave the job."""
-        digest = self.checkpoints.save(
-            Position(self.number, step), self.engine, self.replicated, self.ranks.on_main(self.header)
-        )
-        self.ranks.on_main(lambda: self.checkpointed(step, digest))
-        for earlier, released in self.held_back.items():
-            self.board.public(self.name, earlier, released)
-        self.held_back.clear()
-        if self.evaluator is None or not measure:
+        step, self.saving = self.saving, None
+        if step is None:
             return
-        found = self.evaluator.measure()
-        self.board.public(self.name, step, found)
-        shown = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in found.items())
-        self.board.say(f"{self.name}  checkpoint at step {step}  {shown}")
+        self.checkpoints.settle(lambda digest: self.checkpointed(step, digest), self.measured)
+        for earlier in [each for each in self.held_back if each <= step]:
+            self.board.public(self.name, earlier, self.held_back.pop(earlier))
+        if self.measured:
+            self.board.public(self.name, step, self.measured)
+            shown = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in self.measured.items())
+            self.board.say(f"{self.name}  checkpoint at step {step}  {shown}")

@@ -14,7 +14,7 @@ import torch
 from train_helpers import LocalEngine, Toy, alone, on_ranks, private_engine, toy_batch
 
 from train import checkpoint as checkpoint_module
-from train.checkpoint import CheckpointError, Checkpoints, Position
+from train.checkpoint import CheckpointError, Checkpoints, Keep, Position
 from train.gradient import NoisyUpdate
 
 HEADER = {"run": "toy", "ledger": {"length": 3, "head": "f" * 64}}
@@ -30,7 +30,7 @@ def trained(ranks: Any, replicated: bool = False, steps: int = 2) -> LocalEngine
 
 def saved(folder: Path, ranks: Any, step: int = 2, replicated: bool = False, keep: int = 2) -> str:
     engine = trained(ranks, replicated, step)
-    return Checkpoints(folder, ranks, keep).save(Position(1, step), engine, replicated, HEADER)
+    return Checkpoints(folder, ranks, Keep(keep)).save(Position(1, step), engine, replicated, HEADER)
 
 
 def whole_state(engines: list[LocalEngine]) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def test_what_one_number_of_ranks_wrote_another_reads_bit_by_bit(
 ) -> None:
     def write(ranks: Any) -> LocalEngine:
         engine = trained(ranks, replicated)
-        Checkpoints(tmp_path, ranks, 2).save(Position(1, 2), engine, replicated, HEADER)
+        Checkpoints(tmp_path, ranks, Keep(2)).save(Position(1, 2), engine, replicated, HEADER)
         return engine
 
     written = on_ranks(write_world, write)
@@ -63,7 +63,7 @@ def test_what_one_number_of_ranks_wrote_another_reads_bit_by_bit(
         for again in (False, True):
 
             def read(ranks: Any, again: bool = again) -> LocalEngine:
-                loaded = Checkpoints(tmp_path, ranks, 2).latest()
+                loaded = Checkpoints(tmp_path, ranks, Keep(2)).latest()
                 assert loaded is not None and loaded.position == Position(1, 2)
                 model = Toy()
                 with torch.no_grad():
@@ -86,7 +86,7 @@ def test_what_one_number_of_ranks_wrote_another_reads_bit_by_bit(
 def test_training_goes_on_bit_by_bit_after_a_resume(tmp_path: Path) -> None:
     straight = trained(alone(), steps=4)
     saved(tmp_path, alone(), step=2)
-    loaded = Checkpoints(tmp_path, alone(), 2).latest()
+    loaded = Checkpoints(tmp_path, alone(), Keep(2)).latest()
     assert loaded is not None
     model = Toy()
     model.load_state_dict(loaded.state_dict(model.state_dict()))
@@ -101,14 +101,14 @@ def test_training_goes_on_bit_by_bit_after_a_resume(tmp_path: Path) -> None:
 
 def test_the_manifest_carries_the_head_of_the_ledger_and_its_digest_is_returned(tmp_path: Path) -> None:
     digest = saved(tmp_path, alone())
-    loaded = Checkpoints(tmp_path, alone(), 2).latest()
+    loaded = Checkpoints(tmp_path, alone(), Keep(2)).latest()
     assert loaded is not None and loaded.digest == digest
     assert loaded.manifest["ledger"] == HEADER["ledger"]
     assert loaded.weights()["first.weight"].shape == (6, 48)
 
 
 def test_a_position_is_written_once(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, alone(), 2)
+    checkpoints = Checkpoints(tmp_path, alone(), Keep(2))
     first = checkpoints.save(Position(1, 2), trained(alone()), False, HEADER)
     second = checkpoints.save(Position(1, 2), trained(alone(), steps=1), False, HEADER)
     assert first == second
@@ -126,7 +126,7 @@ def test_any_damaged_or_missing_file_is_refused_by_name(tmp_path: Path) -> None:
             target = bad / path.relative_to(tmp_path / "good")
             target.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
             with pytest.raises(CheckpointError) as refused:
-                Checkpoints(bad, alone(), 2).latest()
+                Checkpoints(bad, alone(), Keep(2)).latest()
             # A flipped byte of the pointer makes it point nowhere, or at a manifest that it does not fit.
             expected = (target.name,) if path.name != "latest" else ("latest", "phase01", "manifest.json")
             assert any(name in str(refused.value) for name in expected), str(refused.value)
@@ -135,13 +135,13 @@ def test_any_damaged_or_missing_file_is_refused_by_name(tmp_path: Path) -> None:
             shutil.copytree(tmp_path / "good", tmp_path / "bad")
             (tmp_path / "bad" / path.relative_to(tmp_path / "good")).unlink()
             with pytest.raises(CheckpointError):
-                Checkpoints(tmp_path / "bad", alone(), 2).latest()
+                Checkpoints(tmp_path / "bad", alone(), Keep(2)).latest()
             shutil.rmtree(tmp_path / "bad")
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, alone())
-    loaded = Checkpoints(tmp_path, alone(), 2).latest()
+    loaded = Checkpoints(tmp_path, alone(), Keep(2)).latest()
     assert loaded is not None
     with pytest.raises(CheckpointError, match="another model"):
         loaded.state_dict({"something": torch.zeros(2)})
@@ -191,22 +191,22 @@ def test_a_kill_between_any_two_file_operations_leaves_a_whole_checkpoint(tmp_pa
         moment += 1
         folder = tmp_path / f"at{moment}"
         for step in (1, 2):
-            Checkpoints(folder, alone(), 1).save(Position(0, step), engines[step], False, HEADER)
+            Checkpoints(folder, alone(), Keep(1)).save(Position(0, step), engines[step], False, HEADER)
         with pytest.MonkeyPatch.context() as patch:
             operations = kill_at(moment, patch, before)
             with contextlib.suppress(Killed):
-                Checkpoints(folder, alone(), 1).save(Position(0, 3), engines[3], False, HEADER)
+                Checkpoints(folder, alone(), Keep(1)).save(Position(0, 3), engines[3], False, HEADER)
             finished = operations() < moment
-        loaded = Checkpoints(folder, alone(), 1).latest()
+        loaded = Checkpoints(folder, alone(), Keep(1)).latest()
         assert loaded is not None and loaded.position.step in (2, 3), f"after operation {moment}"
         stored = torch.cat([loaded.read("weights", name, 0, p.numel()) for name, p in engines[1].parameters.items()])
         assert torch.equal(stored, weights[loaded.position.step])
         # The next start cleans up and goes on.
-        Checkpoints(folder, alone(), 1).save(Position(0, 3), engines[3], False, HEADER)
-        again = Checkpoints(folder, alone(), 1).latest()
+        Checkpoints(folder, alone(), Keep(1)).save(Position(0, 3), engines[3], False, HEADER)
+        again = Checkpoints(folder, alone(), Keep(1)).latest()
         assert again is not None and again.position.step == 3
         if not finished:
-            Checkpoints(folder, alone(), 1).save(Position(0, 4), engines[3], False, HEADER)
+            Checkpoints(folder, alone(), Keep(1)).save(Position(0, 4), engines[3], False, HEADER)
             left = sorted(path.name for path in folder.iterdir())
             assert left == ["latest", "phase00-step00000004"], "orphans are gone"
     assert moment > 10
@@ -221,7 +221,7 @@ def test_orphans_of_a_killed_save_are_removed(tmp_path: Path) -> None:
 
 
 def test_old_checkpoints_are_retired_but_never_the_newest(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, alone(), 3)
+    checkpoints = Checkpoints(tmp_path, alone(), Keep(3))
     engine = trained(alone())
     for position in (Position(0, 5), Position(0, 10), Position(1, 0), Position(1, 5), Position(1, 10)):
         checkpoints.save(position, engine, False, HEADER)
@@ -242,4 +242,4 @@ def test_no_key_lies_in_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_without_a_checkpoint_there_is_none(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path / "nothing", alone(), 2).latest() is None
+    assert Checkpoints(tmp_path / "nothing", alone(), Keep(2)).latest() is None

@@ -1,0 +1,81 @@
+"""Which checkpoints stay: the pointer lists them in the order of writing, and retention chooses from that list.
+
+Names say nothing about order: after a rollback, an abandoned checkpoint may have a later step than the newest one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from train.checkpoint_read import CheckpointError, Position
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A durable checkpoint, and what was measured on public records with its weights."""
+
+    phase: int
+    step: int
+    manifest_sha256: str
+    public: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        return Position(self.phase, self.step).folder
+
+
+@dataclass(frozen=True)
+class Keep:
+    last: int = 2
+    every: int | None = None
+    best: str | None = None
+
+    def chosen(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Of all that there are, the newest first: the last so many, every so-manieth step, each phase's best."""
+        stay = {entry.folder for entry in entries[: self.last]}
+        if self.every is not None:
+            stay |= {entry.folder for entry in entries if entry.step and entry.step % self.every == 0}
+        stay |= {entry.folder for entry in self.best_of(entries).values()}
+        return [entry for entry in entries if entry.folder in stay]
+
+    def best_of(self, entries: Sequence[Entry]) -> dict[int, Entry]:
+        """By phase. Of a loss the smallest is best, of everything else the largest; of equals the newest."""
+        if self.best is None:
+            return {}
+        sign = 1 if "loss" in self.best else -1
+        found: dict[int, Entry] = {}
+        for entry in entries:
+            if self.best not in entry.public:
+                continue
+            other = found.get(entry.phase)
+            if other is None or sign * entry.public[self.best] < sign * other.public[self.best]:
+                found[entry.phase] = entry
+        return found
+
+
+def read_pointer(path: Path) -> list[Entry]:
+    """The newest first; empty where nothing was ever saved."""
+    if not path.exists():
+        return []
+    try:
+        named = json.loads(path.read_text())
+        return [_entry(each) for each in [named, *named.get("before", [])]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); restore it or start a new run directory") from None
+
+
+def pointer_text(entries: Sequence[Entry]) -> bytes:
+    newest, *before = (
+        {"folder": entry.folder, "manifest_sha256": entry.manifest_sha256, "public": entry.public} for entry in entries
+    )
+    return (json.dumps({**newest, "before": before}, indent=1) + "\n").encode()
+
+
+def _entry(named: dict[str, Any]) -> Entry:
+    phase, step = named["folder"].removeprefix("phase").split("-step")
+    public = {str(name): float(value) for name, value in named.get("public", {}).items()}
+    return Entry(int(phase), int(step), str(named["manifest_sha256"]), public)

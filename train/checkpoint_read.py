@@ -1,0 +1,125 @@
+"""An opened checkpoint: any range of any tensor, whoever wrote it, once every byte was found to be as written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from train.engine import ShardedEngine
+
+FORMAT = "murmuration-checkpoint/1"
+WEIGHTS, FIXED = "weights", "fixed"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged or does not belong here; the message names the file."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """`step` steps of phase number `phase` are done."""
+
+    phase: int
+    step: int
+
+    @property
+    def folder(self) -> str:
+        return f"phase{self.phase:02d}-step{self.step:08d}"
+
+
+@dataclass
+class Loaded:
+    position: Position
+    manifest: dict[str, Any]
+    digest: str
+    pieces: dict[tuple[str, str], list[tuple[int, int, Path]]]
+
+    @staticmethod
+    def open(folder: Path, digest: str, share: tuple[int, int] = (0, 1)) -> Loaded:
+        """`share` = (number, of): hashes only every so-manieth piece, where others hash the rest."""
+        try:
+            text = (folder / "manifest.json").read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {error.strerror}; the checkpoint is incomplete") from None
+        if hashlib.sha256(text).hexdigest() != digest:
+            raise CheckpointError(f"{folder / 'manifest.json'} is not the one that was written; it is damaged")
+        manifest = json.loads(text)
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{folder} has format {manifest['format']!r}, not {FORMAT!r}")
+        pieces: dict[tuple[str, str], list[tuple[int, int, Path]]] = {}
+        for number, (name, expected) in enumerate(sorted(manifest["pieces"].items())):
+            path = folder / name
+            try:
+                if number % share[1] == share[0] and hash_of(path) != expected:
+                    raise CheckpointError(f"{path} is damaged: its hash is not the one in the manifest")
+                _list(path, pieces)
+            except (OSError, SafetensorError, ValueError) as error:
+                raise CheckpointError(f"{path} is missing or damaged ({error})") from None
+        return Loaded(Position(manifest["phase"], manifest["step"]), manifest, digest, pieces)
+
+    def names(self, kind: str) -> list[str]:
+        return [parameter for found, parameter in self.pieces if found == kind]
+
+    def read(self, kind: str, parameter: str, start: int, length: int) -> Tensor:
+        """Elements [start, start + length), put together from the pieces that hold them."""
+        out = torch.empty(length)
+        covered = 0
+        for piece_start, size, path in self.pieces.get((kind, parameter), []):
+            low, high = max(start, piece_start), min(start + length, piece_start + size)
+            if low >= high:
+                continue
+            with safe_open(str(path), framework="pt") as file:
+                stored = file.get_slice(f"{kind}|{parameter}|{piece_start}")
+                out[low - start : high - start] = stored[low - piece_start : high - piece_start]
+            covered += high - low
+        if covered != length:
+            raise CheckpointError(f"the checkpoint holds {covered} of {length} elements of {parameter} ({kind})")
+        return out
+
+    def state_dict(self, like: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The whole model, shaped as `like`; refuses a model with other names."""
+        stored = {*self.names(WEIGHTS), *self.names(FIXED)}
+        if stored != set(like):
+            odd = sorted(stored ^ set(like))[:3]
+            raise CheckpointError(f"the checkpoint is of another model: {', '.join(odd)} … stand on one side only")
+        kinds = {name: WEIGHTS for name in self.names(WEIGHTS)} | {name: FIXED for name in self.names(FIXED)}
+        return {n: self.read(kinds[n], n, 0, t.numel()).view(t.shape).to(t.dtype) for n, t in like.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every tensor with the shape that it was saved with; for handing weights to another model."""
+        trained = set(self.names(WEIGHTS))
+        return {name: self.whole(WEIGHTS if name in trained else FIXED, name) for name in self.manifest["shapes"]}
+
+    def whole(self, kind: str, name: str) -> Tensor:
+        """A tensor in its shape, of the weights or of what the optimizer keeps beside them."""
+        shape = self.manifest["shapes"][name]
+        return self.read(kind, name, 0, torch.Size(shape).numel()).view(shape)
+
+    def restore_optimizer(self, engine: ShardedEngine) -> None:
+        engine.set_optimizer_step(self.manifest["optimizer_step"])
+        for shard in engine.shards():
+            for kind, tensor in shard.state.items():
+                for fragment in shard.fragments:
+                    stored = self.read(kind, fragment.name, fragment.start, fragment.length)
+                    fragment.of(tensor).copy_(stored)
+
+
+def hash_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _list(path: Path, pieces: dict[tuple[str, str], list[tuple[int, int, Path]]]) -> None:
+    with safe_open(str(path), framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 (a safe_open is not iterable)
+            kind, parameter, start = key.split("|")
+            length = file.get_slice(key).get_shape()
+            size = length[0] if length else 1
+            pieces.setdefault((kind, parameter), []).append((int(start), size, path))
