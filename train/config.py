@@ -38,6 +38,9 @@ class Offload(Section):
 
     device: Literal["cpu"] = "cpu"
     pin_memory: bool = False
+    adam: Literal["torch", "deepspeed"] = Field(
+        default="torch", description="deepspeed: AdamW by the kernel of DeepSpeedCPUAdam, compiled at the first run."
+    )
 
 
 class ZeroOptimization(Section):
@@ -123,6 +126,17 @@ class Config(Section):
                 f"run.clip_engine = {self.run.clip_engine!r} needs whole weights on every rank, which ZeRO-3 has not; "
                 "use 'book-keeping' or another stage"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _kernel_fits(self) -> Config:
+        offload = self.zero_optimization.offload_optimizer
+        for phase in self.phases if offload is not None and offload.adam == "deepspeed" else ():
+            if phase.optimizer.type != "AdamW" or phase.optimizer.params.noise_floor is not None:
+                raise ValueError(
+                    "zero_optimization.offload_optimizer.adam = 'deepspeed' is plain AdamW, which phase "
+                    f"{phase.name!r} does not use; set it to 'torch'"
+                )
         return self
 
     def digest(self, phase: int, contents: dict[str, str]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, nn
 
 from data.batches import MicroBatch
@@ -24,6 +25,7 @@ from train.engine import Applied, Observation, Shard
 from train.forward import PlainForward, PrivateForward
 from train.fragment import Fragment
 from train.gradient import Update, UpdateError
+from train.optim_adaptive import AdamW, Kernel
 from train.optim_flat import FlatOptimizer
 from train.process import describe_process
 from train.ranks import Ranks
@@ -86,6 +88,8 @@ class DeepSpeedEngine:
         self._require_own_optimizer()
         self._layout = self._map()
         optimizer.bind(self._layout, self._add_up if zero.stage else None)
+        if zero.offload_optimizer is not None and zero.offload_optimizer.adam == "deepspeed":
+            optimizer.kernel = _cpu_adam(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before_optimizer_step)
 
     def _announce_taps(self, forward: PrivateForward) -> None:
@@ -246,5 +250,22 @@ def deepspeed_config(zero: ZeroOptimization, micro_batch: int) -> dict[str, Any]
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000_000,
-        "zero_optimization": zero.model_dump(exclude_none=True) | (STAGE_3 if zero.stage == 3 else {}),
+        "zero_optimization": zero.model_dump(exclude_none=True, exclude={"offload_optimizer": {"adam"}})
+        | (STAGE_3 if zero.stage == 3 else {}),
     }
+
+
+def _cpu_adam(optimizer: AdamW) -> Kernel:
+    """DeepSpeedCPUAdam's kernel on stretches of our flat tensors, so that rates and decay may differ among them."""
+    params = optimizer.params
+    stock = DeepSpeedCPUAdam([torch.zeros(1)], betas=params.betas, eps=params.eps, bias_correction=params.bias_correction)
+
+    def update(
+        weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: int, rate: float, decay: float
+    ) -> None:  # fmt: skip
+        stock.ds_opt_adam.adam_update(
+            stock.opt_id, step, rate, *params.betas, params.eps, decay, params.bias_correction,
+            weights, gradient, first, second,
+        )  # fmt: skip
+
+    return update

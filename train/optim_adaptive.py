@@ -7,7 +7,7 @@ algorithm 2; DP-AdamBC: Tang et al. (2312.14334). Everything here acts on a grad
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from train.optim_flat import Flat, FlatOptimizer, Stretch
 from train.optim_policy import Policy
 from train.optim_settings import OptimizerParams
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float], None]
+"""Weights, gradient, both moments, step, learning rate, weight decay: one step of AdamW in place, by other means."""
 
 
 class AdamW(FlatOptimizer):
@@ -27,6 +31,7 @@ class AdamW(FlatOptimizer):
         gradient_noise: float,
     ) -> None:  # fmt: skip
         self.params = params
+        self.kernel: Kernel | None = None
         self._noise_variance = gradient_noise**2
         super().__init__(parameters, policies, params.ema_decay)
 
@@ -35,6 +40,9 @@ class AdamW(FlatOptimizer):
             for stretch in flat.stretches:
                 rate, decay = flat.learning_rate * stretch.policy.learning_rate, stretch.policy.weight_decay
                 for weights, gradient, (first, second) in flat.chunks(stretch):
+                    if self.kernel is not None:
+                        self.kernel(weights, gradient, first, second, flat.step, rate, decay)
+                        continue
                     self._observe(gradient, first, second)
                     direction = self._direction(first, second, flat.step)
                     weights.mul_(1.0 - rate * decay).sub_(direction, alpha=rate)

@@ -150,13 +150,13 @@ def textbook(kind: str, precision: str, world: int) -> dict[str, Tensor]:
     return optimizer.weights
 
 
-def sharded(ranks, stage: int, kind: str, precision: str, offload: bool = False) -> dict[str, Tensor]:
+def sharded(ranks, stage: int, kind: str, precision: str, offload: str | None = None) -> dict[str, Tensor]:
     model = build(SHAPE, "caption")
     optimizer = make_optimizer(OPTIMIZERS[kind], model.named_parameters(), 0.0)
     clip = BookKeepingClip(ClipRule("flat", C, 0.0), precision)  # pyright: ignore[reportArgumentType]
     zero = ZeroOptimization(stage=stage, stage3_param_persistence_threshold=0 if stage == 3 else None)  # pyright: ignore[reportArgumentType]
-    if offload:
-        zero = zero.model_copy(update={"offload_optimizer": Offload()})
+    if offload is not None:
+        zero = zero.model_copy(update={"offload_optimizer": Offload(adam=offload)})  # pyright: ignore[reportArgumentType]
     engine = DeepSpeedEngine(PrivateForward(model, clip), optimizer, zero, MICRO_BATCH, ranks)
     for step in STEPS:
         for row in slots(drawn(step), ranks.rank, ranks.world, MICRO_BATCH):
@@ -175,9 +175,10 @@ def main() -> None:
         for kind in OPTIMIZERS:
             expected = textbook(kind, precision, ranks.world) if ranks.main else initial
             moved = sum(float((expected[name] - initial[name]).square().sum()) for name in initial) ** 0.5
-            layouts = [(stage, False) for stage in (0, 1, 2, 3)]
+            layouts: list[tuple[int, str | None]] = [(stage, None) for stage in (0, 1, 2, 3)]
             if "--offload" in sys.argv and kind in ("AdamW", "LAMB") and precision == "fp32":
-                layouts += [(stage, True) for stage in (1, 2, 3)]
+                layouts += [(stage, "torch") for stage in (1, 2, 3)]
+                layouts += [(stage, "deepspeed") for stage in (1, 2, 3) if kind == "AdamW"]
             for stage, offload in layouts:
                 found = sharded(ranks, stage, kind, precision, offload)
                 apart = sum(float((found[name] - expected[name]).square().sum()) for name in initial) ** 0.5

@@ -13,6 +13,13 @@ MOST = {"AdamW": 1e-6, "SGD": 1e-6, "LAMB": 1e-4, "LARS": 1e-4}
 # The last bit of an fp32 weight may lie at the edge between two bf16 numbers; what then differs grows by the ratios.
 MOST_IN_BF16 = MOST | {"LAMB": 1e-3, "LARS": 1e-3}
 
+# DeepSpeedCPUAdam holds betas and their powers in fp32.
+MOST_BY_KERNEL = 1e-4
+
+
+def by_kernel(result: dict[str, Any]) -> bool:
+    return result["offload"] == "deepspeed"
+
 
 def launched(world: int) -> dict[str, Any]:
     offload = ["--offload"] if world == 3 else []  # DeepSpeed compiles an operation for it, about a minute
@@ -26,13 +33,14 @@ def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> 
     assert any(len(set(step)) > 1 for step in counts) or world == 1, "ranks must have had uneven counts"
     assert any(sum(step) == 0 for step in counts), "an empty draw is among the steps"
     results = found["results"]
-    assert len(results) == 4 * 2 * 4 + (2 * 3 if world == 3 else 0)
+    assert len(results) == 4 * 2 * 4 + (3 * 3 if world == 3 else 0)
     assert all(result["world"] == world for result in results)
     for result in results:
         most = MOST if result["precision"] == "fp32" else MOST_IN_BF16
-        assert result["drift"] <= most[result["optimizer"]], result
+        assert result["drift"] <= (MOST_BY_KERNEL if by_kernel(result) else most[result["optimizer"]]), result
     # Whatever the optimizer and the rounding: the stages do not differ among themselves.
     for optimizer in MOST:
         for precision in ("fp32", "bf16"):
-            drifts = {r["drift"] for r in results if (r["optimizer"], r["precision"]) == (optimizer, precision)}
+            same = [r for r in results if (r["optimizer"], r["precision"]) == (optimizer, precision)]
+            drifts = {r["drift"] for r in same if not by_kernel(r)}
             assert max(drifts) - min(drifts) <= 1e-9, (optimizer, precision)
