@@ -89,6 +89,7 @@ class DeepSpeedEngine:
         self._layout = self._map()
         optimizer.bind(self._layout, self._add_up if zero.stage else None)
         if zero.offload_optimizer is not None and zero.offload_optimizer.adam == "deepspeed":
+            assert isinstance(optimizer, AdamW), "the config refuses that kernel for other optimizers"
             optimizer.kernel = _cpu_adam(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before_optimizer_step)
 
@@ -258,7 +259,7 @@ def deepspeed_config(zero: ZeroOptimization, micro_batch: int) -> dict[str, Any]
 def _cpu_adam(optimizer: AdamW) -> Kernel:
     """DeepSpeedCPUAdam's kernel on stretches of our flat tensors, so that rates and decay may differ among them."""
     params = optimizer.params
-    stock = DeepSpeedCPUAdam([torch.zeros(1)], betas=params.betas, eps=params.eps, bias_correction=params.bias_correction)
+    stock = DeepSpeedCPUAdam([torch.zeros(1)], betas=params.betas, eps=params.eps)
 
     def update(
         weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: int, rate: float, decay: float

@@ -16,7 +16,6 @@ from train.optim_flat import Flat, FlatOptimizer, Stretch
 from train.optim_policy import Policy
 from train.optim_settings import OptimizerParams
 
-
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float], None]
 """Weights, gradient, both moments, step, learning rate, weight decay: one step of AdamW in place, by other means."""
 
