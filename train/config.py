@@ -59,7 +59,9 @@ class ZeroOptimization(Section):
 
 
 class Run(Keeping):
-    engine: Literal["deepspeed"] = "deepspeed"
+    engine: Literal["deepspeed", "fsdp2"] = Field(
+        default="deepspeed", description="fsdp2: PyTorch's fully_shard; `zero_optimization` then says nothing."
+    )
     clip_engine: Literal["book-keeping", "reference", "opacus"] = Field(
         default="book-keeping", description="The other two hold a gradient per record: for checking small models."
     )
@@ -119,14 +121,24 @@ class Config(Section):
                     f"phase {phase.name!r} carries optimizer state over, but no phase before it trained the same "
                     "weights with the same type of optimizer"
                 )
-            if phase.mixing is not None and self.zero_optimization.stage == 3:
-                raise ValueError(f"phase {phase.name!r} has `mixing`, which needs whole weights; use a stage below 3")
-        if self.zero_optimization.stage == 3 and self.run.clip_engine != "book-keeping":
+            if phase.mixing is not None and self._shards_weights():
+                raise ValueError(
+                    f"phase {phase.name!r} has `mixing`, which needs whole weights; use DeepSpeed at a stage below 3"
+                )
+        if self._shards_weights() and self.run.clip_engine != "book-keeping":
             raise ValueError(
-                f"run.clip_engine = {self.run.clip_engine!r} needs whole weights on every rank, which ZeRO-3 has not; "
-                "use 'book-keeping' or another stage"
+                f"run.clip_engine = {self.run.clip_engine!r} needs whole weights on every rank, which ZeRO-3 and FSDP2 "
+                "have not; use 'book-keeping', or DeepSpeed at another stage"
+            )
+        if self.run.engine == "fsdp2" and self.zero_optimization.offload_optimizer is not None:
+            raise ValueError(
+                "FSDP2 keeps optimizer state on the device; leave zero_optimization.offload_optimizer out, "
+                'or set run.engine to "deepspeed"'
             )
         return self
+
+    def _shards_weights(self) -> bool:
+        return self.run.engine == "fsdp2" or self.zero_optimization.stage == 3
 
     @model_validator(mode="after")
     def _kernel_fits(self) -> Config:
@@ -142,7 +154,7 @@ class Config(Section):
     def digest(self, phase: int, contents: dict[str, str]) -> str:
         """Identity of everything that shapes what a phase releases: replay is allowed only while it stands.
 
-        `contents` holds digests in the place of paths. World size, ZeRO settings and book-keeping do not shape it.
+        `contents` holds digests in the place of paths. World size, engine and ZeRO settings do not shape it.
         """
         places = {"path": True, "tokenizer": True, "reading": True}
         out = {"data": places, "mixing": {"data": places}, "features": {"folder"}}

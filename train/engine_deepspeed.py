@@ -27,7 +27,7 @@ from train.fragment import Fragment
 from train.gradient import Update, UpdateError
 from train.optim_adaptive import AdamW, Kernel
 from train.optim_flat import FlatOptimizer
-from train.process import describe_process
+from train.process import describe_process, say_what_compiles
 from train.ranks import Ranks
 from train.shard_map import (
     partitioned_parameters,
@@ -47,6 +47,7 @@ STAGE_3 = {"sub_group_size": 1 << 40, "memory_efficient_linear": False}
 def start_ranks(timeout_seconds: int = 1800) -> Ranks:
     """Joins the process group that the launcher describes; alone, without one, a group of one is made."""
     device = describe_process()
+    say_what_compiles()
     deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_seconds), verbose=False)
     return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
 

@@ -39,8 +39,6 @@ def describe_process() -> torch.device:
         # Without this, every rank starts one thread per core and they fight; torchrun pins each to one thread.
         here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
-    if os.environ["RANK"] == "0" and not _compiled_before():
-        print("DeepSpeed compiles one small operation now (about 50 s, once per machine) …", flush=True)
     return torch.device("cpu")
 
 
@@ -48,6 +46,12 @@ def _free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def say_what_compiles() -> None:
+    """Before DeepSpeed joins ranks on a CPU."""
+    if not torch.cuda.is_available() and os.environ["RANK"] == "0" and not _compiled_before():
+        print("DeepSpeed compiles one small operation now (about 50 s, once per machine) …", flush=True)
 
 
 def _compiled_before() -> bool:

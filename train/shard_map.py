@@ -5,17 +5,24 @@ every parameter into equal parts, one per rank, and lays a rank's parts into one
 semi-private, so they are read here alone and checked against the weights before anything uses them. (Two parameters
 with equal sizes and weights could still be confounded; the engine compares gradients at every step, which they do not
 share.) Supported and tested: DeepSpeed 0.19.8 (the range is in pyproject.toml).
+
+FSDP2 cuts every parameter along its first dimension and moves no gradient of a private phase, so its map is proved
+once and for all: each element gets a number, and what layers gather must count through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from train.fragment import Fragment
+
+# fp32 holds every integer below it.
+DIGIT = 1 << 24
 
 
 class ShardMapError(RuntimeError):
@@ -75,3 +82,58 @@ def prove_slice(flat: Tensor, fragments: list[Fragment], trainable: Mapping[str,
             raise ShardMapError(
                 f"{fragment.name}: its shard does not hold its weights; the layout is not the known one"
             )
+
+
+def row_slices(
+    locals_: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], rank: int, world: int
+) -> dict[int, tuple[Tensor, list[Fragment]]]:
+    """FSDP2: rank r holds the rows from r·⌈rows / world⌉ on, as many again or what is left; maybe none."""
+    layout: dict[int, tuple[Tensor, list[Fragment]]] = {}
+    for index, (name, local) in enumerate(locals_.items()):
+        rows, *row = shapes[name]
+        most = -(-rows // world)
+        first = min(rank * most, rows)
+        if local.shape != (min(most, rows - first), *row) or not local.is_contiguous():
+            raise ShardMapError(
+                f"{name}: rank {rank} holds {list(local.shape)} of {list(shapes[name])}, which is not the known layout"
+            )
+        start = first * torch.Size(row).numel()
+        fragments = [Fragment(name, index, start, local.numel(), 0)] if local.numel() else []
+        layout[id(local)] = (local, fragments)
+    return layout
+
+
+@torch.no_grad()
+def prove_numbering(
+    layout: Mapping[int, tuple[Tensor, Sequence[Fragment]]],
+    sizes: Mapping[str, int],
+    gathered: Callable[[], Iterable[tuple[str, Tensor]]],
+) -> None:
+    """Numbers all elements of all shards through, and looks at the whole parameters that layers are given.
+
+    In two passes, for numbers of two digits. The weights are put back; every rank comes to the same verdict.
+    """
+    first = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    kept = [flat.clone() for flat, _ in layout.values()]
+    wrong: set[str] = set(sizes)
+    try:
+        for digit in (0, 1):
+            for flat, fragments in layout.values():
+                for f in fragments:
+                    f.of(flat).copy_(_digits(first[f.name] + f.start, f.length, digit))
+            seen = {name for name, whole in gathered() if name in sizes and _counts(whole, first[name], digit)}
+            wrong = set(sizes) - seen if digit == 0 else wrong | (set(sizes) - seen)
+    finally:
+        for (flat, _), weights in zip(layout.values(), kept, strict=True):
+            flat.copy_(weights)
+    if wrong:
+        raise ShardMapError(f"{min(wrong)}: what layers are given is not what the shards hold, in the known order")
+
+
+def _counts(whole: Tensor, first: int, digit: int) -> bool:
+    return torch.equal(whole.detach().reshape(-1).cpu(), _digits(first, whole.numel(), digit))
+
+
+def _digits(start: int, length: int, digit: int) -> Tensor:
+    numbers = torch.arange(start, start + length)
+    return (numbers // DIGIT if digit else numbers % DIGIT).float()

@@ -179,7 +179,7 @@ def test_a_misspelt_key_is_refused_at_every_level(loaded: Callable[..., Config],
 
 def test_a_key_like_no_other_gets_the_known_ones(loaded: Callable[..., Config]) -> None:
     message = refusal(loaded, put("phases.1.privacy.clip.zzz", 1))
-    assert "unknown key 'phases.1.privacy.clip.zzz'; known here: gamma, groups, kind, norm" in message
+    assert "unknown key 'phases.1.privacy.clip.zzz'; known here: adaptive, gamma, groups, kind, norm" in message
 
 
 FAULTS: list[tuple[str, Any, str]] = [
@@ -270,7 +270,15 @@ def test_what_is_missing_is_named(loaded: Callable[..., Config], key: str, messa
         ([put("phases.1.name", "warm")], "two phases have the same name"),
         (
             [put("zero_optimization.stage", 3), put("run.clip_engine", "reference")],
-            "needs whole weights on every rank, which ZeRO-3 has not",
+            "needs whole weights on every rank, which ZeRO-3 and FSDP2 have not",
+        ),
+        (
+            [put("run.engine", "fsdp2"), put("run.clip_engine", "reference")],
+            "needs whole weights on every rank, which ZeRO-3 and FSDP2 have not",
+        ),
+        (
+            [put("run.engine", "fsdp2"), put("zero_optimization.offload_optimizer", {"device": "cpu"})],
+            "FSDP2 keeps optimizer state on the device",
         ),
         (
             [put("phases.0.evaluation", {"path": "x", "zero_shot": {"axes": {"a": ["b"]}}})],
@@ -410,7 +418,7 @@ SHAPES_NOT: list[tuple[str, Any]] = [
     ("zero_optimization.stage", 2), ("zero_optimization.reduce_bucket_size", 1000), ("run.checkpoint_every", 3),
     ("run.log_every", 1), ("run.keep_checkpoints", 5), ("run.dir", "/elsewhere"), ("run.keep_key", True),
     ("about.cost", "more"), ("phases.1.data.path", "moved"), ("phases.1.data.tokenizer", "moved.json"),
-    ("phases.1.evaluation.records", 5), ("steps_per_print", 5),
+    ("phases.1.evaluation.records", 5), ("steps_per_print", 5), ("run.engine", "fsdp2"),
 ]  # fmt: skip
 
 
