@@ -62,10 +62,10 @@ def _run(arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase]
 
     quiet_libraries()
     # Heavy imports only now: bad input is answered in a second.
-    from train.engine_deepspeed import start_ranks
+    from train.engines import start_ranks
     from train.run import run_all
 
-    ranks = start_ranks()
+    ranks = start_ranks(config)
     root = run_dir_of(config, arguments.config)
     leave(_guarded(lambda: run_all(arguments, config, phases, root, ranks), ranks.main))
 

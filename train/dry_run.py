@@ -12,6 +12,7 @@ from data.tar import ShardError
 from model.build import build
 from train.config import Config, Phase
 from train.config_data import SyntheticData
+from train.engines import describe_engine
 from train.recipe import RecipeError, clip_rule, make_plan, planned_epsilon, resolve_shape
 
 GIB = 2**30
@@ -22,6 +23,7 @@ def dry_run(config: Config) -> str:
     shape = resolve_shape(config)
     lines = ["resolved config:", json.dumps(config.model_dump(by_alias=True, exclude_none=True), indent=2)]
     lines += ["", "resolved model:", json.dumps(asdict(shape), indent=2)]
+    lines += ["", f"engine: {describe_engine(config)}"]
     for number, phase in enumerate(config.phases):
         model = build(shape, phase.objective, device="meta")
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -75,13 +77,14 @@ def _memory(config: Config, phase: Phase, trainable: int) -> str:
     """Of every rank, and split over N ranks; activations apart.
 
     Weights and the gradient that is handed over are fp32, the totals of clipped gradients fp64. Sharded, the optimizer
-    keeps a master copy; ZeRO-3 splits the weights and their gradient, too.
+    keeps a master copy, but not under FSDP2; ZeRO-3 and FSDP2 split the weights and their gradient, too.
     """
-    stage = config.zero_optimization.stage
+    fsdp = config.run.engine == "fsdp2"
+    stage = 3 if fsdp else config.zero_optimization.stage
     moments = MOMENTS[phase.optimizer.type] + (4 if phase.optimizer.params.ema_decay is not None else 0)
     sums = 8 if phase.privacy is not None else 0
     fixed = (0 if stage == 3 else 8) + sums + (0 if stage else moments)
-    split = (moments + 4 if stage else 0) + (8 if stage == 3 else 0)
+    split = (moments + (0 if fsdp else 4) if stage else 0) + (8 if stage == 3 else 0)
     text = f"{fixed * trainable / GIB:.2f} GiB + {split * trainable / GIB:.2f} GiB/N for weights, gradients, "
     text += "fp64 sums and optimizer" if sums else "optimizer"
     if phase.privacy is not None and config.run.clip_engine != "book-keeping":

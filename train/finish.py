@@ -22,6 +22,7 @@ from train.board import Board
 from train.checkpoint import Loaded
 from train.clip_rule import MOST_ALLOWANCE
 from train.config import Config
+from train.engines import describe_engine
 from train.recipe import ReadyPhase
 from train.report import outcomes, read_curves, write_report
 from train.run_dir import RunDir
@@ -53,6 +54,7 @@ def finish(
             if phase.private
             for other in siblings(phase.index.folder, journal.ledger.entries[0].hash)
         ],
+        "engine": describe_engine(config),
         "machine": "cuda" if torch.cuda.is_available() else "cpu (gloo); not yet proved on GPUs with NCCL",
         "hashes": {
             "config_sha256": hashlib.sha256(identity).hexdigest(),

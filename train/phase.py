@@ -23,7 +23,7 @@ from train.board import Board, Pace
 from train.checkpoint import Checkpoints, Loaded
 from train.clip_engines import make_clip
 from train.config import Config
-from train.engine_deepspeed import DeepSpeedEngine
+from train.engines import make_engine, replicated
 from train.forward import PlainForward, PrivateForward
 from train.metrics import MetricRelease
 from train.noise import Noise, NoiseMechanism
@@ -76,15 +76,13 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     segment = ranks.on_main(lambda: _segment(run, phase, done)) if plan else None
     derive = partial(_derive, run.key, number, segment)
     micro_batch = config.train_micro_batch_size_per_gpu
-    replicated = config.zero_optimization.stage == 0
     clip = None
     if plan is not None and settings.privacy is not None:
         clip = make_clip(config.run, clip_rule(settings.privacy, plan, micro_batch))
-    engine = DeepSpeedEngine(
+    engine = make_engine(
+        config,
         PrivateForward(model, clip) if clip else PlainForward(model, config.run.precision),
         make_optimizer(settings.optimizer, model.named_parameters(), plan.noise_std / plan.divisor if plan else 0.0),
-        config.zero_optimization,
-        micro_batch,
         ranks,
     )
     reader = BatchReader(
@@ -99,7 +97,7 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     ahead: NoiseAhead | None = None
     if plan is not None and clip is not None:
         report = self_test(
-            engine, clip, _noise(config, derive("self-test"), plan), replicated, phase.shape,
+            engine, clip, _noise(config, derive("self-test"), plan), replicated(config), phase.shape,
             settings.objective, micro_batch, ranks,
         )  # fmt: skip
         run.board.say(
@@ -132,7 +130,7 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
             learning_rate=lambda t: learning_rate(settings.schedule, settings.steps, t),
             ranks=ranks, board=run.board, pace=pace, checkpoints=run.checkpoints,
             checkpoint_every=config.run.checkpoint_every, checkpoint_lag=config.run.checkpoint_lag,
-            log_every=config.run.log_every, replicated=replicated,
+            log_every=config.run.log_every, replicated=replicated(config),
             evaluator=evaluator, clip_bound=clip.rule.bound if clip else None,
             header=lambda: _header(run, phase),
             checkpointed=lambda t, digest: run.writer.checkpointed(number, t, digest),
