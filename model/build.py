@@ -23,6 +23,7 @@ from model.settings import ModelSettings, SettingsError, Shape
 Objective = Literal["mae", "caption", "classify"]
 Model = Encoder | Classifier
 ENCODER_PREFIXES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.")
+TYPE_TOKEN = "encoder_image_type_embedding"  # of captioners: a vector added to all tokens of the encoder
 
 
 Device = str | torch.device
@@ -96,7 +97,9 @@ def initialise(model: nn.Module, seed: int) -> None:
     tokens = [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]
     for name, tensor in tokens:
         learned = name == "pos_embed" and isinstance(tensor, nn.Parameter)
-        if learned or name in {"cls_token", "mask_token"} or name.endswith("_type_embedding"):
+        # The encoder's type token stays zero: a captioner starts with the encoder that a masked autoencoder left.
+        drawn = name.endswith("_type_embedding") and name != TYPE_TOKEN
+        if learned or drawn or name in {"cls_token", "mask_token"}:
             normal_draw(tensor, seed, name)
     if isinstance(model, Classifier):
         head = model.shape.head
@@ -117,7 +120,8 @@ def _generator(seed: int, name: str) -> torch.Generator:
 def take_encoder(source_state: Mapping[str, Tensor], target: nn.Module) -> list[str]:
     """Copy the encoder's tensors from a state dict into `target`; return the names copied, in order.
 
-    Nothing is copied unless everything fits: same names on both sides, same shapes.
+    Nothing is copied unless everything fits: same names on both sides, same shapes. A captioner's type token is added
+    to the positions: with them it does the same, and every other model has positions.
     """
     own = dict(target.named_parameters()) | dict(target.named_buffers())
     wanted = {name: tensor for name, tensor in own.items() if name.startswith(ENCODER_PREFIXES)}
@@ -143,4 +147,8 @@ def take_encoder(source_state: Mapping[str, Tensor], target: nn.Module) -> list[
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.copy_(given[name])
+        if TYPE_TOKEN in own:
+            own[TYPE_TOKEN].zero_()
+        if TYPE_TOKEN in source_state:
+            own["pos_embed"] += source_state[TYPE_TOKEN].to(own["pos_embed"].device)
     return list(wanted)

@@ -1,6 +1,6 @@
 """The image captioner of DP-Cap: vision encoder, causal post-norm text decoder, one loss per caption.
 
-Frozen on purpose: the class token, both type tokens and every position table. Those are the published
+Frozen on purpose: the class token, the type tokens and every position table. Those are the published
 choices (they leave only linear, norm and embedding layers to the clipping engine), and the trainable counts
 of the published table are reached with exactly this set.
 """
@@ -60,6 +60,7 @@ class Decoder(nn.Module):
 class Captioner(Encoder):
     """inputs: `images` [B, 3, H, W] and `tokens` [B, text_length] (start, words, end, PAD…)."""
 
+    encoder_image_type_embedding: Tensor
     decoder_pos_embed: Tensor
     text_decoder_pos_embed: Tensor
     decoder_image_type_embedding: Tensor
@@ -74,10 +75,15 @@ class Captioner(Encoder):
         device = self.cls_token.device
         self.register_buffer("decoder_pos_embed", image_positions(text.width, shape.grid).to(device))
         self.register_buffer("text_decoder_pos_embed", text_positions(text.width, shape.text_length).to(device))
+        self.register_buffer("encoder_image_type_embedding", torch.zeros(1, 1, shape.encoder.width))
         self.register_buffer("decoder_image_type_embedding", torch.zeros(1, 1, text.width))
         self.register_buffer("decoder_text_type_embedding", torch.zeros(1, 1, text.width))
         self.decoder = Decoder(shape)
         self.decoder_pred_text = nn.Sequential(nn.LayerNorm(text.width), nn.Linear(text.width, shape.vocabulary))
+
+    def _embed(self, images: Tensor, kept: Tensor | None) -> Tensor:
+        """Published weights add one fixed vector to all tokens of the encoder; in a fresh model it is zero."""
+        return super()._embed(images, kept) + self.encoder_image_type_embedding
 
     def encode_images(self, images: Tensor) -> Tensor:
         """[B, 1 + patches, decoder width]: what the text decoder attends to; compute once per image."""

@@ -62,7 +62,8 @@ class MaskedAutoencoder(Encoder):
         seen = self.decoder_embed(self.tokens(images, order[:, :keep]))
         batch, width = seen.shape[0], seen.shape[-1]
         hidden = self.mask_token.to(seen.dtype).expand(batch, self.shape.patches - keep, width)
-        x = torch.cat([seen[:, :1], torch.cat([seen[:, 1:], hidden], 1) + self.decoder_pos_embed[0, 1:][order]], 1)
+        table = self.decoder_pos_embed
+        x = torch.cat([seen[:, :1] + table[:, :1], torch.cat([seen[:, 1:], hidden], 1) + table[0, 1:][order]], 1)
         for block in self.decoder_blocks:
             x = block(x)
         return self.decoder_pred(self.decoder_norm(x[:, 1 + keep :]))

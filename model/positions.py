@@ -6,7 +6,10 @@ the trainable counts agree with the published ones (training them by accident is
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -39,3 +42,17 @@ def image_positions(width: int, grid: int) -> Tensor:
     rows = sincos_1d(width // 2, torch.div(index, grid, rounding_mode="floor"))
     table = torch.cat([columns, rows], dim=1)
     return torch.cat([torch.zeros(1, width, device="cpu"), table])[None]
+
+
+def resized(table: Tensor, grid: int) -> Tensor:
+    """A stored image table [1, 1 + g², width] for another grid: its first row as it is, the others interpolated.
+
+    Bicubic, with averaging where the grid shrinks: stored tables may have been trained, so that making a new sin-cos
+    table would not do.
+    """
+    side = math.isqrt(table.shape[1] - 1)
+    if table.dim() != 3 or table.shape[0] != 1 or side * side != table.shape[1] - 1:
+        raise ValueError(f"{list(table.shape)} is no table of positions [1, 1 + rows², width].")
+    patches = table[:, 1:].float().unflatten(1, (side, side)).permute(0, 3, 1, 2)
+    patches = F.interpolate(patches, (grid, grid), mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([table[:, :1].float(), patches.flatten(2).transpose(1, 2)], dim=1).to(table.dtype)

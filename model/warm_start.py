@@ -1,0 +1,81 @@
+"""A model's first weights from a file: this project's export, ViP-MAE, DP-Cap, timm, Hugging Face.
+
+    account = initialise_from(model, path)    # after build, before trainable.select
+    print(account)
+
+The file's kind is known by its names. The encoder must fit the model and is taken whole, with positions interpolated
+where the image size differs; decoder and text parts are taken where they fit, and keep their initial values otherwise.
+Nothing in the model changes if anything is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from model.account import Account, WeightsError
+from model.foreign import bit_pieces, hf_pieces, timm_pieces
+from model.pieces import Pieces, fill_start, same_names
+from model.released import TEXT_EMBEDDING, dpcap_pieces, vip_mae_pieces
+from model.trainable import DOWN, merged
+from model.weight_files import export_note, flat, read_weights
+
+HEAD = ("head.weight", "head.bias")
+OWN = "this project's export"
+
+
+def initialise_from(model: nn.Module, path: Path | str, *, take_head: bool | None = None) -> Account:
+    """Fills `model` from a file or an export's folder.
+
+    `take_head`: a classifier's head from the file, if it has as many classes; None takes it from this project's
+    exports alone, since a head of other classes is worse than the one that the settings ask for.
+    """
+    return initialise_with(model, read_weights(path), export_note(path), take_head=take_head)
+
+
+def initialise_with(
+    model: nn.Module, state_dict: Mapping[str, Any], note: Mapping[str, Any] | None = None, *,
+    take_head: bool | None = None,
+) -> Account:  # fmt: skip
+    """The same for a state dict at hand; `note` is the content of an export's `export.json`."""
+    state = flat(state_dict)
+    if any(name.endswith(f".{DOWN}") for name in state):
+        state = merged(state)
+    account, pieces = recognised(state, bool(note))
+    if take_head is False or (take_head is None and account.source != OWN):
+        for name in HEAD:
+            if piece := pieces.pop(name, None):
+                account.add(piece.keys[0], "ignored", piece.tensor, "the head starts as the settings say")
+    shape = getattr(model, "shape", None)
+    if shape is not None and shape.resnet is None and account.source != OWN:
+        account.notes.append(f"{shape.encoder.heads} heads, as the model has; the weights do not tell theirs")
+    fill_start(model, pieces, account)
+    return account
+
+
+def recognised(state: Mapping[str, Tensor], ours: bool = False) -> tuple[Account, Pieces]:
+    """By the names that only one kind has."""
+    if ours or "text_embedding.weight" in state or "body.stem.conv.weight" in state:
+        return Account(OWN), same_names(state)
+    if TEXT_EMBEDDING in state:
+        account = Account("the DP-Cap checkpoint")
+        return account, dpcap_pieces(state, account)
+    if "decoder_pred.weight" in state and "patch_embed.proj.weight" in state:
+        return Account("the ViP-MAE checkpoint"), vip_mae_pieces(state)
+    if any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in state):
+        account = Account("the Hugging Face checkpoint")
+        return account, hf_pieces(state, account)
+    if "stem.conv.weight" in state:
+        account = Account("timm's BiT checkpoint")
+        return account, bit_pieces(state, account)
+    if "patch_embed.proj.weight" in state:
+        account = Account("timm's checkpoint")
+        return account, timm_pieces(state, account)
+    first = ", ".join(list(state)[:3])
+    raise WeightsError(
+        f"the weights ({first}, …) are of no kind that is known; choose this project's export, ViP-MAE, DP-Cap, a "
+        f"plain vision transformer of timm or Hugging Face, or timm's BiT."
+    )

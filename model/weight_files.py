@@ -1,0 +1,95 @@
+"""Weight files to a flat state dict, without running anything that a file may hold.
+
+A pickle is a program. `torch.load(weights_only=True)` runs none of it; of the classes that published checkpoints hold
+beside their weights, only argparse's Namespace is let in, which does nothing but keep values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from model.account import WeightsError
+
+# Where checkpoints keep their weights, and what wrappers put before each name.
+HOLDERS = ("model", "state_dict", "model_state_dict", "module")
+WRAPPERS = ("module.", "_module.", "_orig_mod.", "model.")
+NAMES = ("model.safetensors", "pytorch_model.bin")
+
+
+def read_weights(path: Path | str) -> dict[str, Tensor]:
+    """The state dict in a file of `torch.save` or safetensors, or in a folder that holds `model.safetensors`."""
+    path = Path(path)
+    if path.is_dir():
+        found = [path / name for name in NAMES if (path / name).is_file()]
+        if not found:
+            raise WeightsError(f"{path} holds neither {NAMES[0]} nor {NAMES[1]}; name the file with the weights.")
+        path = found[0]
+    if not path.is_file():
+        raise WeightsError(f"{path} is not there; correct the path of the weights.")
+    return flat(_load(path), str(path))
+
+
+def export_note(path: Path | str) -> dict[str, Any]:
+    """What this project's export says beside its weights (`export.json`); empty for other files."""
+    path = Path(path)
+    note = (path if path.is_dir() else path.parent) / "export.json"
+    try:
+        found = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
+    except ValueError:
+        raise WeightsError(f"{note} is not valid JSON; export the model again.") from None
+    return found if isinstance(found, dict) and {"objective", "shapes"} <= found.keys() else {}
+
+
+def _load(path: Path) -> Any:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except SafetensorError as error:
+        raise WeightsError(f"{path} is no whole safetensors file ({error}); fetch it again.") from None
+    except pickle.UnpicklingError as error:
+        name = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"code ({name.group(1)})" if name else "something that is no plain tensor"
+        raise WeightsError(
+            f"{path} holds {what}, which was not run; save its state dict alone, by torch.save or as safetensors."
+        ) from None
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise WeightsError(f"{path} cannot be read as weights ({reason}); fetch it again.") from None
+
+
+def flat(content: object, where: str = "the checkpoint") -> dict[str, Tensor]:
+    """The state dict in whatever holds it, its names without the prefixes of wrappers."""
+    for _ in range(4):
+        if not isinstance(content, Mapping):
+            raise WeightsError(f"{where} holds a {type(content).__name__} and no state dict; name one that does.")
+        inner = next((content[h] for h in HOLDERS if isinstance(content.get(h), Mapping)), None)
+        if inner is None:
+            break
+        content = inner
+    assert isinstance(content, Mapping)
+    state: dict[str, Tensor] = {}
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise WeightsError(
+                f"{where} has under {str(name)[:80]!r} a {type(value).__name__} where a tensor should be; pass the "
+                f"state dict, or a checkpoint that holds it as 'model'."
+            )
+        state[name] = value
+    if not state:
+        raise WeightsError(f"{where} holds no tensors; name a file with weights.")
+    while prefix := next((w for w in WRAPPERS if all(name.startswith(w) for name in state)), None):
+        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    return state
