@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from data.batches import BatchReader, Fetched, MicroBatch, slots
+from data.batches import Fetched, MicroBatch, slots
 from data.public import PublicEpochs
 from data.sampler import Ids, Sampler
 
@@ -82,6 +82,19 @@ class _Row:
     fetched: Future[Fetched]
 
 
+class Reader(Protocol):
+    """What a loader reads by: records of shards, or rows that were made of them."""
+
+    @property
+    def in_flight(self) -> int: ...
+
+    def fetch(self, ids_row: np.ndarray, step: int) -> Fetched: ...
+
+    def report(self, fetched: Fetched) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Loader(Generic[D]):
     """`step(t)`, or `draw(t)` and then `micro_batches(ids, t)`. Used by one thread; owns the reader it is given.
 
@@ -89,7 +102,7 @@ class Loader(Generic[D]):
     """
 
     def __init__(
-        self, reader: BatchReader, sampler: Sampler[D], rank: int, world: int, micro_batch: int, *,
+        self, reader: Reader, sampler: Sampler[D], rank: int, world: int, micro_batch: int, *,
         last: int, ahead: int | None = None, plan: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:  # fmt: skip
         if ahead is None:

@@ -37,14 +37,24 @@ class PublicEpochs:
         while at < end:
             epoch, start = divmod(at, self.records)
             stop = min(self.records, start + end - at)
-            parts.append(_permuted(np.arange(start, stop, dtype=np.uint64), self.records, self._round_keys(epoch)))
+            parts.append(_permuted(np.arange(start, stop, dtype=np.uint64), self.records, self.round_keys(epoch)))
             at += stop - start
         return np.sort(np.concatenate(parts)).astype(np.int64)
 
-    def _round_keys(self, epoch: int) -> np.ndarray:
+    def round_keys(self, epoch: int) -> np.ndarray:
         name = struct.pack("<Q", epoch)
         seed = hashlib.blake2b(name, key=self._key[:64], digest_size=8 * _ROUNDS, person=b"mur-epochs")
         return np.frombuffer(seed.digest(), dtype="<u8")
+
+
+class Shuffle:
+    """One fixed order of `records` records: `at(places)` says which stand there."""
+
+    def __init__(self, records: int, key: bytes) -> None:
+        self._epochs = PublicEpochs(records, 1, key)
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        return _permuted(places, self._epochs.records, self._epochs.round_keys(0))
 
 
 def _permuted(places: np.ndarray, records: int, keys: np.ndarray) -> np.ndarray:

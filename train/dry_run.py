@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from accounting.accountant import round_up
 from data.index_open import open_index
+from data.split import public_share
 from data.tar import ShardError
 from model.build import build
+from model.trainable import select
 from train.config import Config, Phase
-from train.config_data import SyntheticData
+from train.config_data import CheckpointData, ShardData, SyntheticData
 from train.engines import describe_engine
-from train.recipe import RecipeError, clip_rule, make_plan, planned_epsilon, resolve_shape
+from train.recipe import RecipeError, clip_rule, make_plan, planned_epsilon, resolve_shape, with_steps
 
 GIB = 2**30
 
@@ -25,21 +28,36 @@ def dry_run(config: Config) -> str:
     lines += ["", "resolved model:", json.dumps(asdict(shape), indent=2)]
     lines += ["", f"engine: {describe_engine(config)}"]
     for number, phase in enumerate(config.phases):
-        model = build(shape, phase.objective, device="meta")
-        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         lines += ["", f"phase {number} ({phase.name}, {phase.objective}):"]
-        lines += [f"  parameters    {trainable:,} trainable"]
+        if not phase.trains:
+            lines += [f"  {_without_steps(phase)}"]
+            continue
+        model = build(shape, phase.objective, device="meta")
+        select(model, phase.trainable)
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        lines += [f"  parameters    {trainable:,} trainable ({phase.trainable})"]
         lines += [f"  {text}" for text in _promise(config, number, phase)]
         lines += [f"  memory/rank   {_memory(config, phase, trainable)}"]
     return "\n".join(lines)
 
 
+def _without_steps(phase: Phase) -> str:
+    if isinstance(phase.data, CheckpointData):
+        there = "" if Path(phase.data.path).exists() else "; not at hand, and needed to train"
+        return f"starts from   {phase.data.path}{there}"
+    return f"only measures {phase.evaluation.path if phase.evaluation else ''}"
+
+
 def _promise(config: Config, number: int, phase: Phase) -> list[str]:
+    where = f"phases.{number}"
     if phase.privacy is None:
         marked = "on public data" if phase.data.public else "on data not declared public: the run is NOT PRIVATE"
+        if phase.epochs is not None:
+            phase = with_steps(phase, _records(phase, where)[0], where)
         return [f"non-private   {marked}; batch {phase.batch}, {phase.steps} steps"]
-    where = f"phases.{number}"
     records, source = _records(phase, where)
+    phase = with_steps(phase, records, where)
+    assert phase.privacy is not None
     plan = make_plan(phase, phase.privacy, records, where)
     clip_rule(phase.privacy, plan, config.train_micro_batch_size_per_gpu)
     spent = planned_epsilon(plan)
@@ -62,12 +80,18 @@ def _promise(config: Config, number: int, phase: Phase) -> list[str]:
 def _records(phase: Phase, where: str) -> tuple[int, str]:
     if isinstance(phase.data, SyntheticData):
         return phase.data.records, "made by rule"
+    assert isinstance(phase.data, ShardData)
     try:
-        return open_index(phase.data.path).records, "from the index"
+        whole, source = open_index(phase.data.path).records, "from the index"
     except (ShardError, OSError) as error:
         if phase.data.expected_records is None:
             raise RecipeError(f"{where}.data: {error}; or give expected_records for a dry run") from None
-        return phase.data.expected_records, "expected_records; the data are not at hand"
+        whole, source = phase.data.expected_records, "expected_records; the data are not at hand"
+    if phase.data.public_fraction is None:
+        return whole, source
+    public = public_share(whole, phase.data.public_fraction)
+    part = public if phase.data.public else whole - public
+    return part, f"of {whole:,}, {source}"
 
 
 MOMENTS = {"AdamW": 8, "LAMB": 8, "SGD": 4, "LARS": 4}

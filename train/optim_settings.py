@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from train.section import Section
 
+Carry = Literal["none", "second-moment", "all"]
 OptimizerType = Literal["AdamW", "LAMB", "LARS", "SGD"]
 FOR_ALL = {"weight_decay", "ema_decay", "rules"}
 ADAPTIVE = {"betas", "eps", "bias_correction", "noise_floor"}
@@ -80,7 +81,7 @@ class OptimizerParams(Section):
 class Optimizer(Section):
     type: OptimizerType = "AdamW"
     params: OptimizerParams = OptimizerParams()
-    carry: Literal["none", "second-moment", "all"] = Field(
+    carry: Carry = Field(
         default="none",
         description="State taken over from the phase before. second-moment: as Bu et al. hand AdamW over, with its "
         "first moment zeroed and its step count kept.",
@@ -103,6 +104,7 @@ class Schedule(Section):
 
     peak: float = Field(gt=0, description="Learning rate after the warm-up.")
     warmup: int = Field(default=0, ge=0, description="Steps of linear warm-up; the first step already moves.")
+    warmup_epochs: float | None = Field(default=None, ge=0, description="In the place of `warmup`: in passes.")
     shape: Literal["constant", "linear", "cosine", "inverse-sqrt"] = "cosine"
     end: int | None = Field(
         default=None,
@@ -124,6 +126,8 @@ class Schedule(Section):
 
     @model_validator(mode="after")
     def _goes_up_and_down(self) -> Schedule:
+        if self.warmup_epochs is not None and self.warmup:
+            raise ValueError("the schedule has both warmup and warmup_epochs; give one of them")
         if max(self.start, self.floor) > self.peak:
             raise ValueError("start and floor must not exceed the peak")
         if self.shape_from == "warmup" and self.end is not None and self.end <= self.warmup:

@@ -10,26 +10,31 @@ from dataclasses import dataclass
 from itertools import product
 
 from accounting.accountant import AccountingError, Event, epsilon
-from accounting.calibrate import calibrate_sigma
+from accounting.adaptive import METRIC, SENSITIVITY, AdaptiveError, AdaptiveRule
+from accounting.calibrate import calibrate_sigma, calibrate_steps
 from accounting.plan import PlanError, PlannedMetric, PrivacyPlan, parse_delta, threshold_for
 from data.batches import DataSpec
-from data.folders import FolderIndex
 from data.index import RecordIndex, shared_shard
-from data.index_open import open_index
-from data.synthetic import SyntheticIndex
-from data.tar import ShardError
+from data.split import apart
 from data.text import TextEncoder
 from model.settings import SettingsError, Shape
 from train.clip_rule import ClipError, ClipRule
 from train.config import Config, Phase
-from train.config_data import Data, ShardData, SyntheticData
-from train.config_privacy import Privacy
+from train.config_data import CheckpointData, ReadingSettings, ShardData, SyntheticData
+from train.config_privacy import AdaptiveClip, Privacy
+from train.opening import RecipeError, open_data, open_public, open_records, open_start, open_text
+from train.warm_start import WarmStart
 
-MOST_RECORD_DRIFT = 0.01
-
-
-class RecipeError(ValueError):
-    """A phase cannot run as configured; the message names the key and the mend."""
+__all__ = [
+    "ReadyPhase",
+    "RecipeError",
+    "clip_rule",
+    "make_plan",
+    "planned_epsilon",
+    "prepare",
+    "resolve_shape",
+    "with_steps",
+]
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,11 @@ class ReadyPhase:
     index: RecordIndex
     text: TextEncoder | None
     held_out: RecordIndex | None
+    monitored: RecordIndex | None = None
+    mixed: RecordIndex | None = None
+    """Public records whose gradients are mixed in."""
+    start: WarmStart | None = None
+    """Weights from outside that this phase, or one before it, began with."""
 
     @property
     def name(self) -> str:
@@ -56,17 +66,34 @@ class ReadyPhase:
         found = {"data": self.index.manifest_digest}
         if self.text is not None:
             found["tokenizer"] = self.text.digest
+        if self.mixed is not None:
+            found["mixed"] = self.mixed.manifest_digest
+        if self.start is not None:
+            found["start"] = self.start.digest
+        if self.settings.plateau is not None and self.held_out is not None:
+            found["held_out"] = self.held_out.manifest_digest
         return found
+
+    @property
+    def reading(self) -> ReadingSettings:
+        data = self.settings.data
+        return data.reading if isinstance(data, ShardData | SyntheticData) else ReadingSettings()
 
     def data_spec(self, augment: bool) -> DataSpec:
         masks = self.shape.patches if self.settings.objective == "mae" else 0
-        kind = self.settings.data.augment if augment else "center"
+        data = self.settings.data
+        kind = data.augment if augment and isinstance(data, ShardData | SyntheticData) else "center"
         return DataSpec(image_size=self.shape.image_size, augment=kind, mask_patches=masks)
 
 
 def prepare(config: Config) -> list[ReadyPhase]:
     shape = resolve_shape(config)
-    phases = [_open(config, number, phase, shape) for number, phase in enumerate(config.phases)]
+    phases: list[ReadyPhase] = []
+    start: WarmStart | None = None
+    for number, phase in enumerate(config.phases):
+        if isinstance(phase.data, CheckpointData):
+            start = open_start(phase.data, f"phases.{number}.data")
+        phases.append(_open(number, phase, shape, start))
     _keep_apart(phases)
     return phases
 
@@ -75,16 +102,26 @@ def _keep_apart(phases: list[ReadyPhase]) -> None:
     """What is used as public, in whichever phase, holds no shard of records that a private phase protects."""
     owners = [phase for phase in phases if phase.private]
     for phase in phases:
-        uses = [(f"phases.{phase.number}.evaluation.path", phase.held_out)]
+        uses = [
+            (f"phases.{phase.number}.evaluation.path", phase.held_out),
+            (f"phases.{phase.number}.monitor.path", phase.monitored),
+        ]
         if not phase.private and phase.settings.data.public:
             uses.append((f"phases.{phase.number}.data.path", phase.index))
+        uses.append((f"phases.{phase.number}.mixing.data.path", phase.mixed))
         for (where, index), owner in product(uses, owners):
             shared = shared_shard(owner.index.shards, index.shards) if index else None
-            if shared is not None:
+            if shared is not None and index is not None and not apart(owner.index, index):
                 raise RecipeError(
                     f"{where}: {shared.name} belongs to the private records of phase {owner.name!r}; "
                     "name data that are public"
                 )
+    for phase, owner in product(phases, owners):
+        if phase.start is not None and owner.index.manifest_digest in phase.start.protected:
+            raise RecipeError(
+                f"{phase.start.path} was trained on the private records of phase {owner.name!r}, and what it spent "
+                "would have to be added; go on with that run, or start from other weights"
+            )
 
 
 def resolve_shape(config: Config) -> Shape:
@@ -94,58 +131,37 @@ def resolve_shape(config: Config) -> Shape:
         raise RecipeError(f"model: {error}") from None
 
 
-def _open(config: Config, number: int, phase: Phase, shape: Shape) -> ReadyPhase:
+def _open(number: int, phase: Phase, shape: Shape, start: WarmStart | None) -> ReadyPhase:
     where = f"phases.{number}"
-    index = _open_data(phase.data, shape, f"{where}.data")
-    if phase.objective == "caption" and isinstance(index, FolderIndex):
-        raise RecipeError(
-            f"{where}.data.path holds single images, which have no captions; train with objective 'mae', or put images "
-            "and captions into tar shards"
-        )
-    text = None
-    if phase.objective == "caption" and phase.data.tokenizer is not None:
-        try:
-            text = TextEncoder(phase.data.tokenizer, shape.text_length)
-        except ValueError as error:
-            raise RecipeError(f"{where}.data.tokenizer: {error}") from None
-        if text.vocabulary > shape.vocabulary:
-            raise RecipeError(
-                f"{where}.data.tokenizer has {text.vocabulary} tokens, more than model.vocabulary = "
-                f"{shape.vocabulary}; set model.vocabulary to at least {text.vocabulary}"
-            )
-    held_out = None
-    if phase.evaluation is not None:
-        held_out = _open_index(phase.evaluation.path, f"{where}.evaluation.path")
+    index = open_data(phase, shape, where)
+    text = open_text(phase, shape, where)
+    held_out = open_public(phase.evaluation.path, f"{where}.evaluation.path") if phase.evaluation else None
+    monitored = open_public(phase.monitor.path, f"{where}.monitor.path") if phase.monitor else None
+    mixed = open_records(phase.mixing.data, phase.objective, shape, f"{where}.mixing.data") if phase.mixing else None
     if phase.privacy is None and phase.batch is not None and phase.batch > index.records:
         raise RecipeError(f"{where}.batch = {phase.batch} exceeds the {index.records} records of its data")
-    return ReadyPhase(number, phase, shape, index, text, held_out)
+    phase = with_steps(phase, index.records, where)
+    return ReadyPhase(number, phase, shape, index, text, held_out, monitored, mixed, start)
 
 
-def _open_data(data: Data, shape: Shape, where: str) -> RecordIndex:
-    if isinstance(data, SyntheticData):
-        return SyntheticIndex(data.kind, data.records, data.seed, data.size or shape.image_size)
-    index = _open_index(data.path, f"{where}.path")
-    _check_expected(index, data, where)
-    return index
-
-
-def _open_index(path: str, where: str) -> RecordIndex:
-    try:
-        index = open_index(path)
-        index.check_unchanged()
-        return index
-    except (ShardError, OSError) as error:
-        hint = " (the demo's shards: python launch/prepare.py demo)" if "demo_data" in path else ""
-        raise RecipeError(f"{where}: {error}{hint}") from None
-
-
-def _check_expected(index: RecordIndex, data: ShardData, where: str) -> None:
-    expected = data.expected_records
-    if expected is not None and abs(index.records - expected) > MOST_RECORD_DRIFT * expected:
-        raise RecipeError(
-            f"{where}.expected_records is {expected}, but the index holds {index.records} records, more than 1 % off; "
-            "index the right shards or correct the number"
-        )
+def with_steps(phase: Phase, records: int, where: str) -> Phase:
+    """The phase with its number of steps, however the config gives it; warm-up, too."""
+    steps, schedule = phase.steps, phase.schedule
+    batch = phase.batch or (phase.privacy.expected_batch if phase.privacy else 1)
+    if phase.epochs is not None:
+        steps = math.ceil(phase.epochs * records / batch)
+    elif phase.until_budget and phase.privacy is not None:
+        plan = make_plan(phase.model_copy(update={"steps": 1}), phase.privacy, records, where)
+        try:
+            steps = calibrate_steps(
+                plan.sampling_rate, plan.effective_noise_multiplier, plan.epsilon_budget, plan.delta
+            )
+        except AccountingError as error:
+            raise RecipeError(f"{where}.until_budget: {error}") from None
+    if schedule.warmup_epochs is not None:
+        warmup = round(schedule.warmup_epochs * records / batch)
+        schedule = schedule.model_copy(update={"warmup": warmup, "warmup_epochs": None})
+    return phase.model_copy(update={"steps": steps, "schedule": schedule})
 
 
 def make_plan(
@@ -156,9 +172,14 @@ def make_plan(
         threshold = threshold_for(records, privacy.expected_batch)
         delta = parse_delta(privacy.delta, records)
         metrics = tuple(PlannedMetric(m.name, m.bound, m.bound * m.noise_multiplier) for m in privacy.release)
+        adaptive = None
+        if privacy.clip.adaptive is not None:
+            adaptive = _adaptive(phase, privacy, privacy.clip.adaptive, where)
+            counted = privacy.clip.adaptive.noise_multiplier or privacy.expected_batch / 10
+            metrics += (PlannedMetric(METRIC, SENSITIVITY, SENSITIVITY * counted),)
         fixed = dict(
             records=records, threshold=threshold, clip_norm=privacy.clip.norm, steps=phase.steps, delta=delta,
-            epsilon_budget=privacy.epsilon, metrics=metrics,
+            epsilon_budget=privacy.epsilon, metrics=metrics, adaptive=adaptive,
         )  # fmt: skip
         sigma = privacy.noise_multiplier
         if sigma is None and known is not None and all(getattr(known, k) == v for k, v in fixed.items()):
@@ -167,8 +188,18 @@ def make_plan(
             together = calibrate_sigma(threshold / 2**32, phase.steps, privacy.epsilon, delta)
             sigma = _share_of_gradient(together, metrics)
         return PrivacyPlan(noise_multiplier=sigma, **fixed)  # pyright: ignore[reportArgumentType]
-    except (PlanError, AccountingError) as error:
+    except (PlanError, AdaptiveError, AccountingError) as error:
         raise RecipeError(f"{where}.privacy: {error}") from None
+
+
+def _adaptive(phase: Phase, privacy: Privacy, settings: AdaptiveClip, where: str) -> AdaptiveRule:
+    if phase.optimizer.params.noise_floor is not None:
+        raise RecipeError(
+            f"{where}.optimizer.params.noise_floor takes a constant noise out of the second moment, but with "
+            "privacy.clip.adaptive the noise moves with C; drop one of them"
+        )
+    norm = privacy.clip.norm
+    return AdaptiveRule(settings.quantile, settings.learning_rate, norm / settings.span, norm * settings.span)
 
 
 def _share_of_gradient(together: float, metrics: tuple[PlannedMetric, ...]) -> float:

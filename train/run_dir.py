@@ -60,6 +60,11 @@ class RunDir:
     def stop_file(self) -> Path:
         return self.root / "stop"
 
+    @property
+    def end_file(self) -> Path:
+        """Names phases that are to end before their last step, one a line."""
+        return self.root / "end_phase"
+
     def prepare(self) -> None:
         for folder in (self.public_board, self.private_board, self.public_log.parent, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from train.observed import Observed
 from train.public_eval import PublicEvaluator
 from train.ranks import Ranks
 from train.stop import Stopped
+from train.stop_rules import Ending
 
 
 class Step(Protocol):
@@ -51,6 +52,7 @@ class Trainer:
     spent: Callable[[], float | None]
     budget: float | None
     public_records: bool
+    ending: Ending
     held_back: dict[int, dict[str, float]] = field(default_factory=dict)
     """Noised metrics of steps whose weights are not durable yet: a replay after a change must not release twice."""
     saving: int | None = None
@@ -63,6 +65,10 @@ class Trainer:
         self._settle()
         self.pace.tick()
         for step in range(done + 1, self.steps + 1):
+            if (why := self.ending.reason()) is not None:
+                self.board.say(f"{self.name}  ends after step {step - 1} of {self.steps}: {why}")
+                self._begin(step - 1)
+                break
             rate = self.learning_rate(step)
             try:
                 observed = self.step.run(step, rate)
@@ -114,6 +120,7 @@ class Trainer:
         self.checkpoints.settle(lambda digest: self.checkpointed(step, digest), self.measured)
         for earlier in [each for each in self.held_back if each <= step]:
             self.board.public(self.name, earlier, self.held_back.pop(earlier))
+        self.ending.measured(step, self.measured)
         if self.measured:
             self.board.public(self.name, step, self.measured)
             shown = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in self.measured.items())

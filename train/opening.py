@@ -1,0 +1,99 @@
+"""Opens what a phase's data section names: indexes of records, parts of them, text encoders; faults name the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from data.folders import FolderIndex
+from data.index import RecordIndex
+from data.index_open import open_index
+from data.split import SplitIndex
+from data.synthetic import SyntheticIndex
+from data.tar import ShardError
+from data.text import TextEncoder
+from model.settings import Shape
+from train.config import Phase
+from train.config_data import CheckpointData, Data, HeldOutData, ShardData, SyntheticData
+from train.warm_start import NoRecords, WarmStart, WarmStartError
+
+MOST_RECORD_DRIFT = 0.01
+DEMO = " (the demo's shards: python launch/prepare.py demo)"
+
+
+class RecipeError(ValueError):
+    """A phase cannot run as configured; the message names the key and the mend."""
+
+
+def open_data(phase: Phase, shape: Shape, where: str) -> RecordIndex:
+    data = phase.data
+    if isinstance(data, CheckpointData):
+        return NoRecords(open_start(data, f"{where}.data").digest)
+    if isinstance(data, HeldOutData):
+        return NoRecords("none")
+    return open_records(data, phase.objective, shape, f"{where}.data")
+
+
+def open_start(data: CheckpointData, where: str) -> WarmStart:
+    try:
+        start = WarmStart.at(Path(data.path))
+    except (WarmStartError, OSError) as error:
+        raise RecipeError(f"{where}.path: {error}") from None
+    if data.public and start.undeclared is not None:
+        raise RecipeError(
+            f"{where}.path: these weights come from a run that says {start.undeclared!r}; set {where}.public to false, "
+            "which marks this run alike, or start from others"
+        )
+    return start
+
+
+def open_records(data: Data, objective: str, shape: Shape, where: str) -> RecordIndex:
+    if isinstance(data, SyntheticData):
+        return SyntheticIndex(data.kind, data.records, data.seed, data.size or shape.image_size)
+    assert isinstance(data, ShardData)
+    index = open_public(data.path, f"{where}.path")
+    _check_expected(index, data, where)
+    if objective == "caption" and isinstance(index, FolderIndex):
+        raise RecipeError(
+            f"{where}.path holds single images, which have no captions; train with objective 'mae', or put images "
+            "and captions into tar shards"
+        )
+    if data.public_fraction is None:
+        return index
+    try:
+        return SplitIndex(index, data.public_fraction, data.public)
+    except ValueError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
+def open_public(path: str, where: str) -> RecordIndex:
+    try:
+        index = open_index(path)
+        index.check_unchanged()
+        return index
+    except (ShardError, OSError) as error:
+        raise RecipeError(f"{where}: {error}{DEMO if 'demo_data' in path else ''}") from None
+
+
+def open_text(phase: Phase, shape: Shape, where: str) -> TextEncoder | None:
+    tokenizer = phase.tokenizer
+    if phase.objective != "caption" or tokenizer is None:
+        return None
+    try:
+        text = TextEncoder(tokenizer, shape.text_length)
+    except ValueError as error:
+        raise RecipeError(f"{where}.data.tokenizer: {error}") from None
+    if text.vocabulary > shape.vocabulary:
+        raise RecipeError(
+            f"{where}.data.tokenizer has {text.vocabulary} tokens, more than model.vocabulary = "
+            f"{shape.vocabulary}; set model.vocabulary to at least {text.vocabulary}"
+        )
+    return text
+
+
+def _check_expected(index: RecordIndex, data: ShardData, where: str) -> None:
+    expected = data.expected_records
+    if expected is not None and abs(index.records - expected) > MOST_RECORD_DRIFT * expected:
+        raise RecipeError(
+            f"{where}.expected_records is {expected}, but the index holds {index.records} records, more than 1 % off; "
+            "index the right shards or correct the number"
+        )

@@ -1,0 +1,124 @@
+"""Weights to start from: a run directory or an export of ours, or a file of released weights; and what they carry.
+
+Weights are made from records, too. If a ledger lies beside them, it says which ones: what was trained on records that
+this run protects would have to be added to its epsilon, and is refused. Of other files the config's word is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from accounting.history import History
+from accounting.ledger import LedgerError
+from data.index import Place, Shard
+from model.build import take_encoder
+from model.trainable import merged
+from train.checkpoint import CheckpointError, Loaded
+from train.checkpoint_keep import read_pointer
+from train.run_dir import RunDir
+
+EXPORTED = "model.safetensors"
+
+
+class WarmStartError(ValueError):
+    """The weights cannot be used; the message names the file and the reason."""
+
+
+@dataclass(frozen=True)
+class NoRecords:
+    """Stands where a phase has an index of records and this one has none: it identifies what is there instead."""
+
+    manifest_digest: str
+    folder: Path = Path()
+    shards: Sequence[Shard] = ()
+    records: int = 0
+
+    def locate(self, record: int) -> tuple[Place, int, int]:
+        raise IndexError(f"there is no record {record}: the phase has none")
+
+    def owner(self, record: int) -> str:
+        raise IndexError(f"there is no record {record}: the phase has none")
+
+    def members(self, record: int, raw: bytes) -> dict[str, bytes]:
+        raise IndexError(f"there is no record {record}: the phase has none")
+
+    def check_unchanged(self, *, contents: bool = False) -> None:
+        del contents
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """An identified source of weights: `digest` is that of a file, or of a checkpoint's manifest."""
+
+    path: Path
+    digest: str
+    protected: frozenset[str]
+    """Digests of the records that private phases before these weights protected."""
+    undeclared: str | None
+    """Why its own run was not private by what it trained on; None where nothing of the kind is known."""
+
+    @staticmethod
+    def at(path: Path) -> WarmStart:
+        if not path.exists():
+            raise WarmStartError(f"{path} does not exist; name a run directory, an export, or a file of weights")
+        if path.is_dir() and not (path / EXPORTED).is_file() and not RunDir(path).checkpoints.is_dir():
+            raise WarmStartError(f"{path} holds neither checkpoints nor {EXPORTED}; name a run directory or an export")
+        ledger = path / "ledger.jsonl" if path.is_dir() else path.parent / "ledger.jsonl"
+        protected, undeclared = frozenset[str](), None
+        if ledger.is_file():
+            try:
+                history, _ = History.read(ledger)
+            except LedgerError as error:
+                raise WarmStartError(f"{path}: {error}") from None
+            protected = frozenset(segment.manifest_digest for segment in history.segments)
+            if history.faults or not all(history.nonprivate.values()) or history.run["debug"]:
+                undeclared = history.why_not_private()
+        return WarmStart(path, _digest(path), protected, undeclared)
+
+    def fill(self, model: nn.Module) -> str:
+        """Puts the weights into the model, all of them or the encoder's; says what was taken."""
+        if self.path.is_dir() and not (self.path / EXPORTED).is_file():
+            state = _newest(self.path).weights()
+        elif self.path.is_dir() or self.path.name == EXPORTED:
+            state = load_file(self.path / EXPORTED if self.path.is_dir() else self.path)
+        else:
+            raise WarmStartError(f"{self.path} is no export of ours, and other formats are not read yet")
+        return hand_over(state, model)
+
+
+def hand_over(state: Mapping[str, Tensor], model: nn.Module) -> str:
+    """All tensors where the two models have the same ones, and else the encoder's."""
+    state = merged(state)
+    own = model.state_dict()
+    if state.keys() == own.keys() and all(state[name].shape == own[name].shape for name in own):
+        model.load_state_dict(state)
+        return f"all {len(own)} tensors"
+    try:
+        taken = take_encoder(state, model)
+    except ValueError as error:
+        raise WarmStartError(str(error)) from None
+    return f"the encoder's {len(taken)} tensors of {len(own)}"
+
+
+def _newest(root: Path) -> Loaded:
+    folder = RunDir(root).checkpoints
+    entries = read_pointer(folder / "latest")
+    if not entries:
+        raise WarmStartError(f"{folder} holds no finished checkpoint; name a run that has one")
+    return Loaded.open(folder / entries[0].folder, entries[0].manifest_sha256)
+
+
+def _digest(path: Path) -> str:
+    if path.is_dir() and not (path / EXPORTED).is_file():
+        try:
+            return _newest(path).digest
+        except CheckpointError as error:
+            raise WarmStartError(str(error)) from None
+    with (path / EXPORTED if path.is_dir() else path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
