@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from train.config import Config, run_dir_of
 from train.loading import ConfigError, load
 from train.recipe import ReadyPhase, RecipeError
 
+STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 DONE, BAD_INPUT, BUDGET_SPENT, SELF_TEST_FAILED, REFUSED, RESUME_ME = 0, 2, 3, 4, 5, 75
 
 
@@ -79,7 +81,6 @@ def leave(code: int) -> NoReturn:
 
 def _guarded(act: Callable[[], None], main_rank: bool) -> int:
     """What went wrong, as an exit code and one sentence."""
-    import torch
     from safetensors import SafetensorError
 
     from accounting.accountant import AccountingError
@@ -91,7 +92,7 @@ def _guarded(act: Callable[[], None], main_rank: bool) -> int:
     from train.checkpoint import CheckpointError
     from train.clip_rule import ClipError
     from train.gradient import UpdateError
-    from train.ranks import Disagreement
+    from train.ranks import Disagreement, lost_rank
     from train.self_test import SelfTestError
     from train.shard_map import ShardMapError
     from train.stop import Stopped
@@ -112,14 +113,25 @@ def _guarded(act: Callable[[], None], main_rank: bool) -> int:
     except UnreadableError as error:
         print(f"error: {error}, then start the same command again to go on", file=sys.stderr, flush=True)
         return RESUME_ME
-    except (RecipeError, ShardError, ClipError, AccountingError, CertificateError, SafetensorError, OSError) as error:
+    except (RecipeError, ShardError, ClipError, AccountingError, CertificateError, SafetensorError) as error:
         return complain(error, BAD_INPUT)
+    except OSError as error:
+        return complain(storage_sentence(error), BAD_INPUT)
     except RuntimeError as error:
-        if "gloo" not in str(error).lower() and not isinstance(error, torch.distributed.DistError):
+        if not lost_rank(error):
             raise
         return complain(
             RuntimeError("another rank ended; see its message, then start the same command again"), RESUME_ME
         )
+
+
+def storage_sentence(error: OSError) -> OSError:
+    """What a file system says, with the mend: the ledger and the newest checkpoint were synced before."""
+    if error.errno not in STORAGE:
+        return error
+    mended = OSError(f"{error}; nothing saved is lost: free space or mend the permissions, then start again to go on")
+    mended.__dict__.update(error.__dict__)
+    return mended
 
 
 def complain(error: Exception, code: int) -> int:

@@ -23,7 +23,10 @@ class Keeping(Section):
         description="Also the one with the best of this public metric; the planned budget is claimed then.",
     )
     stall_seconds: float = Field(
-        default=1800.0, gt=0, description="A rank that makes no progress for so long ends the job with exit code 75."
+        default=1200.0,
+        gt=0,
+        le=1700,
+        description="A rank that makes no progress for so long ends the job with exit code 75.",
     )
     stop_after_minutes: float | None = Field(
         default=None, gt=0, description="Save and end with exit code 75 so long after the start."

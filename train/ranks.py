@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from train.watchdog import Pulse, Watchdog
 
 T = TypeVar("T")
 
@@ -27,6 +29,7 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
+    pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
 
     @property
     def main(self) -> bool:
@@ -34,23 +37,27 @@ class Ranks:
 
     def sum(self, value: int) -> int:
         total = torch.tensor(value, dtype=torch.int64, device=self.device)
-        dist.all_reduce(total)
+        with self.pulse.exchange():
+            dist.all_reduce(total)
         return int(total)
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place."""
-        dist.all_reduce(tensor)
+        with self.pulse.exchange():
+            dist.all_reduce(tensor)
         return tensor
 
     def any(self, value: bool) -> bool:
         return self.sum(int(value)) > 0
 
     def barrier(self) -> None:
-        dist.barrier()
+        with self.pulse.exchange():
+            dist.barrier()
 
     def gather(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value)
+        with self.pulse.exchange():
+            dist.all_gather_object(found, value)
         return found
 
     def require_same(self, what: str, value: Any) -> None:
@@ -68,7 +75,19 @@ class Ranks:
                 outcome[0] = act()
             except Exception as error:
                 outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0)
+        with self.pulse.exchange():
+            dist.broadcast_object_list(outcome, src=0)
         if outcome[1] is not None:
             raise spoken_for(outcome[1])
         return outcome[0]
+
+
+def lost_rank(error: BaseException) -> bool:
+    """Whether a collective act failed because another rank is gone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+def watch(ranks: Ranks, stall_seconds: float, ended: Callable[[str], None]) -> Watchdog:
+    """Started; the ranks tell each other that they live through the store in which they found each other."""
+    store = dist.distributed_c10d._get_default_store()  # the only way to it: the process group is not made by us
+    return Watchdog(ranks.rank, ranks.world, ranks.pulse, store, stall_seconds, ended).start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,12 +19,14 @@ from train.checkpoint import CheckpointError, Checkpoints, Keep, Loaded
 from train.config import Config
 from train.finish import finish
 from train.phase import RunContext, declare, train_phase
-from train.ranks import Ranks, spoken_for
+from train.ranks import Ranks, lost_rank, spoken_for, watch
 from train.recipe import ReadyPhase
 from train.run_dir import RunDir
 from train.stop import Stopped, StopRequest
+from train.watchdog import Watchdog
 
 LOCK_WAIT_SECONDS = 60
+RESUME_ME = "stopped, resume me"
 
 
 def run_all(
@@ -59,6 +62,12 @@ def run_all(
     checkpoints = Checkpoints(run_dir.checkpoints, ranks, keep)
     board = Board(run_dir, ranks.main)
     state = {"status": "running"}
+    watchdog: Watchdog | None = None
+
+    def stalled(reason: str) -> None:
+        if ranks.main and journal is not None:
+            run_dir.write_state(run=name, status=RESUME_ME, error=reason, **_where(journal.history))
+
     try:
         if key is None:
             board.say(f"{name} is finished; writing its certificate and report again")
@@ -72,6 +81,7 @@ def run_all(
                 stop=StopRequest(run_dir.stop_file, config.run.stop_after_minutes), checkpoints=checkpoints,
                 new_segment=arguments.new_segment,
             )  # fmt: skip
+            watchdog = watch(ranks, config.run.stall_seconds, stalled)
             for phase in phases:
                 if phase.private:
                     ranks.on_main(lambda phase=phase: declare(context, phase))
@@ -90,14 +100,18 @@ def run_all(
         state = {"status": "budget spent"}
         board.say(f"{error}")
     except Stopped:
-        state = {"status": "stopped, resume me"}
+        state = {"status": RESUME_ME}
         raise
     except BaseException as error:
-        state = {"status": "failed", "error": type(error).__name__}
+        status = RESUME_ME if lost_rank(error) else "failed"
+        state = {"status": status, "error": type(error).__name__}
         raise
     finally:
+        if watchdog is not None:
+            watchdog.stop()
         if ranks.main and journal is not None:
-            run_dir.write_state(run=name, **state, **_where(journal.history))
+            with contextlib.suppress(OSError):  # a full disk has its own error, which this must not hide
+                run_dir.write_state(run=name, **state, **_where(journal.history))
     latest = checkpoints.latest()
     assert latest is not None, "a trained phase ends with a checkpoint"
     if latest.position.phase >= len(phases):

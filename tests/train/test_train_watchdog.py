@@ -1,0 +1,100 @@
+"""A hang ends by itself, with a sentence that names the rank that holds up the others: real processes and store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from train.watchdog import Pulse, Watchdog
+
+STALL = 2.0
+
+
+def waits(pulse: Pulse) -> None:
+    """As in a collective act that the other rank never enters."""
+    with pulse.exchange():
+        time.sleep(60)
+
+
+def reads_without_end(pulse: Pulse) -> None:
+    del pulse
+    time.sleep(60)
+
+
+def is_frozen(pulse: Pulse) -> None:
+    del pulse
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def dies(pulse: Pulse) -> None:
+    del pulse
+    os._exit(0)
+
+
+def works(pulse: Pulse) -> None:
+    """Longer than a stall, with a sign of progress now and then."""
+    for _ in range(12):
+        time.sleep(STALL / 4)
+        with pulse.exchange():
+            pass
+    os._exit(0)
+
+
+def ranks_that(acts: list[Callable[[Pulse], None]], folder: Path) -> tuple[list[int], str]:
+    """Each act is the main thread of a rank. Exit codes (-1: had to be killed), and what was written."""
+    log = folder / "log"
+    pids = []
+    for rank, act in enumerate(acts):
+        pid = os.fork()
+        if pid == 0:
+            sys.stderr = log.open("a")
+            pulse = Pulse()
+            store = dist.FileStore(str(folder / "store"), len(acts))
+            ended = (folder / f"ended{rank}").write_text
+            Watchdog(rank, len(acts), pulse, store, STALL, lambda reason, write=ended: write(reason) and None).start()
+            act(pulse)
+            os._exit(0)
+        pids.append(pid)
+    codes = []
+    for pid, act in zip(pids, acts, strict=True):
+        if act is is_frozen:
+            codes.append(-1)
+            continue
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    for pid, act in zip(pids, acts, strict=True):
+        if act is is_frozen:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return codes, log.read_text() if log.exists() else ""
+
+
+@pytest.mark.parametrize(
+    ("acts", "codes", "said"),
+    [
+        ([waits, reads_without_end], [75, 75], "error (rank 0): no progress for 2 s (run.stall_seconds): rank 1 holds"),
+        ([waits, is_frozen], [75, -1], "rank 1 gave no sign of life; its process or host died, is frozen, or is cut"),
+        ([dies, waits, waits], [0, 75, 75], "error (rank 1): no progress for 2 s (run.stall_seconds): rank 0 gave no"),
+        ([waits, waits], [75, 75], "all ranks wait; the network between them or a device hangs"),
+        ([reads_without_end], [75], "a read, a decoder or the device hangs"),
+    ],
+)  # fmt: skip
+def test_a_hang_ends_with_75_and_names_who_is_to_blame(
+    tmp_path: Path, acts: list[Callable[[Pulse], None]], codes: list[int], said: str
+) -> None:
+    found, log = ranks_that(acts, tmp_path)
+    assert found == codes
+    assert said in log and "start the same command again" in log, log
+    assert log.count("error (rank") == 1, "one rank speaks for all"
+    for rank, code in enumerate(found):
+        assert (tmp_path / f"ended{rank}").exists() == (code == 75), "what is to be written last is written"
+
+
+def test_progress_however_slow_is_no_hang(tmp_path: Path) -> None:
+    assert ranks_that([works, works], tmp_path) == ([0, 0], "")
