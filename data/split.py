@@ -1,8 +1,9 @@
 """One set of records cut in two that share no record: a public part, and the rest.
 
-The cut depends on the set and the share alone, not on a run: a run that took another part as public, after one that
-protected it, would give the promise away. It is a permutation of integers, so no list of records lies in memory and a
-billion records are cut as quickly as ten.
+The cut depends on how many records there are and on the share, on nothing else. Not on a run: one that took another
+part as public, after one that protected it, would give the promise away. And on no content, not by a hash either: two
+neighbouring sets must be cut alike, or a record that is protected in one would be public in the other. It is a
+permutation of integers, so no list of records lies in memory and a billion records are cut as quickly as ten.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class SplitIndex:
         self.whole, self.fraction, self.public = whole, fraction, public
         self.records = shared if public else whole.records - shared
         self._first = 0 if public else shared
-        key = hashlib.sha256(_NAME + whole.manifest_digest.encode()).digest()
+        key = hashlib.sha256(_NAME + str(whole.records).encode()).digest()
         self._order = Shuffle(whole.records, key)
 
     @property
