@@ -1,4 +1,4 @@
-"""Run under `deepspeed`: every ZeRO stage, precision and optimizer against one textbook trajectory.
+"""Run under `deepspeed`: every ZeRO stage and FSDP2, precision and optimizer against one textbook trajectory.
 
 The draws are Poisson, so ranks get uneven numbers of records and padding, and one step draws nothing at all. The
 textbook holds whole tensors in one process, loops over single records in fp32 and knows nothing of shards.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -25,7 +26,8 @@ from train.clip_bookkeeping import BookKeepingClip  # noqa: E402
 from train.clip_rule import ClipRule  # noqa: E402
 from train.config import Offload, ZeroOptimization  # noqa: E402
 from train.engine_deepspeed import DeepSpeedEngine, start_ranks  # noqa: E402
-from train.forward import PrivateForward  # noqa: E402
+from train.engine_fsdp2 import FSDP2Engine  # noqa: E402
+from train.forward import PlainForward, PrivateForward  # noqa: E402
 from train.gradient import NoisyUpdate  # noqa: E402
 from train.noise import NoiseMechanism  # noqa: E402
 from train.optim import make_optimizer  # noqa: E402
@@ -34,6 +36,8 @@ from train.sums import ExactSums  # noqa: E402
 
 RECORDS, MICRO_BATCH, C, STEPS = 48, 4, 3.0, (1, 2, 3)
 EMPTY_STEP = 2
+Layout = Literal[0, 1, 2, 3, "fsdp2"]
+LAYOUTS: tuple[Layout, ...] = (0, 1, 2, 3, "fsdp2")
 # Of a size at which three steps move the weights by far more than fp32 rounds them.
 RATES = {"AdamW": 1e-2, "SGD": 0.3, "LAMB": 1e-2, "LARS": 1e-2}
 SHAPE = ModelSettings(
@@ -150,14 +154,21 @@ def textbook(kind: str, precision: str, world: int) -> dict[str, Tensor]:
     return optimizer.weights
 
 
-def sharded(ranks, stage: int, kind: str, precision: str, offload: str | None = None) -> dict[str, Tensor]:
-    model = build(SHAPE, "caption")
-    optimizer = make_optimizer(OPTIMIZERS[kind], model.named_parameters(), 0.0)
-    clip = BookKeepingClip(ClipRule("flat", C, 0.0), precision)  # pyright: ignore[reportArgumentType]
+def engine_of(ranks, layout: Layout, forward: PrivateForward | PlainForward, optimizer, offload: str | None = None):
+    if layout == "fsdp2":
+        return FSDP2Engine(forward, optimizer, ranks)
+    stage = layout
     zero = ZeroOptimization(stage=stage, stage3_param_persistence_threshold=0 if stage == 3 else None)  # pyright: ignore[reportArgumentType]
     if offload is not None:
         zero = zero.model_copy(update={"offload_optimizer": Offload(adam=offload)})  # pyright: ignore[reportArgumentType]
-    engine = DeepSpeedEngine(PrivateForward(model, clip), optimizer, zero, MICRO_BATCH, ranks)
+    return DeepSpeedEngine(forward, optimizer, zero, MICRO_BATCH, ranks)
+
+
+def sharded(ranks, layout: Layout, kind: str, precision: str, offload: str | None = None) -> dict[str, Tensor]:
+    model = build(SHAPE, "caption")
+    optimizer = make_optimizer(OPTIMIZERS[kind], model.named_parameters(), 0.0)
+    clip = BookKeepingClip(ClipRule("flat", C, 0.0), precision)  # pyright: ignore[reportArgumentType]
+    engine = engine_of(ranks, layout, PrivateForward(model, clip), optimizer, offload)
     for step in STEPS:
         for row in slots(drawn(step), ranks.rank, ranks.world, MICRO_BATCH):
             engine.accumulate(rows_of(row))
@@ -175,14 +186,14 @@ def main() -> None:
         for kind in OPTIMIZERS:
             expected = textbook(kind, precision, ranks.world) if ranks.main else initial
             moved = sum(float((expected[name] - initial[name]).square().sum()) for name in initial) ** 0.5
-            layouts: list[tuple[int, str | None]] = [(stage, None) for stage in (0, 1, 2, 3)]
+            layouts: list[tuple[Layout, str | None]] = [(layout, None) for layout in LAYOUTS]
             if "--offload" in sys.argv and kind in ("AdamW", "LAMB") and precision == "fp32":
                 layouts += [(stage, "torch") for stage in (1, 2, 3)]
                 layouts += [(stage, "deepspeed") for stage in (1, 2, 3) if kind == "AdamW"]
-            for stage, offload in layouts:
-                found = sharded(ranks, stage, kind, precision, offload)
+            for layout, offload in layouts:
+                found = sharded(ranks, layout, kind, precision, offload)
                 apart = sum(float((found[name] - expected[name]).square().sum()) for name in initial) ** 0.5
-                results.append({"stage": stage, "optimizer": kind, "precision": precision, "world": ranks.world,
+                results.append({"layout": layout, "optimizer": kind, "precision": precision, "world": ranks.world,
                                 "offload": offload, "drift": apart / moved if ranks.main else 0.0})  # fmt: skip
     if ranks.main:
         counts = [

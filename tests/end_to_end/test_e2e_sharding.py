@@ -1,4 +1,4 @@
-"""ZeRO 0-3, fp32 and bf16, four optimizers, 1 to 3 processes: three noisy steps equal one textbook in one process."""
+"""ZeRO 0-3 and FSDP2, fp32 and bf16, four optimizers, 1 to 3 ranks: three noisy steps equal one textbook."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> 
     assert any(len(set(step)) > 1 for step in counts) or world == 1, "ranks must have had uneven counts"
     assert any(sum(step) == 0 for step in counts), "an empty draw is among the steps"
     results = found["results"]
-    assert len(results) == 4 * 2 * 4 + (3 * 3 if world == 3 else 0)
+    assert len(results) == 5 * 2 * 4 + (3 * 3 if world == 3 else 0)
     assert all(result["world"] == world for result in results)
     for result in results:
         most = MOST if result["precision"] == "fp32" else MOST_IN_BF16
         assert result["drift"] <= (MOST_BY_KERNEL if by_kernel(result) else most[result["optimizer"]]), result
-    # Whatever the optimizer and the rounding: the stages do not differ among themselves.
+    # Whatever the optimizer and the rounding: stages and engines do not differ among themselves.
     for optimizer in MOST:
         for precision in ("fp32", "bf16"):
             same = [r for r in results if (r["optimizer"], r["precision"]) == (optimizer, precision)]
