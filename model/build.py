@@ -109,7 +109,8 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 def normal_draw(tensor: Tensor, seed: int, name: str, scale: float = 0.02) -> None:
     """Into `tensor`, decided by seed and name alone; for callers inside no_grad."""
-    tensor.copy_(torch.randn(tensor.shape, generator=_generator(seed, name)) * scale)
+    draw = torch.randn(tensor.shape, generator=_generator(seed, name))
+    tensor.copy_(draw * scale if scale else torch.zeros_like(draw))
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

@@ -109,8 +109,8 @@ class Encoder(nn.Module):
         positions = self.pos_embed[:, 1:]
         x = x + (positions if kept is None else positions[0][kept])
         # The class token's row is zero in a table of ours, but not in published weights that trained their tables.
-        first = self.cls_token + self.pos_embed[:, :1]
-        return torch.cat([first.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
+        first = self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype) + self.pos_embed[:, :1]
+        return torch.cat([first, x], dim=1)
 
     def _embed_learned(self, images: Tensor) -> Tensor:
         """All patches that fit: a remainder at the right and below is left out, as a convolution leaves it."""

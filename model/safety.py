@@ -9,6 +9,7 @@ it also finds a batch mean written by hand (pitfall A26).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ def coupling_probe(
     `inputs` are synthetic (never private records) with at least two samples. `loss` replaces the module's own
     forward when the path to be tested is longer, from collated inputs to per-sample losses. `tolerance` is
     absolute, for devices whose kernels are not bitwise row-independent; on a CPU it stays 0. The module's
-    buffers and the CPU random state are as before afterwards.
+    parameters, buffers and the CPU random state are as before afterwards.
     """
     batch = len(next(iter(inputs.values())))
     if batch < 2:
@@ -73,7 +74,7 @@ def coupling_probe(
     forward = loss or module
     before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), zeros_filled(module):
             _probe(forward, inputs, batch, tolerance)
         for name, buffer in module.named_buffers():
             if not torch.equal(buffer, before[name]):
@@ -85,6 +86,27 @@ def coupling_probe(
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 buffer.copy_(before[name])
+
+
+@contextmanager
+def zeros_filled(module: nn.Module) -> Iterator[None]:
+    """Matrices of nothing but zeros hold fixed numbers meanwhile, and their own bits again afterwards.
+
+    A classifier's head starts at zero, and a LoRA's second matrix: nothing of what lies before them would be seen.
+    Sharded parameters, of which only a part is here, are left as they are.
+    """
+    whole = [p for p in module.parameters() if p.dim() > 1 and p.numel() and type(p.detach()) is Tensor]
+    kept = {p: p.detach().clone() for p in whole if not bool(p.any())}
+    with torch.no_grad():
+        for parameter in kept:
+            values = torch.arange(1.0, parameter.numel() + 1, device=parameter.device).sin() * 0.5
+            parameter.copy_(values.view(parameter.shape))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in kept.items():
+                parameter.copy_(value)
 
 
 def _probe(forward: Callable[[Inputs], Tensor], inputs: Inputs, batch: int, tolerance: float) -> None:

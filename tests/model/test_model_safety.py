@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
 
 from model.build import build
+from model.classifier import TransformerClassifier
 from model.encoder import Encoder
 from model.safety import CouplingError, coupling_probe, refuse_coupling
 from model.settings import ModelSettings
@@ -70,6 +72,37 @@ def test_classifiers_pass(body: dict[str, Any], loss: str) -> None:
         coupling_probe(
             model, {**inputs, "labels": ones}, loss=lambda x: model({**x, "labels": x["labels"].amin() + ones})
         )
+
+
+class CentredFeatures(TransformerClassifier):
+    """Coupled in the body, where a head of zeros hides it at the start of a run."""
+
+    def features(self, images: Tensor) -> Tensor:
+        found = super().features(images)
+        return found - found.detach().mean(0)
+
+
+def test_coupling_is_found_behind_a_head_of_zeros() -> None:
+    given = {
+        "family": "classifier",
+        "image_size": 16,
+        "patch_size": 8,
+        "width": 16,
+        "depth": 1,
+        "heads": 2,
+        "classes": 5,
+    }
+    model = build(ModelSettings.model_validate(given), "classify")
+    inputs = {"images": torch.randn(3, 3, 16, 16), "labels": torch.tensor([4, 0, 2])}
+    with torch.no_grad():
+        model.head.weight[0, 0] = -0.0
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    coupling_probe(model, inputs)
+    model.__class__ = CentredFeatures
+    with pytest.raises(CouplingError, match="was replaced"):
+        coupling_probe(model, inputs)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert math.copysign(1.0, float(model.head.weight[0, 0].detach())) == -1.0
 
 
 def test_adapted_and_older_models_pass() -> None:

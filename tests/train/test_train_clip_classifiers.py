@@ -20,9 +20,12 @@ VIT: dict[str, Any] = {"family": "classifier", "width": 16, "depth": 1, "heads":
 BIT: dict[str, Any] = {"family": "classifier", "width": 8, "stages": (1, 1)}
 OLD: dict[str, Any] = {"family": "captioner", "width": 16, "depth": 1, "heads": 2, "decoder_depth": 1}
 OLD |= {"decoder_bias": True, "decoder_activation": "relu", "qkv_bias": True, "vocabulary": 16, "text_length": 6}
+MAE: dict[str, Any] = {"family": "mae", "width": 16, "depth": 1, "heads": 2}
+MAE |= {"mae_decoder_width": 16, "mae_decoder_depth": 1, "mae_decoder_heads": 2}
 WORDS: tuple[Trainable, ...] = ("all", "head", "bias", "lora")
 RUNS = [(VIT, "classify", word) for word in WORDS] + [(BIT, "classify", word) for word in WORDS[:3]]
 RUNS += [({**VIT, "positions": "sincos"}, "classify", "all"), (OLD, "caption", "all"), (OLD, "caption", "lora")]
+RUNS += [({**MAE, "qkv_bias": bias}, "mae", "all") for bias in (True, False)] + [(MAE, "mae", "bias")]
 
 
 @pytest.fixture
@@ -34,13 +37,13 @@ def noticed() -> Iterator[set[str]]:
     clip_fallback._noticed.update(before)
 
 
-@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
-@pytest.mark.parametrize(("given", "objective", "word"), RUNS)
+@pytest.mark.parametrize(
+    ("given", "objective", "word", "loss"),
+    [(*run, loss) for run in RUNS for loss in (("softmax", "sigmoid") if run[1] == "classify" else ("softmax",))],
+)
 def test_no_layer_meets_the_fallback_and_sums_are_right(
     given: dict[str, Any], objective: Objective, word: Trainable, loss: str, noticed: set[str]
 ) -> None:
-    if objective != "classify" and loss == "sigmoid":
-        loss = "softmax"
     more = {"image_size": 18 if given in (VIT, BIT) else 16, "patch_size": 4, "classes": 5, "head_scale": 1.0}
     model = build(ModelSettings.model_validate({**more, **given, "classify_loss": loss}), objective)
     select(model, word, rank=2)
@@ -51,6 +54,8 @@ def test_no_layer_meets_the_fallback_and_sums_are_right(
     inputs = {"images": torch.randn(4, 3, more["image_size"], more["image_size"], generator=draw)}
     if objective == "classify":
         inputs["labels"] = torch.tensor([0, 4, 2, 2])
+    elif objective == "mae":
+        inputs["mask_noise"] = torch.rand(4, 16, generator=draw)
     else:
         inputs["tokens"] = torch.randint(1, 16, (4, 6), generator=draw)
     present = torch.ones(4, dtype=torch.bool)
