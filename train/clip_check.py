@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from model.safety import zeros_filled
 from train.clip import ClipEngine, clipped_totals
 from train.clip_rule import ClipError
 from train.precision import autocast
@@ -34,19 +35,20 @@ def check_gradients(
     try:
         # One group and a bound that never acts: the contribution is the gradient itself.
         clip.rule = replace(rule, kind="flat", bound=1e30, grouping="all")
-        for row in present.nonzero().flatten().tolist()[:records]:
-            alone = torch.zeros_like(present)
-            alone[row] = True
-            totals, seen = clipped_totals(clip, model, inputs, alone)
-            expected = _gradient(clip, model, {name: x[row : row + 1] for name, x in inputs.items()}, trainable)
-            size = _size(expected)
-            norm_off = abs(float(seen.norms[row]) - size)
-            sum_off = _size({name: totals[name].double() - expected[name] for name in expected})
-            if not max(norm_off, sum_off) <= tolerance * size:
-                raise ClipError(
-                    f"the clip engine's gradient of a test record is off by {sum_off / size:.2g} of its size, and its "
-                    f'norm by {norm_off / size:.2g}; use run.clip_engine = "reference", or plainer layers'
-                )
+        with zeros_filled(model):
+            for row in present.nonzero().flatten().tolist()[:records]:
+                alone = torch.zeros_like(present)
+                alone[row] = True
+                totals, seen = clipped_totals(clip, model, inputs, alone)
+                expected = _gradient(clip, model, {name: x[row : row + 1] for name, x in inputs.items()}, trainable)
+                size = _size(expected)
+                norm_off = abs(float(seen.norms[row]) - size)
+                sum_off = _size({name: totals[name].double() - expected[name] for name in expected})
+                if not max(norm_off, sum_off) <= tolerance * size:
+                    raise ClipError(
+                        f"the clip engine's gradient of a test record is off by {sum_off / size:.2g} of its size, "
+                        f'and its norm by {norm_off / size:.2g}; use run.clip_engine = "reference", or plainer layers'
+                    )
     finally:
         clip.rule = rule
 
