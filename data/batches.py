@@ -26,6 +26,8 @@ from data.sources import RangeSource
 from data.text import TextEncoder
 
 EMPTY = -1
+TARGET = "labels"
+_ANY_NUMBER = 1 << 62  # fits into a tensor
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -42,11 +44,15 @@ def slots(ids: np.ndarray, rank: int, world: int, micro_batch: int) -> np.ndarra
         raise ValueError("ids must be sorted: every rank has to cut the same list at the same places")
     total = len(ids)
     mine = ids[rank * total // world : (rank + 1) * total // world]
-    largest = (total + world - 1) // world
-    count = max(1, (largest + micro_batch - 1) // micro_batch)
-    rows = np.full(count * micro_batch, EMPTY, dtype=np.int64)
+    rows = np.full(row_count(total, world, micro_batch) * micro_batch, EMPTY, dtype=np.int64)
     rows[: len(mine)] = mine
-    return rows.reshape(count, micro_batch)
+    return rows.reshape(-1, micro_batch)
+
+
+def row_count(total: int, world: int, micro_batch: int) -> int:
+    """Rows of every rank where `world` ranks share `total` records."""
+    largest = (total + world - 1) // world
+    return max(1, (largest + micro_batch - 1) // micro_batch)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,9 @@ class DataSpec:
     image_size: int
     augment: Kind = "none"
     mask_patches: int = 0  # > 0: `mask_noise` with that many columns
-    labels: tuple[str, ...] = ()  # integer fields of the record's .json; `cls` is its .cls
+    labels: tuple[str, ...] = ()  # integer fields of the record's .json; `cls` is its .cls or class folder
+    target: str | None = None  # one of `labels`: what a classifier is to say, handed over as "labels"
+    classes: int = 0  # > 0: a target that is not in 0..classes-1 makes a bad record
     image_suffixes: tuple[str, ...] = SUFFIXES
     text_suffix: str = "txt"
     mean: tuple[float, float, float] = IMAGENET_MEAN
@@ -67,6 +75,10 @@ class DataSpec:
             raise ValueError(f"augment '{self.augment}' is unknown; choose one of {', '.join(KINDS)}")
         if self.image_size < 1:
             raise ValueError(f"image size {self.image_size} is not positive")
+        if self.target is not None and (self.target not in self.labels or TARGET in {*self.labels} - {self.target}):
+            raise ValueError(f"target '{self.target}' must be one of the labels, and no other may be called '{TARGET}'")
+        if self.classes < 0:
+            raise ValueError(f"{self.classes} classes: at least 1, or 0 for any number")
 
 
 @dataclass
@@ -185,7 +197,7 @@ class BatchReader:
         if spec.mask_patches:
             inputs["mask_noise"] = torch.from_numpy(noise)
         for column, name in enumerate(spec.labels):
-            inputs[name] = torch.from_numpy(labels[:, column].copy())
+            inputs[TARGET if name == spec.target else name] = torch.from_numpy(labels[:, column].copy())
         if self._pin:
             inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
             there = there.pin_memory()
@@ -232,13 +244,28 @@ class BatchReader:
             raise BadRecord(f"the caption is not UTF-8 ({error.reason})") from error
 
     def _labels(self, members: dict[str, bytes]) -> list[int]:
-        if not self.spec.labels:
+        spec = self.spec
+        if not spec.labels:
             return []
         try:
-            fields = json.loads(members["json"]) if set(self.spec.labels) != {"cls"} else {}
-            return [int(members["cls"] if name == "cls" else fields[name]) for name in self.spec.labels]
-        except (KeyError, ValueError, TypeError) as error:
-            raise BadRecord(f"no labels {self.spec.labels} in the record ({error})") from error
+            fields = json.loads(members["json"]) if set(spec.labels) != {"cls"} else {}
+            found = [_class_number(members["cls"]) if name == "cls" else int(fields[name]) for name in spec.labels]
+        except (KeyError, ValueError, TypeError, OverflowError) as error:
+            raise BadRecord(f"no labels {spec.labels} in the record ({error})") from error
+        # A number that no class has would crash a GPU much later, and say nothing about where it came from.
+        for name, number in zip(spec.labels, found, strict=True):
+            bounded = spec.classes > 0 and name == spec.target
+            low, high = (0, spec.classes) if bounded else (-_ANY_NUMBER, _ANY_NUMBER)
+            if not low <= number < high:
+                raise BadRecord(f"the record's {name} is no number of a class")
+        return found
+
+
+def _class_number(text: bytes) -> int:
+    """Digits alone: int() would take 1_0, and digits of any script."""
+    if not text.strip().isdigit():
+        raise ValueError("its .cls is no class number")
+    return int(text)
 
 
 def iterate(reader: BatchReader, rows: np.ndarray, step: int) -> Iterator[MicroBatch]:

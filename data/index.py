@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
@@ -186,8 +187,30 @@ class ShardIndex:
         """Names, counts, sizes and hashes, and what is left out: equal wherever the same shards lie."""
         return self._kept.digest
 
+    @property
+    def shard_ends(self) -> np.ndarray:
+        """int64, one per shard: the ids of its records end here, and those of the next one begin."""
+        return self._kept.below(self._ends)
+
     def place(self, shard: int) -> Place:
         return join(self.root, self.shards[shard].name)
+
+    def moved(self, root: Path) -> ShardIndex:
+        """The same records, read from copies of the shards in another folder, where some may be missing."""
+        other = copy(self)
+        other.root = root
+        return other
+
+    def held(self) -> np.ndarray:
+        """Of each shard whether it is there. One of another size is no copy of it: ShardError."""
+        found = np.zeros(len(self.shards), dtype=bool)
+        for number, shard in enumerate(self.shards):
+            place = self.place(number)
+            if isinstance(place, Path) and place.exists():
+                if (size := _size(place)) != shard.bytes:
+                    raise ShardError(f"{place}: {size} bytes, but {shard.bytes} were indexed; copy it again")
+                found[number] = True
+        return found
 
     def locate(self, record: int) -> tuple[Place, int, int]:
         """Shard, first byte and end of one record."""

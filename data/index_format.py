@@ -157,6 +157,10 @@ class Kept:
         left_out = Exclusions.read(manifest.folder, digest, manifest.records) if exclusions else None
         return cls(manifest.records, digest, left_out)
 
+    def below(self, numbers: np.ndarray) -> np.ndarray:
+        """How many kept records come before each of these places of the index as a whole."""
+        return numbers - np.searchsorted(self._before + np.arange(len(self._before)), numbers, side="left")
+
     def number(self, record: int) -> int:
         """The number of a kept record in the index as a whole."""
         if not 0 <= record < self.records:

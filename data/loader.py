@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from data.batches import Fetched, MicroBatch, slots
-from data.public import PublicEpochs
+from data.public import Epochs
 from data.sampler import Ids, Sampler
 
 D = TypeVar("D", bound=Ids)
@@ -66,7 +66,7 @@ class PublicDraw:
 class PublicOrder:
     """Public epochs as a sampler whose steps, like all trainers' steps, count from one."""
 
-    epochs: PublicEpochs
+    epochs: Epochs
 
     def draw(self, step: int) -> PublicDraw:
         return PublicDraw(self.epochs.ids(step - 1))

@@ -10,11 +10,21 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from typing import Protocol
 
 import numpy as np
 
 _ROUNDS = 8  # four make a good shuffle of a large set; small sets have small halves and need more
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+class Epochs(Protocol):
+    """Which records the steps of a phase get, counted from zero; equally many each."""
+
+    @property
+    def batch(self) -> int: ...
+
+    def ids(self, step: int) -> np.ndarray: ...
 
 
 class PublicEpochs:

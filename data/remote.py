@@ -23,7 +23,7 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from data.patience import Patience, patiently
-from data.tar import ShardError
+from data.tar import ShardError, UnreadableError
 
 TIMEOUT_SECONDS = 30.0
 SCHEMES = ("http", "https", "s3", "gs", "az", "azure", "abfs", "abfss")
@@ -164,7 +164,7 @@ def open_shard(
         try:
             return patiently(act, patience)
         except OSError as error:
-            raise ShardError(f"{url}: cannot be read ({error}); {mend}") from error
+            raise UnreadableError(f"{url}: cannot be read ({error}); {mend}") from error
 
     identity = asked(lambda: stores.identify(url))
 

@@ -16,7 +16,6 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from data.batches import slots
-from data.node_plan import node_slots
 from data.sampler import LANES, PoissonSampler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,32 +152,6 @@ def test_bad_arguments_are_refused(threshold: int) -> None:
         PoissonSampler(b"short", DIGEST_KEY, 10, 5)
     with pytest.raises(ValueError, match="outside"):
         _sampler(10, 5).draw(-1)
-
-
-@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 8), (2, 1), (3, 2), (8, 8)])
-def test_nodes_with_their_own_shards_cover_the_same_draw(nodes: int, local: int) -> None:
-    records, rng = 20_000, np.random.default_rng(nodes)
-    borders = np.array([0, *np.sort(rng.integers(0, records, nodes - 1)), records])
-    for threshold in (1, LANES // 40, LANES):
-        ids = _sampler(records, threshold).draw(12).ids
-        rows = [node_slots(ids, borders, rank, nodes * local, 16) for rank in range(nodes * local)]
-        assert len({row.shape for row in rows}) == 1 and rows[0].shape[1] == 16 and len(rows[0]) >= 1
-        for rank, row in enumerate(rows):
-            real = row[row >= 0]
-            node = rank // local
-            assert np.all((real >= borders[node]) & (real < borders[node + 1])), "only what lies on this node"
-        assert np.array_equal(np.concatenate([row[row >= 0] for row in rows]), ids)
-        fullest = max(int((row >= 0).sum()) for row in rows)
-        assert len(rows[0]) == max(1, -(-fullest // 16)), "no more micro-batches than the fullest rank needs"
-
-
-def test_node_plans_that_would_lose_records_are_refused() -> None:
-    ids = np.array([3, 9])
-    for borders in ([0, 9], [4, 10], [0, 12, 10]):
-        with pytest.raises(ValueError, match="cover every record"):
-            node_slots(ids, np.array(borders), 0, 2, 4)
-    with pytest.raises(ValueError, match="same number of ranks"):
-        node_slots(ids, np.array([0, 5, 10]), 0, 3, 4)
 
 
 @pytest.mark.slow

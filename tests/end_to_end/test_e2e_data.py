@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from data.index import ShardIndex, build
+from data.index import build
+from data.synthetic import shape_samples, write_shards
 from tests.end_to_end.conftest import ROOT, Launch, ledger_lines, opened_steps
 from tests.end_to_end.test_e2e_training import STEPS, account, final_weights
 
@@ -23,14 +24,19 @@ Make = Callable[..., tuple[Launch, Path]]
 
 @pytest.mark.slow
 def test_a_server_that_fails_stops_all_ranks_in_order_and_resuming_changes_nothing(
-    launch: Make, small_data: Path, tmp_path: Path
+    launch: Make, tmp_path: Path
 ) -> None:
     """One shard alone fails, so that one rank alone notices; the other must not wait for it until it is killed."""
-    local, local_dir = launch("local")
+    private = tmp_path / "private"
+    names = [path.name for path in write_shards(private, shape_samples(5, 600, 32), 100)]
+    build(private)
+
+    def from_disk(config: dict[str, Any]) -> None:
+        config["phases"][1]["data"]["path"] = str(private)
+
+    local, local_dir = launch("local", from_disk)
     code, output = local.run()
     assert code == 0, output
-    private = small_data / "private"
-    names = [shard.name for shard in ShardIndex.open(private).shards]
     reads = 0
 
     def breaks_down(path: str, _attempt: int) -> Fault:
