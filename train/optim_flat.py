@@ -167,6 +167,5 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
         """Zeroed state after so many steps, to be filled from a checkpoint; at step 0 all is forgotten."""
         self.state.clear()
         if step:
-            for group in self.param_groups:
-                for flat in group["params"]:
-                    self.state[flat] = self._fresh(flat, step)
+            for flat in self._bound:  # not of the groups, which ZeRO-3 empties between steps
+                self.state[flat] = self._fresh(flat, step)
