@@ -46,6 +46,20 @@ class Launch:
     launcher: str = "deepspeed"
     arguments: list[str] = field(default_factory=list)
 
+    @classmethod
+    def written(
+        cls, config: dict[str, Any], folder: Path, name: str, change: Callable[[dict[str, Any]], None] | None = None,
+        **options: Any,
+    ) -> tuple[Launch, Path]:  # fmt: skip
+        """Of a copy of the config, changed and written into the folder; with its run directory."""
+        config = json.loads(json.dumps(config))
+        run_dir = folder / f"{name}-run"
+        config["run"]["dir"] = str(run_dir)
+        if change is not None:
+            change(config)
+        (folder / f"{name}.json").write_text(json.dumps(config))
+        return cls(folder / f"{name}.json", folder, **options), run_dir
+
     def command(self) -> list[str]:
         script = [str(ROOT / "launch" / "train.py"), "--config", str(self.config), *self.arguments]
         if self.launcher == "deepspeed":
@@ -140,13 +154,6 @@ def launch(tmp_path: Path, small_config: dict[str, Any]) -> Callable[..., tuple[
     """Writes a config and gives the launch and its run directory; `change` edits the config first."""
 
     def make(name: str, change: Callable[[dict[str, Any]], None] | None = None, **options: Any) -> tuple[Launch, Path]:
-        config = json.loads(json.dumps(small_config))
-        run_dir = tmp_path / f"{name}-run"
-        config["run"]["dir"] = str(run_dir)
-        if change is not None:
-            change(config)
-        path = tmp_path / f"{name}.json"
-        path.write_text(json.dumps(config))
-        return Launch(path, tmp_path, **options), run_dir
+        return Launch.written(small_config, tmp_path, name, change, **options)
 
     return make

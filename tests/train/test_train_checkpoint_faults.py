@@ -1,0 +1,293 @@
+"""What a file system refuses, and what lies damaged on it: a sentence with the mend, and the good checkpoint stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_train_checkpoint import HEADER, trained
+from train_helpers import LocalEngine, alone, on_ranks
+
+from train.checkpoint import CheckpointError, Checkpoints, Keep, Position, StorageError
+
+NOBODY = 65534
+
+
+def flat(engine: LocalEngine) -> torch.Tensor:
+    return engine.flats[0].detach().clone()
+
+
+def stored(checkpoints: Checkpoints, engine: LocalEngine) -> tuple[int, torch.Tensor]:
+    """Step and weights of what the pointer names."""
+    loaded = checkpoints.latest()
+    assert loaded is not None
+    parts = [loaded.read("weights", name, 0, p.numel()) for name, p in engine.parameters.items()]
+    return loaded.position.step, torch.cat(parts)
+
+
+def save(folder: Path, engine: LocalEngine, step: int, keep: Keep | None = None, **public: float) -> None:
+    checkpoints = Checkpoints(folder, alone(), keep or Keep(9))
+    checkpoints.begin(Position(0, step), engine, False, HEADER)
+    checkpoints.settle(lambda digest: None, public)
+
+
+def refused_in_a_process(act: Callable[[], None]) -> str:
+    """The StorageError's sentence; limits and users of a process cannot be taken back, so it is another one."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            act()
+            text = "nothing was refused"
+        except StorageError as error:
+            text = str(error)
+        except BaseException as error:
+            text = repr(error)
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    with os.fdopen(reader) as answer:
+        return answer.read()
+
+
+def limited(folder: Path, engine: LocalEngine) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+    save(folder, engine, 2)
+
+
+def as_nobody(folder: Path, engine: LocalEngine) -> None:
+    if os.getuid() == 0:
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    save(folder, engine, 2)
+
+
+@pytest.mark.parametrize(("act", "why"), [(limited, "File too large"), (as_nobody, "Permission denied")])
+def test_what_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, act: Callable[[Path, LocalEngine], None], why: str
+) -> None:
+    first, second = trained(alone(), steps=1), trained(alone(), steps=2)
+    folder = tmp_path / "checkpoints"
+    save(folder, first, 1)
+    for part in (tmp_path, *tmp_path.parents):
+        if part == tmp_path or "pytest" in part.name:
+            part.chmod(0o755)  # for nobody's eyes
+    folder.chmod(0o555)
+    message = refused_in_a_process(lambda: act(folder, second))
+    assert why in message and "the checkpoint before it is whole" in message and "free space or mend" in message
+    assert str(folder) in message
+    folder.chmod(0o755)
+    step, weights = stored(Checkpoints(folder, alone(), Keep(9)), first)
+    assert step == 1 and torch.equal(weights, flat(first))
+    save(folder, second, 2)  # once it was mended
+    step, weights = stored(Checkpoints(folder, alone(), Keep(9)), first)
+    assert step == 2 and torch.equal(weights, flat(second)) and not list(folder.glob(".*"))
+
+
+@contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[Callable[[str], None]]:
+    """A file system of its own; gives a way to mount it anew with other options."""
+    folder.mkdir()
+
+    def mount(options: str) -> None:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"file systems may not be mounted here: {done.stderr.strip()}")
+
+    mount(f"size={kilobytes}k")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_and_a_read_only_one(tmp_path: Path) -> None:
+    first, second = trained(alone(), steps=1), trained(alone(), steps=2)
+    with small_disk(tmp_path / "disk", 64) as mount:
+        folder = tmp_path / "disk" / "checkpoints"
+        save(folder, first, 1)
+        filler = tmp_path / "disk" / "filler"
+        with pytest.raises(OSError, match="No space left"):
+            filler.write_bytes(b"x" * 100_000)
+        with pytest.raises(StorageError, match=r"No space left.*the checkpoint before it is whole"):
+            save(folder, second, 2)
+        assert stored(Checkpoints(folder, alone(), Keep()), first)[0] == 1
+        filler.unlink()
+        mount("remount,ro")
+        with pytest.raises(StorageError, match=r"Read-only file system.*the checkpoint before it is whole"):
+            save(folder, second, 2)
+        assert torch.equal(stored(Checkpoints(folder, alone(), Keep()), first)[1], flat(first))
+        mount("remount,rw")
+        save(folder, second, 2)
+        assert torch.equal(stored(Checkpoints(folder, alone(), Keep()), first)[1], flat(second))
+
+
+def test_an_error_of_one_ranks_writer_reaches_every_rank_and_the_ledger_names_nothing(tmp_path: Path) -> None:
+    named: list[str] = []
+
+    def act(ranks: Any) -> str:
+        engine = trained(ranks)
+        first = Checkpoints(tmp_path, ranks, Keep())
+        first.save(Position(0, 1), engine, False, HEADER)
+        checkpoints = Obstructed(tmp_path, ranks, Keep())
+        checkpoints.begin(Position(0, 2), engine, False, HEADER)
+        with pytest.raises(StorageError) as refused:
+            checkpoints.settle(named.append, {})
+        loaded = checkpoints.latest()
+        assert loaded is not None and loaded.position.step == 1
+        first.save(Position(0, 2), engine, False, HEADER)  # once it was mended
+        return str(refused.value)
+
+    messages = on_ranks(2, act)
+    assert messages[0] == messages[1] and "piece-00001-of-00002.safetensors could not be written" in messages[0]
+    assert not named and not list(tmp_path.glob(".*"))
+
+
+class Obstructed(Checkpoints):
+    """A folder lies where rank 1 would write."""
+
+    def _fresh(self, temporary: Path) -> None:
+        super()._fresh(temporary)
+        (temporary / "piece-00001-of-00002.safetensors").mkdir()
+
+
+def test_weights_may_change_while_they_are_written(tmp_path: Path) -> None:
+    engine = trained(alone())
+    expected = flat(engine)
+    checkpoints = Checkpoints(tmp_path, alone(), Keep())
+    checkpoints.begin(Position(0, 2), engine, False, HEADER)
+    with torch.no_grad():
+        engine.flats[0].zero_()
+        for tensor in engine.shards()[0].state.values():
+            tensor.zero_()
+    checkpoints.settle(lambda digest: None, {})
+    assert torch.equal(stored(checkpoints, engine)[1], expected)
+    loaded = checkpoints.latest()
+    assert loaded is not None and bool(loaded.whole("exp_avg_sq", "first.weight").any())
+
+
+def test_the_ledger_names_a_checkpoint_before_the_pointer_does_and_a_kill_between_is_mended(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    engine = trained(alone())
+    save(tmp_path, engine, 1)
+    named: list[str] = []
+
+    def mark(digest: str) -> None:
+        named.append(digest)
+        assert stored(Checkpoints(tmp_path, alone(), Keep()), engine)[0] == 1
+        raise Killed
+
+    checkpoints = Checkpoints(tmp_path, alone(), Keep())
+    for step in (2, 3):
+        checkpoints.begin(Position(0, step), engine, False, HEADER)
+        with pytest.raises(Killed):
+            checkpoints.settle(mark, {})
+        # The ledger's line may or may not have reached the disk.
+        Checkpoints(tmp_path, alone(), Keep()).recover(named[-1] if step == 3 else "another")
+        assert stored(Checkpoints(tmp_path, alone(), Keep()), engine)[0] == (1 if step == 2 else 3)
+        assert not list(tmp_path.glob(".*"))
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "flipped":
+        path.write_bytes(content[:-9] + bytes([content[-9] ^ 4]) + content[-8:])
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "missing"])
+def test_a_damaged_piece_is_named_and_the_one_before_can_be_gone_on_from(tmp_path: Path, how: str) -> None:
+    def write(ranks: Any) -> None:
+        for step in (1, 2, 3):
+            checkpoints = Checkpoints(tmp_path, ranks, Keep(3))
+            checkpoints.save(Position(0, step), trained(ranks, steps=step), False, HEADER)
+
+    on_ranks(2, write)
+    for step in (2, 3):
+        damage(tmp_path / Position(0, step).folder / "piece-00001-of-00002.safetensors", how)
+
+    def read(ranks: Any) -> int:
+        checkpoints = Checkpoints(tmp_path, ranks, Keep(3))
+        with pytest.raises(
+            CheckpointError, match=r"step00000003/piece-00001-of-00002.safetensors is (missing or )?dam"
+        ):
+            checkpoints.latest()
+        position = checkpoints.fall_back().position
+        loaded = checkpoints.latest()  # the pointer follows
+        assert loaded is not None and loaded.position == position
+        return position.step
+
+    assert on_ranks(2, read) == [1, 1], "whoever hashed the damaged piece, all ranks learn of it"
+    aside = sorted(path.name for path in tmp_path.glob("damaged-*"))
+    assert aside == [f"damaged-{Position(0, step).folder}" for step in (2, 3)], "nothing is thrown away unasked"
+    for path in (tmp_path / Position(0, 1).folder).glob("piece*"):
+        damage(path, how)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole; restore one"):
+        Checkpoints(tmp_path, alone(), Keep(3)).fall_back()
+
+
+def folders(path: Path) -> list[str]:
+    return sorted(each.name for each in path.glob("phase*"))
+
+
+def test_after_a_rollback_the_abandoned_one_goes_although_its_name_is_later(tmp_path: Path) -> None:
+    engine = trained(alone())
+    for step in (10, 20, 30):
+        save(tmp_path, engine, step, Keep(2))
+    damage(tmp_path / Position(0, 30).folder / "manifest.json", "missing")
+    checkpoints = Checkpoints(tmp_path, alone(), Keep(2))
+    assert checkpoints.fall_back().position.step == 20
+    save(tmp_path, engine, 25, Keep(2))
+    assert folders(tmp_path) == [Position(0, step).folder for step in (20, 25)]
+    assert stored(checkpoints, engine)[0] == 25
+
+
+def test_retention_keeps_the_last_the_regular_and_the_best(tmp_path: Path) -> None:
+    engine = trained(alone())
+    keep = Keep(last=2, every=30, best="public_loss")
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5, 50: 2.6, 60: 1.5, 70: 1.4}
+    for step, loss in losses.items():
+        save(tmp_path, engine, step, keep, public_loss=loss)
+    assert folders(tmp_path) == [Position(0, step).folder for step in (20, 30, 60, 70)]
+    best = keep.best_of(Checkpoints.listed(tmp_path))
+    assert {phase: entry.step for phase, entry in best.items()} == {0: 20}
+    accurate = Keep(best="zero_shot_colour")
+    for step, right in ((80, 0.5), (90, 0.9), (100, 0.1), (110, 0.2)):
+        save(tmp_path, engine, step, accurate, zero_shot_colour=right)
+    assert folders(tmp_path) == [Position(0, step).folder for step in (90, 100, 110)]
+
+
+def test_folders_of_other_names_are_never_retired(tmp_path: Path) -> None:
+    engine = trained(alone())
+    copy = tmp_path / f"{Position(0, 1).folder}-my-copy"
+    copy.mkdir()
+    for step in (1, 2, 3):
+        save(tmp_path, engine, step, Keep(1))
+    assert copy.exists() and folders(tmp_path) == [copy.name, Position(0, 3).folder]
+
+
+def test_a_pointer_of_before_lists_itself_alone_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    engine = trained(alone())
+    save(tmp_path, engine, 1)
+    pointer = tmp_path / "latest"
+    named = json.loads(pointer.read_text())
+    pointer.write_text(json.dumps({"folder": named["folder"], "manifest_sha256": named["manifest_sha256"]}))
+    assert stored(Checkpoints(tmp_path, alone(), Keep()), engine)[0] == 1
+    for text in ("", "{}", "[]", '{"folder": "../../x", "manifest_sha256": "0"}', '{"folder": 3}'):
+        pointer.write_text(text)
+        with pytest.raises(CheckpointError, match=r"latest is damaged .*restore it"):
+            Checkpoints(tmp_path, alone(), Keep()).latest()
