@@ -27,6 +27,7 @@ from train.gradient import NoisyUpdate, PlainUpdate, UpdateError
 from train.noise import Noise
 from train.probes import Capture, Push, arrived_evenly, synthetic_batch
 from train.ranks import Ranks
+from train.self_test_weights import fill_zeros, fingerprint, put_back
 
 SIGMA_TOLERANCE = 0.05
 # As many draws as make the tolerance more than six standard deviations wide: no honest run fails by chance.
@@ -60,8 +61,9 @@ def self_test(
     if engine.optimizer_step():
         raise SelfTestError("the self-test must run before the optimizer's state is restored; it would be lost")
     weights = [shard.weights.detach().clone() for shard in engine.shards()]
-    before = _fingerprint(engine)
+    before = fingerprint(engine)
     try:
+        fill_zeros(engine, absent, ranks)
         few = synthetic_batch(shape, objective, 3, seed=ranks.rank).to(engine.device)
         _agree(ranks, lambda: _coupling(engine, few))
         _agree(ranks, lambda: _clipping_binds(engine, clip, batch))
@@ -82,6 +84,7 @@ def self_test(
         engine.update(gradients, learning_rate=0.0)
         _all_trained(engine, gradients, ranks)
         _sum_is_the_sum(engine, clip, batch, 3, gradients, replicated, ranks)
+        put_back(engine, weights)
 
         engine.accumulate(absent)
         left = Capture(PlainUpdate(batch=1))
@@ -272,15 +275,8 @@ def _weights_move(engine: ShardedEngine, absent: MicroBatch, weights: list[Tenso
     engine.update(PlainUpdate(batch=1), learning_rate=0.0)
 
 
-def _fingerprint(engine: ShardedEngine) -> dict[str, str]:
-    """Of the model as it computes, and of this rank's shards."""
-    tensors = engine.whole_weights()
-    tensors |= {f"shard {i}": shard.weights.detach() for i, shard in enumerate(engine.shards())}
-    return {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in tensors.items()}
-
-
 def _unchanged(engine: ShardedEngine, before: dict[str, str]) -> None:
-    after = _fingerprint(engine)
+    after = fingerprint(engine)
     for name, digest in before.items():
         if after.get(name) != digest:
             raise SelfTestError(f"the self-test changed the weights ({name}); the optimizer moves at learning rate 0")
@@ -290,10 +286,6 @@ def _forget_moments(engine: ShardedEngine) -> None:
     engine.set_optimizer_step(0)
     if engine.optimizer_step() or any(bool(t.any()) for shard in engine.shards() for t in shard.state.values()):
         raise SelfTestError("the self-test left something in the optimizer's state")
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _norm(gradients: Iterable[Tensor]) -> float:

@@ -1,0 +1,68 @@
+"""Classifiers with their head of zeros pass the self-test at a run's start; a coupled body does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from train_helpers import LocalEngine, alone, on_ranks, plan_for, private_engine
+
+from model.build import build
+from model.classifier import TransformerClassifier
+from model.settings import ModelSettings
+from model.trainable import Trainable, select
+from train.self_test import SelfTestError, self_test
+
+VIT: dict[str, Any] = {"image_size": 8, "patch_size": 4, "width": 8, "depth": 1, "heads": 2}
+BIT: dict[str, Any] = {"image_size": 16, "width": 8, "stages": (1, 1)}
+
+
+def settings(body: dict[str, Any]) -> ModelSettings:
+    return ModelSettings.model_validate({"family": "classifier", "classes": 5, "classify_loss": "sigmoid", **body})
+
+
+def start(
+    ranks: Any, body: dict[str, Any], trainable: Trainable, change: type | None = None, optimizer: str = "AdamW"
+) -> float:
+    model = build(settings(body), "classify")
+    select(model, trainable, rank=2)
+    if change is not None:
+        model.__class__ = change
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine, clip, noise = private_engine(
+        ranks, plan_for(), False, model, engine=type("Own", (LocalEngine,), {"optimizer": optimizer})
+    )
+    report = self_test(engine, clip, noise, False, model.shape, "classify", 4, ranks)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    return report.largest_hostile
+
+
+@pytest.mark.parametrize(
+    ("body", "trainable"),
+    [(VIT, "all"), (VIT, "head"), (VIT, "bias"), (VIT, "lora"), (BIT, "all"), (BIT, "head")],
+)
+def test_fresh_classifiers_pass(body: dict[str, Any], trainable: Trainable) -> None:
+    assert 0 < start(alone(), body, trainable) <= 1
+
+
+@pytest.mark.parametrize("optimizer", ["LAMB", "SGD", "LARS"])
+def test_every_optimizer_passes(optimizer: str) -> None:
+    """Their state saw other weights meanwhile, and must not show it."""
+    start(alone(), VIT, "all", optimizer=optimizer)
+
+
+def test_ranks_pass_together() -> None:
+    on_ranks(2, lambda ranks: start(ranks, VIT, "all"))
+
+
+class CentredFeatures(TransformerClassifier):
+    def features(self, images: Tensor) -> Tensor:
+        found = super().features(images)
+        return found - found.mean(0)
+
+
+def test_a_body_that_couples_records_is_caught_behind_a_head_of_zeros() -> None:
+    with pytest.raises(SelfTestError, match="records are not independent"):
+        start(alone(), VIT, "all", CentredFeatures)
