@@ -31,9 +31,8 @@ def start(
     if change is not None:
         model.__class__ = change
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    engine, clip, noise = private_engine(
-        ranks, plan_for(), False, model, engine=type("Own", (LocalEngine,), {"optimizer": optimizer})
-    )
+    own = type("Own", (LocalEngine,), {"optimizer": optimizer})
+    engine, clip, noise = private_engine(ranks, plan_for(), False, model, engine=own)
     report = self_test(engine, clip, noise, False, model.shape, "classify", 4, ranks)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     return report.largest_hostile
