@@ -16,6 +16,7 @@ from model.trainable import select
 from train.config import Config, Phase
 from train.config_data import CheckpointData, ShardData, SyntheticData
 from train.engines import describe_engine
+from train.planner_memory import MOMENTS
 from train.recipe import RecipeError, clip_rule, make_plan, planned_epsilon, resolve_shape, with_steps
 
 GIB = 2**30
@@ -53,9 +54,9 @@ def _promise(config: Config, number: int, phase: Phase) -> list[str]:
     if phase.privacy is None:
         marked = "on public data" if phase.data.public else "on data not declared public: the run is NOT PRIVATE"
         if phase.epochs is not None:
-            phase = with_steps(phase, _records(phase, where)[0], where)
+            phase = with_steps(phase, known_records(phase, where)[0], where)
         return [f"non-private   {marked}; batch {phase.batch}, {phase.steps} steps"]
-    records, source = _records(phase, where)
+    records, source = known_records(phase, where)
     phase = with_steps(phase, records, where)
     assert phase.privacy is not None
     plan = make_plan(phase, phase.privacy, records, where)
@@ -77,7 +78,7 @@ def _promise(config: Config, number: int, phase: Phase) -> list[str]:
     return found
 
 
-def _records(phase: Phase, where: str) -> tuple[int, str]:
+def known_records(phase: Phase, where: str) -> tuple[int, str]:
     if isinstance(phase.data, SyntheticData):
         return phase.data.records, "made by rule"
     assert isinstance(phase.data, ShardData)
@@ -92,9 +93,6 @@ def _records(phase: Phase, where: str) -> tuple[int, str]:
     public = public_share(whole, phase.data.public_fraction)
     part = public if phase.data.public else whole - public
     return part, f"of {whole:,}, {source}"
-
-
-MOMENTS = {"AdamW": 8, "LAMB": 8, "SGD": 4, "LARS": 4}
 
 
 def _memory(config: Config, phase: Phase, trainable: int) -> str:

@@ -1,0 +1,13 @@
+"""Plan: python launch/plan.py --config ds_configs/demo.json --gpus 8 --memory 80 --tflops 150 --link 25."""
+
+import sys
+from pathlib import Path
+
+# Python puts this folder first on the path, where launch/train.py would shadow the package `train`.
+_HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent))]
+
+if __name__ == "__main__":
+    from train.planner_app import main
+
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""The planner: counts against the real model, memory against recorded allocations, answers as people see them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from accounting.accountant import Event, epsilon
+from model.build import build
+from model.settings import ModelSettings, Shape
+from train.clip import clipped_totals
+from train.clip_bookkeeping import BookKeepingClip
+from train.clip_rule import ClipRule
+from train.planner_app import main
+from train.planner_cluster import Cluster
+from train.planner_cost import RecordCost, count
+from train.planner_memory import Weights, memory
+from train.planner_time import step_time
+from train.probes import synthetic_batch
+
+SHAPES = {
+    objective: ModelSettings(
+        family=family, image_size=96, patch_size=8, width=96, depth=2, heads=4, decoder_width=96, decoder_depth=1,
+        decoder_heads=4, mae_decoder_width=64, mae_decoder_depth=1, mae_decoder_heads=4, text_length=16,
+        vocabulary=512, qkv_bias=True,
+    ).resolved()
+    for objective, family in (("mae", "mae"), ("caption", "captioner"))
+}  # fmt: skip
+CLUSTER = Cluster(gpus=4, memory_gib=16, tflops=10, link_gb_per_s=5, noise_per_second=1e8)
+
+
+def counted(shape: Shape, objective: Any) -> RecordCost:
+    example = synthetic_batch(shape, objective, 1, 0).inputs
+    inputs = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in example.items()}
+    return count(build(shape, objective, device="meta"), inputs, "fp32")
+
+
+@pytest.mark.parametrize("objective", ["mae", "caption"])
+def test_operations_counted_from_shapes_are_those_of_the_real_model(objective: Any) -> None:
+    shape, cost = SHAPES[objective], counted(SHAPES[objective], objective)
+    model, records = build(shape, objective), 6
+    batch = synthetic_batch(shape, objective, records, 0)
+    with FlopCounterMode(display=False) as forward:
+        loss = model(batch.inputs).sum()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert cost.forward_flops == pytest.approx(forward.get_total_flops() / records, rel=1e-6)
+    whole = (forward.get_total_flops() + backward.get_total_flops()) / records
+    assert cost.step_flops == pytest.approx(whole, rel=1e-6)
+    # Gram matrices or whole gradients, whichever is less: no more than one weight gradient again.
+    assert 0.02 * cost.step_flops < cost.clipping_flops < 0.34 * cost.step_flops
+
+
+def peak_of(act: Any) -> int:
+    """The most bytes at one time, from PyTorch's own record of every allocation and release."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        act()
+    events = recorded.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    memory = [event for event in events if event.name() == "[memory]"]
+    held = peak = 0
+    for _, _, change in sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(memory)):
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("objective", ["mae", "caption"])
+def test_a_record_takes_as_much_memory_as_a_real_clipped_micro_batch_shows(objective: Any) -> None:
+    shape, cost = SHAPES[objective], counted(SHAPES[objective], objective)
+    model, clip = build(shape, objective), BookKeepingClip(ClipRule("flat", 1.0, 0.0))
+    clip.prepare(model)
+    peaks = []
+    for records in (8, 24):
+        batch = synthetic_batch(shape, objective, records, 0)
+        peaks.append(peak_of(lambda batch=batch: clipped_totals(clip, model, batch.inputs, batch.present)))
+    measured = (peaks[1] - peaks[0]) / 16
+    assert 0.9 * measured < cost.bytes < 1.25 * measured
+
+
+def test_time_is_arithmetic_rings_and_whole_micro_batches() -> None:
+    weights = Weights(trainable=100_000_000, frozen=0, largest=1, moments=8, private=True)
+    cost = RecordCost(1e9, 3e9, 1e9, 1e6, 0.0)
+    # 1000 records on 4 ranks are 250 each: 4 rows of 64, of which 6 slots are padding.
+    found = step_time(cost, weights, CLUSTER, 1000.0, 64, stage=1)
+    assert found.compute == pytest.approx(256 * 4e9 / 10e12)
+    one = 0.75 / 5e9  # seconds per byte that passes the ring once
+    assert found.exchange == pytest.approx(one * (2 * 8e8 + 2 * 4e8 + 4e8))
+    assert found.noise == pytest.approx(0.25) and found.seconds == pytest.approx(found.exchange + found.noise)
+    partitioned = step_time(cost, weights, CLUSTER, 1000.0, 64, stage=3)
+    assert partitioned.exchange == pytest.approx(one * (2 * 8e8 + 4e8 + 4 * 4 * 4e8))
+    assert step_time(cost, weights, CLUSTER, 1000.0, 64, 1, records_per_second=64.0).compute == pytest.approx(4.0)
+    public = Weights(100_000_000, 0, 1, 8, private=False)
+    assert step_time(cost, public, CLUSTER, 1000.0, 64, 1).compute == pytest.approx(256 * 3e9 / 10e12)
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
+    weights = Weights(trainable=50_000_000, frozen=1000, largest=9_000_000, moments=8, private=True)
+    cost = RecordCost(1.0, 1.0, 1.0, 3e7, 1e6)
+    for stage in range(4):
+        for offload in (False, True) if stage else (False,):
+            need = memory(weights, stage, 8, offload)
+            room = 3e9
+            largest = need.micro_batch(room, cost)
+            assert largest > 10
+            assert need.peak(largest, cost) <= room < need.peak(largest + 1, cost)
+            assert need.micro_batch(need.stays, cost) == 0
+    sums = [memory(weights, stage, 8, False).sums for stage in range(4)]
+    assert sums == [8 * 50_000_000] * 4, "fp64 totals lie on every rank at every stage"
+    stays = [memory(weights, stage, 8, False).stays for stage in (0, 1, 3)]
+    assert stays == sorted(stays, reverse=True)
+    assert memory(weights, 1, 8, True).stays < memory(weights, 1, 8, False).stays
+
+
+def config(tmp_path: Path, **changes: Any) -> Path:
+    """A recipe of some size, whose data are nowhere."""
+    whole = {
+        "train_micro_batch_size_per_gpu": 32,
+        "model": {"family": "mae", "size": "base", "width": 4096, "heads": 16, "depth": 3},
+        "phases": [{
+            "name": "private", "objective": "mae",
+            "data": {"source": "shards", "path": "nowhere", "expected_records": 1_000_000},
+            "privacy": {"epsilon": 8.0, "expected_batch": 4000, "noise_multiplier": 1.0},
+            "schedule": {"peak": 1e-3}, "steps": 100,
+        }],
+    } | changes  # fmt: skip
+    path = tmp_path / "big.json"
+    path.write_text(json.dumps(whole))
+    return path
+
+
+def ask(path: Path, *arguments: str) -> int:
+    cluster = ("--gpus", "16", "--memory", "80", "--tflops", "100", "--link", "20", "--noise-rate", "1e8")
+    return main(["--config", str(path), *cluster, *arguments])
+
+
+def test_a_plan_without_data_and_without_the_model_in_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert ask(config(tmp_path), "--json") == 0
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    found = json.loads(capsys.readouterr().out)
+    (phase,) = found["phases"]
+    trainable = phase["weights"]["trainable"]
+    assert trainable > 600_000_000 and grown < trainable, "the weights alone would be four bytes each"
+    assert phase["chosen"]["memory"]["sums"] == 8 * trainable
+    assert (phase["layouts"][0]["stage"], phase["layouts"][0]["offload"]) == (0, False)
+    last = phase["epsilons"][-1]
+    assert last[0] == 100
+    exact = epsilon([Event(phase["plan"]["threshold"] / 2**32, 1.0, 100)], phase["plan"]["delta"])
+    assert last[1] == pytest.approx(exact)
+    assert [t for t, _ in phase["epsilons"]] == [20, 40, 60, 80, 100]
+    assert phase["gpu_hours"] == pytest.approx(phase["days"] * 24 * 16)
+    assert phase["days"] == pytest.approx(phase["time"]["seconds"] * 100 / 86400)
+    assert math.isclose(found["total"]["gpu_hours"], phase["gpu_hours"])
+
+
+def test_what_does_not_fit_says_what_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = config(tmp_path, zero_optimization={"stage": 0}, train_micro_batch_size_per_gpu=128)
+    assert ask(small, "--memory", "16") == 0
+    said = capsys.readouterr().out
+    assert "a micro-batch of 128 needs" in said and "zero_optimization.stage = 1" in said
+    assert ("ε by step" in said and "GPU-hours" in said) or "does not fit" in said
+    assert ask(small, "--memory", "4") == 0
+    assert "no stage fits" in capsys.readouterr().out
+
+
+def test_what_is_missing_is_asked_for_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path)
+    assert main(["--config", str(path), "--gpus", "2", "--memory", "80", "--tflops", "100"]) == 2
+    assert "--link is missing" in capsys.readouterr().err
+    assert ask(path, "--tflops", "0") == 2
+    assert "tflops must be a positive number" in capsys.readouterr().err
+    without = json.loads(path.read_text())
+    del without["phases"][0]["data"]["expected_records"]
+    path.write_text(json.dumps(without))
+    assert ask(path) == 2
+    assert "expected_records" in capsys.readouterr().err
+
+
+def test_planning_leaves_the_random_state_and_the_default_device_alone() -> None:
+    before = torch.random.get_rng_state()
+    counted(SHAPES["mae"], "mae")
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.zeros(1).device.type == "cpu"

@@ -1,0 +1,184 @@
+"""What a config will cost on a cluster: memory, micro-batch, time and ε of each phase, and what to change.
+
+Needs neither the data (`expected_records` stands for them) nor memory for the model, and starts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from accounting.accountant import Event, epsilon
+from accounting.plan import PrivacyPlan
+from model.build import build
+from model.trainable import select
+from train.clip_rule import MOST_ALLOWANCE, rounding_allowance
+from train.config import Config, Phase
+from train.dry_run import known_records
+from train.planner_cluster import GIB, Cluster, PlannerError
+from train.planner_cost import RecordCost, count
+from train.planner_memory import MOMENTS, Memory, Weights, memory
+from train.planner_time import StepTime, step_time
+from train.probes import synthetic_batch
+from train.recipe import make_plan, resolve_shape, with_steps
+
+LAYOUTS = ((0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True))
+MARKS = 5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to lay the phase out over the ranks."""
+
+    stage: int
+    offload: bool
+    memory: Memory
+    micro_batch: int
+    """The largest that fits; 0 if the phase does not."""
+    peak_bytes: float
+    """With the micro-batch of the config."""
+
+
+@dataclass(frozen=True)
+class PhaseForecast:
+    name: str
+    objective: str
+    weights: Weights
+    cost: RecordCost
+    batch: float
+    steps: int
+    layouts: list[Layout]
+    chosen: Layout
+    micro_batch: int
+    """The config's if it fits, or the largest that does; 0 if nothing fits."""
+    time: StepTime | None
+    plan: PrivacyPlan | None
+    epsilons: list[tuple[int, float]]
+    """ε after so many steps."""
+    advice: list[str]
+
+    @property
+    def days(self) -> float | None:
+        return None if self.time is None else self.time.seconds * self.steps / 86400
+
+    def gpu_hours(self, cluster: Cluster) -> float | None:
+        return None if self.days is None else self.days * 24 * cluster.gpus
+
+
+def forecast(config: Config, cluster: Cluster, records_per_second: float | None = None) -> list[PhaseForecast]:
+    if config.run.engine != "deepspeed":
+        raise PlannerError(f"plans are made for run.engine = 'deepspeed', and not for {config.run.engine!r}")
+    if config.run.noise == "philox":
+        cluster = replace(cluster, noise_per_second=math.inf)  # drawn on the device, while it computes
+    found = []
+    for number, phase in enumerate(config.phases):
+        if phase.trains:
+            found.append(_of_phase(config, number, phase, cluster, records_per_second))
+    return found
+
+
+def _of_phase(
+    config: Config, number: int, phase: Phase, cluster: Cluster, records_per_second: float | None
+) -> PhaseForecast:  # fmt: skip
+    where = f"phases.{number}"
+    records = known_records(phase, where)[0]
+    phase = with_steps(phase, records, where)
+    plan = make_plan(phase, phase.privacy, records, where) if phase.privacy else None
+    batch = plan.divisor if plan else float(phase.batch or 1)
+    cost, weights = counted(config, phase)
+    per_record = 4.0 * weights.trainable if plan and config.run.clip_engine != "book-keeping" else 0.0
+    wanted, most = config.train_micro_batch_size_per_gpu, math.ceil(batch / cluster.gpus)
+    if plan:
+        most = min(most, _most_exact())
+    layouts = []
+    for stage, offload in LAYOUTS:
+        need = memory(weights, stage, cluster.gpus, offload)
+        fits = min(most, need.micro_batch(cluster.usable_bytes, cost, per_record))
+        layouts.append(Layout(stage, offload, need, fits, need.peak(wanted, cost, per_record)))
+    own = (config.zero_optimization.stage, config.zero_optimization.offload_optimizer is not None)
+    chosen = next(layout for layout in layouts if (layout.stage, layout.offload) == own)
+    fits = chosen.peak_bytes <= cluster.usable_bytes
+    micro_batch = wanted if fits else chosen.micro_batch
+    time = None
+    if micro_batch:
+        time = step_time(cost, weights, cluster, batch, micro_batch, chosen.stage, records_per_second)
+    found = PhaseForecast(
+        phase.name, phase.objective, weights, cost, batch, phase.steps, layouts, chosen, micro_batch, time, plan,
+        _epsilons(plan) if plan else [], [],
+    )  # fmt: skip
+    return replace(found, advice=_advice(found, wanted, cluster))
+
+
+def counted(config: Config, phase: Phase) -> tuple[RecordCost, Weights]:
+    """From the shapes of the phase's model alone."""
+    shape = resolve_shape(config)
+    model = build(shape, phase.objective, device="meta")
+    select(model, phase.trainable)
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    example = synthetic_batch(shape, phase.objective, 1, 0).inputs
+    inputs = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in example.items()}
+    params = phase.optimizer.params
+    moments = MOMENTS[phase.optimizer.type] + (4 if params.ema_decay is not None else 0)
+    weights = Weights(
+        sum(trained), sum(p.numel() for p in model.parameters()) - sum(trained), max(trained), moments,
+        phase.privacy is not None,
+    )  # fmt: skip
+    return count(model, inputs, config.run.precision), weights
+
+
+def _most_exact() -> int:
+    """Beyond it, the fp32 sum of a micro-batch may err by more than C is lowered by, and the run is refused."""
+    size = 1
+    while rounding_allowance(size + 1) <= MOST_ALLOWANCE:
+        size += 1
+    return size
+
+
+def _epsilons(plan: PrivacyPlan) -> list[tuple[int, float]]:
+    marks = sorted({max(1, round(plan.steps * part / MARKS)) for part in range(1, MARKS + 1)})
+    sigma = plan.effective_noise_multiplier
+    return [(t, epsilon([Event(plan.sampling_rate, sigma, t)], plan.delta)) for t in marks]
+
+
+def _advice(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
+    if found.chosen.peak_bytes > cluster.usable_bytes:
+        return _to_fit(found, wanted, cluster)
+    assert found.time is not None
+    lines = []
+    rows = math.ceil(found.batch / cluster.gpus / wanted)
+    padding = 1 - found.batch / (rows * wanted * cluster.gpus)
+    if padding > 0.1:
+        better = math.ceil(found.batch / cluster.gpus / rows)
+        lines.append(
+            f"{padding:.0%} of the slots are padding: train_micro_batch_size_per_gpu = {better} wastes less"
+            + (", or use fewer GPUs" if rows == 1 else "")
+        )
+    if found.time.exchange > 0.2 * found.time.seconds:
+        share = found.time.exchange / found.time.seconds
+        other = " or stage 1, which does not gather weights" if found.chosen.stage == 3 else ""
+        lines.append(f"{share:.0%} of a step is exchange: fewer GPUs, a larger batch, a faster link{other}")
+    if found.time.noise > found.time.compute:
+        lines.append('drawing the noise takes longer than computing: run.noise = "philox" draws on the device')
+    if found.plan is not None and found.epsilons[-1][1] > found.plan.epsilon_budget:
+        lines.append("the budget ends the phase before its last step: lower steps, raise noise_multiplier or epsilon")
+    if not lines and found.chosen.micro_batch >= 2 * wanted:
+        lines.append(f"a micro-batch of up to {found.chosen.micro_batch} would fit, too")
+    return lines
+
+
+def _to_fit(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
+    need = found.chosen.peak_bytes / GIB
+    lines = [f"a micro-batch of {wanted} needs {need:.1f} GiB of {cluster.usable_bytes / GIB:.1f} GiB that may be used"]
+    if found.chosen.micro_batch:
+        lines.append(f"set train_micro_batch_size_per_gpu to {found.chosen.micro_batch}")
+    others = [layout for layout in found.layouts if layout.micro_batch > found.chosen.micro_batch]
+    for layout in sorted(others, key=lambda layout: (layout.offload, layout.stage)):
+        offload = ' with zero_optimization.offload_optimizer = {"device": "cpu"}' if layout.offload else ""
+        lines.append(f"zero_optimization.stage = {layout.stage}{offload}: a micro-batch of up to {layout.micro_batch}")
+    if not found.chosen.micro_batch and not others:
+        least = min(layout.memory.peak(1, found.cost) for layout in found.layouts) / (1 - cluster.free_share) / GIB
+        lines.append(
+            f"no stage fits, not even one record at a time: GPUs of at least {least:.1f} GiB, more of them, a smaller "
+            'model, or run.precision = "bf16" for smaller activations'
+        )
+    return lines

@@ -1,0 +1,50 @@
+"""Seconds of one logical step: arithmetic of the expected batch, exchange over the links, noise of a rank's share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from train.planner_cluster import Cluster
+from train.planner_cost import RecordCost
+from train.planner_memory import Weights
+
+# ZeRO-3 brings all weights together for the forward pass and again for the backward pass of every micro-batch. Twice
+# that was measured where the clip engine's taps ask for them as well.
+GATHERS_PER_MICRO_BATCH = 4
+
+
+@dataclass(frozen=True)
+class StepTime:
+    compute: float
+    exchange: float
+    noise: float
+    """Drawn on the processor while the micro-batches compute: only what is longer than that is waited for."""
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exchange + max(0.0, self.noise - self.compute)
+
+
+def step_time(
+    cost: RecordCost, weights: Weights, cluster: Cluster, batch: float, micro_batch: int, stage: int,
+    records_per_second: float | None = None,
+) -> StepTime:  # fmt: skip
+    """`records_per_second` of one GPU, where it was measured, takes the place of the counted arithmetic.
+
+    Rows of micro-batches are the same on every rank, so the last one may be part padding, which costs like records.
+    """
+    rows = max(1, math.ceil(batch / cluster.gpus / micro_batch))
+    flops = cost.private_flops if weights.private else cost.step_flops
+    rate = records_per_second or cluster.tflops * 1e12 / flops
+    compute = rows * micro_batch / rate
+    n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
+    exchange = cluster.all_reduce_seconds(8.0 * n) if weights.private else 0.0
+    if stage < 3:
+        exchange += cluster.all_reduce_seconds(4.0 * n)
+        exchange += cluster.gather_seconds(4.0 * n) if stage else 0.0
+    else:
+        exchange += cluster.gather_seconds(4.0 * n)
+        exchange += rows * GATHERS_PER_MICRO_BATCH * cluster.gather_seconds(whole)
+    share = n if stage == 0 else math.ceil(n / cluster.gpus)
+    return StepTime(compute, exchange, share / cluster.noise_per_second if weights.private else 0.0)
