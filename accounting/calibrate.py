@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from accounting.accountant import Accountant, AccountingError, Event, epsilon
 from accounting.plan import RATE_DENOMINATOR, threshold_for
@@ -12,6 +13,7 @@ DIGITS = 5
 MOST_STEPS = 10**9
 
 
+@lru_cache(maxsize=256)
 def calibrate_sigma(
     rate: float, steps: int, target: float, delta: float, accountant: Accountant = "pld", digits: int = DIGITS
 ) -> float:

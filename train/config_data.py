@@ -25,6 +25,11 @@ class ReadingSettings(Section):
     cache_dir: str | None = Field(default=None, description="Local folder that keeps remote records, in the clear.")
     cache_gib: float = Field(default=100.0, gt=0, description="At most this much is kept, by all ranks of a node.")
     cache_keep: Literal["records", "shards"] = "records"
+    node_shards: str | None = Field(
+        default=None,
+        description="Folder in which each node holds copies of some of the shards; $VARIABLES are filled in. A record "
+        "is then computed where it lies. The draw stays the same.",
+    )
 
 
 class ShardData(Section):
@@ -45,7 +50,17 @@ class ShardData(Section):
     )
     augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = "none"
     tokenizer: str | None = Field(default=None, description=_TOKENIZER)
+    label: str | None = Field(
+        default=None,
+        description="For classifiers: an integer field of the records' .json, or 'cls' for their .cls or class folder.",
+    )
     reading: ReadingSettings = ReadingSettings()
+
+    @model_validator(mode="after")
+    def _by_node_or_by_share(self) -> ShardData:
+        if self.reading.node_shards is not None and self.public_fraction is not None:
+            raise ValueError("public_fraction takes records of all shards, reading.node_shards whole shards; drop one")
+        return self
 
 
 class SyntheticData(Section):
@@ -65,9 +80,11 @@ class SyntheticData(Section):
         return True
 
     @model_validator(mode="after")
-    def _has_captions(self) -> SyntheticData:
+    def _makes_sense(self) -> SyntheticData:
         if self.tokenizer is not None and self.kind != "shapes":
             raise ValueError(f"{self.kind} have no captions; `shapes` do, or leave the tokenizer away")
+        if self.reading.node_shards is not None:
+            raise ValueError("pictures made by rule lie on no node; leave reading.node_shards out")
         return self
 
 
@@ -94,16 +111,42 @@ class HeldOutData(Section):
         return True
 
 
+class StreamData(Section):
+    """Tar shards that webdataset streams in shuffled epochs, without an index: for phases that are not private."""
+
+    source: Literal["webdataset"]
+    path: str = Field(description="A folder, one tar, or a brace pattern, of files or behind a URL.")
+    public: bool = Field(default=False, description="Your word that nobody's privacy depends on these records.")
+    buffer: int = Field(default=1000, gt=0, description="Records of each lane among which it shuffles.")
+    lanes: int = Field(
+        default=8,
+        gt=0,
+        description="Streams that the shards are dealt out to and that each step takes equally from: at least one per "
+        "rank, at most one per shard.",
+    )
+    augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = "none"
+    tokenizer: str | None = Field(default=None, description=_TOKENIZER)
+    reading: ReadingSettings = ReadingSettings()
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> StreamData:
+        if self.reading.node_shards is not None or self.reading.cache_dir is not None:
+            raise ValueError("a stream has no index to find records by; leave node_shards and cache_dir out of reading")
+        return self
+
+
 def _source(data: Any) -> Any:
     return data.get("source", "shards") if isinstance(data, dict) else getattr(data, "source", None)
 
 
 DATA_SECTIONS = {
     "shards": ShardData, "synthetic": SyntheticData, "checkpoint": CheckpointData, "held-out": HeldOutData,
+    "webdataset": StreamData,
 }  # fmt: skip
 Data = Annotated[
     Annotated[ShardData, Tag("shards")]
     | Annotated[SyntheticData, Tag("synthetic")]
+    | Annotated[StreamData, Tag("webdataset")]
     | Annotated[CheckpointData, Tag("checkpoint")]
     | Annotated[HeldOutData, Tag("held-out")],
     Discriminator(_source),

@@ -6,13 +6,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from train.config_data import CheckpointData, Data, HeldOutData, ShardData, SyntheticData
+from train.config_data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
 from train.config_privacy import Privacy
 from train.monitor_settings import Monitor
 from train.optim_settings import Optimizer, Schedule
 from train.section import Section
-
-MIXABLE = "needs `privacy`, whose noise comes before the mixing; public data alone are a phase with `batch`"
 
 
 class ZeroShot(Section):
@@ -57,6 +55,8 @@ class Mixing(Section):
     def _means_something(self) -> Mixing:
         if not self.data.public:
             raise ValueError("the data to mix in are not declared public; their gradients get no noise")
+        if self.data.reading.node_shards is not None:
+            raise ValueError("data to mix in are read by all ranks alike; leave reading.node_shards out")
         if self.shape in ("cosine", "linear", "switch") and self.end is None:
             raise ValueError(f"shape {self.shape!r} needs `end`, the alpha it goes to")
         if self.shape == "sample-ratio" and self.model_fields_set & {"start", "end", "steps"}:
@@ -118,15 +118,31 @@ class Phase(Section):
             return "is non-private and needs `batch`, its records per step"
         if self.privacy is not None and self.batch is not None:
             return "has both `batch` and `privacy.expected_batch`; a private phase takes the latter"
+        if isinstance(self.data, StreamData):
+            return self._of_streams()
         if self.privacy is not None and self.data.public:
             return "has `privacy`, but its data are declared public; drop one of them"
         if self.until_budget and (self.privacy is None or self.privacy.noise_multiplier is None):
             return "trains until_budget, for which it needs privacy.noise_multiplier: epsilon alone fixes no number"
-        if self.mixing is not None and self.privacy is None:
-            return f"has `mixing`, which {MIXABLE}"
+        if self.until_budget and self.privacy is not None and self.privacy.tan is not None:
+            return "simulates another run with privacy.tan, so it needs that run's number of `steps`"
+        if self.mixing is not None and self.optimizer.params.noise_floor is not None:
+            return "has `mixing`, which weakens the noise that noise_floor subtracts; drop one of them"
         if self.plateau is not None and self.evaluation is None:
             return "ends at a plateau of the public loss and needs `evaluation`, which measures it"
         return self._of_features()
+
+    def _of_streams(self) -> str | None:
+        if self.privacy is not None:
+            return (
+                "has `privacy`, but a stream is shuffled, and the accounting holds for Poisson samples alone; index "
+                "the shards (launch/prepare.py index) and use source 'shards'"
+            )
+        if self.epochs is not None or self.schedule.warmup_epochs is not None:
+            return "counts in epochs, but how many records a stream has is not known; give steps and warmup"
+        if self.features is not None:
+            return "keeps features, for which records need numbers that a stream has not; use source 'shards'"
+        return None
 
     def _of_features(self) -> str | None:
         if self.features is None:
@@ -135,6 +151,8 @@ class Phase(Section):
             return "keeps features, which stay the same only with objective 'classify' and trainable 'head'"
         if getattr(self.data, "augment", "none") not in ("none", "center"):
             return "keeps features and augments its pictures, which change from step to step; drop one of them"
+        if isinstance(self.data, ShardData) and self.data.reading.node_shards is not None:
+            return "keeps features, which every rank reads of every record; leave data.reading.node_shards out"
         if self.mixing is not None:
             return "keeps features and mixes in public pictures; drop one of them"
         if self.monitor is not None:
@@ -153,7 +171,16 @@ class Phase(Section):
             return "only evaluates and needs `evaluation`"
         return None
 
+    @property
+    def label(self) -> str | None:
+        """What a classifier is to say, by the name that the records have for it."""
+        return self.data.label if isinstance(self.data, ShardData) and self.objective == "classify" else None
+
     def _of_objective(self) -> str | None:
+        if self.objective == "classify" and self.trains and self.label is None:
+            return "trains on labels and needs data.label, the field of a record that holds them"
+        if self.label is not None and self.mixing is not None and isinstance(self.mixing.data, SyntheticData):
+            return "trains on labels, which pictures made by rule have not; mix in shards"
         if self.objective == "caption" and self.trains and self.tokenizer is None:
             return "trains on captions and needs data.tokenizer"
         if self.objective == "caption" and self.evaluation is not None and self.tokenizer is None:

@@ -73,6 +73,8 @@ def _promise(config: Config, number: int, phase: Phase) -> list[str]:
         f"epsilon       {round_up(spent)} of {plan.epsilon_budget:g} (PLD)",
         f"delta         {plan.delta:.6g}",
     ]
+    if plan.stands_for is not None:
+        found.append(f"note          {plan.stands_for}; ε above is that of what will run")
     if spent > plan.epsilon_budget:
         found.append("note          the budget ends the phase before its last step")
     return found

@@ -61,8 +61,8 @@ class NoisyUpdate:
 class PlainUpdate:
     """The mean over a public batch; no noise, no promise."""
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
+    def __init__(self, batch: int, step: int = 0) -> None:
+        self.batch, self.step = batch, step
         self.elements = 0
 
     @torch.no_grad()

@@ -17,14 +17,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from accounting.plan import PrivacyPlan
 from data.batches import BatchReader, MicroBatch
 from data.loader import Loader, PublicOrder
 from data.public import PublicEpochs
 from train.config_phase import Mixing
 from train.engine import Applied, Observation, Shard, ShardedEngine
 from train.fragment import Fragment
-from train.gradient import NoisyUpdate, Update, UpdateError
+from train.gradient import NoisyUpdate, PlainUpdate, Update, UpdateError
 from train.precision import Precision, autocast
 from train.ranks import Ranks
 from train.reading import reading_options
@@ -47,18 +46,18 @@ def alpha(mixing: Mixing, step: int, steps: int, expected_batch: float) -> float
 
 
 class MixedUpdate:
-    """The noised mean first, by its own rules; then the mixture."""
+    """The noised mean first, by its own rules; then the mixture. (In a non-private twin, the plain mean.)"""
 
-    def __init__(self, noisy: NoisyUpdate, public: Mapping[str, Tensor], weight: float) -> None:
-        self._noisy, self._public, self._weight = noisy, public, weight
+    def __init__(self, first: Update, public: Mapping[str, Tensor], weight: float) -> None:
+        self._first, self._public, self._weight = first, public, weight
 
     @property
     def elements(self) -> int:
-        return self._noisy.elements
+        return self._first.elements
 
     @torch.no_grad()
     def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
-        self._noisy.finish(flat, fragments)
+        self._first.finish(flat, fragments)
         for fragment in fragments:
             public = self._public[fragment.name].view(-1)[fragment.start : fragment.start + fragment.length]
             fragment.of(flat).mul_(1.0 - self._weight).add_(public.to(flat), alpha=self._weight)
@@ -108,7 +107,7 @@ class MixingEngine:
         self.trainable_elements, self.partitioned = inner.trainable_elements, inner.partitioned
 
     @staticmethod
-    def of(run: RunContext, phase: ReadyPhase, plan: PrivacyPlan, inner: ShardedEngine, key: bytes) -> MixingEngine:
+    def of(run: RunContext, phase: ReadyPhase, batch: float, inner: ShardedEngine, key: bytes) -> MixingEngine:
         mixing, index = phase.settings.mixing, phase.mixed
         assert mixing is not None and index is not None
         ranks, steps = run.ranks, phase.settings.steps
@@ -117,17 +116,17 @@ class MixingEngine:
             augment_key=_key(key, b"augmentation"), mask_key=_key(key, b"masks"),
             reading=reading_options(mixing.data.reading, index), pin_memory=ranks.device.type == "cuda",
         )  # fmt: skip
-        epochs = PublicEpochs(index.records, mixing.batch, key)
+        epochs = PublicEpochs(index.records, mixing.batch, _key(key, b"order"))
         micro_batch = run.config.train_micro_batch_size_per_gpu
         loader = Loader(
             reader, PublicOrder(epochs), rank=ranks.rank, world=ranks.world, micro_batch=micro_batch, last=steps
         )
         gradient = PublicGradient(inner.model, lambda step: loader.step(step)[1], ranks, run.config.run.precision)
-        return MixingEngine(inner, gradient, lambda step: alpha(mixing, step, steps, plan.divisor), loader.close)
+        return MixingEngine(inner, gradient, lambda step: alpha(mixing, step, steps, batch), loader.close)
 
     def update(self, update: Update, learning_rate: float) -> Applied:
-        if not isinstance(update, NoisyUpdate):
-            raise UpdateError("public gradients are mixed into noised ones alone")
+        if not isinstance(update, NoisyUpdate | PlainUpdate):
+            raise UpdateError(f"public gradients are mixed into a step's update, not into {type(update).__name__}")
         mixed = MixedUpdate(update, self._gradient.of_step(update.step), self._weight(update.step))
         return self._inner.update(mixed, learning_rate)
 

@@ -14,14 +14,11 @@ from data.text import TextEncoder
 from model.settings import Shape
 from train.config import Phase
 from train.config_data import CheckpointData, Data, HeldOutData, ShardData, SyntheticData
+from train.recipe_error import RecipeError
 from train.warm_start import NoRecords, WarmStart, WarmStartError
 
 MOST_RECORD_DRIFT = 0.01
 DEMO = " (the demo's shards: python launch/prepare.py demo)"
-
-
-class RecipeError(ValueError):
-    """A phase cannot run as configured; the message names the key and the mend."""
 
 
 def open_data(phase: Phase, shape: Shape, where: str) -> RecordIndex:
@@ -49,8 +46,10 @@ def open_start(data: CheckpointData, where: str) -> WarmStart:
 def open_records(data: Data, objective: str, shape: Shape, where: str) -> RecordIndex:
     if isinstance(data, SyntheticData):
         return SyntheticIndex(data.kind, data.records, data.seed, data.size or shape.image_size)
+    if isinstance(data, StreamData):
+        return _open_stream(data, where)
     assert isinstance(data, ShardData)
-    index = open_public(data.path, f"{where}.path")
+    index = open_public(data.path, f"{where}.path", data.reading.node_shards)
     _check_expected(index, data, where)
     if objective == "caption" and isinstance(index, FolderIndex):
         raise RecipeError(
@@ -65,9 +64,18 @@ def open_records(data: Data, objective: str, shape: Shape, where: str) -> Record
         raise RecipeError(f"{where}: {error}") from None
 
 
-def open_public(path: str, where: str) -> RecordIndex:
+def _open_stream(data: StreamData, where: str) -> StreamIndex:
+    try:
+        return StreamIndex(data.path, data.lanes, data.buffer, data.reading.timeout_seconds)
+    except ShardError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
+def open_public(path: str, where: str, node_shards: str | None = None) -> RecordIndex:
     try:
         index = open_index(path)
+        if node_shards is not None:
+            return on_this_node(index, node_shards)
         index.check_unchanged()
         return index
     except (ShardError, OSError) as error:

@@ -6,13 +6,13 @@ from functools import partial
 
 from data.batches import BatchReader
 from data.loader import Loader, PublicOrder
-from data.public import PublicEpochs
 from train.board import Pace
 from train.checkpoint import Loaded
 from train.clip_engines import make_clip
 from train.engines import make_engine, replicated
 from train.features import FeatureReader, feature_reader
 from train.forward import PlainForward, PrivateForward
+from train.mixing import MixingEngine
 from train.monitor import LossMonitor
 from train.optim import make_optimizer
 from train.phase_ledger import declare, derive_key, header, segment_of
@@ -20,7 +20,7 @@ from train.phase_model import carry_over, initial_model
 from train.plain_step import PlainStep
 from train.private_parts import PrivateParts
 from train.public_eval import PublicEvaluator
-from train.reading import reading_options, until_unreadable
+from train.reading import begun, public_epochs, rank_plan, reading_options, until_unreadable
 from train.recipe import ReadyPhase, clip_rule
 from train.run_context import RunContext
 from train.schedule import learning_rate
@@ -45,6 +45,7 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     clip = None
     if plan is not None and settings.privacy is not None:
         clip = make_clip(config.run, clip_rule(settings.privacy, plan, micro_batch))
+    phase = begun(phase, derive("public-order"))
     reader = _reader(run, phase, derive("augmentation"), derive("masks"))
     if settings.features is not None:
         reader = feature_reader(run, phase, model, reader)
@@ -54,20 +55,27 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
         make_optimizer(settings.optimizer, model.named_parameters(), plan.noise_std / plan.divisor if plan else 0.0),
         ranks,
     )
-    load = partial(Loader, reader, rank=ranks.rank, world=ranks.world, micro_batch=micro_batch, last=settings.steps)
+    load = partial(
+        Loader, reader, rank=ranks.rank, world=ranks.world, micro_batch=micro_batch, last=settings.steps,
+        plan=rank_plan(phase, ranks, micro_batch),
+    )  # fmt: skip
     records = plan.divisor if plan else float(settings.batch or 0)
     pace = Pace(records, private=plan is not None)
     step: Step
     private: PrivateParts | None = None
+    plain_mixing: MixingEngine | None = None
     if plan is not None and clip is not None:
         private = PrivateParts(run, phase, plan, clip, engine, derive, load)
         pace.calibrate(private.records_per_second)
         step = private.step(done, loaded.digest if loaded is not None and resumed else None)
         loader = private.loader
     else:
-        epochs = PublicEpochs(phase.index.records, int(records), derive("public-order"))
+        epochs = public_epochs(phase, int(records), derive("public-order"))
         loader = load(PublicOrder(epochs))
-        step = PlainStep(epochs, engine, ranks, run.stop, until_unreadable(loader.micro_batches, run.stop))
+        mixed = engine
+        if phase.mixed is not None:
+            mixed = plain_mixing = MixingEngine.of(run, phase, records, engine, derive("public-order"))
+        step = PlainStep(epochs, mixed, ranks, run.stop, until_unreadable(loader.micro_batches, run.stop))
     if loaded is not None:
         loaded.restore_optimizer(engine) if resumed else carry_over(loaded, engine, settings.optimizer.carry)
     evaluator = None
@@ -91,8 +99,9 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
             ending=Ending.of(phase, run.folder, ranks, done),
         ).run(done)  # fmt: skip
     finally:
-        if private is not None:
-            private.close()
+        for part in (private, plain_mixing):
+            if part is not None:
+                part.close()
         loader.close()
         engine.close()
         _report_bad(run, phase, reader)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from data.batches import MicroBatch
-from data.public import PublicEpochs
+from data.public import Epochs
 from train.engine import ShardedEngine
 from train.gradient import PlainUpdate
 from train.observed import Observed
@@ -17,7 +17,7 @@ from train.stop import StopRequest
 
 class PlainStep:
     def __init__(
-        self, epochs: PublicEpochs, engine: ShardedEngine, ranks: Ranks, stop: StopRequest,
+        self, epochs: Epochs, engine: ShardedEngine, ranks: Ranks, stop: StopRequest,
         micro_batches: Callable[[np.ndarray, int], Iterator[MicroBatch]],
     ) -> None:  # fmt: skip
         self.epochs, self.engine, self.ranks, self.stop = epochs, engine, ranks, stop
@@ -29,5 +29,5 @@ class PlainStep:
             self.stop.check(self.ranks)
             self.engine.accumulate(micro_batch)
             observed.add(micro_batch.present, *self.engine.observe())
-        self.engine.update(PlainUpdate(self.epochs.batch), learning_rate)
+        self.engine.update(PlainUpdate(self.epochs.batch, step), learning_rate)
         return observed

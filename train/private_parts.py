@@ -72,7 +72,8 @@ class PrivateParts:
             norm = AdaptiveNorm(plan, first, clip, noise, metrics)
         engine = self._engine
         if self._phase.mixed is not None:
-            engine = self._mixing = MixingEngine.of(run, self._phase, plan, engine, self._derive("public-order"))
+            order = self._derive("public-order")
+            engine = self._mixing = MixingEngine.of(run, self._phase, plan.divisor, engine, order)
         return PrivateStep(
             self._phase.number, run.journal, self.loader, clip, noise, engine, run.ranks, run.stop,
             until_unreadable(self.loader.micro_batches, run.stop), metrics, norm,

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from accounting.accountant import AccountingError, Event, epsilon
 from accounting.adaptive import METRIC, SENSITIVITY, AdaptiveError, AdaptiveRule
 from accounting.calibrate import calibrate_sigma, calibrate_steps
 from accounting.plan import PlanError, PlannedMetric, PrivacyPlan, parse_delta, threshold_for
+from accounting.tan import stand_in
 from data.batches import DataSpec
-from data.index import RecordIndex, shared_shard
+from data.index import RecordIndex, Shard, shared_shard
+from data.node_plan import Placement
 from data.split import apart
+from data.stream import StreamIndex
 from data.text import TextEncoder
 from model.settings import SettingsError, Shape
 from train.clip_rule import ClipError, ClipRule
 from train.config import Config, Phase
-from train.config_data import CheckpointData, ReadingSettings, ShardData, SyntheticData
+from train.config_data import CheckpointData, ReadingSettings, ShardData, StreamData, SyntheticData
 from train.config_privacy import AdaptiveClip, Privacy
-from train.opening import RecipeError, open_data, open_public, open_records, open_start, open_text
+from train.opening import open_data, open_public, open_records, open_start, open_text
+from train.recipe_error import RecipeError
 from train.warm_start import WarmStart
 
 __all__ = [
@@ -35,6 +40,9 @@ __all__ = [
     "resolve_shape",
     "with_steps",
 ]
+
+
+READ = ShardData | SyntheticData | StreamData  # what records are read from
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,8 @@ class ReadyPhase:
     """Public records whose gradients are mixed in."""
     start: WarmStart | None = None
     """Weights from outside that this phase, or one before it, began with."""
+    placement: Placement | None = None
+    """Who computes which records, where not all ranks can read them all alike."""
 
     @property
     def name(self) -> str:
@@ -83,7 +93,9 @@ class ReadyPhase:
         masks = self.shape.patches if self.settings.objective == "mae" else 0
         data = self.settings.data
         kind = data.augment if augment and isinstance(data, ShardData | SyntheticData) else "center"
-        return DataSpec(image_size=self.shape.image_size, augment=kind, mask_patches=masks)
+        label = self.settings.label
+        labels = () if label is None else (label,)
+        return DataSpec(self.shape.image_size, augment=kind, mask_patches=masks, labels=labels, target=label)
 
 
 def prepare(config: Config) -> list[ReadyPhase]:
@@ -110,7 +122,7 @@ def _keep_apart(phases: list[ReadyPhase]) -> None:
             uses.append((f"phases.{phase.number}.data.path", phase.index))
         uses.append((f"phases.{phase.number}.mixing.data.path", phase.mixed))
         for (where, index), owner in product(uses, owners):
-            shared = shared_shard(owner.index.shards, index.shards) if index else None
+            shared = _shared(owner.index, index) if index else None
             if shared is not None and index is not None and not apart(owner.index, index):
                 raise RecipeError(
                     f"{where}: {shared.name} belongs to the private records of phase {owner.name!r}; "
@@ -122,6 +134,12 @@ def _keep_apart(phases: list[ReadyPhase]) -> None:
                 f"{phase.start.path} was trained on the private records of phase {owner.name!r}, and what it spent "
                 "would have to be added; go on with that run, or start from other weights"
             )
+
+
+def _shared(private: RecordIndex, public: RecordIndex) -> Shard | None:
+    if isinstance(public, StreamIndex):
+        return public.shared_with(private.shards)
+    return shared_shard(private.shards, public.shards)
 
 
 def resolve_shape(config: Config) -> Shape:
@@ -187,7 +205,8 @@ def make_plan(
         if sigma is None:
             together = calibrate_sigma(threshold / 2**32, phase.steps, privacy.epsilon, delta)
             sigma = _share_of_gradient(together, metrics)
-        return PrivacyPlan(noise_multiplier=sigma, **fixed)  # pyright: ignore[reportArgumentType]
+        plan = PrivacyPlan(noise_multiplier=sigma, **fixed)  # pyright: ignore[reportArgumentType]
+        return stand_in(plan, privacy.tan.scale) if privacy.tan else plan
     except (PlanError, AdaptiveError, AccountingError) as error:
         raise RecipeError(f"{where}.privacy: {error}") from None
 
@@ -212,6 +231,7 @@ def _share_of_gradient(together: float, metrics: tuple[PlannedMetric, ...]) -> f
     return math.ceil(left**-0.5 * 1e5) / 1e5
 
 
+@lru_cache(maxsize=256)
 def planned_epsilon(plan: PrivacyPlan) -> float:
     return epsilon([Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.steps)], plan.delta)
 

@@ -18,11 +18,14 @@ from train.board import Board
 from train.checkpoint import CheckpointError, Checkpoints, Keep, Loaded
 from train.config import Config
 from train.finish import finish
-from train.phase import RunContext, declare, train_phase
+from train.phase import train_phase
+from train.phase_ledger import declare
 from train.ranks import Ranks, lost_rank, spoken_for, watch
 from train.recipe import ReadyPhase
+from train.run_context import RunContext
 from train.run_dir import RunDir
 from train.stop import Stopped, StopRequest
+from train.stop_rules import asked_for
 from train.watchdog import Watchdog
 
 LOCK_WAIT_SECONDS = 60
@@ -93,7 +96,7 @@ def run_all(
                     phase.settings.steps,
                 ):
                     train_phase(context, phase, loaded)
-        spent = ranks.on_main(lambda: _ended_early(journal)) if key is None else None
+        spent = ranks.on_main(lambda: _ended_early(journal, phases, run_dir)) if key is None else None
         state = {"status": "done" if spent is None else "budget spent"}
     except BudgetSpent as error:
         spent = error
@@ -160,12 +163,15 @@ def _require_same_run(config: Config, phases: list[ReadyPhase], journal: Journal
             )
 
 
-def _ended_early(journal: Journal | None) -> BudgetSpent | None:
+def _ended_early(journal: Journal | None, phases: list[ReadyPhase], run_dir: RunDir) -> BudgetSpent | None:
+    """Of a finished run. A phase may also have ended by its plateau or by hand, which is no fault."""
     assert journal is not None
     history = journal.history
+    chosen = {p.number for p in phases if p.settings.plateau is not None or asked_for(run_dir.end_file, p.name)}
     short = any(
         plan.steps not in {done.step for done in history.committed if done.phase == phase}
         for phase, plan in history.plans.items()
+        if phase not in chosen
     )
     return BudgetSpent("the run had ended before its last step, its budget spent") if short else None
 

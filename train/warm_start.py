@@ -11,22 +11,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from accounting.history import History
 from accounting.ledger import LedgerError
 from data.index import Place, Shard
+from model.account import Account, WeightsError
 from model.build import take_encoder
 from model.trainable import merged
+from model.warm_start import initialise_from, initialise_with
 from train.checkpoint import CheckpointError, Loaded
 from train.checkpoint_keep import read_pointer
+from train.recipe_error import RecipeError
 from train.run_dir import RunDir
 
 EXPORTED = "model.safetensors"
 
 
-class WarmStartError(ValueError):
+class WarmStartError(RecipeError):
     """The weights cannot be used; the message names the file and the reason."""
 
 
@@ -81,15 +83,14 @@ class WarmStart:
                 undeclared = history.why_not_private()
         return WarmStart(path, _digest(path), protected, undeclared)
 
-    def fill(self, model: nn.Module) -> str:
-        """Puts the weights into the model, all of them or the encoder's; says what was taken."""
-        if self.path.is_dir() and not (self.path / EXPORTED).is_file():
-            state = _newest(self.path).weights()
-        elif self.path.is_dir() or self.path.name == EXPORTED:
-            state = load_file(self.path / EXPORTED if self.path.is_dir() else self.path)
-        else:
-            raise WarmStartError(f"{self.path} is no export of ours, and other formats are not read yet")
-        return hand_over(state, model)
+    def fill(self, model: nn.Module) -> Account:
+        """Puts the weights into the model, as far as they fit; the account says what became of every tensor."""
+        try:
+            if self.path.is_dir() and not (self.path / EXPORTED).is_file():
+                return initialise_with(model, _newest(self.path).weights(), {"run": self.path.name})
+            return initialise_from(model, self.path)
+        except WeightsError as error:
+            raise WarmStartError(f"{self.path}: {error}") from None
 
 
 def hand_over(state: Mapping[str, Tensor], model: nn.Module) -> str:
