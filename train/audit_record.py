@@ -66,6 +66,9 @@ class WatchedEngine:
         self.watcher.begin_step()
         return self.inner.update(_Watched(update, self.watcher), learning_rate)
 
+    def discard(self) -> None:
+        self.inner.discard()
+
     def observe(self) -> Observation:
         return self.inner.observe()
 
