@@ -65,11 +65,12 @@ def _run(arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase]
     quiet_libraries()
     # Heavy imports only now: bad input is answered in a second.
     from train.engines import start_ranks
+    from train.reading import agree
     from train.run import run_all
 
     ranks = start_ranks(config)
     root = run_dir_of(config, arguments.config)
-    leave(_guarded(lambda: run_all(arguments, config, phases, root, ranks), ranks.main))
+    leave(_guarded(lambda: run_all(arguments, config, agree(phases, ranks), root, ranks), ranks.main))
 
 
 def leave(code: int) -> NoReturn:

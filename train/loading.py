@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from data.index_format import is_url
 from data.text import is_built_in
 from train.config import Config
 from train.config_data import DATA_SECTIONS
@@ -87,7 +88,7 @@ def _objectives_of_starts(phases: Any) -> None:
 
 
 def _is_path(key: str, value: Any) -> bool:
-    return isinstance(value, str) and not (key == "tokenizer" and is_built_in(value))
+    return isinstance(value, str) and not is_url(value) and not (key == "tokenizer" and is_built_in(value))
 
 
 def _override(raw: dict[str, Any], text: str) -> None:

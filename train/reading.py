@@ -1,9 +1,10 @@
-"""How a phase's records are fetched and decoded: the config's wishes, completed with what this machine has."""
+"""How a phase's records are shared out, fetched and decoded: the config's wishes, completed with what is at hand."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,16 @@ import torch
 
 from data.batches import MicroBatch
 from data.cache import Cache
-from data.index import RecordIndex
+from data.index import RecordIndex, ShardIndex
+from data.node_plan import Placement, place
+from data.public import Epochs, PublicEpochs
 from data.shards import Reading
-from data.tar import UnreadableError
+from data.stream import StreamEpochs, StreamIndex, lane_placement
+from data.tar import ShardError, UnreadableError
 from train.config_data import ReadingSettings
+from train.opening import RecipeError
+from train.ranks import Ranks, spoken_for
+from train.recipe import ReadyPhase
 from train.stop import StopRequest
 
 REMOTE_IN_FLIGHT = 64  # hides 25 ms of latency at 1,200 records/s
@@ -56,3 +63,54 @@ def until_unreadable(micro_batches: MicroBatches, stop: StopRequest) -> MicroBat
             yield MicroBatch({}, torch.zeros(0, dtype=torch.bool))
 
     return guarded
+
+
+def agree(phases: list[ReadyPhase], ranks: Ranks) -> list[ReadyPhase]:
+    """The phases once all ranks know who holds which shards; refused on all of them alike, before anything is written.
+
+    Equal draws are not enough: with another list of shards under equal numbers, two ranks would read one record.
+    """
+    for phase in phases:
+        ranks.require_same(f"the index of phase {phase.name!r}", phase.index.manifest_digest)
+    return [replace(phase, placement=_placement(phase, ranks)) for phase in phases]
+
+
+def _placement(phase: ReadyPhase, ranks: Ranks) -> Placement | None:
+    index = phase.index
+    if isinstance(index, StreamIndex):
+        try:
+            return lane_placement(index.lanes, ranks.world)
+        except ShardError as error:
+            raise spoken_for(RecipeError(f"phases.{phase.number}.data.lanes: {error}")) from None
+    if phase.reading.node_shards is None:
+        return None
+    assert isinstance(index, ShardIndex), "opening it refused any other"
+    holdings = ranks.gather(np.packbits(index.held()))
+    held = [np.unpackbits(each, count=len(index.shards)).astype(bool) for each in holdings]
+    try:
+        return place([shard.name for shard in index.shards], index.shard_ends, held)
+    except ShardError as error:
+        where = f"phases.{phase.number}.data.reading.node_shards"
+        raise spoken_for(RecipeError(f"{where}: {error}")) from None
+
+
+def rank_plan(phase: ReadyPhase, ranks: Ranks, micro_batch: int) -> Callable[[np.ndarray], np.ndarray] | None:
+    """Which of a step's records this rank computes, where the phase says otherwise than the loader would."""
+    placement = phase.placement
+    return None if placement is None else lambda ids: placement.rows(ids, ranks.rank, micro_batch)
+
+
+def begun(phase: ReadyPhase, order_key: bytes) -> ReadyPhase:
+    """The phase ready to be read; a stream has to know its order first."""
+    index = phase.index
+    return (
+        replace(phase, index=index.begin(order_key, phase.settings.batch or 0))
+        if isinstance(index, StreamIndex)
+        else phase
+    )
+
+
+def public_epochs(phase: ReadyPhase, batch: int, order_key: bytes) -> Epochs:
+    if isinstance(phase.index, StreamIndex):
+        return StreamEpochs(phase.index.lanes, batch)
+    return PublicEpochs(phase.index.records, batch, order_key)
