@@ -1,4 +1,7 @@
-"""Export: python launch/export.py RUN_DIR OUT writes the weights and their certificate, and never the run key."""
+"""Export: python launch/export.py RUN_DIR OUT writes the weights and their certificate, and never the run key.
+
+With --from-deepspeed, RUN_DIR is a checkpoint folder of DeepSpeed, whose weights become OUT/model.safetensors.
+"""
 
 import argparse
 import sys
@@ -12,16 +15,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="export.py", description="Weights and certificate for release.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("out", type=Path, help="a folder that does not exist yet, outside the run directory")
+    parser.add_argument("--form", choices=("safetensors", "pytorch", "deepspeed"), default="safetensors")
+    parser.add_argument(
+        "--from-deepspeed", action="store_true", help="import: RUN_DIR is a checkpoint folder that DeepSpeed wrote"
+    )
     arguments = parser.parse_args()
     from accounting.ledger import LedgerError
     from train.checkpoint import CheckpointError
-    from train.export import ExportError, export
+    from train.export import ExportError, export, from_deepspeed
+    from train.export_deepspeed import LayoutError
 
     try:
-        for path in export(arguments.run_dir, arguments.out):
+        if arguments.from_deepspeed:
+            written = from_deepspeed(arguments.run_dir, arguments.out)
+        else:
+            written = export(arguments.run_dir, arguments.out, arguments.form)
+        for path in written:
             print(path)
         return 0
-    except (LedgerError, CheckpointError, ExportError, OSError) as error:
+    except (LedgerError, CheckpointError, ExportError, LayoutError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 5 if isinstance(error, LedgerError | CheckpointError) else 2
 

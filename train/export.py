@@ -1,16 +1,25 @@
-"""Weights for release, with the certificate that belongs to them, and with nothing else of the run directory."""
+"""Weights for release, with the certificate that belongs to them, and with nothing else of the run directory.
+
+Averaged weights, where the optimizer kept them, leave beside the others: they are made of nothing but released weights.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from accounting.certificate import CertificateError, verify
 from accounting.certificate import write as write_certificate
 from train.checkpoint import CheckpointError, Checkpoints, Loaded
+from train.export_deepspeed import read_deepspeed, write_deepspeed
+from train.optim_flat import AVERAGE
 from train.run_dir import RunDir
 
 NOT_PRIVATE = "NOT_PRIVATE.txt"
@@ -20,7 +29,7 @@ class ExportError(ValueError):
     """Nothing was exported; the message says why."""
 
 
-def export(root: Path, out: Path) -> list[Path]:
+def export(root: Path, out: Path, form: str = "safetensors") -> list[Path]:
     """The last durable checkpoint's weights, its shapes and the certificate; refused if they do not belong together."""
     run_dir = RunDir(root)
     if out.exists() and any(out.iterdir()):
@@ -40,7 +49,7 @@ def export(root: Path, out: Path) -> list[Path]:
     _belongs(loaded, document)
     out.mkdir(parents=True, exist_ok=True)
     try:
-        save_file(loaded.weights(), str(out / "model.safetensors"), metadata={"format": "pt"})
+        FORMS[form](loaded, out)
         shape = {
             "phase": loaded.position.phase,
             "step": loaded.position.step,
@@ -56,7 +65,40 @@ def export(root: Path, out: Path) -> list[Path]:
     except BaseException:
         shutil.rmtree(out)
         raise
-    return sorted(out.iterdir())
+    return sorted(path for path in out.rglob("*") if path.is_file())
+
+
+def from_deepspeed(folder: Path, out: Path) -> list[Path]:
+    """Weights alone, for a phase that starts from them: no promise comes with them."""
+    if out.exists() and any(out.iterdir()):
+        raise ExportError(f"{out} is not empty; name a new folder")
+    weights = read_deepspeed(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, str(out / "model.safetensors"))
+    return [out / "model.safetensors"]
+
+
+def averaged(loaded: Loaded) -> dict[str, Tensor] | None:
+    """With averages in the place of what was trained; None where none were kept."""
+    kept = loaded.names(AVERAGE)
+    return loaded.weights() | {name: loaded.whole(AVERAGE, name) for name in kept} if kept else None
+
+
+def _by(write: Callable[[dict[str, Tensor], Path], Any], suffix: str) -> Callable[[Loaded, Path], None]:
+    def act(loaded: Loaded, out: Path) -> None:
+        write(loaded.weights(), out / f"model.{suffix}")
+        average = averaged(loaded)
+        if average is not None:
+            write(average, out / f"averaged.{suffix}")
+
+    return act
+
+
+FORMS: dict[str, Callable[[Loaded, Path], None]] = {
+    "safetensors": _by(lambda tensors, path: save_file(tensors, str(path), metadata={"format": "pt"}), "safetensors"),
+    "pytorch": _by(lambda tensors, path: torch.save(tensors, path), "pt"),
+    "deepspeed": lambda loaded, out: write_deepspeed(loaded, out / "deepspeed"),
+}
 
 
 def _belongs(loaded: Loaded, certificate: dict[str, object]) -> None:
@@ -72,7 +114,7 @@ def _holds_no_key(key: Path, out: Path) -> None:
     if not key.exists():
         return
     secret = key.read_bytes().removeprefix(b"debug:")
-    for path in out.iterdir():
+    for path in (each for each in out.rglob("*") if each.is_file()):
         content = path.read_bytes()
         if secret in content or secret.hex().encode() in content:
             raise ExportError(f"{path.name} contains the run key; nothing was exported")
