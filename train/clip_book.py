@@ -40,7 +40,9 @@ class Book:
         shape = (max(group_of.values()) + 1, records)
         self._squares = torch.zeros(shape, dtype=torch.float64, device=device)
         self._doubts = torch.zeros_like(self._squares)
-        self._roundings = torch.zeros_like(self._squares)
+        self._roundings = torch.zeros_like(self._squares) if rounded else None
+        # Rows by group, as views: a few calls less for every layer.
+        self._square_of, self._doubt_of = self._squares.unbind(), self._doubts.unbind()
 
     def enter(self, pieces: list[Piece], uses: Mapping[str, int]) -> None:
         for piece in pieces:
@@ -56,11 +58,13 @@ class Book:
         for number, piece in enumerate(own):
             if _only_written(piece) or (len(own) == 1 and self._worth_holding(piece)):
                 own[number] = Whole(name, piece.instances(slice(None), wide(piece.dtype)))
-        found = measure(own)
-        self._squares[self._group_of[name]] += found.square
-        self._doubts[self._group_of[name]] += found.doubt
-        # Elements that round alike, or cancel unrounded, add up: by lengths, not by squares.
-        self._roundings[self._group_of[name]] += (BF16_ROUNDING * found.length).square()
+        found, group = measure(own, lengths=self._rounded), self._group_of[name]
+        self._square_of[group].add_(found.square)
+        if found.doubt is not None:
+            self._doubt_of[group].add_(found.doubt)
+        if self._roundings is not None and found.length is not None:
+            # Elements that round alike, or cancel unrounded, add up: by lengths, not by squares.
+            self._roundings[group] += (BF16_ROUNDING * found.length).square()
         self._measured.add(name)
 
     def _worth_holding(self, piece: Piece) -> bool:
@@ -74,19 +78,20 @@ class Book:
         """[groups, B], fp64. Of records that are `eligible`, to within a relative 1e-4 in all cases."""
         for name in self._pieces.keys() - self._measured:  # some use never reached the loss
             self._measure(name)
-        in_range = (self._squares > SMALLEST) & (self._squares < LARGEST) & torch.isfinite(self._doubts)
-        sure = in_range & (self._doubts <= TOLERANCE * self._squares)
-        doubtful = (~sure & eligible).any(0)
+        # Beside NaN nothing is true, and a doubt that is infinite exceeds any norm in range.
+        sure = (self._squares > SMALLEST) & (self._squares < LARGEST) & (self._doubts <= TOLERANCE * self._squares)
+        doubtful = eligible & ~sure
         if bool(doubtful.any()):
-            self._doubtful = doubtful
-            rows = doubtful.nonzero().squeeze(1)
+            self._doubtful = doubtful.any(0)
+            rows = self._doubtful.nonzero().squeeze(1)
             self._squares[:, rows] = 0.0
-            self._roundings[:, rows] = 0.0
+            if self._roundings is not None:
+                self._roundings[:, rows] = 0.0
             for name in self._pieces:
                 for part, written in self._written(name, rows):
                     self._squares[self._group_of[name], part] += squared(written)
         norms = self._squares.sqrt()
-        return norms + self._roundings.sqrt() if self._rounded else norms
+        return norms if self._roundings is None else norms + self._roundings.sqrt()
 
     def pay_out(self, factors: Tensor, keep: Tensor, sums: GradientSums) -> None:
         """Sums with `factors` [groups, B] into the totals, over the records to `keep`; nothing is left in the book.
@@ -99,7 +104,9 @@ class Book:
             apart = (keep & self._doubtful).nonzero().squeeze(1)
             keep = keep & ~self._doubtful
         touch = None if bool(keep.all()) else keep
-        weights = [Weights(torch.where(keep, own, 0.0), touch, self._rounded) for own in factors]
+        weights = [
+            Weights(own if touch is None else torch.where(keep, own, 0.0), touch, self._rounded) for own in factors
+        ]
         for name in list(self._pieces):
             group = self._group_of[name]
             for part, written in () if apart is None else self._written(name, apart):

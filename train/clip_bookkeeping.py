@@ -7,6 +7,7 @@ an ordinary weight gradient. No second forward, and no gradient per record in me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -71,12 +72,16 @@ class BookKeepingClip:
         losses = self._run(model, inputs, watch)
         with torch.no_grad():
             losses = losses.detach()
-            eligible = present & torch.isfinite(losses)
-            norms = book.norms(eligible) / self._scale
-            keep = eligible & torch.isfinite(norms).all(0)
+            eligible = present & (losses.abs() < math.inf)
+            norms = book.norms(eligible)
+            if self._scale != 1.0:
+                norms = norms / self._scale
+            keep = eligible & (norms < math.inf).all(0)
             precise = torch.float64 if losses.dtype == torch.float64 else torch.float32
             factors = torch.where(keep, self.rule.group_factors(norms, precise), 0.0)
-            book.pay_out(factors / self._scale, keep, sums)
+            book.pay_out(factors if self._scale == 1.0 else factors / self._scale, keep, sums)
+        if len(norms) == 1:
+            return Clipped(losses, norms[0], factors[0], self.rule.sensitivity)
         return Clipped(losses, torch.linalg.vector_norm(norms, dim=0), factors.amin(0), self.rule.sensitivity)
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], watch: Watch) -> Tensor:
@@ -92,9 +97,9 @@ class BookKeepingClip:
             _refuse_unseen(watch, losses)
             self._checked = True
         watch.counting = False
+        seed = torch.full_like(losses, self._scale)
         # Below `torch.autograd.backward`, which would leave the mode: checkpointed layers run again, and are watched.
         with watch:
-            seed = torch.full_like(losses, self._scale)
             _engine_run_backward((losses,), (seed,), False, False, (watch.anchor,), True, accumulate_grad=True)
         return losses
 

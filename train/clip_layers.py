@@ -28,6 +28,11 @@ class Affine:
     bias: Tensor | None
     report: Callable[[Tensor, Tensor], None]
 
+    def tell(self, activation: Tensor, gradient: Tensor) -> None:
+        """What is done with them is no use of a parameter, and need not pass through the watch."""
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            self.report(activation, gradient)
+
 
 class Linear(Function):
     @staticmethod
@@ -42,7 +47,7 @@ class Linear(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
         below = gradient @ ctx.layer.weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
-        ctx.layer.report(x, gradient)
+        ctx.layer.tell(x, gradient)
         return None, below, None
 
 
@@ -65,7 +70,7 @@ class LayerNorm(Function):
                 gradient, x, ctx.shape, mean, inverse, layer.weight, layer.bias, [True, False, False]
             )[0]
         normal = (x - mean).mul_(inverse)
-        layer.report(normal, gradient)
+        layer.tell(normal, gradient)
         return None, below, None, None, None
 
 
@@ -82,7 +87,7 @@ class Embedding(Function):
         (ids,) = ctx.saved_tensors
         if ctx.padding is not None:
             gradient = torch.where((ids == ctx.padding).unsqueeze(-1), torch.zeros_like(gradient), gradient)
-        ctx.layer.report(ids, gradient)
+        ctx.layer.tell(ids, gradient)
         return None, None, None, None
 
 
@@ -137,7 +142,7 @@ class Convolution(Function):
         (x,) = ctx.saved_tensors
         weight = ctx.layer.weight.to(gradient.dtype)
         below = ctx.geometry.below(x, weight, gradient) if ctx.needs_input_grad[1] else None
-        ctx.layer.report(x, gradient)
+        ctx.layer.tell(x, gradient)
         return None, below, None, None
 
 

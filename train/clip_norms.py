@@ -27,19 +27,22 @@ UNKNOWN_WIDTH = 4096
 
 
 class Squares(NamedTuple):
-    """[B] each, fp64: squared norms, the error that they may have, and the summed lengths of their terms."""
+    """[B] each, fp64: squared norms, the error that they may have, and the summed lengths of their terms.
+
+    No error: what is measured is what is added. No lengths: nobody asked for them, or nothing is rounded.
+    """
 
     square: Tensor
-    doubt: Tensor
-    length: Tensor
+    doubt: Tensor | None
+    length: Tensor | None
 
 
-def measure(pieces: list[Piece]) -> Squares:
+def measure(pieces: list[Piece], lengths: bool = True) -> Squares:
     """Of the gradient of one parameter, which is the sum of its pieces."""
     outers = [piece for piece in pieces if isinstance(piece, Outer)]
     if len(outers) < len(pieces) or (len(pieces) == 1 and not gram_is_cheaper(outers[0])):
-        return _written_out(pieces)
-    found = [_own(piece) for piece in outers]
+        return _written_out(pieces, lengths)
+    found = [_own(piece, lengths) for piece in outers]
     if len(found) == 1:
         return found[0]
     square = torch.stack([own.square for own in found]).sum(0)
@@ -49,8 +52,8 @@ def measure(pieces: list[Piece]) -> Squares:
             square = square + 2 * _cross(earlier, later)
     # Alone, a single token has nothing to cancel with; beside another use it has.
     lone = [_unit(piece) * own.square if piece.tokens == 1 else 0.0 for piece, own in zip(outers, found, strict=True)]
-    doubts = [own.doubt + more for own, more in zip(found, lone, strict=True)]
-    return Squares(square, _together(doubts), torch.stack([own.length for own in found]).sum(0))
+    doubts = [own.doubt + more for own, more in zip(found, lone, strict=True) if own.doubt is not None]
+    return Squares(square, _together(doubts), _total([own.length for own in found]))
 
 
 def gram_is_cheaper(piece: Outer) -> bool:
@@ -71,11 +74,15 @@ def _together(doubts: list[Tensor]) -> Tensor:
     return doubts[0] if len(doubts) == 1 else torch.stack([doubt.sqrt() for doubt in doubts]).sum(0).square()
 
 
-def _written_out(pieces: list[Piece]) -> Squares:
+def _total(lengths: list[Tensor | None]) -> Tensor | None:
+    found = [length for length in lengths if length is not None]
+    return torch.stack(found).sum(0) if found else None
+
+
+def _written_out(pieces: list[Piece], lengths: bool) -> Squares:
     first = pieces[0]
     if len(pieces) == 1 and isinstance(first, (Whole, Through)):
-        square = first.spread()
-        return Squares(square, torch.zeros_like(square), torch.zeros_like(square))  # what is measured is what is added
+        return Squares(first.spread(), None, None)
     dtype = wide(first.dtype)
     at_once = max(1, CHUNK // max(piece.elements for piece in pieces))
     parts = []
@@ -85,12 +92,11 @@ def _written_out(pieces: list[Piece]) -> Squares:
         for piece in pieces[1:]:
             total = total + piece.instances(rows, dtype)
         parts.append(squared(total))
-    lengths = [_length(piece) for piece in pieces if isinstance(piece, Outer) and not piece.sparse]
-    square = torch.cat(parts)
+    rounded = [piece for piece in pieces if isinstance(piece, Outer) and not piece.sparse] if lengths else []
     return Squares(
-        square,
+        torch.cat(parts),
         _together([_unit(piece) * piece.spread() for piece in pieces]),
-        torch.stack(lengths).sum(0) if lengths else torch.zeros_like(square),
+        _total([_length(piece) for piece in rounded]),
     )
 
 
@@ -99,11 +105,12 @@ def _length(piece: Outer) -> Tensor:
     return (squared_length(piece.left) * squared_length(piece.right)).sqrt().sum(1)
 
 
-def _own(piece: Outer) -> Squares:
+def _own(piece: Outer, lengths: bool) -> Squares:
+    lengths = lengths and not piece.sparse
     right = _wide(piece.right)
     left = piece.left if piece.sparse else _wide(piece.left)
     if piece.tokens == 1:
-        return _one_token(piece, left, right)
+        return _one_token(piece, left, right, lengths)
     if piece.tokens < STRIPS_FROM:
         lefts, rights = _products(left, left, right.dtype), right @ right.transpose(1, 2)
         left_sizes, right_sizes = _diagonal(lefts), _diagonal(rights)
@@ -113,15 +120,15 @@ def _own(piece: Outer) -> Squares:
     left_sizes, right_sizes = left_sizes.double(), right_sizes.double()
     terms = left_sizes * right_sizes
     doubt = _unit(piece) * terms.sum(1) + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
-    return Squares(inner, doubt, torch.zeros_like(inner) if piece.sparse else terms.clamp(min=0.0).sqrt().sum(1))
+    return Squares(inner, doubt, terms.clamp(min=0.0).sqrt().sum(1) if lengths else None)
 
 
-def _one_token(piece: Outer, left: Tensor, right: Tensor) -> Squares:
+def _one_token(piece: Outer, left: Tensor, right: Tensor, lengths: bool) -> Squares:
+    """|left|²·|right|²: no matrix of tokens, nothing to cancel."""
     right_sizes = squared_length(right).squeeze(1)
     left_sizes = torch.ones_like(right_sizes) if piece.sparse else squared_length(left).squeeze(1)
     square = left_sizes * right_sizes
-    length = torch.zeros_like(square) if piece.sparse else square.sqrt()
-    return Squares(square, _lost(piece, left_sizes, right_sizes), length)
+    return Squares(square, _lost(piece, left_sizes, right_sizes), square.sqrt() if lengths else None)
 
 
 def _in_strips(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,7 +172,8 @@ def _cross(one: Outer, other: Outer) -> Tensor:
 def _lost(piece: Outer, left: Tensor, right: Tensor) -> Tensor:
     """Products that vanish in fp32 matter only where the other side (largest squared lengths, [B]) can lift them."""
     format = torch.finfo(wide(piece.dtype))
-    return format.tiny * format.eps * piece.tokens**2 * (piece.rows * right + piece.columns * left)
+    unit = format.tiny * format.eps * piece.tokens**2
+    return torch.add(unit * piece.rows * right, left, alpha=unit * piece.columns)
 
 
 def _unit(piece: Piece) -> float:

@@ -36,9 +36,9 @@ STRETCH = 1 << 11
 def squared_length(x: Tensor) -> Tensor:
     """Of the last dimension, in fp64."""
     whole = x.shape[-1] // STRETCH * STRETCH
-    rest = torch.linalg.vector_norm(x[..., whole:], dim=-1, dtype=wide(x.dtype)).double().square()
     if not whole:
-        return rest
+        return torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype)).double().square()
+    rest = torch.linalg.vector_norm(x[..., whole:], dim=-1, dtype=wide(x.dtype)).double().square()
     parts = torch.linalg.vector_norm(x[..., :whole].unflatten(-1, (-1, STRETCH)), dim=-1, dtype=wide(x.dtype))
     return parts.double().square().sum(-1) + rest
 
@@ -132,7 +132,7 @@ class Whole:
     def add_weighted(self, weights: Weights, sums: GradientSums) -> None:
         kept = weights.mask(self.value)
         kept = kept.to(wide(kept.dtype))
-        sums.add(self.name, torch.tensordot(weights.factors.to(kept.dtype), kept, dims=1))
+        sums.add(self.name, (weights.factors.to(kept.dtype) @ flat(kept)).view(kept.shape[1:]))
 
 
 @dataclass(frozen=True)

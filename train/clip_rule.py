@@ -84,12 +84,14 @@ class ClipRule:
         FACTOR_ROUNDING. And where it would lift what has vanished in fp32: automatic clipping without gamma.
         """
         factors = (self.bound / norms).clamp(max=1.0) if self.kind == "flat" else self.bound / (norms + self.gamma)
-        usable = torch.isfinite(norms) & (norms > 0) & (factors >= torch.finfo(torch.float32).tiny)
-        usable &= factors <= MOST_LIFT
-        return torch.where(usable, factors, torch.zeros_like(factors)).to(dtype)
+        # Beside a norm that is not a number nothing is true; an infinite one has factor 0, below the smallest.
+        usable = (norms > 0) & (factors >= torch.finfo(torch.float32).tiny) & (factors <= MOST_LIFT)
+        return torch.where(usable, factors, 0.0).to(dtype)
 
     def group_factors(self, norms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """[groups, B] each: every group is clipped to its equal share C_k, Σ C_k² = C²."""
+        if len(norms) == 1:
+            return self.factors(norms, dtype)
         share = replace(self, bound=self.bound / math.sqrt(len(norms)))
         return share.factors(norms, dtype)
 
