@@ -126,6 +126,10 @@ class StreamData(Section):
     )
     augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = "none"
     tokenizer: str | None = Field(default=None, description=_TOKENIZER)
+    label: str | None = Field(
+        default=None,
+        description="For classifiers: an integer field of the records' .json, or 'cls' for their .cls or class folder.",
+    )
     reading: ReadingSettings = ReadingSettings()
 
     @model_validator(mode="after")

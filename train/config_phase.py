@@ -174,7 +174,9 @@ class Phase(Section):
     @property
     def label(self) -> str | None:
         """What a classifier is to say, by the name that the records have for it."""
-        return self.data.label if isinstance(self.data, ShardData) and self.objective == "classify" else None
+        return (
+            self.data.label if isinstance(self.data, ShardData | StreamData) and self.objective == "classify" else None
+        )
 
     def _of_objective(self) -> str | None:
         if self.objective == "classify" and self.trains and self.label is None:

@@ -7,13 +7,15 @@ from pathlib import Path
 from data.folders import FolderIndex
 from data.index import RecordIndex
 from data.index_open import open_index
+from data.node_plan import on_this_node
 from data.split import SplitIndex
+from data.stream import StreamIndex
 from data.synthetic import SyntheticIndex
 from data.tar import ShardError
 from data.text import TextEncoder
 from model.settings import Shape
 from train.config import Phase
-from train.config_data import CheckpointData, Data, HeldOutData, ShardData, SyntheticData
+from train.config_data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
 from train.recipe_error import RecipeError
 from train.warm_start import NoRecords, WarmStart, WarmStartError
 

@@ -87,15 +87,18 @@ class ReadyPhase:
     @property
     def reading(self) -> ReadingSettings:
         data = self.settings.data
-        return data.reading if isinstance(data, ShardData | SyntheticData) else ReadingSettings()
+        return data.reading if isinstance(data, READ) else ReadingSettings()
 
     def data_spec(self, augment: bool) -> DataSpec:
         masks = self.shape.patches if self.settings.objective == "mae" else 0
         data = self.settings.data
-        kind = data.augment if augment and isinstance(data, ShardData | SyntheticData) else "center"
+        kind = data.augment if augment and isinstance(data, READ) else "center"
         label = self.settings.label
         labels = () if label is None else (label,)
-        return DataSpec(self.shape.image_size, augment=kind, mask_patches=masks, labels=labels, target=label)
+        return DataSpec(
+            self.shape.image_size, augment=kind, mask_patches=masks, labels=labels, target=label,
+            classes=self.shape.head.classes if label is not None else 0,
+        )  # fmt: skip
 
 
 def prepare(config: Config) -> list[ReadyPhase]:
