@@ -1,0 +1,108 @@
+"""The FSDP2 engine under torchrun: exact, self-tested, guarded; and a run that changes engines on its way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.end_to_end.conftest import BIN, TIMEOUT, Launch, environment, free_port, opened_steps, wait_for
+from train.checkpoint import Checkpoints
+from train.dry_run import dry_run
+from train.loading import load
+
+Make = Callable[..., tuple[Launch, Path]]
+STEPS = 12
+NOT_THE_SUM = "UpdateError: what was reduced for"
+STOPPED = {
+    "shards replaced": "UpdateError: the model's shards are no longer those that the optimizer updates",
+    "left whole": "ShardMapError: ",
+    "NaN in the sum": "UpdateError: the sum of clipped gradients of cls_token is no number",
+    "not reduced": NOT_THE_SUM,
+    "reduced twice": NOT_THE_SUM,
+    "shifted": NOT_THE_SUM,
+    "step skipped": "UpdateError: the optimizer did not take exactly one step",
+    "no noise on a shard": "UpdateError: ",
+    "rows swapped": "ShardMapError: blocks.0.norm1.bias: what layers are given is not what the shards hold",
+}
+
+
+def by_torchrun(world: int) -> dict[str, Any]:
+    worker = Path(__file__).with_name("fsdp2_worker.py")
+    command = [str(BIN / "torchrun"), "--nproc_per_node", str(world), "--master_port", str(free_port()), str(worker)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=TIMEOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULTS "))
+    return json.loads(line.removeprefix("RESULTS "))
+
+
+@pytest.fixture(scope="module", params=[2, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 3))])
+def found(request: pytest.FixtureRequest) -> dict[str, Any]:
+    result = by_torchrun(request.param)
+    assert result["world"] == request.param
+    return result
+
+
+def test_two_steps_equal_a_loop_over_single_records_with_torchs_own_optimizers(found: dict[str, Any]) -> None:
+    """Private and not, with tied and frozen weights, uneven rows, and parameters smaller than the world."""
+    assert len(found["drifts"]) == 6
+    for case, drift in found["drifts"].items():
+        assert drift <= 5e-6, case
+
+
+def test_the_self_test_passes_and_deepspeed_is_not_needed(found: dict[str, Any]) -> None:
+    assert found["self-tests"] == {"mae": "passed", "caption": "passed"}
+    assert not found["deepspeed"], "something imported it"
+
+
+def test_what_would_go_wrong_in_silence_stops_every_rank(found: dict[str, Any]) -> None:
+    faults = found["faults"]
+    assert set(faults) == {"honest", *STOPPED}
+    assert faults["honest"] == ["went through"] * found["world"]
+    for case, message in STOPPED.items():
+        if case == "not reduced" and found["world"] == 1:
+            continue  # there is nothing to reduce
+        assert all(said.startswith(message) for said in faults[case]), (case, faults[case])
+
+
+def test_the_dry_run_names_the_engine(launch: Make) -> None:
+    job, _ = launch("dry")
+    assert "\nengine: DeepSpeed, ZeRO-1\n" in dry_run(load(job.config, []))
+    assert "\nengine: FSDP2 (torch" in dry_run(load(job.config, ["run.engine=fsdp2"]))
+
+
+def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    loaded = Checkpoints.newest(run_dir / "checkpoints")
+    assert loaded is not None
+    return loaded.weights()
+
+
+@pytest.mark.slow
+def test_a_run_stopped_under_fsdp2_goes_on_under_deepspeed_to_the_same_bits(launch: Make) -> None:
+    """Two ranks: fp64 totals of two processes do not depend on who adds them up, so neither do the weights."""
+    whole, whole_dir = launch("whole", launcher="torchrun", arguments=["--set", "run.engine=fsdp2"])
+    code, output = whole.run()
+    assert code == 0, output
+    assert json.loads((whole_dir / "certificate.json").read_text())["engine"].startswith("FSDP2")
+
+    job, run_dir = launch("changing", launcher="torchrun", arguments=["--set", "run.engine=fsdp2"])
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
+    (run_dir / "stop").touch()
+    output, _ = process.communicate(timeout=TIMEOUT)
+    assert json.loads((run_dir / "run_state.json").read_text())["status"] == "stopped, resume me", output
+    assert 5 <= len(opened_steps(run_dir)) < STEPS, "it was over before it could be stopped"
+
+    job.launcher, job.arguments = "deepspeed", []
+    code, output = job.run()
+    assert code == 0, output
+    assert opened_steps(run_dir) == list(range(1, STEPS + 1)), "a step is missing or was charged twice"
+    certificate = json.loads((run_dir / "certificate.json").read_text())
+    assert certificate["engine"] == "DeepSpeed, ZeRO-1"
+    expected, got = final_weights(whole_dir), final_weights(run_dir)
+    assert not [name for name in expected if not torch.equal(expected[name], got[name])]

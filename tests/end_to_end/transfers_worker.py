@@ -1,0 +1,140 @@
+"""Run under `deepspeed`: checkpoints of every layout of the shards, and their next update under every other one.
+
+`save FOLDER` trains two steps at each layout, saves, and notes what the third step makes of weights and moments;
+`load FOLDER` resumes each checkpoint found there at each layout, and compares its third step with the one noted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from data.batches import MicroBatch, slots  # noqa: E402
+from model.build import build  # noqa: E402
+from tests.end_to_end.sharding_worker import (  # noqa: E402
+    LAYOUTS,
+    MICRO_BATCH,
+    RATES,
+    SHAPE,
+    C,
+    Layout,
+    drawn,
+    engine_of,
+    noise,
+    rows_of,
+)
+from train.checkpoint import Checkpoints, Keep, Loaded, Position  # noqa: E402
+from train.clip_bookkeeping import BookKeepingClip  # noqa: E402
+from train.clip_rule import ClipRule  # noqa: E402
+from train.engine import ShardedEngine  # noqa: E402
+from train.engine_deepspeed import start_ranks  # noqa: E402
+from train.forward import PrivateForward  # noqa: E402
+from train.gradient import NoisyUpdate  # noqa: E402
+from train.optim import make_optimizer  # noqa: E402
+from train.optim_settings import Optimizer  # noqa: E402
+from train.ranks import Ranks  # noqa: E402
+
+SETTINGS = Optimizer.model_validate({"params": {"weight_decay": 0.1, "ema_decay": 0.9}})
+SAVED_AFTER, NEXT = 2, "next.safetensors"
+
+
+def micro_batch(ids) -> MicroBatch:
+    """For the masked autoencoder, two of whose parameters have a single row: no shard for most ranks."""
+    batch = rows_of(ids)
+    noises = [torch.rand(SHAPE.patches, generator=torch.Generator().manual_seed(int(i) + 99)) for i in ids]
+    return MicroBatch({"images": batch.inputs["images"], "mask_noise": torch.stack(noises)}, batch.present)
+
+
+def make(ranks: Ranks, layout: Layout, loaded: Loaded | None = None) -> ShardedEngine:
+    model: nn.Module = build(SHAPE, "mae")
+    if loaded is not None:
+        model.load_state_dict(loaded.state_dict(model.state_dict()))
+    optimizer = make_optimizer(SETTINGS, model.named_parameters(), 0.0)
+    engine = engine_of(ranks, layout, PrivateForward(model, BookKeepingClip(ClipRule("flat", C, 0.0))), optimizer)
+    if loaded is not None:
+        loaded.restore_optimizer(engine)
+    return engine
+
+
+def train(engine: ShardedEngine, ranks: Ranks, step: int) -> None:
+    for row in slots(drawn(step), ranks.rank, ranks.world, MICRO_BATCH):
+        engine.accumulate(micro_batch(row))
+    engine.update(NoisyUpdate(noise(), step), RATES["AdamW"])
+
+
+def state_of(engine: ShardedEngine, ranks: Ranks) -> dict[str, Tensor]:
+    """Weights as the model computes with them, moments and averages as all ranks together hold them; flat, fp32."""
+    found = {f"weights|{name}": t.flatten().clone() for name, t in engine.whole_weights().items()}
+    pieces = [
+        (f"{kind}|{f.name}", f.start, f.of(tensor).detach().clone())
+        for shard in engine.shards()
+        for kind, tensor in shard.state.items()
+        for f in shard.fragments
+    ]
+    for name, start, values in (piece for part in ranks.gather(pieces) for piece in part):
+        size = engine.shapes[name.partition("|")[2]].numel()
+        found.setdefault(name, torch.full((size,), float("nan")))[start : start + len(values)] = values
+    return found
+
+
+def save(ranks: Ranks, root: Path) -> None:
+    for layout in LAYOUTS:
+        engine = make(ranks, layout)
+        for step in range(1, SAVED_AFTER + 1):
+            train(engine, ranks, step)
+        folder = root / f"{layout}-of-{ranks.world}"
+        checkpoints = Checkpoints(folder, ranks, Keep())
+        checkpoints.save(Position(0, SAVED_AFTER), engine, layout == 0, {})
+        train(engine, ranks, SAVED_AFTER + 1)
+        state = state_of(engine, ranks)
+        ranks.on_main(lambda folder=folder, state=state: save_file(state, folder / NEXT))
+        engine.close()
+
+
+def load(ranks: Ranks, root: Path) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    for folder in sorted(root.glob("*-of-*")):
+        loaded = Checkpoints(folder, ranks, Keep()).latest()
+        assert loaded is not None
+        expected = load_file(folder / NEXT)
+        for layout in LAYOUTS:
+            engine = make(ranks, layout, loaded)
+            train(engine, ranks, SAVED_AFTER + 1)
+            state = state_of(engine, ranks)
+            assert state.keys() == expected.keys(), state.keys() ^ expected.keys()
+            apart: dict[str, list[float]] = {}
+            for name, value in expected.items():
+                kind, _, parameter = name.partition("|")
+                if parameter not in engine.shapes:
+                    assert torch.equal(state[name], value), f"{name} is fixed"
+                    continue
+                before = loaded.whole(kind, parameter).flatten()
+                sums = apart.setdefault(kind, [0.0, 0.0])
+                sums[0] += float((state[name] - value).double().square().sum())
+                sums[1] += float((value - before).double().square().sum())
+            found.append({"from": folder.name, "to": f"{layout}-of-{ranks.world}", "steps": engine.optimizer_step(),
+                          "apart": {kind: (off / moved) ** 0.5 for kind, (off, moved) in apart.items()}})  # fmt: skip
+            engine.close()
+    return found
+
+
+def main() -> None:
+    ranks = start_ranks()
+    acts, root = sys.argv[-2].split("+"), Path(sys.argv[-1])
+    if "save" in acts:
+        save(ranks, root)
+    found = load(ranks, root) if "load" in acts else []
+    if ranks.main:
+        print("RESULTS " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
