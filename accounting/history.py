@@ -228,13 +228,13 @@ class History:
         protected = {segment.manifest_digest for segment in self.segments}
         exposed = [self.phase_names[i] for i, manifests in self.public_manifests.items() if manifests & protected]
         if exposed:
-            names = ", ".join(exposed)
-            return f"NOT PRIVATE: phase {names} trained without noise on records that another phase protects"
+            return f"NOT PRIVATE: phase {', '.join(exposed)} had no noise on records that another phase protects"
         if self.faults:
             return f"NOT PRIVATE: {self.faults[0]}"
         if free := [declared.statement for declared in self.tunings if declared.tuning is None]:
             return f"NOT PRIVATE: tuned on private data, by a number of runs that is not charged ({free[0]})"
-        return None if self.plans else "NOT PRIVATE: no phase of this run was private"
+        simulated = (str(plan.stands_for) for plan in self.plans.values() if plan.stands_for)
+        return next(simulated, None if self.plans else "NOT PRIVATE: no phase of this run was private")
 
     def why_budget_is_claimed(self) -> str | None:
         """Why the claim must be the planned budget and not what was spent: someone may have chosen by the outputs."""

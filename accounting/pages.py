@@ -77,14 +77,16 @@ def _phase_table(certificate: dict[str, Any]) -> Table:
 
 
 def _meaning(claim: dict[str, Any], unit: str) -> list[str]:
-    objection = None if claim["private"] else claim["statement"]
-    return explain(claim["epsilon_claimed"] or 0.0, claim["delta"] or 1.0, unit, objection).split("\n\n")
+    stands_for = claim.get("stands_for")
+    objection = None if claim["private"] or stands_for else claim["statement"]
+    text = explain(claim["epsilon_claimed"] or 0.0, claim["delta"] or 1.0, unit, objection)
+    return [*([f"{stands_for}. The following is about what was run."] if stands_for else []), *text.split("\n\n")]
 
 
 def _nist(certificate: dict[str, Any]) -> Table:
     claim = certificate["claim"]
     public = [p["name"] for p in certificate["phases"] if not p["private"]]
-    strength = "no promise" if not claim["private"] else (
+    strength = "no promise" if not (claim["private"] or "stands_for" in claim) else (
         f"ε = {claim['epsilon_claimed']}, δ = {show_delta(claim['delta'])}"
     )  # fmt: skip
     return [

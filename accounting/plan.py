@@ -43,6 +43,17 @@ class PlannedMetric:
 
 
 @dataclass(frozen=True)
+class StandIn:
+    """Of a TAN simulation: the budget of the run that it stands for, and what batch and noise were divided by."""
+
+    epsilon: float
+    scale: float
+
+    def __str__(self) -> str:
+        return f"NOT PRIVATE at ε = {self.epsilon:g}: a TAN simulation, batch and noise divided by {self.scale:g}"
+
+
+@dataclass(frozen=True)
 class PrivacyPlan:
     """Public constants of one private phase."""
 
@@ -58,6 +69,8 @@ class PrivacyPlan:
     metrics: tuple[PlannedMetric, ...] = ()
     adaptive: AdaptiveRule | None = None
     """Clipping norms after the first; `clip_norm` is the first."""
+    stands_for: StandIn | None = None
+    """Set in a TAN simulation; all other numbers are of what is run."""
 
     def __post_init__(self) -> None:
         # A ledger holds them as JSON.
@@ -65,6 +78,8 @@ class PrivacyPlan:
         object.__setattr__(self, "metrics", found)
         if isinstance(self.adaptive, dict):
             object.__setattr__(self, "adaptive", AdaptiveRule(**self.adaptive))
+        if isinstance(self.stands_for, dict):
+            object.__setattr__(self, "stands_for", StandIn(**self.stands_for))
         counted = [m.bound for m in self.metrics if m.name == METRIC]
         if counted != ([SENSITIVITY] if self.adaptive else []):
             raise PlanError(f"adaptive clipping and the metric {METRIC!r} of bound {SENSITIVITY} need each other")
@@ -117,8 +132,9 @@ class PrivacyPlan:
 
     def as_dict(self) -> dict[str, object]:
         value = asdict(self)
-        metrics, adaptive = list(value.pop("metrics")), value.pop("adaptive")
-        return value | ({"metrics": metrics} if metrics else {}) | ({"adaptive": adaptive} if adaptive else {})
+        optional = {name: value.pop(name) for name in ("metrics", "adaptive", "stands_for")}
+        optional["metrics"] = list(optional["metrics"])
+        return value | {name: part for name, part in optional.items() if part}
 
 
 def parse_delta(text: float | str | None, records: int) -> float:

@@ -53,7 +53,7 @@ def compose(history: History, entries: list[Entry], extra: dict[str, Any]) -> di
         basis = f"{basis}; and the run was chosen among several" if basis else "the run was chosen among several"
     claim: dict[str, Any] = {
         "private": objection is None,
-        "statement": objection or _statement(claimed or 0.0, delta or 0.0),
+        "statement": _said(history, objection, claimed or 0.0, delta or 0.0),
         "epsilon": spent,
         "epsilon_rounded_up": None if spent is None else round_up(spent),
         "epsilon_claimed": None if claimed is None else round_up(claimed),
@@ -62,6 +62,7 @@ def compose(history: History, entries: list[Entry], extra: dict[str, Any]) -> di
         "epsilon_budget": history.budget() if private else None,
         "epsilon_rdp": _second_opinion(history) if chargeable else None,
         "method": describe("pld"),
+        **({"stands_for": objection} if _simulated(history, objection) else {}),
     }
     return {
         "format": FORMAT,
@@ -118,6 +119,19 @@ def _phase(history: History, index: int) -> dict[str, Any]:
         ],
         **({"faults": history.faults} if faulty else {}),
     }
+
+
+def _said(history: History, objection: str | None, claimed: float, delta: float) -> str:
+    if objection is None:
+        return _statement(claimed, delta)
+    if _simulated(history, objection):
+        return f"{objection}; what was run has {_statement(claimed, delta)}"
+    return objection
+
+
+def _simulated(history: History, objection: str | None) -> bool:
+    """Whether the objection is no more than that ε is not the one of the run that this one stands for."""
+    return any(objection == str(plan.stands_for) for plan in history.plans.values() if plan.stands_for)
 
 
 def _statement(claimed: float, delta: float) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from accounting import tuning as accounted_tuning
+from train.clip_groups import Grouping
 from train.section import Section
 
 
@@ -28,9 +30,23 @@ class Clip(Section):
         default=None, description="null: C stays `norm`; otherwise that is the C of the first step."
     )
     gamma: float = Field(default=0.01, ge=0, description="Automatic clipping scales by C / (norm + gamma).")
-    groups: Literal["all", "block", "layer"] = Field(
-        default="all", description="What is clipped together; groups have equal shares, whose squares sum to C²."
+    groups: Literal["all", "block", "layer"] | dict[str, float] = Field(
+        default="all",
+        description="What is clipped together, with equal shares whose squares sum to C²; or patterns of names with "
+        "their budgets in proportion, of which the first that fits a parameter counts.",
     )
+
+    @model_validator(mode="after")
+    def _budgets_are_positive(self) -> Clip:
+        if isinstance(self.groups, dict):
+            wrong = [name for name, budget in self.groups.items() if not (math.isfinite(budget) and budget > 0)]
+            if wrong or not self.groups:
+                raise ValueError("privacy.clip.groups needs a finite budget above 0 for every pattern of names")
+        return self
+
+    @property
+    def grouping(self) -> Grouping:
+        return tuple(self.groups.items()) if isinstance(self.groups, dict) else self.groups
 
     @model_validator(mode="after")
     def _adapts_plainly(self) -> Clip:
@@ -47,12 +63,19 @@ class ReleasedMetric(Section):
     noise_multiplier: float = Field(gt=0, description="Noise on the sum, in units of the bound.")
 
 
+class Tan(Section):
+    """Tune at small cost: batch and noise divided alike. The ε told is the true, far larger one of what is run."""
+
+    scale: float = Field(gt=1, description="What expected_batch and the noise multiplier are divided by.")
+
+
 class Privacy(Section):
     epsilon: float = Field(gt=0, description="Budget of the phase; training stops before it is passed.")
     delta: float | str | None = Field(default=None, description="A number, '1/n' or '1/(2n)'; null means 1/(2n).")
     expected_batch: float = Field(gt=0, description="q·n: the constant by which every noised sum is divided.")
     clip: Clip = Clip()
     noise_multiplier: float | None = Field(default=None, ge=0.1, description="null: calibrated from epsilon.")
+    tan: Tan | None = Field(default=None, description="Simulate this phase at small cost, NOT PRIVATE at `epsilon`.")
     release: list[ReleasedMetric] = Field(default=[], description="Metrics of private records to publish with noise.")
 
     @model_validator(mode="after")

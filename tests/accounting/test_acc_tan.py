@@ -1,0 +1,67 @@
+"""TAN: planned noise on the mean of a fraction of the batch, true ε in the ledger, NOT PRIVATE at the target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import dp_accounting
+import pytest
+from acc_world import begin, reopen, train
+from dp_accounting.pld import PLDAccountant
+
+from accounting import certificate
+from accounting.certificate import compose, markdown, verify
+from accounting.plan import PlanError, PlannedMetric, PrivacyPlan
+from accounting.tan import stand_in
+
+TARGET = PrivacyPlan(
+    records=10_000, threshold=round(0.04 * 2**32), clip_norm=1.0, noise_multiplier=1.6, steps=30, delta=5e-5,
+    epsilon_budget=2.0,
+)  # fmt: skip
+
+
+def test_noise_on_the_mean_is_the_planned_one_and_epsilon_is_that_of_what_runs() -> None:
+    cheap = stand_in(TARGET, 4.0)
+    assert cheap.divisor == pytest.approx(TARGET.divisor / 4, rel=1e-6)
+    assert cheap.noise_std / cheap.divisor == pytest.approx(TARGET.noise_std / TARGET.divisor, rel=1e-6)
+    assert (cheap.steps, cheap.delta, cheap.records, cheap.clip_norm) == (30, 5e-5, 10_000, 1.0)
+    accountant = PLDAccountant(value_discretization_interval=1e-3)
+    step = dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(0.4))
+    accountant.compose(dp_accounting.SelfComposedDpEvent(step, 30))
+    assert cheap.epsilon_budget == pytest.approx(accountant.get_epsilon(5e-5), rel=0.02)
+    assert cheap.epsilon_budget > 3 * TARGET.epsilon_budget
+
+
+def test_what_cannot_be_simulated_is_refused_with_the_largest_scale_that_can() -> None:
+    with pytest.raises(PlanError, match=r"makes the noise multiplier 0.08; use at most 16"):
+        stand_in(TARGET, 20.0)
+    with pytest.raises(PlanError, match="metrics"):
+        stand_in(PrivacyPlan(**{**TARGET.as_dict(), "metrics": (PlannedMetric("loss", 1.0, 5.0),)}), 2.0)  # pyright: ignore[reportArgumentType]
+
+
+def test_ledger_and_certificate_tell_both_and_neither_can_be_taken_for_the_other(tmp_path: Path) -> None:
+    cheap = stand_in(TARGET, 4.0)
+    journal = begin(tmp_path, cheap)
+    train(journal, range(1, cheap.steps + 1), cheap)
+    journal.checkpointed(0, cheap.steps, "digest")
+    journal.finish()
+    document = compose(journal.history, journal.ledger.entries, {})
+    certificate.write(document, tmp_path)
+    journal.ledger.close()
+    assert reopen(tmp_path).history.plans[0] == cheap, "the mark survives the ledger"
+
+    claim = document["claim"]
+    assert not claim["private"] and claim["statement"].startswith("NOT PRIVATE at ε = 2: a TAN simulation")
+    assert f"what was run has ({claim['epsilon_claimed']}, " in claim["statement"]
+    assert 3 * TARGET.epsilon_budget < claim["epsilon"] <= cheap.epsilon_budget
+    text = markdown(document)
+    assert "No promise is made" not in text and "what was run" in text
+    verdict = verify(tmp_path)
+    assert verdict.epsilon == claim["epsilon"] and (verdict.objection or "").startswith("NOT PRIVATE at ε = 2")
+
+    forged = json.loads((tmp_path / "certificate.json").read_text())
+    forged["claim"]["statement"] = "(2.0, 5e-05)-differential privacy for everything"
+    (tmp_path / "certificate.json").write_text(json.dumps(forged))
+    with pytest.raises(certificate.CertificateError, match="statement"):
+        verify(tmp_path)
