@@ -95,8 +95,7 @@ def zeros_filled(module: nn.Module) -> Iterator[None]:
     A classifier's head starts at zero, and a LoRA's second matrix: nothing of what lies before them would be seen.
     Sharded parameters, of which only a part is here, are left as they are.
     """
-    whole = [p for p in module.parameters() if p.dim() > 1 and p.numel() and type(p.detach()) is Tensor]
-    kept = {p: p.detach().clone() for p in whole if not bool(p.any())}
+    kept = {p: p.detach().clone() for p in module.parameters() if p.dim() > 1 and _is_whole(p) and not bool(p.any())}
     with torch.no_grad():
         for parameter in kept:
             values = torch.arange(1.0, parameter.numel() + 1, device=parameter.device).sin() * 0.5
@@ -107,6 +106,12 @@ def zeros_filled(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter, value in kept.items():
                 parameter.copy_(value)
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    """Engines shard by emptying a tensor, by another kind of tensor, or by taking its memory away."""
+    plain = parameter.detach()
+    return type(plain) is Tensor and 0 < plain.nbytes <= plain.untyped_storage().nbytes()
 
 
 def _probe(forward: Callable[[Inputs], Tensor], inputs: Inputs, batch: int, tolerance: float) -> None:
