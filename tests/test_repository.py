@@ -61,8 +61,8 @@ def test_constraints_pin_versions_without_addresses() -> None:
 
 def test_pitfall_map_covers_every_row_and_names_tests_that_exist() -> None:
     text = (ROOT / "tests" / "README.md").read_text()
-    rows = {row[0]: row[1] for row in re.findall(r"^\| ([AB]\d+) \|[^|]*\| ([^|]+) \|$", text, flags=re.MULTILINE)}
-    assert set(rows) == {f"A{i}" for i in range(1, 29)} | {f"B{i}" for i in range(1, 27)}
+    rows = {row[0]: row[1] for row in re.findall(r"^\| ([ABC]\d+) \|[^|]*\| ([^|]+) \|$", text, flags=re.MULTILINE)}
+    assert {row for row in rows if row[0] != "C"} == {f"A{i}" for i in range(1, 29)} | {f"B{i}" for i in range(1, 27)}
     sources = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     for row, cell in rows.items():
         named = re.findall(r"`(test_\w+\.py)::(\w+)`", cell)
