@@ -26,13 +26,16 @@ def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], s
             kind = "private" if phase.privacy else "non-private, public data" if phase.data.public else "NOT PRIVATE"
             body += [f"<h2>{html.escape(phase.name)} <small>({kind})</small></h2>", figure(phase, points)]
     if samples:
-        body += ["<h2>Captions on public held-out images</h2>", "<div class='samples'>"]
+        title = "Captions on" if samples[0]["truth"] else "Hidden patches filled in on"
+        body += [f"<h2>{title} public held-out images</h2>", "<div class='samples'>"]
         body += [
             f"<figure><img src='data:image/png;base64,{s['png']}' alt=''><figcaption>{html.escape(s['caption'])}"
             f"<small>{html.escape(s['truth'])}</small></figcaption></figure>"
             for s in samples
         ]
-        body += ["</div>", "<p class='note'>Small print: the caption that belongs to the image.</p>"]
+        body += ["</div>"]
+        if samples[0]["truth"]:
+            body += ["<p class='note'>Small print: the caption that belongs to the image.</p>"]
     body += ["<h2>Certificate</h2>", f"<pre>{html.escape(markdown(certificate))}</pre>"]
     temporary = run_dir.root / ".report.tmp"
     temporary.write_text(PAGE.format(title=html.escape(certificate["run"]), body="\n".join(body)))
