@@ -54,8 +54,10 @@ def place(names: Sequence[str], ends: np.ndarray, holdings: Sequence[np.ndarray]
     if np.any(np.diff(ends, prepend=0) < 0) or held.shape[1] != len(ends) or len(names) != len(ends):
         raise ValueError("ends must rise, one for each shard")
     if len(lost := np.flatnonzero(~held.any(axis=0))):
-        more = f" and {len(lost) - 1} more shards" if len(lost) > 1 else ""
-        raise ShardError(f"{names[lost[0]]}{more} lie on no node, so their records would never be drawn; copy them")
+        more = f", nor do {len(lost) - 1} more shards" if len(lost) > 1 else ""
+        raise ShardError(
+            f"{names[lost[0]]} lies on no node{more}; their records could not be read, so copy them to one"
+        )
     groups: dict[bytes, list[int]] = {}
     for rank, row in enumerate(held):
         groups.setdefault(row.tobytes(), []).append(rank)

@@ -64,7 +64,7 @@ def test_ranks_of_a_node_share_and_copies_even_out() -> None:
 
 
 def test_what_would_lose_a_record_is_refused() -> None:
-    with pytest.raises(ShardError, match=r"1\.tar and 1 more shards lie on no node"):
+    with pytest.raises(ShardError, match=r"1\.tar lies on no node, nor do 1 more shards"):
         _placed([3, 3, 3], [[True, False, False], [True, False, False]])
     with pytest.raises(ValueError, match="lost"):
         _placed([3, 3], [[True, True]]).rows(np.array([2, 6]), 0, 2)
