@@ -53,6 +53,7 @@ class BookKeepingClip:
         if halves:
             raise ClipError(f"{halves[0]} is in half precision, and sums would be rounded; keep parameters in fp32")
         self._checked = False
+        self.rule.require_groups(trainable)
 
     def add_clipped(
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums

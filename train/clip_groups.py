@@ -5,13 +5,21 @@ Shares C_k with Σ C_k² = C² leave the sensitivity at C: a record adds at most
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Literal
 
-Grouping = Literal["all", "block", "layer"]
+# The last: patterns of names, each with its budget in proportion to the others'.
+Budgets = tuple[tuple[str, float], ...]
+Grouping = Literal["all", "block", "layer"] | Budgets
 
 
-def group_of(name: str, grouping: Grouping) -> str:
+class GroupError(ValueError):
+    """The groups do not fit the model; the message names the parameter or the pattern."""
+
+
+def group_of(name: str, grouping: Literal["all", "block", "layer"]) -> str:
     """`blocks.3.attn.qkv.weight` belongs to `blocks.3` and to `blocks.3.attn.qkv`; what is in no block is a group."""
     if grouping == "all":
         return ""
@@ -23,6 +31,25 @@ def group_of(name: str, grouping: Grouping) -> str:
 
 
 def groups_of(names: Iterable[str], grouping: Grouping) -> dict[str, int]:
-    """Parameter -> number of its group, in the order in which the model names them."""
-    numbers: dict[str, int] = {}
-    return {name: numbers.setdefault(group_of(name, grouping), len(numbers)) for name in names}
+    """Parameter -> number of its group: in the order in which the model names them, or of the patterns."""
+    if isinstance(grouping, str):
+        numbers: dict[str, int] = {}
+        return {name: numbers.setdefault(group_of(name, grouping), len(numbers)) for name in names}
+    found: dict[str, int] = {}
+    for name in names:
+        fitting = [number for number, (pattern, _) in enumerate(grouping) if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise GroupError(f"privacy.clip.groups has no pattern for {name}; add one that fits it, such as '*'")
+        found[name] = fitting[0]
+    idle = [pattern for number, (pattern, _) in enumerate(grouping) if number not in found.values()]
+    if idle:
+        raise GroupError(f"privacy.clip.groups: no parameter is left for {idle[0]!r}, and its budget would be lost")
+    return found
+
+
+def shares(grouping: Grouping, groups: int) -> list[float]:
+    """C_k / C of every group; their squares sum to 1."""
+    if isinstance(grouping, str):
+        return [1 / math.sqrt(groups)] * groups
+    whole = math.hypot(*(budget for _, budget in grouping))
+    return [budget / whole for _, budget in grouping]

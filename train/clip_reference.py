@@ -14,6 +14,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from model.attention import use_fused
 from train.clip import Clipped
+from train.clip_groups import groups_of
 from train.clip_rule import LONGEST_ROW, ClipError, ClipRule
 from train.precision import Precision
 from train.sums import GradientSums
@@ -30,6 +31,7 @@ class ReferenceClip:
     def prepare(self, model: nn.Module) -> None:
         """Fused attention has no vmap rule on CPU: correct, but slower than the written-out form."""
         use_fused(model, False)
+        self.rule.require_groups([name for name, p in model.named_parameters() if p.requires_grad])
         longest = max(p.shape[-1] for p in model.parameters() if p.requires_grad and p.dim())
         if longest > LONGEST_ROW:
             raise ClipError(
@@ -50,19 +52,26 @@ class ReferenceClip:
 
         with torch.no_grad():
             per_record, losses = vmap(grad_and_value(loss_of_one), in_dims=(None, 0))(trainable, dict(inputs))
-            norms = _norms(list(per_record.values()))
+            group_of = groups_of(per_record, self.rule.grouping)
+            norms = torch.stack(
+                [
+                    _norms([gradient for name, gradient in per_record.items() if group_of[name] == number])
+                    for number in range(max(group_of.values()) + 1)
+                ]
+            )
             # A record that is absent, or whose loss or gradient is not finite, contributes exactly zero:
             # by its factor, and where its gradient is not finite by its gradient too, since 0·inf is NaN.
-            broken = ~torch.isfinite(norms)
+            broken = ~torch.isfinite(norms).all(0)
             usable = present & ~broken & torch.isfinite(losses)
             precise = torch.float64 if losses.dtype == torch.float64 else torch.float32
-            factors = torch.where(usable, self.rule.factors(norms, precise), 0.0)
+            factors = torch.where(usable, self.rule.group_factors(norms, precise), 0.0)
             if bool(broken.any()):
                 for gradient in per_record.values():
                     gradient[broken] = 0.0
             for name, gradient in per_record.items():
-                sums.add(name, torch.tensordot(factors, gradient, dims=1))
-        return Clipped(losses, norms, factors, self.rule.sensitivity)
+                sums.add(name, torch.tensordot(factors[group_of[name]], gradient, dims=1))
+        whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, dim=0)
+        return Clipped(losses, whole, factors.amin(0), self.rule.sensitivity)
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:

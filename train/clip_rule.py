@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accounting.facts import ClippingFact
 from accounting.plan import PrivacyPlan
-from train.clip_groups import Grouping
+from train.clip_groups import GroupError, Grouping, groups_of, shares
 
 UNIT_ROUNDOFF = 2.0**-24
 # The reference engine adds squares in fp32 along rows of at most this many elements, which is a relative error below
@@ -83,17 +83,27 @@ class ClipRule:
         Also 0 where the factor is subnormal in fp32 (norms beyond C·1e38): it would be rounded by far more than
         FACTOR_ROUNDING. And where it would lift what has vanished in fp32: automatic clipping without gamma.
         """
-        factors = (self.bound / norms).clamp(max=1.0) if self.kind == "flat" else self.bound / (norms + self.gamma)
+        return self._factors(norms, self.bound, dtype)
+
+    def group_factors(self, norms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[groups, B] each: every group is clipped to its share C_k, Σ C_k² = C²."""
+        if len(norms) == 1:
+            return self.factors(norms, dtype)
+        parts = torch.tensor(shares(self.grouping, len(norms)), dtype=norms.dtype, device=norms.device)
+        return self._factors(norms, self.bound * parts.unsqueeze(1), dtype)
+
+    def require_groups(self, names: Iterable[str]) -> None:
+        """Of a model's trainable parameters."""
+        try:
+            groups_of(names, self.grouping)
+        except GroupError as error:
+            raise ClipError(str(error)) from None
+
+    def _factors(self, norms: Tensor, bound: float | Tensor, dtype: torch.dtype) -> Tensor:
+        factors = (bound / norms).clamp(max=1.0) if self.kind == "flat" else bound / (norms + self.gamma)
         # Beside a norm that is not a number nothing is true; an infinite one has factor 0, below the smallest.
         usable = (norms > 0) & (factors >= torch.finfo(torch.float32).tiny) & (factors <= MOST_LIFT)
         return torch.where(usable, factors, 0.0).to(dtype)
-
-    def group_factors(self, norms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[groups, B] each: every group is clipped to its equal share C_k, Σ C_k² = C²."""
-        if len(norms) == 1:
-            return self.factors(norms, dtype)
-        share = replace(self, bound=self.bound / math.sqrt(len(norms)))
-        return share.factors(norms, dtype)
 
     def fact(self) -> ClippingFact:
         return ClippingFact(self.kind, self.sensitivity)

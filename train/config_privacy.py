@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,6 +22,11 @@ class AdaptiveClip(Section):
     span: float = Field(default=1e4, ge=1, description="C stays within norm / span and norm · span.")
 
 
+class ClipGroup(Section):
+    names: str = Field(min_length=1, description="A pattern of parameters' names, such as encoder.*")
+    budget: float = Field(gt=0, allow_inf_nan=False, description="Of C, in proportion to the other groups' budgets.")
+
+
 class Clip(Section):
     kind: Literal["flat", "automatic"] = "flat"
     norm: float = Field(default=1.0, gt=0, description="C: the most that one record moves the sum.")
@@ -30,23 +34,17 @@ class Clip(Section):
         default=None, description="null: C stays `norm`; otherwise that is the C of the first step."
     )
     gamma: float = Field(default=0.01, ge=0, description="Automatic clipping scales by C / (norm + gamma).")
-    groups: Literal["all", "block", "layer"] | dict[str, float] = Field(
+    groups: Literal["all", "block", "layer"] | Annotated[list[ClipGroup], Field(min_length=1)] = Field(
         default="all",
-        description="What is clipped together, with equal shares whose squares sum to C²; or patterns of names with "
-        "their budgets in proportion, of which the first that fits a parameter counts.",
+        description="What is clipped together, with equal shares whose squares sum to C²; or groups with budgets of "
+        "their own, of which the first that fits a parameter takes it.",
     )
-
-    @model_validator(mode="after")
-    def _budgets_are_positive(self) -> Clip:
-        if isinstance(self.groups, dict):
-            wrong = [name for name, budget in self.groups.items() if not (math.isfinite(budget) and budget > 0)]
-            if wrong or not self.groups:
-                raise ValueError("privacy.clip.groups needs a finite budget above 0 for every pattern of names")
-        return self
 
     @property
     def grouping(self) -> Grouping:
-        return tuple(self.groups.items()) if isinstance(self.groups, dict) else self.groups
+        if not isinstance(self.groups, list):
+            return self.groups
+        return tuple((group.names, group.budget) for group in self.groups)
 
     @model_validator(mode="after")
     def _adapts_plainly(self) -> Clip:

@@ -104,7 +104,7 @@ class PublicEvaluator:
         for gradient in sums.values():
             squares += float(self.ranks.add(gradient).double().square().sum())
         signal = math.sqrt(squares) / records
-        noise = plan.noise_std * math.sqrt(self.engine.trainable_elements) / plan.divisor
+        noise = plan.noise_multiplier * clip.rule.sensitivity * math.sqrt(self.engine.trainable_elements) / plan.divisor
         return signal / noise
 
     def _batches(self, records: int) -> Iterator[MicroBatch]:

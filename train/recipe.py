@@ -242,7 +242,7 @@ def planned_epsilon(plan: PrivacyPlan) -> float:
 def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int) -> ClipRule:
     clip = privacy.clip
     try:
-        return ClipRule.of(plan, clip.kind, clip.gamma, micro_batch, clip.groups)
+        return ClipRule.of(plan, clip.kind, clip.gamma, micro_batch, clip.grouping)
     except ClipError as error:
         raise RecipeError(str(error)) from None
 
