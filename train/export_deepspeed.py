@@ -50,7 +50,7 @@ def write_deepspeed(loaded: Loaded, out: Path) -> None:
     state = {kind: _flat(loaded, kind, list(shapes)) for kind in kinds}
     step = torch.tensor(float(loaded.manifest["optimizer_step"]))
     optimizer = {
-        "zero_stage": 1, "partition_count": [1], "loss_scaler": None, "dynamic_loss_scale": False, "overflow": False,
+        "zero_stage": 1, "partition_count": [1], "dynamic_loss_scale": False, "overflow": False,
         "clip_grad": 0.0, "group_paddings": [0], "single_partition_of_fp32_groups": [_flat(loaded, WEIGHTS, shapes)],
         "base_optimizer_state": {"state": {0: {"step": step, **state}}, "param_groups": [{"lr": 0.0, "params": [0]}]},
         "ds_version": common["ds_version"],
@@ -77,17 +77,17 @@ def read_deepspeed(folder: Path) -> dict[str, Tensor]:
 
 
 def _merged(heads: list[dict[str, Any]], states: list[dict[str, Any]]) -> dict[str, Tensor]:
-    head, stage = heads[0], states[0]["zero_stage"]
+    head, parted = heads[0], "fp32_flat_groups" in states[0]  # ZeRO-3; its number is an object of DeepSpeed's
     count = states[0]["partition_count"]
     count = max(count) if isinstance(count, list) else count
     if count != len(states):
         raise LayoutError(f"{len(states)} of {count} *_optim_states.pt are there; copy the others, too")
     found = {name: head["module"][name].float() for name in head["buffer_names"]}
     for name, shape in (head.get("frozen_param_shapes") or {}).items():
-        parts = [each["frozen_param_fragments"][name] for each in (heads if stage == 3 else heads[:1])]
+        parts = [each["frozen_param_fragments"][name] for each in (heads if parted else heads[:1])]
         found[name] = torch.cat([part.reshape(-1) for part in parts])[: math.prod(shape)].view(shape)
     shapes: list[dict[str, torch.Size]] = head["param_shapes"]
-    if stage == 3:
+    if parted:
         ranks = [torch.cat([flat.reshape(-1) for flat in state["fp32_flat_groups"]]) for state in states]
         found |= _zipped(ranks, {name: shape for group in shapes for name, shape in group.items()})
     else:

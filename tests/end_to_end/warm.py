@@ -27,6 +27,11 @@ class WarmRun:
     process: subprocess.Popen[str]
     pids: list[int]
     log: Path
+    returncode: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.pids[0]
 
     def wait(self) -> Ended:
         assert self.process.stdout is not None
@@ -35,7 +40,7 @@ class WarmRun:
 
     def poll(self) -> int | None:
         """None while a rank lives."""
-        return None if any(_alive(pid) for pid in self.pids) else 1
+        return None if any(alive(pid) for pid in self.pids) else 1
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         del timeout
@@ -77,7 +82,7 @@ class WarmLauncher:
         self.process.wait(timeout=60)
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

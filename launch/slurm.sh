@@ -1,0 +1,40 @@
+#!/bin/sh
+# Slurm: sbatch launch/slurm.sh   (from the repository; edit the two places marked EDIT)
+# EDIT 1: nodes, and GPUs of a node twice: one task for each GPU.
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=murmuration
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# Three minutes before its time is over, every rank is told: the run is saved, ends with 75, and is queued again.
+#SBATCH --signal=USR1@180
+set -eu
+# EDIT 2: what to train. Further arguments of sbatch after the script's name go to launch/train.py.
+: "${CONFIG:=ds_configs/dpcap_large.json}"
+
+cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the repository}"
+python="$PWD/.venv/bin/python"
+run_dir="${RUN_DIR:-runs/$(basename "$CONFIG" .json)}"
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT
+lines() { wc -l < "$run_dir/ledger.jsonl" 2>/dev/null || echo 0; }
+
+before=$(lines)
+code=0
+srun --kill-on-bad-exit=1 sh -c '
+    export RANK="$SLURM_PROCID" WORLD_SIZE="$SLURM_NTASKS" LOCAL_RANK="$SLURM_LOCALID"
+    export LOCAL_WORLD_SIZE="${SLURM_NTASKS_PER_NODE:-1}"
+    exec "$@"' rank "$python" launch/train.py --config "$CONFIG" --set "run.dir=$run_dir" "$@" || code=$?
+
+# srun gives the largest code of all ranks; one that died counts more there than those that noticed and ended with 75.
+if [ "$code" -ne 0 ] && grep -q '"stopped, resume me"' "$run_dir/run_state.json" 2>/dev/null; then
+    if [ "$(lines)" -gt "$before" ]; then
+        echo "stopped (code $code): queued again, to go on from the last checkpoint"
+        scontrol requeue "$SLURM_JOB_ID"
+        exit 75
+    fi
+    echo "error: stopped (code $code) before anything was done, so it is not queued again; see the messages above" >&2
+fi
+exit "$code"

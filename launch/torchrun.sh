@@ -1,0 +1,23 @@
+#!/bin/sh
+# torchrun: sh launch/torchrun.sh   on every node at about the same time (edit the two places marked EDIT)
+set -eu
+# EDIT 1: how many nodes, and where the first one can be reached by the others.
+: "${NODES:=1}" "${FIRST:=localhost:29400}"
+# EDIT 2: what to train. Arguments of this script go to launch/train.py.
+: "${CONFIG:=ds_configs/demo.json}"
+
+cd "$(dirname "$0")/.."
+run_dir="${RUN_DIR:-runs/$(basename "$CONFIG" .json)}"
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+# Without GPUs two processes share the CPU.
+: "${PROCESSES:=$([ "${gpus:-0}" -gt 0 ] && echo "$gpus" || echo 2)}"
+
+code=0
+.venv/bin/torchrun --nnodes "$NODES" --nproc_per_node "$PROCESSES" --max-restarts 0 \
+    --rdzv_backend c10d --rdzv_endpoint "$FIRST" --rdzv_id "$(basename "$CONFIG")" \
+    launch/train.py --config "$CONFIG" --set "run.dir=$run_dir" "$@" || code=$?
+# torchrun makes 1 of every code; the run's own state tells whether the same command goes on.
+if [ "$code" -ne 0 ] && grep -q '"stopped, resume me"' "$run_dir/run_state.json" 2>/dev/null; then
+    exit 75
+fi
+exit "$code"
