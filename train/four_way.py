@@ -1,0 +1,186 @@
+"""Bu et al.'s four-way study on PUBLIC data: is it clipping or noise that makes private training slow?
+
+One phase is trained four times from the same weights on the same Poisson draws: as it is, with clipping alone, with
+noise alone, and with both. The parts are those of a private step; where nothing is to be clipped, the bound is one that
+no gradient reaches (and that is checked), and where there is to be no noise, its deviation is zero. Nothing of it is
+private or could be: it takes public data alone, has no plan and no ledger, and every output says NOT PRIVATE.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from accounting.plan import RATE_DENOMINATOR, threshold_for
+from data.batches import BatchReader, MicroBatch, iterate, slots
+from data.sampler import PoissonSampler
+from model.build import build
+from model.trainable import select
+from train.clip_engines import make_clip
+from train.clip_rule import ClipRule
+from train.config import Config
+from train.engine import ShardedEngine
+from train.engines import make_engine
+from train.forward import PlainForward, PrivateForward
+from train.gradient import NoisyUpdate
+from train.noise import NoiseMechanism
+from train.optim import make_optimizer
+from train.optim_flat import FlatOptimizer
+from train.ranks import Ranks
+from train.recipe import ReadyPhase, RecipeError
+from train.schedule import learning_rate
+
+MARKED = "NOT PRIVATE: a study on public data"
+# No gradient of a model that trains is longer; sums of gradients this long still have room in fp32.
+UNREACHED = 1e12
+POINTS = 10
+MakeEngine = Callable[[Config, PrivateForward | PlainForward, FlatOptimizer, Ranks], ShardedEngine]
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    clipping: bool
+    noise: bool
+
+
+VARIANTS = (
+    Variant("neither", False, False), Variant("clipping only", True, False), Variant("noise only", False, True),
+    Variant("both", True, True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Study:
+    """What the four have in common."""
+
+    clip: Literal["flat", "automatic"]
+    norm: float
+    gamma: float
+    noise_multiplier: float
+    rates: Sequence[float]
+    """Peaks that each of the four tries; its best one is shown."""
+    steps: int
+    records: int
+    """Public records on which the loss is measured."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    variant: str
+    rate: float
+    losses: list[tuple[int, float]]
+    """(steps done, public loss)"""
+    clip_factor: float
+    """Mean over all records of all steps."""
+
+    @property
+    def final(self) -> float:
+        last = self.losses[-1][1]
+        return last if math.isfinite(last) else math.inf
+
+
+@dataclass
+class Outcome:
+    phase: str
+    study: Study
+    batch: float
+    curves: list[Curve] = field(default_factory=list)
+    marked: str = MARKED
+
+    def best(self, variant: Variant) -> Curve:
+        """At the learning rate that suits it best."""
+        return min((curve for curve in self.curves if curve.variant == variant.name), key=lambda curve: curve.final)
+
+    def as_dict(self) -> dict[str, Any]:
+        best = {variant.name: asdict(self.best(variant)) for variant in VARIANTS}
+        return asdict(self) | {"best": best}
+
+
+def run_study(
+    config: Config, phase: ReadyPhase, study: Study, ranks: Ranks, say: Callable[[str], None],
+    make: MakeEngine = make_engine,
+) -> Outcome:  # fmt: skip
+    """Four variants at every rate; `say` is told of each when it is done."""
+    require_public(phase)
+    outcome = Outcome(phase.name, study, float(phase.settings.batch or 1))
+    for variant in VARIANTS:
+        for rate in study.rates:
+            curve = _one(config, phase, study, variant, rate, ranks, make)
+            outcome.curves.append(curve)
+            say(f"{MARKED}  {variant.name:13}  lr {rate:g}  public loss {curve.losses[0][1]:.4f} -> {curve.final:.4f}")
+    return outcome
+
+
+def require_public(phase: ReadyPhase) -> None:
+    if phase.private or not phase.settings.data.public:
+        raise RecipeError(
+            f"phases.{phase.number}: the study trains without noise and without a ledger, so it takes public data "
+            "alone; name a phase without `privacy` whose data are declared public"
+        )
+    if phase.settings.features is not None or not phase.settings.trains:
+        raise RecipeError(f"phases.{phase.number} trains no whole model on records; name a phase that does")
+
+
+def _one(
+    config: Config, phase: ReadyPhase, study: Study, variant: Variant, rate: float, ranks: Ranks, make: MakeEngine
+) -> Curve:  # fmt: skip
+    settings, micro_batch = phase.settings, config.train_micro_batch_size_per_gpu
+    model = build(phase.shape, settings.objective)
+    select(model, settings.trainable)
+    rule = ClipRule(study.clip, study.norm, 0.0, study.gamma) if variant.clipping else ClipRule("flat", UNREACHED, 0.0)
+    forward = PrivateForward(model, make_clip(config.run, rule))
+    engine = make(config, forward, make_optimizer(settings.optimizer, model.named_parameters(), 0.0), ranks)
+    # Public data need no secrets: all variants meet the same records in the same order, and the same noise.
+    threshold = threshold_for(phase.index.records, settings.batch or 1)
+    divisor = threshold / RATE_DENOMINATOR * phase.index.records
+    sampler = PoissonSampler(
+        b"four-way sampling".ljust(32), b"four-way digest".ljust(32), phase.index.records, threshold
+    )
+    std = study.noise_multiplier * study.norm if variant.noise else 0.0
+    noise = NoiseMechanism(b"four-way noise".ljust(32), std, divisor)
+    reader = BatchReader(
+        phase.index, phase.data_spec(augment=True), phase.text, augment_key=b"a" * 32, mask_key=b"m" * 32
+    )  # fmt: skip
+    schedule = settings.schedule.model_copy(update={"peak": rate})
+    losses, factors, seen = [(0, _loss(phase, study, engine, ranks, micro_batch))], 0.0, 0
+    try:
+        for step in range(1, study.steps + 1):
+            rows = slots(sampler.draw(step).ids, ranks.rank, ranks.world, micro_batch)
+            for batch in iterate(reader, rows, step):
+                engine.accumulate(batch)
+                clipped = forward.observed
+                assert clipped is not None
+                there = batch.present.to(clipped.factors.device)
+                factors += float(clipped.factors[there].double().sum())
+                seen += int(there.sum())
+                if not variant.clipping and bool((clipped.factors[there] < 1).any()):
+                    raise RecipeError(
+                        f"a gradient of variant {variant.name!r} is longer than {UNREACHED:g}; lower --rates"
+                    )
+            engine.update(NoisyUpdate(noise, step), learning_rate(schedule, study.steps, step))
+            if step % max(1, study.steps // POINTS) == 0 or step == study.steps:
+                losses.append((step, _loss(phase, study, engine, ranks, micro_batch)))
+    finally:
+        engine.close()
+    return Curve(variant.name, rate, losses, sum(ranks.gather(factors)) / max(1, ranks.sum(seen)))
+
+
+@torch.no_grad()
+def _loss(phase: ReadyPhase, study: Study, engine: ShardedEngine, ranks: Ranks, micro_batch: int) -> float:
+    """On the held-out records if the phase has some, otherwise on the first ones it trains on; never augmented."""
+    index = phase.held_out or phase.index
+    reader = BatchReader(index, phase.data_spec(augment=False), phase.text, mask_key=b"m" * 32)
+    rows = slots(np.arange(min(study.records, index.records)), ranks.rank, ranks.world, micro_batch)
+    batches: Iterator[MicroBatch] = iterate(reader, rows, 0)
+    total, count = 0.0, 0
+    for batch in batches:
+        batch = batch.to(engine.device)
+        total += float(engine.model(batch.inputs).float()[batch.present].sum())
+        count += int(batch.present.sum())
+    return sum(ranks.gather(total)) / max(1, ranks.sum(count))
