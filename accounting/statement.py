@@ -117,8 +117,18 @@ def _phase(history: History, index: int) -> dict[str, Any]:
             {"mechanism": "Poisson-subsampled Gaussian", "rate": e.rate, "sigma": e.sigma, "count": e.count}
             for e in ([] if faulty else history.charged(index))
         ],
+        **({"clip_norms": norms} if (norms := _clip_norms(history, index)) else {}),
         **({"faults": history.faults} if faulty else {}),
     }
+
+
+def _clip_norms(history: History, index: int) -> dict[str, float]:
+    """Where C adapts: from where to where it went."""
+    trail = history.trails.get(index)
+    if trail is None or not trail.norms:
+        return {}
+    norms = list(trail.norms.values())
+    return {"first": norms[0], "last": norms[-1], "lowest": min(norms), "highest": max(norms)}
 
 
 def _said(history: History, objection: str | None, claimed: float, delta: float) -> str:

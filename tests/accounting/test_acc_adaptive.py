@@ -15,7 +15,7 @@ from acc_world import CONFIG, DATA, PLAN, begin, facts, reopen
 
 from accounting.accountant import Event, epsilon
 from accounting.adaptive import METRIC, AdaptiveError, AdaptiveRule
-from accounting.certificate import verify
+from accounting.certificate import compose, verify
 from accounting.facts import ClippingFact, MetricFact, NoiseFact, StepFacts
 from accounting.journal import Journal
 from accounting.ledger import GENESIS, LedgerError, make_entry
@@ -66,6 +66,10 @@ def test_a_trajectory_is_what_a_loop_over_the_shares_gives(tmp_path: Path) -> No
     assert list(journal.history.trails[0].norms.values()) == pytest.approx(expected[:-1], rel=1e-14)
     journal.checkpointed(0, 6, "digest")
     assert journal.clip_norm_after(0, 6, "digest") == last and journal.clip_norm_after(0, 0, None) == 1.0
+    (phase,) = compose(journal.history, journal.ledger.entries, {})["phases"]
+    assert phase["clip_norms"] == pytest.approx(
+        {"first": 1.0, "last": expected[-2], "lowest": min(expected[:-1]), "highest": max(expected[:-1])}
+    )
     journal.ledger.close()
     assert verify(tmp_path).opened == 6
 
