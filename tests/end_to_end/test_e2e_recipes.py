@@ -1,0 +1,220 @@
+"""Shipped recipes, each from its own file with `--set` alone, at 32 px with two processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.synthetic import shape_samples
+from tests.end_to_end.conftest import ROOT, Launch, environment, ledger_lines, opened_steps, wait_for
+
+CONFIGS = ROOT / "ds_configs"
+TINY = {
+    "model.size": "custom", "model.image_size": 32, "model.patch_size": 8, "model.width": 32, "model.depth": 1,
+    "model.heads": 2, "run.precision": "fp32", "run.log_every": 1, "run.checkpoint_every": 3,
+    "train_micro_batch_size_per_gpu": 16,
+}  # fmt: skip
+TINY_MAE = {"model.mae_decoder_width": 16, "model.mae_decoder_depth": 1, "model.mae_decoder_heads": 2}
+TINY_TEXT = {"model.decoder_width": 32, "model.decoder_depth": 1, "model.decoder_heads": 2, "model.vocabulary": 64,
+             "model.text_length": 16}  # fmt: skip
+
+
+def synthetic_stage(steps: int = 6) -> dict[str, Any]:
+    return {
+        "phases.0.data.records": 200, "phases.0.data.size": 32, "phases.0.epochs": None, "phases.0.steps": steps,
+        "phases.0.schedule.warmup_epochs": None, "phases.0.batch": 32,
+    }  # fmt: skip
+
+
+def private_records(data: Path, phase: int, records: int = 600, batch: int = 60, steps: int = 6) -> dict[str, Any]:
+    at = f"phases.{phase}"
+    return {
+        f"{at}.data.path": str(data / "private"), f"{at}.data.expected_records": records,
+        f"{at}.privacy.expected_batch": batch, f"{at}.steps": steps, f"{at}.schedule.warmup": 2,
+        f"{at}.evaluation": {"path": str(data / "held_out"), "records": 32},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's shards at toy size, and single images in folders by colour."""
+    folder = tmp_path_factory.mktemp("recipes")
+    prepare = [sys.executable, str(ROOT / "launch" / "prepare.py")]
+    sizes = ["--private", "600", "--held-out", "64", "--textures", "20"]
+    subprocess.run([*prepare, "demo", "--out", str(folder), *sizes], check=True, env=environment())
+    for name, seed, count in (("protected", 5, 300), ("open", 6, 300), ("held_classes", 9, 64)):
+        for sample in shape_samples(seed, count, 32, labels=True):
+            assert sample.labels is not None
+            group = folder / name / f"{sample.labels['colour']:02d}"
+            group.mkdir(parents=True, exist_ok=True)
+            (group / f"{sample.key}.jpg").write_bytes(sample.jpg)
+        subprocess.run([*prepare, "index", str(folder / name)], check=True, env=environment())
+    return folder
+
+
+def launch(recipe: str, run_dir: Path, changes: dict[str, Any]) -> Launch:
+    found = [f"{key}={json.dumps(value)}" for key, value in {"run.dir": str(run_dir), **changes}.items()]
+    arguments = [part for each in found for part in ("--set", each)]
+    return Launch(CONFIGS / recipe, run_dir.parent, arguments=arguments)
+
+
+def curve(run_dir: Path, phase: str, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (run_dir / "logs" / "public.jsonl").read_text().splitlines()]
+    by_step = {line["step"]: line[name] for line in lines if line["phase"] == phase and name in line}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def claim_of(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "certificate.json").read_text())["claim"]
+
+
+@pytest.fixture(scope="module")
+def vip(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    run_dir = tmp_path_factory.mktemp("vip") / "run"
+    changes = TINY | TINY_MAE | synthetic_stage() | private_records(data, 1)
+    code, output = launch("vip/vip_nano.json", run_dir, changes).run()
+    assert code == 0, output
+    return run_dir, output
+
+
+def test_vip_warms_up_on_textures_then_trains_within_its_budget(vip: tuple[Path, str]) -> None:
+    run_dir, output = vip
+    losses, public = curve(run_dir, "synthetic", "loss"), curve(run_dir, "private", "public_loss")
+    assert losses[-1] < losses[0] and public[-1] < public[0]
+    claim = claim_of(run_dir)
+    assert claim["private"] and 7.9 < claim["epsilon"] <= 8.0, "calibrated to its budget, and spent"
+    assert len(opened_steps(run_dir)) == 6 and "verified" in output
+    page = (run_dir / "report.html").read_text()
+    assert "Hidden patches filled in on public held-out images" in page and page.count("data:image/png") == 12
+
+
+def test_a_head_is_trained_by_one_step_over_all_records_on_features_computed_once(
+    vip: tuple[Path, str], data: Path, tmp_path: Path
+) -> None:
+    changes = TINY | {
+        "model.positions": "sincos", "model.classes": 8, "phases.0.data.path": str(vip[0]), "run.checkpoint_every": 1,
+        "phases.1.data.path": str(data / "protected"), "phases.1.data.expected_records": 300,
+        "phases.1.privacy.expected_batch": 300, "phases.1.schedule.peak": 0.05,
+        "phases.1.evaluation": {"path": str(data / "held_classes"), "records": 64},
+    }  # fmt: skip
+    run_dir = tmp_path / "one"
+    job = launch("transfer/transfer_vith_onestep.json", run_dir, changes)
+    code, output = job.run()
+    assert code == 0, output
+    assert "18 taken" in output and "300 are to be made" in output and "private, like the records" in output
+    losses = curve(run_dir, "private", "public_loss")
+    assert losses[-1] < losses[0], losses
+    claim = claim_of(run_dir)
+    assert claim["private"] and 3.9 < claim["epsilon"] <= 4.0
+    (commit,) = [line["facts"] for line in ledger_lines(run_dir) if line["kind"] == "commit"]
+    assert commit["sampling"]["threshold"] == 2**32 and commit["noise"]["elements"] == 8 * 32 + 8
+    kept = run_dir / "secret" / "features-private"
+    assert {path.stat().st_mode & 0o777 for path in kept.iterdir()} == {0o600}
+
+
+@pytest.mark.slow
+def test_dpcap_is_stopped_resumed_and_shows_captions(data: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "cap"
+    changes = TINY | TINY_MAE | TINY_TEXT | synthetic_stage() | private_records(data, 1, steps=12)
+    changes |= {"phases.1.data.tokenizer": str(data / "tokenizer.json"), "phases.1.schedule.end": None}
+    changes["phases.1.schedule.peak"] = 5e-3
+    job = launch("dpcap/dpcap_nano.json", run_dir, changes)
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 4, process)
+    (run_dir / "stop").touch()
+    process.communicate(timeout=200)
+    assert process.returncode == 75
+    code, output = job.run()
+    assert code == 0, output
+    assert opened_steps(run_dir) == list(range(1, 13))
+    claim = claim_of(run_dir)
+    assert claim["private"] and 7.9 < claim["epsilon"] <= 8.0
+    public = curve(run_dir, "private", "public_loss")
+    assert public[-1] < public[0]
+    assert "Captions on public held-out images" in (run_dir / "report.html").read_text()
+
+
+def classes(data: Path, **more: Any) -> dict[str, Any]:
+    return TINY | {"model.classes": 8, "model.positions": "sincos"} | more
+
+
+def continual(data: Path) -> dict[str, Any]:
+    held = {"path": str(data / "held_classes"), "records": 64}
+    return classes(data) | {
+        "phases.0.data.path": str(data / "open"), "phases.0.data.expected_records": 300, "phases.0.batch": 30,
+        "phases.0.epochs": None, "phases.0.steps": 90, "phases.0.schedule.warmup_epochs": None,
+        "phases.0.evaluation": held, "phases.0.plateau": {"patience": 2, "min_delta": 0.3, "not_before": 6},
+        "phases.1.data.path": str(data / "protected"), "phases.1.data.expected_records": 300,
+        "phases.1.privacy.expected_batch": 60, "phases.1.epochs": None, "phases.1.steps": 6,
+        "phases.1.schedule.warmup": 0, "phases.1.schedule.peak": 1e-3, "phases.1.evaluation": held,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_public_training_ends_at_its_plateau_and_hands_over_the_second_moment(data: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "bu"
+    job = launch("continual/continual_base.json", run_dir, continual(data))
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 2, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=200)
+    code, output = job.run()
+    assert code == 0, output
+    assert re.search(r"public +ends after step \d+ of 90: the public loss has not fallen", output) or (
+        len(curve(run_dir, "public", "public_loss")) < 31
+    ), output
+    assert opened_steps(run_dir) == list(range(1, 7))
+    claim = claim_of(run_dir)
+    assert claim["private"] and 7.9 < claim["epsilon"] <= 8.0, "only the private phase is charged"
+
+
+@pytest.mark.slow
+def test_one_set_is_cut_into_a_public_and_a_private_part(data: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "cut"
+    changes = continual(data) | {"phases.0.data.path": str(data / "protected"), "phases.0.steps": 6}
+    code, output = launch("continual/continual_fraction.json", run_dir, changes).run()
+    assert code == 0, output
+    (plan,) = [line["plan"] for line in ledger_lines(run_dir) if line["kind"] == "plan"]
+    assert plan["records"] == 270, "a tenth of 300 is public"
+    assert claim_of(run_dir)["private"]
+
+
+@pytest.mark.slow
+def test_public_gradients_are_mixed_in_and_every_step_is_charged(data: Path, tmp_path: Path) -> None:
+    held = {"path": str(data / "held_classes"), "records": 64}
+    changes = classes(data) | {
+        "phases.0.data.path": str(data / "protected"), "phases.0.data.expected_records": 300, "phases.0.epochs": None,
+        "phases.0.steps": 6, "phases.0.privacy.expected_batch": 60, "phases.0.mixing.data.path": str(data / "open"),
+        "phases.0.mixing.data.expected_records": 300, "phases.0.mixing.batch": 32, "phases.0.evaluation": held,
+        "phases.0.schedule.warmup": 0, "phases.0.schedule.peak": 1e-3,
+    }  # fmt: skip
+    code, output = launch("continual/mixed_base.json", tmp_path / "mix", changes).run()
+    assert code == 0, output
+    losses = curve(tmp_path / "mix", "private", "public_loss")
+    assert losses[-1] < losses[0] and len(opened_steps(tmp_path / "mix")) == 6
+    assert 7.9 < claim_of(tmp_path / "mix")["epsilon"] <= 8.0
+    code, output = launch("continual/mixed_base.json", tmp_path / "twin", changes | {"phases.0.privacy": None}).run()
+    assert code == 0, output
+    assert not claim_of(tmp_path / "twin")["private"] and "NOT PRIVATE" in output
+
+
+@pytest.mark.slow
+def test_a_phase_is_ended_by_hand_and_claims_what_was_planned(data: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "hand"
+    changes = TINY | TINY_MAE | private_records(data, 0, steps=400)
+    job = launch("vip/vip_init_random.json", run_dir, changes)
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 3, process)
+    (run_dir / "end_phase").write_text("private\n")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "end_phase names it" in output and len(opened_steps(run_dir)) < 400
+    claim = claim_of(run_dir)
+    assert claim["private"] and claim["epsilon"] < 7 and claim["epsilon_claimed"] == 8.0
