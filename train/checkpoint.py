@@ -119,7 +119,9 @@ class Checkpoints:
 
     def _fresh(self, temporary: Path) -> None:
         with _explained(temporary):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self.folder.exists():
+                self.folder.mkdir(parents=True)
+                sync(self.folder.parent)
             for orphan in self.folder.glob(".*.tmp"):  # folders, and a pointer that was never swung
                 shutil.rmtree(orphan) if orphan.is_dir() else orphan.unlink()
             temporary.mkdir()
