@@ -8,10 +8,12 @@ weights are seen wherever they are used, and a parameter used in an unforeseen w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from train.clip_layers import PerRecord
@@ -63,6 +65,9 @@ class Watch(TorchFunctionMode):
         self.parameters = parameters
         self._sources: dict[int, Source] = {}
         self._constants = {id(tensor) for tensor in constants}
+        # Where an engine takes a parameter's memory away after use, what autograd keeps of it must be a copy.
+        lent = any(getattr(p, "lent", False) for p in parameters.values())
+        self._kept = saved_tensors_hooks(_copy, lambda x: x) if lent else nullcontext()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -150,7 +155,8 @@ class Watch(TorchFunctionMode):
         first, name = known[0], _name(func)
         if name in SPREADING and (spread := self._spread(first, func, args, kwargs)) is not None:
             return spread
-        out = func(*swapped(args, self._leaf), **swapped(kwargs, self._leaf))
+        with self._kept:
+            out = func(*swapped(args, self._leaf), **swapped(kwargs, self._leaf))
         leaves = {leaf_name: leaf for source in known for leaf_name, leaf in source.leaves.items()}
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in self._sources:
@@ -205,6 +211,10 @@ class Watch(TorchFunctionMode):
 
     def names_of(self, tensors: Iterable[Tensor]) -> list[str]:
         return [self.names(source) for x in tensors if (source := self.source(x)) is not None]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def _rows(copies: Tensor, times: int) -> Tensor:

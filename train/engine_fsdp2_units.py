@@ -75,6 +75,8 @@ class GatheredModel(nn.Module):
         super().__init__()
         self._sharded = (units.model,)  # in a tuple: nothing is registered a second time
         self._whole = dict(units.gathered())
+        for parameter in self._whole.values():
+            parameter.lent = True  # pyright: ignore[reportAttributeAccessIssue]  # its memory, while a layer runs
         if any(self._whole[name] is not parameter for name, parameter in units.gathered()):
             raise ShardMapError("FSDP2 makes whole parameters anew at each gathering; this version is not supported")
 
