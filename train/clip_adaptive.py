@@ -29,9 +29,11 @@ class AdaptiveNorm:
         self.norm = norm
         self._set(norm)
 
-    def advance(self, share: float) -> None:
-        """After a step, with its share as it stands in the ledger."""
+    def advance(self, share: float) -> dict[str, float]:
+        """After a step, with its share as it stands in the ledger; gives what may be published of both."""
+        told = {RELEASED: share, "clip_norm": self.norm}
         self._set(self._rule.following(self.norm, share))
+        return told
 
     def _set(self, norm: float) -> None:
         self.norm = norm

@@ -33,8 +33,8 @@ class PrivateStep:
         norm: AdaptiveNorm | None = None,
     ) -> None:  # fmt: skip
         self.phase, self.journal, self.ranks, self.stop = phase, journal, ranks, stop
-        self.sampler, self.clip, self.noise, self.engine = sampler, clip, noise, engine
-        self.micro_batches, self.metrics, self.norm = micro_batches, metrics, norm
+        self.sampler, self.clip, self.noise, self.engine, self.norm = sampler, clip, noise, engine, norm
+        self.micro_batches, self.metrics = micro_batches, metrics
 
     def run(self, step: int, learning_rate: float) -> Observed:
         draw = self.sampler.draw(step)
@@ -55,27 +55,26 @@ class PrivateStep:
         update = NoisyUpdate(self.noise, step)
         applied = self.engine.update(update, learning_rate)
         # Of the sums as they were made, on every rank, and of the rule as it stands: the largest.
-        sensitivity = max(self.clip.rule.sensitivity, *self.ranks.gather(observed.sensitivity))
-        summed = ClippingFact(self.clip.rule.kind, sensitivity)
+        largest = max(self.clip.rule.sensitivity, *self.ranks.gather(observed.sensitivity))
+        summed = ClippingFact(self.clip.rule.kind, largest)
         if self.metrics is not None:
             observed.released = self.metrics.release(step)
-        share = None if self.norm is None else observed.released[RELEASED]
+        share = observed.released.get(RELEASED)
         written = self._record("commit", step, draw, summed, update.fact(applied.elements), share)
         if self.norm is not None and written is not None:
-            observed.released |= {RELEASED: written, "clip_norm": self.norm.norm}
-            self.norm.advance(written)
+            observed.released |= self.norm.advance(written)
         return observed
 
     def _record(
         self, act: str, step: int, draw: Draw, clipping: ClippingFact, noise: NoiseFact, share: float | None = None
     ) -> float | None:  # fmt: skip
         """Each part states what it did; the main rank writes it down, and its refusal reaches every rank."""
-        metrics = self.metrics.facts() if self.metrics is not None else ()
+        metrics = self.metrics.facts() if self.metrics else ()
         facts = StepFacts(SamplingFact(draw.threshold, draw.records, draw.digest), clipping, noise, metrics)
         return self.ranks.on_main(lambda: self._write(act, step, facts, share))
 
     def _write(self, act: str, step: int, facts: StepFacts, share: float | None) -> float | None:
         assert self.journal is not None, "the main rank holds the ledger"
-        if act == "open":
-            return self.journal.open_step(self.phase, step, facts)
-        return self.journal.commit_step(self.phase, step, facts, share)
+        if act == "commit":
+            return self.journal.commit_step(self.phase, step, facts, share)
+        self.journal.open_step(self.phase, step, facts)
