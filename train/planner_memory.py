@@ -67,7 +67,7 @@ def memory(weights: Weights, stage: int, ranks: int, offload: bool) -> Memory:
     # A private phase hands its gradient over in the update alone; otherwise it adds up over the micro-batches.
     kept = 0.0 if private else 4.0 * n / (1 if stage == 1 else ranks)
     handed = 4.0 * n + (0 if offload else (4 + exact) * n / ranks)
-    host = state + (4 + exact) * n / ranks + 4.0 * n + 8.0 * weights.largest if offload else 0.0
+    host = state + 4.0 * n / ranks + 4.0 * n + 8.0 * weights.largest if offload else 0.0
     if stage < 3:
         return Memory(own, sums, kept, 0.0 if offload else state, 0.0, handed, host)
     partition = 8.0 * n / ranks
