@@ -40,7 +40,7 @@ from train.audit_record import Sightings, WatchedEngine
 from train.audit_report import AuditReport
 from train.clip_engines import make_clip
 from train.config import Config
-from train.engine_deepspeed import DeepSpeedEngine
+from train.engines import describe_engine, make_engine, replicated
 from train.forward import PrivateForward
 from train.noise import Noise, NoiseMechanism
 from train.optim import make_optimizer
@@ -71,7 +71,7 @@ class _Audit:
             planned.options, planned.phase, planned.settings, planned.plan,
         )  # fmt: skip
         self.micro_batch = config.train_micro_batch_size_per_gpu
-        self.replicated = config.zero_optimization.stage == 0
+        self.replicated = replicated(config)
         self.stop = StopRequest(folder / "stop")
         self.key: RunKey = ranks.on_main(RunKey.fresh)
         self._journals: dict[str, Journal] = {}  # on the main rank alone
@@ -85,10 +85,10 @@ class _Audit:
             make_clip(self.config.run, self.planned.rule),
             Coordinates.choose(model, options.canaries),
         )
-        real_engine = DeepSpeedEngine(
-            PrivateForward(model, clip),
+        real_engine = make_engine(
+            self.config, PrivateForward(model, clip),
             make_optimizer(self.settings.optimizer, model.named_parameters(), plan.noise_std / plan.divisor),
-            self.config.zero_optimization, self.micro_batch, ranks,
+            ranks,
         )  # fmt: skip
         engine = WatchedEngine(real_engine)
         try:
@@ -104,7 +104,7 @@ class _Audit:
         power, false_alarms = self._power(clip.rule.bound, claim)
         return AuditReport(
             phase=phase.name, kind=options.kind, claim=claim, bound=bound, plan=plan,
-            stage=self.config.zero_optimization.stage, ranks=ranks.world,
+            engine=describe_engine(self.config), ranks=ranks.world,
             planted_noise_scale=None if options.noise_scale == 1 else options.noise_scale,
             measured_sigma=tested.measured_sigma, sampling=self._sampling(), divisor=divisor, power=power,
             false_alarms=false_alarms, seconds=time.monotonic() - began,

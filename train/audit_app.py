@@ -90,12 +90,12 @@ def _run(arguments: argparse.Namespace, config: Config) -> int:
 
     from accounting.ledger import LedgerError
     from train.audit import audit
-    from train.engine_deepspeed import start_ranks
+    from train.engines import start_ranks
     from train.ranks import Disagreement
     from train.self_test import SelfTestError
     from train.stop import Stopped
 
-    ranks = start_ranks()
+    ranks = start_ranks(config)
 
     def act() -> int:
         try:

@@ -20,7 +20,7 @@ class AuditReport:
     claim: float
     bound: AuditBound
     plan: PrivacyPlan
-    stage: int
+    engine: str
     ranks: int
     planted_noise_scale: float | None
     measured_sigma: float
@@ -50,7 +50,7 @@ class AuditReport:
             "included": self.bound.included, "guesses": best.guesses, "correct": best.correct,
             "tried": [each.__dict__ for each in self.bound.tried], "records": self.plan.records,
             "rate": self.plan.sampling_rate, "steps": self.plan.steps, "sigma": self.plan.noise_multiplier,
-            "clip_norm": self.plan.clip_norm, "zero_stage": self.stage,
+            "clip_norm": self.plan.clip_norm, "engine": self.engine,
             "ranks": self.ranks, "planted_noise_scale": self.planted_noise_scale,
             "measured_sigma_at_self_test": self.measured_sigma, "sampling_p_values": self.sampling.p_values,
             "divisor_p_values": self.divisor.p_values, "power_at_0.3_sigma": self.power,
@@ -67,7 +67,7 @@ class AuditReport:
                 "(only an audit can do that)"
             )
         lines += [
-            f"audited       phase {self.phase}, {plan.steps} steps, ZeRO-{self.stage}, ranks {self.ranks}, in "
+            f"audited       phase {self.phase}, {plan.steps} steps, {self.engine}, ranks {self.ranks}, in "
             f"{self.seconds:.0f} s",
             f"plan          n {plan.records} ({bound.canaries} {self.kind} canaries, {bound.included} of them in), "
             f"q {plan.sampling_rate:.6g}, sigma {plan.noise_multiplier:g}, C {plan.clip_norm:g}",
