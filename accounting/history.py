@@ -61,12 +61,10 @@ class History:
     shares: dict[StepId, float] = field(default_factory=dict)
     """What was released at a committed step for the next norm, with noise."""
     checkpoints: list[CheckpointMark] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    """Steps that did what no epsilon covers, such as leaving elements without noise."""
-    late_plans: list[int] = field(default_factory=list)
-    """Phases whose plan was declared when steps of another phase had been opened: it may depend on them."""
-    tunings: list[Declared] = field(default_factory=list)
-    """What was declared as chosen by the outputs of private runs; a declaration cannot be taken back."""
+    faults: list[str] = field(default_factory=list)  # steps that did what no epsilon covers
+    late_plans: list[int] = field(default_factory=list)  # phases whose plan may depend on steps opened before
+    tunings: list[Declared] = field(default_factory=list)  # chosen by outputs; no declaration can be taken back
+    choices: list[str] = field(default_factory=list)  # public metrics by which checkpoints are kept, perhaps chosen
     finished: bool = False
     _line: int = 0
     segment_lines: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -190,11 +188,13 @@ class History:
     def _resume(self, fields: dict[str, Any]) -> None:
         del fields  # tells a reader where the run went on; nothing is charged or credited for it
 
-    def _recovered(self, fields: dict[str, Any]) -> None:
-        del fields
+    _recovered = _resume
 
     def _tuning(self, fields: dict[str, Any]) -> None:
         self.tunings.append(Declared.from_dict(fields))
+
+    def _choice(self, fields: dict[str, Any]) -> None:
+        self.choices.append(str(fields["by"]))
 
     def _finish(self, fields: dict[str, Any]) -> None:
         del fields
@@ -238,13 +238,14 @@ class History:
 
     def why_budget_is_claimed(self) -> str | None:
         """Why the claim must be the planned budget and not what was spent: someone may have chosen by the outputs."""
-        for segment in self.segments:
-            if segment.number > 0:
-                return f"phase {self.phase_names[segment.phase]} went on in a new segment ({segment.reason})"
+        if later := [segment for segment in self.segments if segment.number > 0]:
+            return f"phase {self.phase_names[later[0].phase]} went on in a new segment ({later[0].reason})"
         for phase, plan in self.plans.items():
             done = max((step_id.step for step_id in self.committed if step_id.phase == phase), default=0)
             if done < plan.steps and (self.finished or any(later > phase for later in self.phase_names)):
                 return f"phase {self.phase_names[phase]} ended after {done} of {plan.steps} planned steps"
+        if self.choices:
+            return f"checkpoints are kept by their {self.choices[0]}, so one may be chosen by outputs"
         if self.late_plans:
             return f"the plan of phase {self.phase_names[self.late_plans[0]]} was declared after private steps had run"
         return None
@@ -292,8 +293,7 @@ class History:
 
 KINDS = frozenset((
     "run", "plan", "nonprivate", "tuning", "segment", "open", "commit", "checkpoint", "copied", "resume", "recovered",
-    "finish",
-))  # fmt: skip
+    "choice", "finish"))  # fmt: skip
 
 
 def _step(fields: dict[str, Any]) -> tuple[StepId, StepFacts]:

@@ -28,6 +28,11 @@ class Journal:
         self.history = History.of(ledger.entries)
         self._credit: dict[tuple[float, float], int] = {}
 
+    def declare_choice(self, by: str) -> None:
+        """Checkpoints are kept by a public metric: whichever is released, the planned budget is claimed."""
+        if by not in self.history.choices:
+            self._append("choice", by=by)
+
     def _append(self, kind: str, **fields: Any) -> None:
         # Read by the rules first, so that a line that would make the ledger unreadable is never written.
         self.history.take(make_entry(self.ledger.length, kind, fields, self.ledger.head))

@@ -15,6 +15,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="export.py", description="Weights and certificate for release.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("out", type=Path, help="a folder that does not exist yet, outside the run directory")
+    parser.add_argument("--best", action="store_true", help="the best checkpoint by run.keep_best, not the last one")
     parser.add_argument("--form", choices=("safetensors", "pytorch", "deepspeed"), default="safetensors")
     parser.add_argument(
         "--from-deepspeed", action="store_true", help="import: RUN_DIR is a checkpoint folder that DeepSpeed wrote"
@@ -29,7 +30,7 @@ def main() -> int:
         if arguments.from_deepspeed:
             written = from_deepspeed(arguments.run_dir, arguments.out)
         else:
-            written = export(arguments.run_dir, arguments.out, arguments.form)
+            written = export(arguments.run_dir, arguments.out, arguments.form, arguments.best)
         for path in written:
             print(path)
         return 0

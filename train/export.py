@@ -17,7 +17,8 @@ from torch import Tensor
 
 from accounting.certificate import CertificateError, verify
 from accounting.certificate import write as write_certificate
-from train.checkpoint import CheckpointError, Checkpoints, Loaded
+from accounting.history import History
+from train.checkpoint import CheckpointError, Checkpoints, Keep, Loaded
 from train.export_deepspeed import read_deepspeed, write_deepspeed
 from train.optim_flat import AVERAGE
 from train.run_dir import RunDir
@@ -29,8 +30,11 @@ class ExportError(ValueError):
     """Nothing was exported; the message says why."""
 
 
-def export(root: Path, out: Path, form: str = "safetensors") -> list[Path]:
-    """The last durable checkpoint's weights, its shapes and the certificate; refused if they do not belong together."""
+def export(root: Path, out: Path, form: str = "safetensors", best: bool = False) -> list[Path]:
+    """A durable checkpoint's weights, its shapes and the certificate; refused if they do not belong together.
+
+    The last one's; or the best one's by the metric of run.keep_best, for which the planned budget is claimed.
+    """
     run_dir = RunDir(root)
     if out.exists() and any(out.iterdir()):
         raise ExportError(f"{out} is not empty; name a new folder")
@@ -47,12 +51,15 @@ def export(root: Path, out: Path, form: str = "safetensors") -> list[Path]:
         raise ExportError(f"{root} has no checkpoint")
     document = json.loads((root / "certificate.json").read_text(encoding="utf-8"))
     _belongs(loaded, document)
+    if best:
+        loaded = _best(run_dir)
     out.mkdir(parents=True, exist_ok=True)
     try:
         FORMS[form](loaded, out)
         shape = {
             "phase": loaded.position.phase,
             "step": loaded.position.step,
+            "checkpoint_manifest_sha256": loaded.digest,
             "objective": loaded.manifest["objective"],
         }
         (out / "export.json").write_text(json.dumps({**shape, "shapes": loaded.manifest["shapes"]}, indent=2) + "\n")
@@ -82,6 +89,19 @@ def averaged(loaded: Loaded) -> dict[str, Tensor] | None:
     """With averages in the place of what was trained; None where none were kept."""
     kept = loaded.names(AVERAGE)
     return loaded.weights() | {name: loaded.whole(AVERAGE, name) for name in kept} if kept else None
+
+
+def _best(run_dir: RunDir) -> Loaded:
+    history = History.read(run_dir.ledger)[0]
+    if not history.choices:
+        raise ExportError("the run kept no best checkpoint; it would have needed run.keep_best from its start")
+    found = Keep(best=history.choices[-1]).best_of(Checkpoints.listed(run_dir.checkpoints))
+    if not found:
+        raise ExportError(f"no checkpoint has a public metric {history.choices[-1]!r}; export the last one")
+    entry = found[max(found)]
+    if entry.manifest_sha256 not in {mark.digest for mark in history.checkpoints}:
+        raise CheckpointError(f"the ledger does not know {entry.folder}; export the last one")
+    return Loaded.open(run_dir.checkpoints / entry.folder, entry.manifest_sha256)
 
 
 def _by(write: Callable[[dict[str, Tensor], Path], Any], suffix: str) -> Callable[[Loaded, Path], None]:

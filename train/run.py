@@ -140,6 +140,8 @@ def run_all(
 def _declare_tuning(config: Config, journal: Journal | None, board: Board) -> None:
     """Before the first step, so that a search whose cost cannot be computed is refused while it costs nothing."""
     assert journal is not None
+    if config.run.keep_best is not None:
+        journal.declare_choice(config.run.keep_best)
     if config.run.tuned_on_private_data is None:
         return
     cost = journal.declare_tuning(config.run.tuned_on_private_data.declared())
