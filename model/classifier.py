@@ -25,13 +25,22 @@ from model.settings import Loss, SettingsError, Shape
 
 
 def classification_loss(logits: Tensor, labels: Tensor, kind: Loss) -> Tensor:
-    """[B, classes] and [B] -> [B] in fp32: cross-entropy, or the sum over classes of binary cross-entropies."""
-    logits = logits.float()
+    """[B, classes] and [B] -> [B] in fp32: cross-entropy, or the sum over classes of binary cross-entropies.
+
+    A number that is no class makes a loss of 0: one record must not be able to stop a run.
+    """
+    logits, classes = logits.float(), logits.shape[1]
+    if labels.dim() > 1:
+        if kind == "softmax":
+            raise ValueError('labels [B, classes] are for classify_loss "sigmoid"; give one class number per image.')
+        return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").sum(1)
+    known = (labels >= 0) & (labels < classes)
     if kind == "softmax":
-        return F.cross_entropy(logits, labels, reduction="none")
-    if labels.dim() == 1:
-        labels = labels[:, None] == torch.arange(logits.shape[1], device=labels.device)
-    return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").sum(1)
+        losses = F.cross_entropy(logits, labels.clamp(0, classes - 1), reduction="none")
+    else:
+        wanted = labels[:, None] == torch.arange(classes, device=labels.device)
+        losses = F.binary_cross_entropy_with_logits(logits, wanted.float(), reduction="none").sum(1)
+    return torch.where(known, losses, 0.0)
 
 
 class Classifier(nn.Module, ABC):

@@ -89,6 +89,20 @@ def test_losses_by_hand() -> None:
     assert torch.equal(classification_loss(logits, several, "sigmoid"), classification_loss(logits, labels, "sigmoid"))
 
 
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_a_label_that_is_no_class_counts_as_nothing(kind: Any) -> None:
+    logits = torch.randn(4, 3, requires_grad=True)
+    losses = classification_loss(logits, torch.tensor([1, 3, -1, 10**9]), kind)
+    assert float(losses.detach()[0]) > 0 and not bool(losses.detach()[1:].any())
+    losses.sum().backward()
+    assert logits.grad is not None and bool(logits.grad[0].any()) and not bool(logits.grad[1:].any())
+
+
+def test_labels_of_several_classes_are_for_the_sigmoid_alone() -> None:
+    with pytest.raises(ValueError, match="sigmoid"):
+        classification_loss(torch.zeros(2, 3), torch.ones(2, 3), "softmax")
+
+
 @BOTH
 @pytest.mark.parametrize(("loss", "bias"), [("sigmoid", -10.0), ("softmax", 0.0)])
 def test_the_head_starts_by_the_published_rules(given: dict[str, Any], loss: str, bias: float) -> None:
