@@ -8,8 +8,10 @@ it, words included, is public by construction: nothing here has seen data.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (222, 28, 36),
@@ -90,75 +92,108 @@ def caption(scene: Scene, rng: np.random.Generator) -> str:
     )
 
 
-def render(scene: Scene, side: int, rng: np.random.Generator) -> np.ndarray:
-    """uint8 [side, side, 3]."""
-    grid = (np.arange(side, dtype=np.float32) + 0.5) / side
+@dataclass(frozen=True)
+class _Canvas:
+    """Where pixels are computed: by numpy on the CPU, by torch on another device. Random numbers always are numpy's,
+    and numbers that are no arrays are rounded to float32 before they meet one, so both see the same."""
+
+    side: int
+    device: torch.device | None = None
+
+    @property
+    def math(self) -> Any:
+        return np if self.device is None else torch
+
+    def array(self, values: np.ndarray) -> Any:
+        values = np.asarray(values, np.float32)
+        return values if self.device is None else torch.from_numpy(values).to(self.device)
+
+    def grid(self) -> Any:
+        return self.array((np.arange(self.side, dtype=np.float32) + 0.5) / self.side)
+
+
+def render(scene: Scene, side: int, rng: np.random.Generator, device: torch.device | str = "cpu") -> np.ndarray:
+    """uint8 [side, side, 3]. Another device than the CPU rounds a little otherwise."""
+    where = torch.device(device)
+    canvas = _Canvas(side, None if where.type == "cpu" else where)
+    found = _render(scene, canvas, rng)
+    return found.astype(np.uint8) if canvas.device is None else found.to(torch.uint8).cpu().numpy()
+
+
+def _render(scene: Scene, canvas: _Canvas, rng: np.random.Generator) -> Any:
+    grid = canvas.grid()
     low, high = _RADII[scene.size]
     radius = rng.uniform(low, high)
     room = max(0.0, 0.5 - radius)
-    x = grid[None, :] - np.float32(0.5 + rng.uniform(-room, room))
-    y = grid[:, None] - np.float32(0.5 + rng.uniform(-room, room))
+    x = grid[None, :] - _float(0.5 + rng.uniform(-room, room))
+    y = grid[:, None] - _float(0.5 + rng.uniform(-room, room))
     turn = rng.uniform(-0.5, 0.5)
-    cos, sin = np.float32(np.cos(turn)), np.float32(np.sin(turn))
-    distance = _distance(scene.shape, cos * x + sin * y, cos * y - sin * x, np.float32(radius * _FILL[scene.shape]))
+    cos, sin = _float(np.cos(turn)), _float(np.sin(turn))
+    size = np.float32(radius * _FILL[scene.shape])
+    distance = _distance(canvas.math, scene.shape, cos * x + sin * y, cos * y - sin * x, size)
     # The signed distance in pixels, clipped to one pixel around the edge, is the covered share of a pixel.
-    cover = np.clip(0.5 - distance * side, 0, 1)[..., None]
+    cover = canvas.math.clip(0.5 - distance * canvas.side, 0, 1)[..., None]
     shade = rng.uniform(0.86, 1.04) + (rng.uniform(-0.12, 0.12) * (x + y))[..., None]
-    paint = (
-        np.array(COLOURS[list(COLOURS)[scene.colour]], np.float32) + rng.uniform(-8, 8, 3).astype(np.float32)
-    ) * shade
-    back = _background(scene.background, side, rng)
-    return np.clip(back + cover * (paint - back), 0, 255).astype(np.uint8)
+    colour = np.array(COLOURS[list(COLOURS)[scene.colour]], np.float32) + rng.uniform(-8, 8, 3).astype(np.float32)
+    paint = canvas.array(colour) * shade
+    back = _background(canvas, scene.background, rng)
+    return canvas.math.clip(back + cover * (paint - back), 0, 255)
 
 
-def _distance(shape: int, x: np.ndarray, y: np.ndarray, radius: np.float32) -> np.ndarray:
+def _float(number: float) -> float:
+    return float(np.float32(number))
+
+
+def _distance(math: Any, shape: int, x: Any, y: Any, radius: np.float32) -> Any:
     """Signed distance to the outline, negative inside, for a shape around the origin."""
     if shape == 0:
-        return np.sqrt(x * x + y * y) - radius
+        return math.sqrt(x * x + y * y) - float(radius)
     if shape == 1:
-        return np.maximum(np.abs(x), np.abs(y)) - radius
+        return math.maximum(math.abs(x), math.abs(y)) - float(radius)
     if shape == 2:
-        slant = np.float32(0.8660254) * np.abs(x) - np.float32(0.5) * y
-        return np.maximum(slant, y) - radius / 2 * np.float32(1.1)
-    return _star(x, y, radius)
+        slant = _float(0.8660254) * math.abs(x) - 0.5 * y
+        return math.maximum(slant, y) - float(radius / 2 * np.float32(1.1))
+    return _star(math, x, y, radius)
 
 
-def _star(x: np.ndarray, y: np.ndarray, radius: np.float32) -> np.ndarray:
+def _star(math: Any, x: Any, y: Any, radius: np.float32) -> Any:
     """A five-pointed star: folded by its mirror lines onto half an arm, whose edge is one straight line."""
     fifth = np.float32(2 * np.pi / 5)
-    angle = np.arctan2(x, -y)
-    angle = np.abs(np.mod(angle + fifth / 2, fifth) - fifth / 2)
-    length = np.sqrt(x * x + y * y)
-    along, across = length * np.cos(angle), length * np.sin(angle)
+    half = float(fifth / 2)
+    angle = math.arctan2(x, -y)
+    angle = math.abs(math.remainder(angle + half, float(fifth)) - half)
+    length = math.sqrt(x * x + y * y)
+    along, across = length * math.cos(angle), length * math.sin(angle)
     inner = np.float32(0.45) * radius
     dent_along, dent_across = inner * np.cos(fifth / 2), inner * np.sin(fifth / 2)
     edge = np.hypot(radius - dent_along, dent_across)
-    return ((along - radius) * dent_across + across * (radius - dent_along)) / edge
+    return ((along - float(radius)) * float(dent_across) + across * float(radius - dent_along)) / float(edge)
 
 
-def _background(kind: int, side: int, rng: np.random.Generator) -> np.ndarray:
+def _background(canvas: _Canvas, kind: int, rng: np.random.Generator) -> Any:
     """A texture in greys with a faint tint, float32 [side, side, 3]."""
+    math, side = canvas.math, canvas.side
     grey, contrast = rng.uniform(95, 165), rng.uniform(30, 48) * (1 if rng.random() < 0.5 else -1)
-    pattern = np.zeros((side, side), np.float32)
+    pattern = canvas.array(np.zeros((side, side), np.float32))
     if kind:
         period = rng.uniform(0.16, 0.26)
-        grid = ((np.arange(side, dtype=np.float32) + 0.5) / side + np.float32(rng.uniform())) / np.float32(period)
+        grid = (canvas.grid() + _float(rng.uniform())) / _float(period)
         if kind == 1:
             turn = rng.uniform(0, np.pi)
-            pattern = _steps(grid[None, :] * np.float32(np.cos(turn)) + grid[:, None] * np.float32(np.sin(turn)))
+            pattern = _steps(math, grid[None, :] * _float(np.cos(turn)) + grid[:, None] * _float(np.sin(turn)))
         elif kind == 2:
-            cell = np.mod(grid, 1) - np.float32(0.5)
-            spot = np.sqrt(cell[None, :] ** 2 + cell[:, None] ** 2)
-            pattern = np.clip((np.float32(0.3) - spot) * np.float32(period * side) + 0.5, 0, 1) * 2 - 1
+            cell = math.remainder(grid, 1) - 0.5
+            spot = math.sqrt(cell[None, :] ** 2 + cell[:, None] ** 2)
+            pattern = math.clip((_float(0.3) - spot) * _float(period * side) + 0.5, 0, 1) * 2 - 1
         elif kind == 3:
-            wave = _steps(grid)
+            wave = _steps(math, grid)
             pattern = wave[None, :] * wave[:, None]
         else:
-            pattern = rng.standard_normal((side, side), dtype=np.float32) * np.float32(0.6)
+            pattern = canvas.array(rng.standard_normal((side, side), dtype=np.float32) * np.float32(0.6))
     tint = rng.uniform(-6, 6, 3).astype(np.float32)
-    return np.float32(grey) + tint + np.float32(contrast) * pattern[..., None]
+    return canvas.array(np.float32(grey) + tint) + _float(contrast) * pattern[..., None]
 
 
-def _steps(phase: np.ndarray) -> np.ndarray:
+def _steps(math: Any, phase: Any) -> Any:
     """A soft square wave between -1 and 1."""
-    return np.clip(3 * np.sin(np.float32(2 * np.pi) * phase), -1, 1)
+    return math.clip(3 * math.sin(_float(2 * np.pi) * phase), -1, 1)

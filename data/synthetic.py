@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 import numpy as np
+import torch
 from PIL import Image
 from webdataset.writer import TarWriter
 
@@ -54,16 +55,20 @@ def generator(seed: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, index], dtype=np.uint64)))
 
 
-def shape_sample(seed: int, index: int, side: int, *, labels: bool = False) -> Sample:
-    pixels, text, numbers = _shape(seed, index, side)
+def shape_sample(
+    seed: int, index: int, side: int, *, labels: bool = False, device: torch.device | str = "cpu"
+) -> Sample:
+    pixels, text, numbers = _shape(seed, index, side, device)
     return Sample(f"{index:08d}", jpeg(pixels), text, numbers if labels else None)
 
 
-def _shape(seed: int, index: int, side: int) -> tuple[np.ndarray, str, dict[str, int]]:
+def _shape(
+    seed: int, index: int, side: int, device: torch.device | str = "cpu"
+) -> tuple[np.ndarray, str, dict[str, int]]:
     rng = generator(seed, index)
     scene = draw_scene(rng)
     text = caption(scene, rng)
-    return render(scene, side, rng), text, scene.labels()
+    return render(scene, side, rng, device), text, scene.labels()
 
 
 def texture_sample(seed: int, index: int, side: int, kind: Texture = "mixed") -> Sample:

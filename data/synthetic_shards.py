@@ -45,8 +45,8 @@ class Request:
             raise ValueError(f"{self.records} records, {self.per_shard} per shard: both must be at least 1")
         if not 8 <= self.size <= 1024:
             raise ValueError(f"--size {self.size}: choose 8 to 1024 pixels")
-        if self.kind == "shapes" and self.device != "cpu":
-            raise ValueError("shapes are drawn on the CPU; leave --device away")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"--device {self.device}: PyTorch finds no GPU here; leave --device away")
 
     @property
     def shards(self) -> int:
@@ -60,7 +60,7 @@ class Request:
         first = shard * self.per_shard
         numbers = range(first, min(first + self.per_shard, self.records))
         if self.kind == "shapes":
-            yield from (shape_sample(self.seed, number, self.size) for number in numbers)
+            yield from (shape_sample(self.seed, number, self.size, device=self.device) for number in numbers)
             return
         for start in range(0, len(numbers), _BATCH):
             part = numbers[start : start + _BATCH]

@@ -6,13 +6,13 @@ import errno
 import io
 import json
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hostile_files import one_bit_png
 from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
@@ -115,21 +115,6 @@ def test_a_record_does_not_depend_on_its_batch(small_set: ShardIndex, text: Text
     assert not torch.equal(reader.read(np.array([3]), 8).inputs["mask_noise"], alone[3].inputs["mask_noise"])
 
 
-def _bomb(side: int) -> bytes:
-    """A one-bit PNG of side x side zeros, written by hand: Pillow would need a long time to make it."""
-    row = bytes(1 + (side + 7) // 8)
-    packer = zlib.compressobj(9)
-    body = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        crc = zlib.crc32(kind + content).to_bytes(4, "big")
-        return len(content).to_bytes(4, "big") + kind + content + crc
-
-    size = side.to_bytes(4, "big")
-    header = chunk(b"IHDR", size + size + bytes([1, 0, 0, 0, 0]))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", body) + chunk(b"IEND", b"")
-
-
 @pytest.fixture
 def hostile(tmp_path: Path, write_tar: Callable[..., Path], picture: Callable[..., bytes]) -> ShardIndex:
     """Good records at even ids, a bad one at each odd id."""
@@ -141,8 +126,8 @@ def hostile(tmp_path: Path, write_tar: Callable[..., Path], picture: Callable[..
         {"jpg": good},
         {"jpg": good, "txt": b"a \xff\xfe circle"},
         {"txt": caption},
-        {"png": _bomb(14_000), "txt": caption},
-        {"png": _bomb(9_800), "txt": caption},  # between Pillow's limit and twice that: it would only warn
+        {"png": one_bit_png(14_000), "txt": caption},
+        {"png": one_bit_png(9_800), "txt": caption},  # between Pillow's limit and twice that: it would only warn
     ]
     samples = []
     for number, content in enumerate(bad):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -10,11 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -22,7 +18,6 @@ import pytest
 from data.index import ShardError, ShardIndex, Wanted, build
 from data.index_known import WorkArea
 from data.index_scan import scan, settled
-from data.progress import Progress, clock
 from data.shards import ShardReader
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -270,90 +265,3 @@ def test_order_of_finishing_does_not_matter(many: Path, tmp_path: Path) -> None:
     one = build(many, tmp_path / "one", workers=1)
     assert _files(one.folder) == _files(build(many, tmp_path / "two", workers=2).folder)
     assert one.records == SHARDS * 5 and len({shard.sha256 for shard in one.shards}) == SHARDS
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    """Serves ranges, an ETag that follows the content, and says nothing."""
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def _answer(self, *, body: bool) -> None:
-        raw = Path(self.translate_path(self.path)).read_bytes()
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        first, last = (int(asked[1]), min(int(asked[2]), len(raw) - 1)) if asked else (0, len(raw) - 1)
-        self.send_response(206 if asked else 200)
-        self.send_header("Content-Length", str(last - first + 1))
-        if asked:
-            self.send_header("Content-Range", f"bytes {first}-{last}/{len(raw)}")
-        self.send_header("ETag", f'"{hash(raw):x}"')
-        self.send_header("Last-Modified", self.date_time_string(0))
-        self.end_headers()
-        if body:
-            self.wfile.write(raw[first : last + 1])
-
-
-def test_remote_shards_give_the_same_index(small_set: ShardIndex, tmp_path: Path) -> None:
-    folder = small_set.folder.parent
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        root = f"http://127.0.0.1:{server.server_port}"
-        pattern = root + "/{000000..000002}.tar"
-        out = tmp_path / "remote"
-        with pytest.raises(ShardError, match="--out"):
-            build(pattern)
-        index = build(pattern, out, workers=1)
-        assert index.manifest_digest == small_set.manifest_digest
-        assert index.locate(24) == (f"{root}/000002.tar", *small_set.locate(24)[1:])
-        assert index.root == json.loads((out / "manifest.json").read_bytes())["folder"] == root
-        assert all(shard.etag for shard in index.shards)
-        counts = _Counts()
-        build(pattern, out, workers=1, progress=counts)
-        assert counts.scanned == 0
-        raw = (folder / "000001.tar").read_bytes()
-        (folder / "000001.tar").write_bytes(raw[:-1] + b"\1")
-        with pytest.raises(ShardError, match="000001"):
-            build(pattern, out, workers=1)
-        (folder / "000001.tar").write_bytes(raw[:512])
-        with pytest.raises(ShardError, match=r"000001\.tar: .*(cut off|extension header)"):
-            build(pattern, out, workers=1)
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def test_progress_speaks_now_and_then_in_logs_and_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stream:
-        def __init__(self, terminal: bool) -> None:
-            self.text, self.isatty = "", lambda: terminal
-
-        def write(self, text: str) -> None:
-            self.text += text
-
-        def flush(self) -> None:
-            pass
-
-    now = 0.0
-    monkeypatch.setattr("data.progress.time.monotonic", lambda: now)
-    log, terminal = Stream(False), Stream(True)
-    shows = [Progress("indexing", "shards", stream) for stream in (log, terminal)]  # pyright: ignore[reportArgumentType]
-    for second in range(101):
-        now = float(second)
-        for show in shows:
-            show(100 + second, 200)  # a hundred were known
-    lines = log.text.splitlines()
-    assert lines == [
-        "indexing: 130/200 shards, 1 shards/s, 1:10 left",
-        "indexing: 160/200 shards, 1 shards/s, 0:40 left",
-        "indexing: 190/200 shards, 1 shards/s, 0:10 left",
-    ]
-    assert terminal.text.count("\r") == 100 and terminal.text.endswith("] indexing: 200/200 shards, 1 shards/s\x1b[K\n")
-    assert "[############............] indexing: 100/200" not in terminal.text and "[#####" in terminal.text
-    assert clock(3_661) == "1:01:01"

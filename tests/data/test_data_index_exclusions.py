@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.exclusions import Exclusions
+from data.exclusions import FACTS, IDS, Exclusions
 from data.folders import build_folder
 from data.index import ShardError, ShardIndex, build
 from data.index_format import Kept
@@ -99,3 +99,34 @@ def test_a_folder_of_images_honours_it_too(tmp_path: Path) -> None:
 def test_digests_are_hex_of_sha256(small_set: ShardIndex) -> None:
     _exclude(small_set, [1])
     assert len(bytes.fromhex(ShardIndex.open(small_set.folder).manifest_digest)) == hashlib.sha256().digest_size
+
+
+def test_exclusions_are_bound_to_their_records(tmp_path: Path) -> None:
+    ids = np.array([1, 5, 6], dtype=np.uint64)
+    Exclusions("digest", ids, ("val",), 4, "why").write(tmp_path)
+    found = Exclusions.read(tmp_path, "digest", 7)
+    assert found is not None and found.ids.tolist() == [1, 5, 6] and found.against == ("val",)
+    assert Exclusions.read(tmp_path / "elsewhere", "digest", 7) is None
+    with pytest.raises(ShardError, match="other records"):
+        Exclusions.read(tmp_path, "another", 7)
+    with pytest.raises(ShardError, match="beyond the 6"):
+        Exclusions.read(tmp_path, "digest", 6)
+    for wrong in ([5, 1], [1, 1]):
+        with pytest.raises(ValueError, match="sorted"):
+            Exclusions("digest", np.array(wrong, dtype=np.uint64))
+
+
+@pytest.mark.parametrize("damage", ["ids", "missing ids", "missing facts", "torn facts", "not sorted"])
+def test_damaged_exclusions_are_refused_not_ignored(tmp_path: Path, damage: str) -> None:
+    """To ignore them would train on records that somebody asked to leave out."""
+    Exclusions("digest", np.array([1, 5], dtype=np.uint64)).write(tmp_path)
+    if damage == "ids":
+        np.save(tmp_path / IDS, np.array([1, 4], dtype="<u8"))
+    elif damage == "not sorted":
+        np.save(tmp_path / IDS, np.array([5, 1], dtype="<u8"))
+    elif damage == "torn facts":
+        (tmp_path / FACTS).write_bytes((tmp_path / FACTS).read_bytes()[:40])
+    else:
+        (tmp_path / (IDS if damage == "missing ids" else FACTS)).unlink()
+    with pytest.raises(ShardError, match="overlap again"):
+        Exclusions.read(tmp_path, "digest", 9)

@@ -1,4 +1,4 @@
-"""Perceptual hashes, the search among them, the list that an index honours, and the directions that are refused."""
+"""Perceptual hashes, the search among them, and the directions that are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import scipy.fft
 from PIL import Image
 from webdataset.writer import TarWriter
 
-from data.exclusions import FACTS, IDS, Exclusions
+from data.exclusions import FACTS, IDS
 from data.hash_store import FOLDER, Hashes, hash_index
 from data.index import ShardIndex, build
 from data.overlap import LeakError, exclude_overlaps, overlapping
@@ -284,34 +284,3 @@ def test_hashing_goes_on_after_a_kill(tmp_path: Path, write_tar: TarMaker, stran
     start: list[int] = []
     assert len(hash_index(ShardIndex.open(private), 1, lambda done, total: start.append(done)).values) == 49
     assert start[0] == 0
-
-
-def test_exclusions_are_bound_to_their_records(tmp_path: Path) -> None:
-    ids = np.array([1, 5, 6], dtype=np.uint64)
-    Exclusions("digest", ids, ("val",), 4, "why").write(tmp_path)
-    found = Exclusions.read(tmp_path, "digest", 7)
-    assert found is not None and found.ids.tolist() == [1, 5, 6] and found.against == ("val",)
-    assert Exclusions.read(tmp_path / "elsewhere", "digest", 7) is None
-    with pytest.raises(ShardError, match="other records"):
-        Exclusions.read(tmp_path, "another", 7)
-    with pytest.raises(ShardError, match="beyond the 6"):
-        Exclusions.read(tmp_path, "digest", 6)
-    for wrong in ([5, 1], [1, 1]):
-        with pytest.raises(ValueError, match="sorted"):
-            Exclusions("digest", np.array(wrong, dtype=np.uint64))
-
-
-@pytest.mark.parametrize("damage", ["ids", "missing ids", "missing facts", "torn facts", "not sorted"])
-def test_damaged_exclusions_are_refused_not_ignored(tmp_path: Path, damage: str) -> None:
-    """To ignore them would train on records that somebody asked to leave out."""
-    Exclusions("digest", np.array([1, 5], dtype=np.uint64)).write(tmp_path)
-    if damage == "ids":
-        np.save(tmp_path / IDS, np.array([1, 4], dtype="<u8"))
-    elif damage == "not sorted":
-        np.save(tmp_path / IDS, np.array([5, 1], dtype="<u8"))
-    elif damage == "torn facts":
-        (tmp_path / FACTS).write_bytes((tmp_path / FACTS).read_bytes()[:40])
-    else:
-        (tmp_path / (IDS if damage == "missing ids" else FACTS)).unlink()
-    with pytest.raises(ShardError, match="overlap again"):
-        Exclusions.read(tmp_path, "digest", 9)
