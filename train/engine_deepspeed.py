@@ -27,7 +27,7 @@ from train.fragment import Fragment
 from train.gradient import Update, UpdateError
 from train.optim_adaptive import AdamW, Kernel
 from train.optim_flat import FlatOptimizer
-from train.process import describe_process, say_what_compiles
+from train.process import describe_process, free_shared_names, say_what_compiles
 from train.ranks import Ranks
 from train.shard_map import (
     partitioned_parameters,
@@ -49,6 +49,8 @@ def start_ranks(timeout_seconds: int = 1800) -> Ranks:
     device = describe_process()
     say_what_compiles()
     deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_seconds), verbose=False)
+    torch.distributed.barrier()
+    free_shared_names()
     return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
 
 
