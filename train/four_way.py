@@ -9,7 +9,7 @@ private or could be: it takes public data alone, has no plan and no ledger, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -109,9 +109,10 @@ def run_study(
     """Four variants at every rate; `say` is told of each when it is done."""
     require_public(phase)
     outcome = Outcome(phase.name, study, float(phase.settings.batch or 1))
+    public = _measured_on(phase, study, ranks, config.train_micro_batch_size_per_gpu)
     for variant in VARIANTS:
         for rate in study.rates:
-            curve = _one(config, phase, study, variant, rate, ranks, make)
+            curve = _one(config, phase, study, variant, rate, public, ranks, make)
             outcome.curves.append(curve)
             say(f"{MARKED}  {variant.name:13}  lr {rate:g}  public loss {curve.losses[0][1]:.4f} -> {curve.final:.4f}")
     return outcome
@@ -128,7 +129,8 @@ def require_public(phase: ReadyPhase) -> None:
 
 
 def _one(
-    config: Config, phase: ReadyPhase, study: Study, variant: Variant, rate: float, ranks: Ranks, make: MakeEngine
+    config: Config, phase: ReadyPhase, study: Study, variant: Variant, rate: float, public: list[MicroBatch],
+    ranks: Ranks, make: MakeEngine,
 ) -> Curve:  # fmt: skip
     settings, micro_batch = phase.settings, config.train_micro_batch_size_per_gpu
     model = build(phase.shape, settings.objective)
@@ -148,7 +150,7 @@ def _one(
         phase.index, phase.data_spec(augment=True), phase.text, augment_key=b"a" * 32, mask_key=b"m" * 32
     )  # fmt: skip
     schedule = settings.schedule.model_copy(update={"peak": rate})
-    losses, factors, seen = [(0, _loss(phase, study, engine, ranks, micro_batch))], 0.0, 0
+    losses, factors, seen = [(0, _loss(public, engine, ranks))], 0.0, 0
     try:
         for step in range(1, study.steps + 1):
             rows = slots(sampler.draw(step).ids, ranks.rank, ranks.world, micro_batch)
@@ -165,19 +167,22 @@ def _one(
                     )
             engine.update(NoisyUpdate(noise, step), learning_rate(schedule, study.steps, step))
             if step % max(1, study.steps // POINTS) == 0 or step == study.steps:
-                losses.append((step, _loss(phase, study, engine, ranks, micro_batch)))
+                losses.append((step, _loss(public, engine, ranks)))
     finally:
         engine.close()
     return Curve(variant.name, rate, losses, sum(ranks.gather(factors)) / max(1, ranks.sum(seen)))
 
 
-@torch.no_grad()
-def _loss(phase: ReadyPhase, study: Study, engine: ShardedEngine, ranks: Ranks, micro_batch: int) -> float:
-    """On the held-out records if the phase has some, otherwise on the first ones it trains on; never augmented."""
+def _measured_on(phase: ReadyPhase, study: Study, ranks: Ranks, micro_batch: int) -> list[MicroBatch]:
+    """Held-out records if the phase has some, otherwise the first ones it trains on; never augmented."""
     index = phase.held_out or phase.index
     reader = BatchReader(index, phase.data_spec(augment=False), phase.text, mask_key=b"m" * 32)
     rows = slots(np.arange(min(study.records, index.records)), ranks.rank, ranks.world, micro_batch)
-    batches: Iterator[MicroBatch] = iterate(reader, rows, 0)
+    return list(iterate(reader, rows, 0))
+
+
+@torch.no_grad()
+def _loss(batches: list[MicroBatch], engine: ShardedEngine, ranks: Ranks) -> float:
     total, count = 0.0, 0
     for batch in batches:
         batch = batch.to(engine.device)

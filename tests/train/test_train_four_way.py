@@ -71,7 +71,7 @@ def test_neither_is_plain_training_on_the_same_draws() -> None:
         kept.append(local(config, forward, optimizer, ranks))
         return kept[-1]
 
-    _one(whole, phase, Study("flat", 0.05, 0.01, 0.4, [1e-3], 1, 16), VARIANTS[0], 1e-3, alone(), keep)
+    _one(whole, phase, Study("flat", 0.05, 0.01, 0.4, [1e-3], 1, 16), VARIANTS[0], 1e-3, [], alone(), keep)
     model = build(phase.shape, "mae")
     before = torch.cat([p.detach().reshape(-1).clone() for p in model.parameters() if p.requires_grad])
     ids = PoissonSampler(b"four-way sampling".ljust(32), b"four-way digest".ljust(32), 128, 2**30).draw(1).ids
@@ -101,9 +101,7 @@ def test_private_or_undeclared_data_are_refused_in_one_sentence(
     path.write_text(whole.model_dump_json(by_alias=True, exclude_unset=True))
     out = str(tmp_path / "o")
     asked = ["--config", str(path), "--phase", "public", "--noise-multiplier", "1", "--out", out]
-    assert (
-        main(["--config", str(path), "--phase", "public", "--noise-multiplier", "1", "--out", str(tmp_path / "o")]) == 2
-    )
+    assert main(asked) == 2
     assert "takes public data alone" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
     # The same shards, called public here and protected by another phase.
@@ -113,7 +111,5 @@ def test_private_or_undeclared_data_are_refused_in_one_sentence(
     del private["batch"]
     both["phases"].append(private)
     path.write_text(json.dumps(both))
-    assert (
-        main(["--config", str(path), "--phase", "public", "--noise-multiplier", "1", "--out", str(tmp_path / "o")]) == 2
-    )
+    assert main(asked) == 2
     assert "belongs to the private records" in capsys.readouterr().err
