@@ -1,0 +1,121 @@
+"""A real run on a disk that fills up, with a damaged piece, with another run's key and with other records."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accounting.history import History
+from tests.end_to_end.conftest import Launch, opened_steps
+from tests.end_to_end.test_e2e_kills import STEPS, nothing_lost_and_nothing_twice, toy
+from tests.end_to_end.warm import WarmLauncher
+
+Make = Callable[..., tuple[Launch, Path]]
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmLauncher]:
+    launcher = WarmLauncher()
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="module")
+def whole(warm: WarmLauncher, small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    job, run_dir = Launch.written(small_config, folder, "whole", toy)
+    ended = warm.run(job.config, folder)
+    assert ended.codes == [0, 0], ended.output
+    return run_dir
+
+
+def halfway(warm: WarmLauncher, job: Launch) -> None:
+    """Killed between the fourth step and the end."""
+    ended = warm.run(job.config, job.cwd, kill={"rank": 0, "kind": "write", "at": 22, "before": True})
+    assert ended.codes[0] == -9, ended.output
+
+
+@pytest.mark.slow
+def test_a_file_that_cannot_grow_costs_nothing_once_it_can(warm: WarmLauncher, whole: Path, launch: Make) -> None:
+    job, run_dir = launch("full", toy)
+    ended = warm.run(job.config, job.cwd, file_size=60_000)
+    assert 2 in ended.codes and "could not be written" in ended.output, (ended.codes, ended.output)
+    assert "File too large" in ended.output and "free space or mend the permissions" in ended.output, ended.output
+    ended = warm.run(job.config, job.cwd)
+    assert ended.codes == [0, 0], ended.output
+    nothing_lost_and_nothing_twice(run_dir, whole)
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_nothing_once_there_is_room(
+    warm: WarmLauncher, whole: Path, launch: Make, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"file systems may not be mounted here: {made.stderr.strip()}")
+    try:
+        run_dir = disk / "run"
+        job, _ = launch("disk", lambda config: (toy(config), config["run"].update(dir=str(run_dir)))[0])
+        halfway(warm, job)
+        filler = disk / "filler"
+        with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        ended = warm.run(job.config, job.cwd)
+        assert 2 in ended.codes and "No space left on device" in ended.output, (ended.codes, ended.output)
+        filler.unlink()
+        ended = warm.run(job.config, job.cwd)
+        assert ended.codes == [0, 0], ended.output
+        nothing_lost_and_nothing_twice(run_dir, whole)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_a_damaged_piece_is_refused_until_a_new_segment_is_declared(warm: WarmLauncher, launch: Make) -> None:
+    job, run_dir = launch("damaged", toy)
+    halfway(warm, job)
+    newest = sorted((run_dir / "checkpoints").glob("phase01-*"))[-1]
+    piece = newest / "piece-00001-of-00002.safetensors"
+    piece.write_bytes(piece.read_bytes()[:-40])
+    before = (run_dir / "ledger.jsonl").read_bytes()
+    ended = warm.run(job.config, job.cwd)
+    assert ended.codes == [5, 5] and str(piece) in ended.output and "--new-segment 'why'" in ended.output, ended.output
+    opened = len(opened_steps(run_dir))
+    assert (run_dir / "ledger.jsonl").read_bytes().startswith(before)
+    ended = warm.run(job.config, job.cwd, arguments=["--new-segment", "the disk lost a piece"])
+    assert ended.codes == [0, 0] and "all opened steps stay charged" in ended.output, ended.output
+    history = History.read(run_dir / "ledger.jsonl")[0]
+    assert [segment.number for segment in history.segments] == [0, 1]
+    assert len(history.opened) == opened + STEPS - history.segments[1].from_step
+    assert (run_dir / "checkpoints" / f"damaged-{newest.name}").is_dir()
+
+
+@pytest.mark.slow
+def test_another_key_and_other_records_are_refused(warm: WarmLauncher, launch: Make, small_data: Path) -> None:
+    job, run_dir = launch("foreign", toy)
+    halfway(warm, job)
+    key = run_dir / "secret" / "run.key"
+    right = key.read_bytes()
+    key.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+    before = opened_steps(run_dir)
+    ended = warm.run(job.config, job.cwd)
+    assert ended.codes == [5, 5] and "is not the key of this ledger; restore the right one" in ended.output, (
+        ended.output
+    )
+    key.write_bytes(right)
+
+    other = job.cwd / "other"
+    shutil.copytree(small_data / "held_out", other)
+    ended = warm.run(job.config, job.cwd, arguments=["--set", f"phases.1.data.path={other}"])
+    assert set(ended.codes) <= {2, 5} and "error: " in ended.output, (ended.codes, ended.output)
+    assert opened_steps(run_dir) == before
+    ended = warm.run(job.config, job.cwd)
+    assert ended.codes == [0, 0], ended.output
