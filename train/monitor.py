@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from accounting.plan import PrivacyPlan
 from data.batches import BatchReader, MicroBatch, iterate, slots
-from train.board import Board
 from train.clip import ClipEngine, clipped_totals
 from train.engine import ShardedEngine
 from train.monitor_curvature import Curvature, PublicLoss, Vector, inner, measure
@@ -32,6 +32,13 @@ from train.ranks import Ranks
 from train.recipe import ReadyPhase
 
 
+class Reading(NamedTuple):
+    """What was measured, for the public board and for people; it leaves once the checkpoint is durable."""
+
+    values: dict[str, float]
+    lines: list[str]
+
+
 class LossMonitor:
     def __init__(
         self, phase: ReadyPhase, engine: ShardedEngine, ranks: Ranks, micro_batch: int, mask_key: bytes,
@@ -48,25 +55,22 @@ class LossMonitor:
         self._choices: list[Choice] | None = None
         self._calls = 0
 
-    def measure(self, step: int, board: Board) -> None:
-        """At every so-many-th checkpoint: to the public board and, as a table, to the console."""
+    def measure(self) -> Reading | None:
+        """At every so-many-th checkpoint."""
         self._calls += 1
         if (self._calls - 1) % self.settings.every:
-            return
+            return None
         model = whole_model(self.phase, self.engine)
         first = self.ranks.rank * self.records // self.ranks.world
         loss = PublicLoss(model, self.engine.shapes, self._batches, self.ranks, self.records, first)
         if loss.present < 2:
-            board.say(f"{self.phase.name}  monitor: fewer than two of its public records can be read")
-            return
+            return Reading({}, ["monitor: fewer than two of its public records can be read"])
         curvature, mean = measure(loss, self.settings.probes)
         mechanism, alignment = self._mechanism(mean, loss.present)
         found = predict(curvature, mechanism)
         values = self._values(curvature, mechanism, found, alignment)
         lines = self._lines(curvature, mechanism, found, values)
-        board.public(self.phase.name, step, {name: value for name, value in values.items() if math.isfinite(value)})
-        for line in lines:
-            board.say(f"{self.phase.name}  {line}")
+        return Reading({name: value for name, value in values.items() if math.isfinite(value)}, lines)
 
     def _mechanism(self, mean: Vector, present: int) -> tuple[Mechanism, float]:
         """What the phase's steps do, with clip factors as its clip engine gives them to the public records."""

@@ -14,7 +14,7 @@ from accounting.journal import BudgetSpent
 from train.board import Board, Pace
 from train.checkpoint import Checkpoints, Position
 from train.engine import ShardedEngine
-from train.monitor import LossMonitor
+from train.monitor import LossMonitor, Reading
 from train.observed import Observed
 from train.public_eval import PublicEvaluator
 from train.ranks import Ranks
@@ -58,6 +58,7 @@ class Trainer:
     saving: int | None = None
     """The step whose weights are being written, and what was measured with them."""
     measured: dict[str, float] = field(default_factory=dict)
+    watched: Reading | None = None
 
     def run(self, done: int) -> None:
         """Trains from `done` steps to the end; on a stop request saves what is complete and raises Stopped."""
@@ -111,6 +112,7 @@ class Trainer:
         self.checkpoints.begin(Position(self.number, step), self.engine, self.replicated, header)
         self.saving = step
         self.measured = self.evaluator.measure() if self.evaluator is not None and measure else {}
+        self.watched = self.monitor.measure() if self.monitor is not None and measure else None
 
     def _settle(self) -> None:
         """Durable first; only then may anything computed from these weights leave the job."""
@@ -125,3 +127,7 @@ class Trainer:
             self.board.public(self.name, step, self.measured)
             shown = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in self.measured.items())
             self.board.say(f"{self.name}  checkpoint at step {step}  {shown}")
+        if self.watched is not None:
+            self.board.public(self.name, step, self.watched.values)
+            for text in self.watched.lines:
+                self.board.say(f"{self.name}  {text}")

@@ -1,0 +1,66 @@
+"""A real run with the monitor on, simulating a costlier one: what is measured when, and what is promised of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accounting.certificate import verify
+from tests.end_to_end.conftest import Launch, ledger_lines
+
+pytestmark = pytest.mark.slow
+Make = Callable[..., tuple[Launch, Path]]
+
+
+def watched(config: dict[str, Any]) -> None:
+    private = config["phases"][1]
+    private["privacy"] |= {"release": [], "tan": {"scale": 2.0}, "noise_multiplier": 1.2}
+    private["monitor"] = {"path": private["evaluation"]["path"], "records": 24, "probes": 2, "every": 2}
+    private["steps"] = 6
+    del config["run"]["debug_seed"]
+    config["run"]["checkpoint_every"] = 2
+
+
+def test_the_monitor_speaks_at_durable_checkpoints_and_the_certificate_of_what_was_run(launch: Make) -> None:
+    started, run_dir = launch("watched", watched)
+    code, output = started.run()
+    assert code == 0, output
+    lines = [json.loads(line) for line in (run_dir / "logs" / "public.jsonl").read_text().splitlines()]
+    found = {line["step"]: line for line in lines if "monitor_hessian_trace" in line}
+    # Checkpoints lie at 0, 2, 4 and 6; every second one is measured.
+    assert sorted(found) == [0, 4]
+    for line in found.values():
+        assert line["monitor_gradient_norm_squared"] > 0
+        assert line["monitor_sigma"] == pytest.approx(0.6) and line["monitor_batch"] == pytest.approx(24, rel=1e-3)
+        assert 0 < line["monitor_clip_factor"] and -1 <= line["monitor_clip_alignment"] <= 1.001
+    assert "monitor on 24 public records" in output and "gain/record" in output
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run_dir / "tb" / "public"))
+    board.Reload()
+    assert [point.step for point in board.Scalars("private/monitor_hessian_trace")] == [0, 4]
+    assert not [tag for tag in board.Tags()["scalars"] if "gradient_norm" in tag and "monitor" not in tag]
+
+    # The plan that ran is the scaled one, and the ledger charges it.
+    plan = next(line["plan"] for line in ledger_lines(run_dir) if line["kind"] == "plan")
+    assert plan["noise_multiplier"] == pytest.approx(0.6) and plan["stands_for"] == {"epsilon": 8.0, "scale": 2.0}
+    verdict = verify(run_dir)
+    assert verdict.opened == 6 and verdict.epsilon <= plan["epsilon_budget"]
+    claim = json.loads((run_dir / "certificate.json").read_text())["claim"]
+    assert not claim["private"] and claim["statement"].startswith("NOT PRIVATE at ε = 8: a TAN simulation")
+    assert "NOT PRIVATE at ε = 8" in output and str(claim["epsilon_claimed"]) in claim["statement"]
+
+
+def test_private_records_are_no_data_for_the_monitor(launch: Make) -> None:
+    def peeking(config: dict[str, Any]) -> None:
+        watched(config)
+        config["phases"][1]["monitor"]["path"] = config["phases"][1]["data"]["path"]
+
+    started, run_dir = launch("peeking", peeking, ranks=1, launcher="python")
+    code, output = started.run()
+    assert code == 2 and "phases.1.monitor.path" in output and "belongs to the private records" in output
+    assert not run_dir.exists()
