@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from data.synthetic import shape_samples
-from tests.end_to_end.conftest import ROOT, Launch, environment, ledger_lines, opened_steps, wait_for
+from tests.end_to_end.conftest import ROOT, TIMEOUT, Launch, environment, ledger_lines, opened_steps, wait_for
 
 CONFIGS = ROOT / "ds_configs"
 TINY = {
@@ -129,7 +129,7 @@ def test_dpcap_is_stopped_resumed_and_shows_captions(data: Path, tmp_path: Path)
     process = job.start()
     wait_for(lambda: len(opened_steps(run_dir)) >= 4, process)
     (run_dir / "stop").touch()
-    process.communicate(timeout=200)
+    process.communicate(timeout=TIMEOUT)
     assert process.returncode == 75
     code, output = job.run()
     assert code == 0, output
@@ -164,7 +164,7 @@ def test_public_training_ends_at_its_plateau_and_hands_over_the_second_moment(da
     process = job.start()
     wait_for(lambda: len(opened_steps(run_dir)) >= 2, process)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=200)
+    process.communicate(timeout=TIMEOUT)
     code, output = job.run()
     assert code == 0, output
     assert re.search(r"public +ends after step \d+ of 90: the public loss has not fallen", output) or (
@@ -213,7 +213,7 @@ def test_a_phase_is_ended_by_hand_and_claims_what_was_planned(data: Path, tmp_pa
     process = job.start()
     wait_for(lambda: len(opened_steps(run_dir)) >= 3, process)
     (run_dir / "end_phase").write_text("private\n")
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0, output
     assert "end_phase names it" in output and len(opened_steps(run_dir)) < 400
     claim = claim_of(run_dir)

@@ -1,0 +1,112 @@
+"""Public gradients are mixed in after the noise; what is charged does not depend on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_train_step import journal_at, kinds, step_of
+from train_helpers import Toy, alone, on_ranks, plan_for, private_engine, toy_batch
+
+from train.config_data import ShardData
+from train.config_phase import Mixing
+from train.gradient import NoisyUpdate, UpdateError
+from train.mixing import MixingEngine, PublicGradient, alpha
+from train.probes import Capture
+
+PUBLIC = ShardData(path="open", public=True)
+
+
+def mixing(**more: Any) -> Mixing:
+    return Mixing(data=PUBLIC, batch=100, **more)
+
+
+def test_alpha_follows_its_shape() -> None:
+    def over(settings: Mixing, steps: int = 10) -> list[float]:
+        return [round(alpha(settings, step, steps, 300.0), 6) for step in (1, 6, 11)]
+
+    assert over(mixing(start=0.3)) == [0.3, 0.3, 0.3]
+    assert over(mixing(shape="linear", start=1.0, end=0.0)) == [1.0, 0.5, 0.0]
+    # DPMD weighs the private gradient by cos(pi·t / 2T).
+    assert over(mixing(shape="cosine", start=0.0, end=1.0)) == [0.0, round(1 - 0.5**0.5, 6), 1.0]
+    assert over(mixing(shape="switch", start=1.0, end=0.0, steps=6)) == [1.0, 1.0, 0.0]
+    assert over(mixing(shape="sample-ratio")) == [0.25, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"shape": "linear"}, "needs `end`"), ({"shape": "sample-ratio", "start": 0.1}, "has one alpha"),
+        ({"data": ShardData(path="x")}, "not declared public"),
+    ],
+)  # fmt: skip
+def test_mixtures_that_mean_nothing_are_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mixing(**({"data": PUBLIC, "batch": 10} | more))
+
+
+def mixed_engine(ranks: Any, weight: float, replicated: bool, batches: int = 2) -> tuple[Any, Any, Any]:
+    plan = plan_for()
+    inner, _, noise = private_engine(ranks, plan, replicated)
+    public = [toy_batch(5, seed=40 + ranks.rank * 10 + n, absent=(1,)) for n in range(batches)]
+    gradient = PublicGradient(inner.model, lambda step: iter(public), ranks)
+    return MixingEngine(inner, gradient, lambda step: weight), inner, noise
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+def test_the_update_is_the_weighted_sum_of_the_noised_mean_and_the_public_mean(weight: float, replicated: bool) -> None:
+    """Against a plain mean over the public records of both ranks, and the same noised update without mixing."""
+
+    def finished(ranks: Any, mixed: bool) -> list[torch.Tensor]:
+        engine, inner, noise = mixed_engine(ranks, weight, replicated)
+        inner.accumulate(toy_batch(6, seed=ranks.rank))
+        used = engine if mixed else inner
+        captured: list[torch.Tensor] = []
+        before = inner.finish
+
+        def keep(update: Any) -> None:
+            before(update)
+            captured.extend(flat.grad.clone() for flat in inner.flats)
+
+        inner.finish = keep
+        used.update(NoisyUpdate(noise, 3), 0.0)
+        return [torch.cat([flat.flatten() for flat in captured])]
+
+    model = Toy()
+    records = [toy_batch(5, seed=40 + rank * 10 + n, absent=(1,)) for rank in range(2) for n in range(2)]
+    images = torch.cat([batch.inputs["images"][batch.present] for batch in records])
+    model({"images": images}).mean().backward()
+    public = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    plain = [flats[0] for flats in on_ranks(2, lambda ranks: finished(ranks, False))]
+    mixed = [flats[0] for flats in on_ranks(2, lambda ranks: finished(ranks, True))]
+    whole, got = (parts[0] if replicated else torch.cat(parts) for parts in (plain, mixed))
+    assert torch.allclose(got, (1 - weight) * whole + weight * public, atol=2e-6)
+    assert public.norm() > 0.1 and whole.norm() > 0
+
+
+def test_a_mixed_step_is_opened_charged_and_committed_as_any_other(tmp_path: Path) -> None:
+    plan = plan_for()
+    (tmp_path / "mixed").mkdir(), (tmp_path / "plain").mkdir()
+    facts = []
+    for name in ("plain", "mixed"):
+        journal = journal_at(tmp_path / name, plan)
+        step, engine = step_of(alone(), journal, plan)
+        if name == "mixed":
+            public = PublicGradient(engine.model, lambda step: iter([toy_batch(5)]), alone())
+            step.engine = MixingEngine(engine, public, lambda step: 0.5)
+        step.run(1, 1e-3)
+        assert kinds(journal) == ["open", "commit"]
+        facts.append([entry.fields["facts"] for entry in journal.ledger.entries if entry.kind == "commit"])
+    assert facts[0] == facts[1]
+
+
+def test_only_a_steps_own_update_is_mixed_and_only_with_whole_weights() -> None:
+    engine, inner, noise = mixed_engine(alone(), 0.5, True)
+    with pytest.raises(UpdateError, match="mixed into a step's update"):
+        engine.update(Capture(NoisyUpdate(noise, 1)), 0.0)
+    inner.partitioned = True
+    with pytest.raises(UpdateError, match="below 3"):
+        MixingEngine(inner, engine._gradient, lambda step: 0.5)

@@ -1,0 +1,159 @@
+"""Phases in one run: what begins them, what they hand over, and a set cut in a public and a protected part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_train_config import Change, drop, put, refusal
+from test_train_config import loaded as loaded  # the fixture that reads a config
+from train_helpers import LocalEngine, Toy, alone, toy_batch
+
+from data.split import SplitIndex, apart, public_share
+from data.synthetic import SyntheticIndex
+from train.config import Config
+from train.forward import PlainForward
+from train.gradient import PlainUpdate
+from train.phase_model import carry_over
+from train.recipe import make_plan, planned_epsilon, with_steps
+from train.still_phase import StillEngine
+from train.warm_start import NoRecords, WarmStart, WarmStartError
+
+Read = Callable[..., Config]
+START = {"name": "start", "data": {"source": "checkpoint", "path": "weights"}}
+
+
+def first(phase: dict[str, Any]) -> Change:
+    def change(raw: dict[str, Any]) -> None:
+        raw["phases"].insert(0, copy.deepcopy(phase))
+
+    return change
+
+
+def test_a_start_has_no_steps_and_the_objective_of_what_follows(loaded: Read, tmp_path: Path) -> None:
+    config = loaded(first(START))
+    assert not config.phases[0].trains and config.phases[0].objective == "mae" and config.phases[0].steps == 0
+    assert config.phases[0].data.path == str(tmp_path / "weights")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+REFUSED: list[tuple[list[Change], str]] = [
+    ([first(START | {"steps": 3})], "phase 'start' trains nothing, so steps mean nothing there"),
+    ([put("phases.1.data", START["data"])], "trains nothing, so"),
+    ([put("phases.0.epochs", 2.0)], "has steps and epochs; give one of steps, epochs and until_budget"),
+    ([drop("phases.1.steps"), put("phases.1.until_budget", True), put("phases.1.privacy.noise_multiplier", None)],
+     "for which it needs privacy.noise_multiplier"),
+    ([put("phases.0.plateau", {})], "phase 'warm' ends at a plateau of the public loss and needs `evaluation`"),
+    ([put("phases.1.features", {})], "keeps features, which stay the same only with objective 'classify'"),
+    ([put("phases.1.optimizer.carry", "all")], "no phase before it trained the same weights"),
+    ([put("phases.0.optimizer", {"type": "SGD", "carry": "second-moment"})], "SGD has no second moment"),
+    ([put("phases.1.mixing", {"data": {"path": "x"}, "batch": 4})], "not declared public"),
+    ([put("phases.0.objective", "classify")], "needs data.label"),
+    ([put("phases.1.data.public_fraction", 1.5)], "less than 1"),
+    ([put("phases.1.trainable", "heads")], "'all', 'head', 'bias' or 'lora'"),
+    ([put("phases.1.schedule.warmup_epochs", 1.0), put("phases.1.schedule.warmup", 3)], "both warmup and"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_phases_that_mean_nothing_are_refused(loaded: Read, changes: list[Change], message: str) -> None:
+    assert message in refusal(loaded, *changes)
+
+
+SHAPES = [
+    put("phases.1.trainable", "head"), put("phases.1.plateau", {}), put("phases.1.optimizer.params.eps", 1e-6),
+    put("phases.1.mixing", {"data": {"path": "x", "public": True}, "batch": 4}),
+    put("phases.1.data.public_fraction", 0.1), put("phases.1.schedule.warmup_epochs", 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+def test_what_a_phase_does_is_in_its_digest(loaded: Read, number: int) -> None:
+    contents = {"data": "d"}
+    before, after = loaded().digest(1, contents), loaded(SHAPES[number]).digest(1, contents)
+    assert before != after
+    assert loaded().digest(1, contents | {"start": "weights"}) != before, "the weights that it began with, too"
+
+
+def test_steps_follow_from_epochs_and_from_the_budget(loaded: Read) -> None:
+    passes = loaded(drop("phases.0.steps"), put("phases.0.epochs", 2.5), put("phases.0.schedule.warmup_epochs", 0.5))
+    resolved = with_steps(passes.phases[0], 100, "phases.0")
+    assert (resolved.steps, resolved.schedule.warmup) == (16, 3), "16 records a step: 15.6 and 3.1 steps"
+    spent = loaded(drop("phases.1.steps"), put("phases.1.until_budget", True))
+    steps = with_steps(spent.phases[1], 400, "phases.1").steps
+    phase = spent.phases[1]
+    assert phase.privacy is not None
+    plans = [make_plan(phase.model_copy(update={"steps": t}), phase.privacy, 400, "") for t in (steps, steps + 1)]
+    assert planned_epsilon(plans[0]) <= 8.0 < planned_epsilon(plans[1])
+
+
+@pytest.mark.parametrize("how", ["none", "second-moment", "all"])
+def test_optimizer_state_is_handed_over_as_the_config_says(how: Any) -> None:
+    def engine() -> LocalEngine:
+        return LocalEngine(PlainForward(Toy()), alone(), replicated=True)
+
+    before, after = engine(), engine()
+    for step in (1, 2):
+        before.accumulate(toy_batch(4, seed=step))
+        before.update(PlainUpdate(4), 1e-3)
+
+    class Saved:
+        def restore_optimizer(self, into: LocalEngine) -> None:
+            into.set_optimizer_step(before.optimizer_step())
+            for mine, theirs in zip(into.shards(), before.shards(), strict=True):
+                for name, tensor in mine.state.items():
+                    tensor.copy_(theirs.state[name])
+
+    carry_over(Saved(), after, how)  # pyright: ignore[reportArgumentType]
+    assert after.optimizer_step() == (0 if how == "none" else 2), "bias corrections go on, or begin anew"
+    for mine, theirs in zip(after.shards(), before.shards(), strict=True):
+        if how == "none":
+            assert not mine.state
+            continue
+        assert torch.equal(mine.state["exp_avg_sq"], theirs.state["exp_avg_sq"])
+        expected = theirs.state["exp_avg"] if how == "all" else torch.zeros_like(theirs.state["exp_avg"])
+        assert torch.equal(mine.state["exp_avg"], expected)
+
+
+@pytest.mark.parametrize(("records", "fraction"), [(2, 0.9), (10, 0.1), (1000, 0.1), (1001, 1e-9), (37, 0.5)])
+def test_the_two_parts_of_a_set_share_no_record_and_miss_none(records: int, fraction: float) -> None:
+    whole = SyntheticIndex("shapes", records, 1, 8)
+    public, rest = SplitIndex(whole, fraction, True), SplitIndex(whole, fraction, False)
+    ids = [[part.original(i) for i in range(part.records)] for part in (public, rest)]
+    assert sorted(ids[0] + ids[1]) == list(range(records))
+    assert public.records == public_share(records, fraction) >= 1 and rest.records >= 1
+    assert apart(public, rest) and apart(rest, public) and not apart(public, public) and not apart(whole, rest)
+    assert not apart(public, SplitIndex(whole, 0.25, False)), "another cut overlaps"
+    assert len({public.manifest_digest, rest.manifest_digest, whole.manifest_digest}) == 3
+    again = SplitIndex(SyntheticIndex("shapes", records, 1, 8), fraction, True)
+    assert [again.original(i) for i in range(again.records)] == ids[0], "the cut is no run's own"
+    with pytest.raises(IndexError):
+        rest.original(rest.records)
+
+
+def test_the_public_part_is_drawn_from_everywhere() -> None:
+    part = SplitIndex(SyntheticIndex("shapes", 10_000, 1, 8), 0.1, True)
+    ids = np.array([part.original(i) for i in range(part.records)])
+    counts = np.histogram(ids, bins=10, range=(0, 10_000))[0]
+    assert ((counts > 60) & (counts < 140)).all(), counts
+
+
+def test_weights_that_are_not_there_or_tell_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(WarmStartError, match="does not exist"):
+        WarmStart.at(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(WarmStartError, match="holds neither checkpoints nor"):
+        WarmStart.at(tmp_path / "empty")
+
+
+def test_a_phase_without_steps_refuses_to_train() -> None:
+    engine = StillEngine(Toy(), torch.device("cpu"))
+    assert engine.shards() == [] and engine.whole_weights().keys() == Toy().state_dict().keys()
+    with pytest.raises(RuntimeError, match="without steps"):
+        engine.accumulate(toy_batch(2))
+    with pytest.raises(IndexError):
+        NoRecords("x").locate(0)
