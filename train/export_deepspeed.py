@@ -1,8 +1,9 @@
 """DeepSpeed's own layout of a checkpoint, written and read without DeepSpeed, so that its tools stay usable.
 
-Written as ZeRO-1 of one rank: `zero_to_fp32` and `load_checkpoint` read it, the latter with moments at one process, and
-with weights alone at any. Read: ZeRO 1 to 3 of any number of ranks. Such files are pickles, which may run any code;
-here nothing of a pickle but tensors and plain containers comes to life.
+Weights are written, as ZeRO-1 of one rank: `zero_to_fp32` reads it, and `load_checkpoint(load_module_only=True)` at any
+world size. Moments stay behind: with them DeepSpeed would take over settings that belong to another optimizer. Read:
+ZeRO 1 to 3 of any number of ranks. Such files are pickles, which may run any code; here nothing of a pickle but tensors
+and plain containers comes to life.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class LayoutError(ValueError):
 
 
 def write_deepspeed(loaded: Loaded, out: Path) -> None:
-    """`out` gets DeepSpeed's `latest` and a folder for the step: weights, and what the optimizer keeps."""
+    """`out` gets DeepSpeed's `latest` and a folder for the step."""
     tag = f"global_step{loaded.manifest['optimizer_step']}"
     (out / tag).mkdir(parents=True)
     weights, trained = loaded.weights(), loaded.names(WEIGHTS)
@@ -46,13 +47,10 @@ def write_deepspeed(loaded: Loaded, out: Path) -> None:
         "data_sampler": None, "random_ltd": None, "sparse_tensor_module_names": [], "skipped_steps": 0,
         "global_steps": loaded.manifest["optimizer_step"], "global_samples": 0, "dp_world_size": 1, "mp_world_size": 1,
     }  # fmt: skip
-    kinds = sorted({kind for kind, _ in loaded.pieces} - {WEIGHTS, "fixed"})
-    state = {kind: _flat(loaded, kind, list(shapes)) for kind in kinds}
-    step = torch.tensor(float(loaded.manifest["optimizer_step"]))
+    flat = torch.cat([weights[name].reshape(-1) for name in shapes])
     optimizer = {
         "zero_stage": 1, "partition_count": [1], "dynamic_loss_scale": False, "overflow": False,
-        "clip_grad": 0.0, "group_paddings": [0], "single_partition_of_fp32_groups": [_flat(loaded, WEIGHTS, shapes)],
-        "base_optimizer_state": {"state": {0: {"step": step, **state}}, "param_groups": [{"lr": 0.0, "params": [0]}]},
+        "clip_grad": 0.0, "group_paddings": [0], "single_partition_of_fp32_groups": [flat],
         "ds_version": common["ds_version"],
     }  # fmt: skip
     torch.save(model | common, out / tag / MODEL)
@@ -119,10 +117,6 @@ def _zipped(ranks: list[Tensor], shapes: dict[str, torch.Size]) -> dict[str, Ten
         found[name] = whole[: math.prod(shape)].view(shape)
         offset += part
     return found
-
-
-def _flat(loaded: Loaded, kind: str, names: list[str] | OrderedDict[str, torch.Size]) -> Tensor:
-    return torch.cat([loaded.whole(kind, name).reshape(-1) for name in names])
 
 
 def _rank(path: Path) -> int:

@@ -101,15 +101,8 @@ def main() -> None:
                 results["zero_to_fp32 reads ours"] = same({n: found[n] for n in expected}, expected)
             ranks.barrier()
             fresh = engine_of(Net(99), 1)
-            moments = ranks.world == 1
-            fresh.load_checkpoint(
-                str(out / "to-deepspeed"), load_optimizer_states=moments, load_module_only=not moments
-            )
+            fresh.load_checkpoint(str(out / "to-deepspeed"), load_module_only=True)
             results["load_checkpoint reads ours"] = same(weights_of(fresh), weights_of(engine))
-            if moments:
-                state = next(iter(fresh.optimizer.optimizer.state.values()))
-                results["with moments"] = bool((state["exp_avg"][:10] == 0.25).all()) and float(state["step"]) == 2
-                stepped(fresh, 3)
     found = ranks.gather(results)
     if ranks.main:
         print("RESULTS " + json.dumps({name: all(each.get(name, True) for each in found) for name in results}))
