@@ -39,8 +39,7 @@ class PrivateStep:
     def run(self, step: int, learning_rate: float) -> Observed:
         draw = self.sampler.draw(step)
         self.ranks.require_same(f"the records of step {step}", draw.digest)
-        elements = self.engine.trainable_elements
-        announced = NoiseFact(self.noise.std, self.noise.divisor, elements, self.noise.generator)
+        announced = NoiseFact(self.noise.std, self.noise.divisor, self.engine.trainable_elements, self.noise.generator)
         self._record("open", step, draw, self.clip.rule.fact(), announced)
 
         self.noise.prepare(step)
@@ -48,9 +47,10 @@ class PrivateStep:
         for micro_batch in self.micro_batches(draw.ids, step):
             self.stop.check(self.ranks)
             self.engine.accumulate(micro_batch)
-            observed.add(micro_batch.present, *self.engine.observe())
+            seen = self.engine.observe()
+            observed.add(micro_batch.present, *seen)
             if self.metrics is not None:
-                self.metrics.add(micro_batch.present, self.engine.observe())
+                self.metrics.add(micro_batch.present, seen)
 
         update = NoisyUpdate(self.noise, step)
         applied = self.engine.update(update, learning_rate)
