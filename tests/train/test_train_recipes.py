@@ -116,7 +116,7 @@ def test_the_papers_rounded_noise_is_an_override(name: str, sigma: float, epsilo
     number = private_phase(load(FILES[name], []))
     text = shown(name, f"phases.{number}.privacy.noise_multiplier={sigma}")
     assert f"{sigma:g} (given)" in text
-    assert abs(float(re.findall(r"epsilon +([\d.]+) of", text)[0]) - epsilon) < 2e-4
+    assert abs(float(re.findall(r"epsilon +([\d.]+) of", text)[0]) - epsilon) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_one_step_at_eight_budgets(epsilon: float, at_a_millionth: float) -> Non
     assert settings.privacy is not None
     plan = make_plan(with_steps(settings, IMAGENET, "phases.1"), settings.privacy, IMAGENET, "phases.1")
     assert abs(calibrate_sigma(1.0, 1, float(epsilon), 1e-6) - at_a_millionth) < 6e-5
-    assert at_a_millionth < plan.noise_multiplier < 1.012 * at_a_millionth
+    assert at_a_millionth < plan.noise_multiplier < 1.015 * at_a_millionth
     assert plan.threshold == 2**32 and 0.999 * epsilon < planned_epsilon(plan) <= epsilon
     refused = [f"phases.1.privacy.epsilon={float(epsilon)}", "phases.1.privacy.delta=1e-6"]
     with pytest.raises(ValueError, match=r"delta must lie in \(0, 1/n\]"):
