@@ -24,8 +24,11 @@ lint: $(READY)
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/basedpyright --level error
 
+# What starts no launcher shares the cores; runs of several processes then take turns.
 test: lint
-	@PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m "not slow" -q
+	@OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m "not slow" -q \
+	    -n auto --maxprocesses 8 --dist loadfile --ignore tests/end_to_end
+	@PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m "not slow" -q tests/end_to_end
 
 test-slow: $(READY)
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m slow -q
