@@ -70,7 +70,7 @@ def read_deepspeed(folder: Path) -> dict[str, Tensor]:
         states = [_load(path)["optimizer_state_dict"] for path in optimizers]
         heads = [_load(path) for path in models]
         return _merged(heads, states)
-    except (KeyError, TypeError, RuntimeError, IndexError, pickle.UnpicklingError) as error:
+    except (KeyError, TypeError, AttributeError, RuntimeError, IndexError, pickle.UnpicklingError) as error:
         raise LayoutError(f"{place} is not laid out as DeepSpeed's ZeRO checkpoints are ({error!r})") from None
 
 
@@ -134,8 +134,17 @@ class _Inert:
         del state
 
 
+# Tensors that carry attributes: the tensor is taken and what hangs on it is left.
+PLAIN = {
+    ("torch._tensor", "_rebuild_from_type_v2"): lambda rebuild, kind, arguments, state: rebuild(*arguments),
+    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, requires_grad, hooks, state: data,
+}
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) in PLAIN:
+            return PLAIN[module_name, global_name]
         return super().find_class(module_name, global_name) if (module_name, global_name) in ALLOWED else _Inert
 
 
