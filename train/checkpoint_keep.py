@@ -64,6 +64,10 @@ def read_pointer(path: Path) -> list[Entry]:
     try:
         named = json.loads(path.read_text())
         return [_entry(each) for each in [named, *named.get("before", [])]]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); mend the disk or the permissions") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); restore it or start a new run directory") from None
 

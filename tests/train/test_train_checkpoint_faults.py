@@ -78,7 +78,7 @@ def test_what_cannot_be_written_leaves_the_one_before(
     folder = tmp_path / "checkpoints"
     save(folder, first, 1)
     for part in (tmp_path, *tmp_path.parents):
-        if part == tmp_path or "pytest" in part.name:
+        if part.stat().st_uid == os.getuid() and part.name.startswith(("test_", "popen-", "pytest-")):
             part.chmod(0o755)  # for nobody's eyes
     folder.chmod(0o555)
     message = refused_in_a_process(lambda: act(folder, second))
