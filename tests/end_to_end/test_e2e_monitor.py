@@ -36,7 +36,7 @@ def test_the_monitor_speaks_at_durable_checkpoints_and_the_certificate_of_what_w
     for line in found.values():
         assert line["monitor_gradient_norm_squared"] > 0
         assert line["monitor_sigma"] == pytest.approx(0.6) and line["monitor_batch"] == pytest.approx(24, rel=1e-3)
-        assert 0 < line["monitor_clip_factor"] and -1 <= line["monitor_clip_alignment"] <= 1.001
+        assert line["monitor_clip_factor"] > 0 and -1 <= line["monitor_clip_alignment"] <= 1.001
     assert "monitor on 24 public records" in output and "gain/record" in output
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
