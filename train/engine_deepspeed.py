@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from data.batches import MicroBatch
 from train.clip import assert_exact_matmul
 from train.config import ZeroOptimization
+from train.cpu_operation import free_shared_names, make_ready
 from train.engine import Applied, Observation, Shard
 from train.forward import PlainForward, PrivateForward
 from train.fragment import Fragment
 from train.gradient import Update, UpdateError
 from train.optim_adaptive import AdamW, Kernel
 from train.optim_flat import FlatOptimizer
-from train.process import describe_process, free_shared_names, say_what_compiles
+from train.process import describe_process
 from train.ranks import Ranks
 from train.shard_map import (
     partitioned_parameters,
@@ -47,7 +48,7 @@ STAGE_3 = {"sub_group_size": 1 << 40, "memory_efficient_linear": False}
 def start_ranks(timeout_seconds: int = 1800) -> Ranks:
     """Joins the process group that the launcher describes; alone, without one, a group of one is made."""
     device = describe_process()
-    say_what_compiles()
+    make_ready()
     deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_seconds), verbose=False)
     torch.distributed.barrier()
     free_shared_names()

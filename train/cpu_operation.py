@@ -1,0 +1,72 @@
+"""What DeepSpeed's communication operation for CPUs leaves on a machine: compiled code, locks, shared memory.
+
+It is compiled at the first start, under a lock that torch never gives up for dead, and it talks through named shared
+memory that it never removes. Both outlive a run that was killed; neither may harm the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+# Of other machines that share the cache, nobody here can tell whether they still compile; it takes about 50 s.
+MOST_COMPILING = 300.0
+
+
+def make_ready() -> None:
+    """Before DeepSpeed joins ranks."""
+    if torch.cuda.is_available():
+        return
+    drop_dead_locks(_cache(), _alone())
+    if os.environ["RANK"] == "0" and not any(_cache().rglob("deepspeed_shm_comm*.so")):
+        print("DeepSpeed compiles one small operation now (about 50 s, once per machine) …", flush=True)
+
+
+def drop_dead_locks(cache: Path, alone: bool) -> None:
+    """A process that was killed while it compiled leaves its lock, for which every later start would wait for ever.
+
+    A living holder keeps the file open, so one that nobody has open is dead, or on another machine.
+    """
+    for lock in cache.glob("**/lock"):
+        try:
+            age = time.time() - lock.stat().st_mtime
+            if not _open_somewhere(lock) and (alone or age > MOST_COMPILING):
+                lock.unlink()
+                print(f"removed {lock}, which a killed process had left there", flush=True)
+        except FileNotFoundError:
+            continue  # given back meanwhile, or another rank was quicker
+
+
+def free_shared_names() -> None:
+    """After all ranks met: DeepSpeed's buffers lose their names, and live on as mapped.
+
+    It leaves 66 MiB per rank in /dev/shm at every run, ended or killed; and the next run at the same port would open
+    what the last one left there.
+    """
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
+    Path("/dev/shm", f"{name}_{os.environ['RANK']}").unlink(missing_ok=True)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions")))
+
+
+def _alone() -> bool:
+    """Whether all ranks of the run are on this machine; DeepSpeed's launcher and torchrun name that differently."""
+    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"]
+    return here == os.environ["WORLD_SIZE"]
+
+
+def _open_somewhere(file: Path) -> bool:
+    wanted = file.stat()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            found = descriptor.stat()
+        except OSError:  # gone meanwhile, or not ours to see
+            continue
+        if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+            return True
+    return False
