@@ -46,25 +46,3 @@ def _free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
-
-
-def say_what_compiles() -> None:
-    """Before DeepSpeed joins ranks on a CPU."""
-    if not torch.cuda.is_available() and os.environ["RANK"] == "0" and not _compiled_before():
-        print("DeepSpeed compiles one small operation now (about 50 s, once per machine) …", flush=True)
-
-
-def free_shared_names() -> None:
-    """After DeepSpeed joined ranks on a CPU and all of them met: its buffers lose their names, and live on as mapped.
-
-    It leaves 66 MiB per rank in /dev/shm at every run, ended or killed; and the next run at the same port would open
-    what the last one left there.
-    """
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
-    Path("/dev/shm", f"{name}_{os.environ['RANK']}").unlink(missing_ok=True)
-
-
-def _compiled_before() -> bool:
-    """Whether the CPU communication operation lies in torch's cache of extensions already."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions"))
-    return any(Path(root).rglob("deepspeed_shm_comm*.so"))

@@ -1,0 +1,61 @@
+"""What a killed run leaves behind does not stop the next one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.utils.file_baton import FileBaton
+
+from train.cpu_operation import MOST_COMPILING, drop_dead_locks, free_shared_names
+
+HOLDER = """
+import sys, time
+from torch.utils.file_baton import FileBaton
+assert FileBaton(sys.argv[1]).try_acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_lock_of_a_killed_compiler_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+    lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    drop_dead_locks(tmp_path, alone=True)
+    assert lock.exists(), "somebody is compiling"
+    holder.kill()
+    holder.wait()
+    assert lock.exists(), "torch's own lock outlives its holder"
+    drop_dead_locks(tmp_path, alone=False)
+    assert lock.exists(), "perhaps another machine is compiling"
+    drop_dead_locks(tmp_path, alone=True)
+    assert FileBaton(str(lock)).try_acquire()
+
+
+def test_a_lock_on_a_shared_disk_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()
+    past = time.time() - MOST_COMPILING - 1
+    os.utime(lock, (past, past))
+    drop_dead_locks(tmp_path, alone=False)
+    assert not lock.exists()
+
+
+def test_only_this_rank_s_buffer_loses_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "9", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    mine, other = (Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_192.0.2.1_9_{rank}") for rank in (1, 0))
+    try:
+        for file in (mine, other):
+            file.touch()
+        free_shared_names()
+        assert not mine.exists() and other.exists()
+        free_shared_names()
+    finally:
+        other.unlink()
