@@ -20,14 +20,14 @@ from model.build import build  # noqa: E402
 from model.settings import ModelSettings  # noqa: E402
 from train.clip_reference import ReferenceClip  # noqa: E402
 from train.clip_rule import ClipRule  # noqa: E402
-from train.config import Optimizer, ZeroOptimization  # noqa: E402
+from train.config import ZeroOptimization  # noqa: E402
 from train.engine_deepspeed import DeepSpeedEngine, start_ranks  # noqa: E402
 from train.forward import PrivateForward  # noqa: E402
 from train.fragment import Fragment  # noqa: E402
 from train.gradient import NoisyUpdate, PlainUpdate  # noqa: E402
 from train.noise import NoiseMechanism  # noqa: E402
 from train.optim import make_optimizer  # noqa: E402
-from train.optim_settings import OptimizerParams  # noqa: E402
+from train.optim_settings import Optimizer, OptimizerParams  # noqa: E402
 
 MICRO_BATCHES, MICRO_BATCH, DIVISOR, RATE = 3, 6, 24.0, 1e-2
 # Norms of these losses are of order 1 to 20: C lies among them, so that some records are clipped and some not.

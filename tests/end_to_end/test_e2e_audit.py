@@ -50,6 +50,7 @@ def test_a_canary_adds_its_bound_at_its_coordinate_and_one_left_out_adds_exactly
     plan = toy_plan(20, 1.0, 2, CLAIM)
     model = Toy(WIDTH)
     clip = canary_clip(plan, model, 10)
+    clip.prepare(model)
     included = np.array([True, False] * 5)
 
     def gradient(ids: list[int], coins: np.ndarray) -> torch.Tensor:
@@ -89,6 +90,7 @@ def test_what_is_no_canary_passes_through_and_the_rule_reaches_the_engine() -> N
     plan = toy_plan(20, 1.0, 2, CLAIM)
     model = Toy(WIDTH)
     clip = canary_clip(plan, model, 10)
+    clip.prepare(model)
     batch = ToyReader().read(np.arange(6), 1)
     with_key = {**batch.inputs, CANARY: torch.full((6,), -1)}
     a, _ = clipped_totals(clip, model, batch.inputs, batch.present)
