@@ -93,7 +93,7 @@ class FeatureReader:
     def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
         del step
         rows = np.maximum(ids_row, 0)
-        if len(rows) and ids_row[0] >= 0 and ids_row[-1] - ids_row[0] == len(rows) - 1:
+        if len(rows) and ids_row[0] >= 0 and bool((np.diff(ids_row) == 1).all()):
             rows = slice(int(rows[0]), int(rows[-1]) + 1)  # neighbours, as in a step over all records: no gathering
         present = (ids_row != EMPTY) & (self.store.state[rows] == PRESENT)
         features = np.where(present[:, None], self.store.features[rows], np.float32(0))
