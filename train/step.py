@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from accounting.facts import ClippingFact, NoiseFact, SamplingFact, StepFacts
+from accounting.facts import ClippingFact, NoiseFact
 from accounting.journal import Journal
 from data.batches import MicroBatch
 from data.sampler import Draw, Sampler
@@ -22,6 +22,7 @@ from train.metrics import MetricRelease
 from train.noise import Noise
 from train.observed import Observed
 from train.ranks import Ranks
+from train.step_record import StepRecord
 from train.stop import StopRequest
 
 
@@ -32,7 +33,7 @@ class PrivateStep:
         micro_batches: Callable[[np.ndarray, int], Iterator[MicroBatch]], metrics: MetricRelease | None = None,
         norm: AdaptiveNorm | None = None,
     ) -> None:  # fmt: skip
-        self.phase, self.journal, self.ranks, self.stop = phase, journal, ranks, stop
+        self.record, self.ranks, self.stop = StepRecord(phase, journal, ranks, metrics), ranks, stop
         self.sampler, self.clip, self.noise, self.engine, self.norm = sampler, clip, noise, engine, norm
         self.micro_batches, self.metrics = micro_batches, metrics
 
@@ -40,7 +41,7 @@ class PrivateStep:
         draw = self.sampler.draw(step)
         self.ranks.require_same(f"the records of step {step}", draw.digest)
         announced = NoiseFact(self.noise.std, self.noise.divisor, self.engine.trainable_elements, self.noise.generator)
-        self._record("open", step, draw, self.clip.rule.fact(), announced)
+        self.record.opened(step, draw, self.clip.rule.fact(), announced)
 
         self.noise.prepare(step)
         observed = Observed(bound=self.clip.rule.bound)
@@ -60,21 +61,7 @@ class PrivateStep:
         if self.metrics is not None:
             observed.released = self.metrics.release(step)
         share = observed.released.get(RELEASED)
-        written = self._record("commit", step, draw, summed, update.fact(applied.elements), share)
+        written = self.record.committed(step, draw, summed, update.fact(applied.elements), share)
         if self.norm is not None and written is not None:
             observed.released |= self.norm.advance(written)
         return observed
-
-    def _record(
-        self, act: str, step: int, draw: Draw, clipping: ClippingFact, noise: NoiseFact, share: float | None = None
-    ) -> float | None:  # fmt: skip
-        """Each part states what it did; the main rank writes it down, and its refusal reaches every rank."""
-        metrics = self.metrics.facts() if self.metrics else ()
-        facts = StepFacts(SamplingFact(draw.threshold, draw.records, draw.digest), clipping, noise, metrics)
-        return self.ranks.on_main(lambda: self._write(act, step, facts, share))
-
-    def _write(self, act: str, step: int, facts: StepFacts, share: float | None) -> float | None:
-        assert self.journal is not None, "the main rank holds the ledger"
-        if act == "commit":
-            return self.journal.commit_step(self.phase, step, facts, share)
-        self.journal.open_step(self.phase, step, facts)
