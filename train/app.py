@@ -68,7 +68,10 @@ def _run(arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase]
     from train.reading import agree
     from train.run import run_all
 
-    ranks = start_ranks(config)
+    try:
+        ranks = start_ranks(config)
+    except OSError as error:  # torch's own errors of the kind are RuntimeErrors, with their traceback
+        leave(complain(error, BAD_INPUT))
     root = run_dir_of(config, arguments.config)
     leave(_guarded(lambda: run_all(arguments, config, agree(phases, ranks), root, ranks), ranks.main))
 

@@ -14,15 +14,29 @@ import torch
 
 # Of other machines that share the cache, nobody here can tell whether they still compile; it takes about 50 s.
 MOST_COMPILING = 300.0
+# Per rank, for buffers; with less, a rank would die of SIGBUS in its first collective act.
+SHARED_BYTES = 66 << 20
+SHARED = Path("/dev/shm")
 
 
 def make_ready() -> None:
     """Before DeepSpeed joins ranks."""
     if torch.cuda.is_available():
         return
+    require_shared_memory(SHARED)
     drop_dead_locks(_cache(), _alone())
     if os.environ["RANK"] == "0" and not any(_cache().rglob("deepspeed_shm_comm*.so")):
         print("DeepSpeed compiles one small operation now (about 50 s, once per machine) …", flush=True)
+
+
+def require_shared_memory(folder: Path) -> None:
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    if free < SHARED_BYTES:
+        raise OSError(
+            f"{folder} has {free >> 20} MiB free, and every rank on a CPU needs {SHARED_BYTES >> 20} MiB of it; delete "
+            "what dead runs left there, or mount it larger (docker run --shm-size=2g)"
+        )
 
 
 def drop_dead_locks(cache: Path, alone: bool) -> None:
@@ -47,7 +61,7 @@ def free_shared_names() -> None:
     what the last one left there.
     """
     name = f"deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
-    Path("/dev/shm", f"{name}_{os.environ['RANK']}").unlink(missing_ok=True)
+    (SHARED / f"{name}_{os.environ['RANK']}").unlink(missing_ok=True)
 
 
 def _cache() -> Path:

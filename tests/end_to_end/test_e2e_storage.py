@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from accounting.history import History
-from tests.end_to_end.conftest import Launch, opened_steps
+from tests.end_to_end.conftest import Launch, environment, opened_steps
 from tests.end_to_end.test_e2e_kills import STEPS, nothing_lost_and_nothing_twice, toy
 from tests.end_to_end.warm import WarmLauncher
 
@@ -119,3 +119,15 @@ def test_another_key_and_other_records_are_refused(warm: WarmLauncher, launch: M
     assert opened_steps(run_dir) == before
     ended = warm.run(job.config, job.cwd)
     assert ended.codes == [0, 0], ended.output
+
+
+@pytest.mark.slow
+def test_shared_memory_that_is_full_is_a_sentence_before_anything_is_drawn(launch: Make) -> None:
+    job, run_dir = launch("shm", toy, launcher="python")
+    small = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
+    if subprocess.run([*small, "true"], capture_output=True).returncode:
+        pytest.skip("this machine permits no mounts, so /dev/shm cannot be made small")
+    found = subprocess.run([*small, *job.command()], cwd=job.cwd, env=environment(), capture_output=True, text=True)
+    assert found.returncode == 2, found.stderr
+    assert "/dev/shm has 1 MiB free" in found.stderr and "mount it larger" in found.stderr
+    assert not opened_steps(run_dir)

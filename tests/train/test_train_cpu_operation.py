@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from train.cpu_operation import MOST_COMPILING, drop_dead_locks, free_shared_names
+from train.cpu_operation import MOST_COMPILING, drop_dead_locks, free_shared_names, require_shared_memory
 
 HOLDER = """
 import sys, time
@@ -59,3 +59,16 @@ def test_only_this_rank_s_buffer_loses_its_name(monkeypatch: pytest.MonkeyPatch)
         free_shared_names()
     finally:
         other.unlink()
+
+
+def test_too_little_shared_memory_is_named_with_the_mend(tmp_path: Path) -> None:
+    require_shared_memory(tmp_path)
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True
+    ).returncode:
+        pytest.skip("this machine permits no mounts")
+    try:
+        with pytest.raises(OSError, match="1 MiB free, and every rank on a CPU needs 66 MiB"):
+            require_shared_memory(tmp_path)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
