@@ -117,6 +117,7 @@ class Textbook:
         for name, weight in self.weights.items():
             weight.sub_(RATES[self.kind] * self._direction(name, weight, gradients[name]))
             self.parameters[name].data.copy_(weight)
+            weight.copy_(self.parameters[name].data)  # weights are fp32 between steps, as in any training
 
     def _direction(self, name: str, weight: Tensor, gradient: Tensor) -> Tensor:
         decay = 0.1 * weight
