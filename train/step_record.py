@@ -12,7 +12,7 @@ from train.ranks import Ranks
 class StepRecord:
     def __init__(self, phase: int, journal: Journal | None, ranks: Ranks, metrics: MetricRelease | None) -> None:
         self.phase, self.ranks, self.metrics = phase, ranks, metrics
-        self._journal = journal
+        self.journal = journal
 
     def opened(self, step: int, draw: Draw, clipping: ClippingFact, noise: NoiseFact) -> None:
         """Before anything is computed; refused if the budget would be passed."""
@@ -28,8 +28,8 @@ class StepRecord:
 
     @property
     def _ledger(self) -> Journal:
-        assert self._journal is not None, "the main rank holds the ledger"
-        return self._journal
+        assert self.journal is not None, "the main rank holds the ledger"
+        return self.journal
 
     def _facts(self, draw: Draw, clipping: ClippingFact, noise: NoiseFact) -> StepFacts:
         metrics = self.metrics.facts() if self.metrics else ()

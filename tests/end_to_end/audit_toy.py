@@ -96,7 +96,7 @@ def toy_audit(
         for t in range(1, steps + 1):
             step.run(t, 1e-2)
         scores = sightings(step).scores(clip.known, plan.divisor, ranks, replicated)
-        return scores, step.journal.history.epsilon() if step.journal else 0.0
+        return scores, step.record.journal.history.epsilon() if step.record.journal else 0.0
 
     scores, claim = on_ranks(world, one)[0]
     return audit_bound(scores, included, DELTA), claim
