@@ -28,6 +28,7 @@ from data.synthetic import shape_samples, write_shards  # noqa: E402
 from data.text import TextEncoder, word_tokenizer  # noqa: E402
 from model.build import build  # noqa: E402
 from model.settings import ModelSettings, Shape  # noqa: E402
+from train.app import DONE, leave  # noqa: E402
 from train.clip_bookkeeping import BookKeepingClip  # noqa: E402
 from train.clip_rule import ClipRule  # noqa: E402
 from train.config import ZeroOptimization  # noqa: E402
@@ -170,6 +171,8 @@ def main() -> None:
     draw = ranks.on_main(lambda: statistics.median(draw_seconds(1_310_720) for _ in range(3)))
     if ranks.main:
         print("RESULTS " + json.dumps({"rows": found, "draw_seconds": draw}), flush=True)
+    ranks.barrier()
+    leave(DONE)
 
 
 if __name__ == "__main__":

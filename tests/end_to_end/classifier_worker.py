@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from sharding_worker import LAYOUTS, MICRO_BATCH, OPTIMIZERS, PLAN, engine_of, noise, start_ranks, trainable
@@ -10,6 +9,7 @@ from sharding_worker import LAYOUTS, MICRO_BATCH, OPTIMIZERS, PLAN, engine_of, n
 from model.build import build
 from model.settings import ModelSettings
 from model.trainable import Trainable, select
+from tests.end_to_end.answering import answer
 from train.clip_bookkeeping import BookKeepingClip
 from train.clip_rule import ClipRule
 from train.forward import PrivateForward
@@ -44,8 +44,7 @@ def main() -> None:
                 found["objection"] = str(error)
             results.append(found)
             engine.close()
-    if ranks.main:
-        print("RESULTS " + json.dumps({"results": results, "sigma": PLAN.noise_multiplier}), flush=True)
+    answer(ranks, {"results": results, "sigma": PLAN.noise_multiplier})
 
 
 if __name__ == "__main__":

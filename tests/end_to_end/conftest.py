@@ -81,10 +81,13 @@ class Launch:
         return process.returncode, output
 
 
-def run_worker(name: str, *arguments: str, ranks: int = 2, seconds: float = TIMEOUT) -> Any:
-    """Starts a worker script of this folder under `deepspeed` and gives what it printed behind RESULTS, as JSON."""
+def run_worker(
+    name: str, *arguments: str, ranks: int = 2, seconds: float = TIMEOUT, launcher: str = "deepspeed"
+) -> Any:
+    """Starts a worker script of this folder and gives what it printed behind RESULTS, as JSON."""
     script = [str(Path(__file__).with_name(name)), *arguments]
-    command = [str(BIN / "deepspeed"), "--master_port", str(free_port()), "--num_gpus", str(ranks), *script]
+    count = {"deepspeed": "--num_gpus", "torchrun": "--nproc_per_node"}[launcher]
+    command = [str(BIN / launcher), "--master_port", str(free_port()), count, str(ranks), *script]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=seconds)
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULTS "))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch  # noqa: E402
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from tests.end_to_end.answering import answer  # noqa: E402
 from train.checkpoint_read import Loaded  # noqa: E402
 from train.engine_deepspeed import start_ranks  # noqa: E402
 from train.export_deepspeed import read_deepspeed, write_deepspeed  # noqa: E402
@@ -104,8 +104,7 @@ def main() -> None:
             fresh.load_checkpoint(str(out / "to-deepspeed"), load_module_only=True)
             results["load_checkpoint reads ours"] = same(weights_of(fresh), weights_of(engine))
     found = ranks.gather(results)
-    if ranks.main:
-        print("RESULTS " + json.dumps({name: all(each.get(name, True) for each in found) for name in results}))
+    answer(ranks, {name: all(each.get(name, True) for each in found) for name in results})
 
 
 if __name__ == "__main__":

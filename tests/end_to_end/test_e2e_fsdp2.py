@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.end_to_end.conftest import BIN, TIMEOUT, Launch, environment, free_port, opened_steps, wait_for
+from tests.end_to_end.conftest import TIMEOUT, Launch, opened_steps, run_worker, wait_for
 from train.checkpoint import Checkpoints
 from train.dry_run import dry_run
 from train.loading import load
@@ -32,18 +31,9 @@ STOPPED = {
 }
 
 
-def by_torchrun(world: int) -> dict[str, Any]:
-    worker = Path(__file__).with_name("fsdp2_worker.py")
-    command = [str(BIN / "torchrun"), "--nproc_per_node", str(world), "--master_port", str(free_port()), str(worker)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=TIMEOUT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULTS "))
-    return json.loads(line.removeprefix("RESULTS "))
-
-
 @pytest.fixture(scope="module", params=[2, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 3))])
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
-    result = by_torchrun(request.param)
+    result = run_worker("fsdp2_worker.py", ranks=request.param, launcher="torchrun")
     assert result["world"] == request.param
     return result
 
