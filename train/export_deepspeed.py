@@ -95,6 +95,8 @@ def _merged(heads: list[dict[str, Any]], states: list[dict[str, Any]]) -> dict[s
             found |= _cut(flat, group, padding)
     for name, same in head["shared_params"].items() if isinstance(head["shared_params"], dict) else ():
         found[name] = found[same]
+    if not parted:  # ZeRO-1 notes frozen parameters nowhere else
+        found = {name: tensor.float() for name, tensor in head["module"].items() if name not in found} | found
     return {name: tensor.float().clone() for name, tensor in found.items()}
 
 
