@@ -28,11 +28,11 @@ from data.synthetic import shape_samples, write_shards  # noqa: E402
 from data.text import TextEncoder, word_tokenizer  # noqa: E402
 from model.build import build  # noqa: E402
 from model.settings import ModelSettings, Shape  # noqa: E402
-from train.app import DONE, leave  # noqa: E402
 from train.clip_bookkeeping import BookKeepingClip  # noqa: E402
 from train.clip_rule import ClipRule  # noqa: E402
 from train.config import ZeroOptimization  # noqa: E402
 from train.engine_deepspeed import DeepSpeedEngine, start_ranks  # noqa: E402
+from train.exits import DONE, leave  # noqa: E402
 from train.forward import PrivateForward  # noqa: E402
 from train.fragment import Fragment  # noqa: E402
 from train.gradient import NoisyUpdate  # noqa: E402

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 
 from accounting.audit_bound import AuditError
-from train.app import complain, leave
+from train.command_line import add_config
 from train.config import Config
+from train.exits import BAD_INPUT, DONE, REFUTED, complain, guarded, joined, leave
 from train.loading import ConfigError, load
-
-DONE, BAD_INPUT, SELF_TEST_FAILED, REFUSED, REFUTED, RESUME_ME = 0, 2, 4, 5, 6, 75
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -23,8 +21,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         epilog="Exit codes: 0 not refuted, 2 bad input, 4 self-test failed, 5 ledger refused, 6 claim refuted, 75 "
         "stopped without a result.",
     )
-    parser.add_argument("--config", type=Path, required=True, help="one of ds_configs/*.json, or your own")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key; may be repeated")
+    add_config(parser)
     parser.add_argument("--canaries", type=int, default=2000, metavar="M", help="extra records (default 2000)")
     parser.add_argument("--kind", choices=("gradient", "input"), default="gradient", help="gradient has more power")
     parser.add_argument("--epsilon", type=float, default=2.0, help="the claim; small ones have power (default 2)")
@@ -38,7 +35,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="debug: draw S times the claimed noise, to see the audit refute it (0.3)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one line of JSON")
-    parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)  # given by `deepspeed`
     return parser.parse_args(argv)
 
 
@@ -74,10 +70,8 @@ def _check(arguments: argparse.Namespace) -> None:
 def _run(arguments: argparse.Namespace, config: Config) -> int:
     # Heavy imports only now: bad input is answered quickly, and all of it before a process group is started.
     from train.audit_plan import AuditOptions, plan_audit
-    from train.process import quiet_libraries
-    from train.recipe import RecipeError
+    from train.recipe_error import RecipeError
 
-    quiet_libraries()
     options = AuditOptions(
         canaries=arguments.canaries, kind=arguments.kind, noise_scale=arguments.noise_scale,
         epsilon=arguments.epsilon, delta=arguments.delta, steps=arguments.steps, rate=arguments.rate,
@@ -88,29 +82,14 @@ def _run(arguments: argparse.Namespace, config: Config) -> int:
     except (RecipeError, AuditError, OSError) as error:
         return complain(error, BAD_INPUT)
 
-    from accounting.ledger import LedgerError
+    ranks = joined(config)
     from train.audit import audit
-    from train.engines import start_ranks
-    from train.ranks import Disagreement
-    from train.self_test import SelfTestError
-    from train.stop import Stopped
-
-    ranks = start_ranks(config)
 
     def act() -> int:
-        try:
-            report = audit(config, planned, ranks)
-        except SelfTestError as error:
-            return complain(error, SELF_TEST_FAILED)
-        except (LedgerError, Disagreement) as error:
-            return complain(error, REFUSED)
-        except (AuditError, OSError) as error:
-            return complain(error, BAD_INPUT)
-        except Stopped as stop:
-            return complain(RuntimeError(f"stopped by {stop} before there was a result; start it again"), RESUME_ME)
+        report = audit(config, planned, ranks)
         if ranks.main:
             print(report.as_json() if arguments.json else report.as_text(), flush=True)
         ranks.barrier()
         return REFUTED if report.refuted else DONE
 
-    leave(act())
+    leave(guarded(act, ranks.main))

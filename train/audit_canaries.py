@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from accounting.audit_bound import AuditError
 from data.batches import EMPTY, BatchReader, MicroBatch, slots
 from train.clip import ClipEngine, Clipped, clipped_totals
 from train.noise import NoiseMechanism
@@ -28,7 +29,7 @@ CANARY = "canary"
 ORDINARY, SILENT = -1, -2  # a real record; one that is present and contributes nothing
 
 
-class CanaryError(ValueError):
+class CanaryError(AuditError):
     """The canaries do not fit this model or data; the message says why."""
 
 

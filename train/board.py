@@ -11,7 +11,7 @@ import logging
 import time
 from typing import Any
 
-from train.run_dir import RunDir, open_private
+from train.run_dir import RunDir, end_line, open_private
 
 RATE_STEPS = 100
 
@@ -31,6 +31,8 @@ class Board:
         self._opened = time.time()
         self._public = SummaryWriter(str(run_dir.public_board), flush_secs=5)
         self._private = SummaryWriter(str(run_dir.private_board), flush_secs=5)
+        for log in (run_dir.public_log, run_dir.private_log):
+            end_line(log)
         self._public_log = run_dir.public_log.open("a")
         self._private_log = open_private(run_dir.private_log)
 

@@ -49,7 +49,7 @@ class Mixing(Section):
     )
     start: float = Field(default=0.5, ge=0, le=1, description="Alpha at the first step.")
     end: float | None = Field(default=None, ge=0, le=1, description="Alpha after `steps`; null: as at the start.")
-    steps: int | None = Field(default=None, gt=0, description="Step from which alpha is `end`; null: the last one.")
+    steps: int | None = Field(default=None, gt=0, description="Steps on the way to `end`, which follows; null: all.")
 
     @model_validator(mode="after")
     def _means_something(self) -> Mixing:
@@ -59,6 +59,8 @@ class Mixing(Section):
             raise ValueError("data to mix in are read by all ranks alike; leave reading.node_shards out")
         if self.shape in ("cosine", "linear", "switch") and self.end is None:
             raise ValueError(f"shape {self.shape!r} needs `end`, the alpha it goes to")
+        if self.shape == "switch" and self.steps is None:
+            raise ValueError("shape 'switch' needs `steps`, after which alpha is `end`")
         if self.shape == "sample-ratio" and self.model_fields_set & {"start", "end", "steps"}:
             raise ValueError("shape 'sample-ratio' has one alpha, from the two batches; leave start, end and steps out")
         return self

@@ -24,7 +24,10 @@ def make_ready() -> None:
     if torch.cuda.is_available():
         return
     require_shared_memory(SHARED)
-    drop_dead_locks(_cache(), _alone())
+    if (
+        os.environ["LOCAL_RANK"] == "0"
+    ):  # one alone: a second one might take the living lock of the first for a dead one
+        drop_dead_locks(_cache(), _alone())
     if os.environ["RANK"] == "0" and not any(_cache().rglob("deepspeed_shm_comm*.so")):
         print("DeepSpeed compiles one small operation now (about 50 s, once per machine) …", flush=True)
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+
+from torch import nn
 
 from accounting.accountant import round_up
-from data.index_open import open_index
-from data.split import public_share
-from data.tar import ShardError
 from model.build import build
 from model.trainable import select
 from train.config import Config, Phase
-from train.config_data import CheckpointData, ShardData, SyntheticData
+from train.config_data import CheckpointData
 from train.engines import describe_engine
-from train.planner_memory import MOMENTS
-from train.recipe import RecipeError, clip_rule, make_plan, planned_epsilon, resolve_shape, with_steps
-
-GIB = 2**30
+from train.opening import known_records
+from train.planner_memory import GIB, memory, weights_of
+from train.recipe import clip_rule, make_plan, planned_epsilon, resolve_shape, with_steps
 
 
 def dry_run(config: Config) -> str:
@@ -38,7 +35,7 @@ def dry_run(config: Config) -> str:
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         lines += [f"  parameters    {trainable:,} trainable ({phase.trainable})"]
         lines += [f"  {text}" for text in _promise(config, number, phase)]
-        lines += [f"  memory/rank   {_memory(config, phase, trainable)}"]
+        lines += [f"  memory/rank   {_memory(config, phase, model)}"]
     return "\n".join(lines)
 
 
@@ -80,38 +77,26 @@ def _promise(config: Config, number: int, phase: Phase) -> list[str]:
     return found
 
 
-def known_records(phase: Phase, where: str) -> tuple[int, str]:
-    if isinstance(phase.data, SyntheticData):
-        return phase.data.records, "made by rule"
-    assert isinstance(phase.data, ShardData)
-    try:
-        whole, source = open_index(phase.data.path).records, "from the index"
-    except (ShardError, OSError) as error:
-        if phase.data.expected_records is None:
-            raise RecipeError(f"{where}.data: {error}; or give expected_records for a dry run") from None
-        whole, source = phase.data.expected_records, "expected_records; the data are not at hand"
-    if phase.data.public_fraction is None:
-        return whole, source
-    public = public_share(whole, phase.data.public_fraction)
-    part = public if phase.data.public else whole - public
-    return part, f"of {whole:,}, {source}"
+def _memory(config: Config, phase: Phase, model: nn.Module) -> str:
+    """Of every rank, and split over N ranks, as the planner counts it; activations apart.
 
-
-def _memory(config: Config, phase: Phase, trainable: int) -> str:
-    """Of every rank, and split over N ranks; activations apart.
-
-    Weights and the gradient that is handed over are fp32, the totals of clipped gradients fp64. Sharded, the optimizer
-    keeps a master copy, but not under FSDP2; ZeRO-3 and FSDP2 split the weights and their gradient, too.
+    FSDP2 splits what ZeRO-3 does, and its optimizer needs no copy of the weights.
     """
     fsdp = config.run.engine == "fsdp2"
-    stage = 3 if fsdp else config.zero_optimization.stage
-    moments = MOMENTS[phase.optimizer.type] + (4 if phase.optimizer.params.ema_decay is not None else 0)
-    sums = 8 if phase.privacy is not None else 0
-    fixed = (0 if stage == 3 else 8) + sums + (0 if stage else moments)
-    split = (moments + (0 if fsdp else 4) if stage else 0) + (8 if stage == 3 else 0)
-    text = f"{fixed * trainable / GIB:.2f} GiB + {split * trainable / GIB:.2f} GiB/N for weights, gradients, "
-    text += "fp64 sums and optimizer" if sums else "optimizer"
+    zero = config.zero_optimization
+    weights = weights_of(model, phase)
+    if fsdp:
+        weights = replace(weights, optimizer_copy=0)
+
+    def held(ranks: int) -> float:
+        need = memory(weights, 3 if fsdp else zero.stage, ranks, zero.offload_optimizer is not None)
+        return (need.stays + max(need.gathered, need.update)) / GIB
+
+    many = 1 << 20
+    fixed, split = held(many), held(1) - held(many)
+    sums = "fp64 sums and " if weights.private else ""
+    text = f"{fixed:.2f} GiB + {split:.2f} GiB/N for weights, gradients, {sums}optimizer"
     if phase.privacy is not None and config.run.clip_engine != "book-keeping":
-        per_record: Any = 4 * trainable * config.train_micro_batch_size_per_gpu / GIB
+        per_record = 4 * weights.trainable * config.train_micro_batch_size_per_gpu / GIB
         text += f" + {per_record:.2f} GiB for per-record gradients"
     return text

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +17,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from data.batches import EMPTY, BatchReader, Fetched, MicroBatch
+from data.batches import EMPTY, BatchReader, DataSpec, Fetched, MicroBatch
+from data.durable import atomic
 from model.classifier import Classifier
 from train.precision import Precision, autocast
 from train.ranks import Ranks
 from train.recipe import ReadyPhase
+from train.recipe_error import RecipeError
 from train.run_context import RunContext
 
 ABSENT, PRESENT, BAD = 0, 1, 2
@@ -41,17 +42,21 @@ class FeatureStore:
     def create(folder: Path, records: int, width: int, identity: str) -> None:
         """Keeps what is there if it is of the same records, weights and pictures; else begins anew. On one rank."""
         header = {"identity": identity, "records": records, "width": width}
-        path = folder / HEADER
-        if path.is_file() and json.loads(path.read_text()) == header:
+        if _header(folder) == header:
             return
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        ours = {HEADER, *(name for name, _, _ in _files(records, width))}
+        found = (path.name for path in folder.iterdir() if not path.name.startswith(f".{HEADER}."))
+        if others := sorted(set(found) - ours):
+            raise RecipeError(f"features.folder {folder} holds other things ({others[0]}); name a folder of its own")
+        for name in ours:
+            (folder / name).unlink(missing_ok=True)
         for name, dtype, shape in _files(records, width):
             file = folder / name
             os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o600))
             np.lib.format.open_memmap(file, "w+", dtype, shape).flush()
-        path.touch(0o600)
-        path.write_text(json.dumps(header))
+        with atomic(folder / HEADER, 0o600) as file:  # the last: without it, the others are begun anew
+            file.write(json.dumps(header).encode())
 
     @staticmethod
     def open(folder: Path) -> FeatureStore:
@@ -74,6 +79,13 @@ class FeatureStore:
         for part in (self.features, self.labels, self.state):
             if isinstance(part, np.memmap):
                 part.flush()
+
+
+def _header(folder: Path) -> object:
+    try:
+        return json.loads((folder / HEADER).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _files(records: int, width: int) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -116,7 +128,7 @@ def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader:
     folder = Path(given) if given is not None else run.folder.key.parent / f"features-{phase.name}"
     precision = run.config.run.precision
     model.to(ranks.device)
-    identity = identity_of(model, phase.index.manifest_digest, precision)
+    identity = identity_of(model, phase.index.manifest_digest, phase.data_spec(augment=True), precision)
     width = model.head.in_features
     ranks.on_main(lambda: FeatureStore.create(folder, phase.index.records, width, identity))
     store = FeatureStore.open(folder)
@@ -156,9 +168,9 @@ def fill(
     ranks.barrier()
 
 
-def identity_of(model: Classifier, manifest_digest: str, precision: Precision) -> str:
-    """Of everything that a feature depends on: records, the body's weights, its shape, precision."""
-    found = hashlib.sha256(f"{manifest_digest} {precision} {model.shape!r}".encode())
+def identity_of(model: Classifier, manifest_digest: str, spec: DataSpec, precision: Precision) -> str:
+    """Of everything that a row depends on: records, which pixels and labels of them, body, shape, precision."""
+    found = hashlib.sha256(f"{manifest_digest} {precision} {spec!r} {model.shape!r}".encode())
     for name, tensor in sorted(model.state_dict().items()):
         if not name.startswith("head."):
             found.update(name.encode())

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.app import BAD_INPUT, DONE, complain, leave
+from train.command_line import add_config
+from train.exits import BAD_INPUT, DONE, complain, guarded, joined, leave
 from train.loading import ConfigError, load
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description="Train a public phase four times: neither, clipping only, noise only, both. NOT PRIVATE: deepspeed "
         "launch/four_way.py --config ds_configs/demo.json --phase warm-start --noise-multiplier 0.5 --out four_way",
     )
-    parser.add_argument("--config", type=Path, required=True, help="one of ds_configs/*.json, or your own")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key; may be repeated")
+    add_config(parser)
     parser.add_argument("--phase", required=True, help="name of a non-private phase over public data")
     parser.add_argument("--noise-multiplier", type=float, required=True, metavar="S", help="σ of the two noisy ones")
     parser.add_argument(
@@ -34,7 +34,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=None, help="default: the phase's")
     parser.add_argument("--records", type=int, default=512, help="public records to measure the loss on (default 512)")
     parser.add_argument("--out", type=Path, required=True, help="folder for four_way.json and four_way.png")
-    parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)  # given by `deepspeed`
     return parser.parse_args(argv)
 
 
@@ -45,9 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         return complain(error, BAD_INPUT)
     # Heavy imports only now: bad input is answered in a second.
-    from train.engines import start_ranks
     from train.four_way import Study, require_public, run_study
-    from train.process import quiet_libraries
     from train.recipe import RecipeError, prepare
 
     try:
@@ -66,22 +63,21 @@ def main(argv: list[str] | None = None) -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except (RecipeError, OSError) as error:
         return complain(error, BAD_INPUT)
-    quiet_libraries()
-    ranks = start_ranks(config)
+    ranks = joined(config)
 
     def say(text: str) -> None:
         if ranks.main:
             print(text, flush=True)
 
-    try:
+    def act() -> int:
         outcome = run_study(config, phase, study, ranks, say)
-    except RecipeError as error:
-        leave(complain(error, BAD_INPUT))
-    if ranks.main:
-        write(outcome, arguments.out)
-        print(f"{outcome.marked}  {arguments.out / 'four_way.json'}, {arguments.out / 'four_way.png'}", flush=True)
-    ranks.barrier()
-    leave(DONE)
+        if ranks.main:
+            write(outcome, arguments.out)
+            say(f"{outcome.marked}  {arguments.out / 'four_way.json'}, {arguments.out / 'four_way.png'}")
+        ranks.barrier()
+        return DONE
+
+    leave(guarded(act, ranks.main))
 
 
 def write(outcome: Outcome, folder: Path) -> None:

@@ -8,7 +8,7 @@ from data.folders import FolderIndex
 from data.index import RecordIndex
 from data.index_open import open_index
 from data.node_plan import on_this_node
-from data.split import SplitIndex
+from data.split import SplitIndex, public_share
 from data.stream import StreamIndex
 from data.synthetic import SyntheticIndex
 from data.tar import ShardError
@@ -107,3 +107,21 @@ def _check_expected(index: RecordIndex, data: ShardData, where: str) -> None:
             f"{where}.expected_records is {expected}, but the index holds {index.records} records, more than 1 % off; "
             "index the right shards or correct the number"
         )
+
+
+def known_records(phase: Phase, where: str) -> tuple[int, str]:
+    """Without opening the data if they are not at hand; and how the number is known."""
+    if isinstance(phase.data, SyntheticData):
+        return phase.data.records, "made by rule"
+    assert isinstance(phase.data, ShardData)
+    try:
+        whole, source = open_index(phase.data.path).records, "from the index"
+    except (ShardError, OSError) as error:
+        if phase.data.expected_records is None:
+            raise RecipeError(f"{where}.data: {error}; or give expected_records for a dry run") from None
+        whole, source = phase.data.expected_records, "expected_records; the data are not at hand"
+    if phase.data.public_fraction is None:
+        return whole, source
+    public = public_share(whole, phase.data.public_fraction)
+    part = public if phase.data.public else whole - public
+    return part, f"of {whole:,}, {source}"

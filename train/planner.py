@@ -14,10 +14,10 @@ from model.build import build
 from model.trainable import select
 from train.clip_rule import MOST_ALLOWANCE, rounding_allowance
 from train.config import Config, Phase
-from train.dry_run import known_records
-from train.planner_cluster import GIB, Cluster, PlannerError
+from train.opening import known_records
+from train.planner_cluster import Cluster, PlannerError
 from train.planner_cost import RecordCost, count
-from train.planner_memory import MOMENTS, Memory, Weights, memory
+from train.planner_memory import GIB, Memory, Weights, memory, weights_of
 from train.planner_time import StepTime, step_time
 from train.probes import synthetic_batch
 from train.recipe import make_plan, resolve_shape, with_steps
@@ -114,16 +114,9 @@ def counted(config: Config, phase: Phase) -> tuple[RecordCost, Weights]:
     shape = resolve_shape(config)
     model = build(shape, phase.objective, device="meta")
     select(model, phase.trainable)
-    trained = [p.numel() for p in model.parameters() if p.requires_grad]
     example = synthetic_batch(shape, phase.objective, 1, 0).inputs
     inputs = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in example.items()}
-    params = phase.optimizer.params
-    moments = MOMENTS[phase.optimizer.type] + (4 if params.ema_decay is not None else 0)
-    weights = Weights(
-        sum(trained), sum(p.numel() for p in model.parameters()) - sum(trained), max(trained), moments,
-        phase.privacy is not None,
-    )  # fmt: skip
-    return count(model, inputs, config.run.precision), weights
+    return count(model, inputs, config.run.precision), weights_of(model, phase)
 
 
 def _most_exact() -> int:

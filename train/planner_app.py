@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
-from train.app import BAD_INPUT, DONE, complain
+from train.command_line import add_config
+from train.exits import BAD_INPUT, DONE, complain
 from train.loading import ConfigError, load
 
 
@@ -17,8 +17,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--memory 80 --tflops 150 --link 25",
         epilog="Neither the data nor memory for the model is needed; data.expected_records stands for the former.",
     )
-    parser.add_argument("--config", type=Path, required=True, help="one of ds_configs/*.json, or your own")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key; may be repeated")
+    add_config(parser, launched=False)
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="in all")
     parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="of one GPU")
     parser.add_argument(

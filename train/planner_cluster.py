@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GIB = 2**30
+from train.planner_memory import GIB
 
 
 class PlannerError(ValueError):

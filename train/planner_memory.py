@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
+
+from train.config import Phase
+from train.optim_settings import Optimizer
 from train.planner_cost import RecordCost
 
-MOMENTS = {"AdamW": 8, "LAMB": 8, "SGD": 4, "LARS": 4}
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Weights:
     moments: int
     """Bytes of optimizer state per trainable weight, its copy of the weight apart."""
     private: bool
+    optimizer_copy: int = 4
 
 
 @dataclass(frozen=True)
@@ -55,11 +60,24 @@ class Memory:
         return max(0, int((room - self.stays - self.gathered) // (cost.bytes + per_record)))
 
 
+def weights_of(model: nn.Module, phase: Phase) -> Weights:
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    frozen = sum(p.numel() for p in model.parameters()) - sum(trained)
+    return Weights(sum(trained), frozen, max(trained), moment_bytes(phase.optimizer), phase.privacy is not None)
+
+
+def moment_bytes(optimizer: Optimizer) -> int:
+    """Per trainable weight: moments, and the running average if one is kept."""
+    params = optimizer.params
+    moments = 8 if optimizer.type in ("AdamW", "LAMB") else 4 if params.momentum else 0
+    return moments + (4 if params.ema_decay is not None else 0)
+
+
 def memory(weights: Weights, stage: int, ranks: int, offload: bool) -> Memory:
     n, private = weights.trainable, weights.private
     own = 4 * (n + weights.frozen)
     sums = 8.0 * n if private else 0.0
-    state = (4 + weights.moments) * n / ranks
+    state = (weights.optimizer_copy + weights.moments) * n / ranks
     exact = 8 if private else 0  # the exact total in place of the reduced gradient
     if stage == 0:
         update = 8 * n + exact * weights.largest

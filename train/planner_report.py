@@ -8,7 +8,8 @@ from typing import Any
 
 from accounting.accountant import round_up
 from train.planner import PhaseForecast
-from train.planner_cluster import GIB, Cluster
+from train.planner_cluster import Cluster
+from train.planner_memory import GIB
 
 
 def as_json(phases: list[PhaseForecast], cluster: Cluster) -> str:

@@ -81,6 +81,12 @@ class Ranks:
             raise spoken_for(outcome[1])
         return outcome[0]
 
+    def keep_on_main(self, act: Callable[[], T]) -> T | None:
+        """Like `on_main`, for what cannot travel: the result stays on rank 0."""
+        kept: list[T] = []
+        self.on_main(lambda: kept.append(act()))
+        return kept[0] if self.main else None
+
 
 def lost_rank(error: BaseException) -> bool:
     """Whether a collective act failed because another rank is gone."""

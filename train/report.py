@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import html
 import io
-import json
 from typing import Any
 
 from accounting.certificate import markdown
 from train.config import Config, Phase
-from train.run_dir import RunDir
+from train.run_dir import RunDir, whole_lines
 
 BLUE, ORANGE, GREY = "#2563a8", "#d9772b", "#8a8f98"
 
@@ -45,11 +44,7 @@ def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], s
 def read_curves(run_dir: RunDir) -> dict[str, dict[str, dict[int, float]]]:
     """phase -> quantity -> step -> value; a step logged twice (resume) counts once."""
     curves: dict[str, dict[str, dict[int, float]]] = {}
-    for line in run_dir.public_log.read_text().splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # torn by a kill
+    for entry in whole_lines(run_dir.public_log):
         for name, value in entry.items():
             if name not in ("phase", "step"):
                 curves.setdefault(entry["phase"], {}).setdefault(name, {})[entry["step"]] = value

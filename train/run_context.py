@@ -16,21 +16,23 @@ from train.stop import StopRequest
 
 @dataclass
 class RunContext:
-    """`journal` exists on the main rank alone: one writer."""
+    """`journal` exists on the main rank alone: one writer. `secret` is None of a finished run."""
 
     config: Config
     name: str
     ranks: Ranks
-    key: RunKey
+    secret: RunKey | None
     journal: Journal | None
     board: Board
     stop: StopRequest
+    folder: RunDir
     checkpoints: Checkpoints
     new_segment: str | None
 
     @property
-    def folder(self) -> RunDir:
-        return RunDir(self.checkpoints.folder.parent)
+    def key(self) -> RunKey:
+        assert self.secret is not None, "nothing is drawn for a finished run"
+        return self.secret
 
     @property
     def writer(self) -> Journal:

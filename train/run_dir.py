@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accounting.keys import KeyFileError, RunKey, load, store
+from data.durable import sync
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,7 @@ class RunDir:
     def adopt_key(self) -> None:
         """The key gets its name once the ledger knows it, so that a key without a ledger always means a lost ledger."""
         self.new_key.replace(self.key)
-        descriptor = os.open(self.key.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(self.key.parent)
 
     def write_state(self, **state: object) -> None:
         temporary = self.root / ".run_state.tmp"
@@ -109,3 +108,27 @@ class RunDir:
 def open_private(path: Path):
     """For appending; the owner's eyes only from the first byte."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a")
+
+
+def end_line(log: Path) -> None:
+    """A line that a kill tore must not swallow the next one."""
+    if log.exists() and log.stat().st_size:
+        with log.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
+
+
+def whole_lines(log: Path) -> list[dict[str, Any]]:
+    """Of a log of JSON lines, without those that a kill tore; none of a log that does not exist."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict):
+                found.append(entry)
+    return found

@@ -7,7 +7,6 @@ public log and decides as if it had never stopped.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from train.config_phase import Plateau
 from train.ranks import Ranks
 from train.recipe import ReadyPhase
-from train.run_dir import RunDir
+from train.run_dir import RunDir, whole_lines
 
 METRIC = "public_loss"
 
@@ -78,16 +77,5 @@ def asked_for(file: Path, name: str) -> bool:
 
 def measured_before(log: Path, name: str, done: int) -> dict[int, float]:
     """Measurements of the phase up to a step, in the public log; of a step measured twice, the last one."""
-    found: dict[int, float] = {}
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # torn by a kill
-        if isinstance(entry, dict) and entry.get("phase") == name and METRIC in entry and entry["step"] <= done:
-            found[entry["step"]] = entry[METRIC]
-    return found
+    ours = (entry for entry in whole_lines(log) if entry.get("phase") == name and METRIC in entry)
+    return {entry["step"]: entry[METRIC] for entry in ours if entry["step"] <= done}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-RESUME_ME = 75
+from train.exits import RESUME_ME
 
 
 class Pulse:

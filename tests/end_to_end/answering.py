@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-from train.app import DONE, leave
+from train.exits import DONE, leave
 from train.ranks import Ranks
 
 

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from train_helpers import alone
 
-from data.batches import EMPTY, Fetched, MicroBatch, slots
+from data.batches import EMPTY, DataSpec, Fetched, MicroBatch, slots
 from model.build import build
 from model.settings import ModelSettings
 from model.trainable import select
 from train.clip import clipped_totals
 from train.clip_reference import ReferenceClip
 from train.clip_rule import ClipRule
-from train.features import BAD, PRESENT, FeatureReader, FeatureStore, fill, identity_of
+from train.features import BAD, HEADER, PRESENT, FeatureReader, FeatureStore, fill, identity_of
 from train.optim import make_optimizer
 from train.optim_settings import Optimizer, OptimizerParams, ParameterRule
+from train.recipe_error import RecipeError
 
 SETTINGS = ModelSettings(
     family="classifier", image_size=16, patch_size=8, width=16, depth=1, heads=2, classes=5, classify_loss="sigmoid",
 )  # fmt: skip
 RECORDS, DAMAGED = 23, 7
+OF: tuple[Any, ...] = ("records", DataSpec(16, labels=("cls",), target="cls"), "fp32")
 IMAGES = torch.randn(RECORDS, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 LABELS = torch.arange(RECORDS) % 5
 
@@ -54,7 +58,7 @@ def head_only() -> Any:
 
 def filled(folder: Path, stop_after: int | None = None) -> tuple[FeatureStore, Pictures, Any]:
     model, pictures = head_only(), Pictures()
-    FeatureStore.create(folder, RECORDS, 16, identity_of(model, "records", "fp32"))
+    FeatureStore.create(folder, RECORDS, 16, identity_of(model, *OF))
     store = FeatureStore.open(folder)
     missing = store.missing(0, 1)[:stop_after]
     fill(store, model, pictures, missing, 4, alone(), "fp32")  # pyright: ignore[reportArgumentType]
@@ -92,13 +96,32 @@ def test_a_stopped_run_goes_on_where_a_row_is_missing_and_another_body_begins_an
     assert filled(tmp_path / "broken")[1].asked == [], "nothing is computed twice"
     with torch.no_grad():
         model.cls_token.add_(1.0)
-    FeatureStore.create(tmp_path / "broken", RECORDS, 16, identity_of(model, "records", "fp32"))
+    FeatureStore.create(tmp_path / "broken", RECORDS, 16, identity_of(model, *OF))
     assert len(FeatureStore.open(tmp_path / "broken").missing(0, 1)) == RECORDS
     other = head_only()
     with torch.no_grad():
         other.head.weight.add_(1.0)
-    assert identity_of(other, "records", "fp32") == identity_of(head_only(), "records", "fp32"), "the head is no part"
-    assert identity_of(other, "others", "fp32") != identity_of(other, "records", "fp32")
+    assert identity_of(other, *OF) == identity_of(head_only(), *OF), "the head is no part"
+    digest, spec, precision = OF
+    for changed in (
+        ("others", spec, precision), (digest, replace(spec, augment="center"), precision), (digest, spec, "bf16"),
+        (digest, replace(spec, labels=("shape",), target="shape"), precision),
+    ):  # fmt: skip
+        assert identity_of(other, *changed) != identity_of(other, *OF)
+
+
+def test_only_files_of_its_own_are_replaced_and_a_torn_header_begins_anew(tmp_path: Path) -> None:
+    store, _, _ = filled(tmp_path / "features")
+    assert not len(store.missing(0, 1))
+    (tmp_path / "features" / HEADER).write_text('{"identi')
+    (tmp_path / "features" / f".{HEADER}.17.tmp").touch()
+    FeatureStore.create(tmp_path / "features", RECORDS, 16, "another")
+    assert len(FeatureStore.open(tmp_path / "features").missing(0, 1)) == RECORDS
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    with pytest.raises(RecipeError, match=r"holds other things \(thesis.txt\); name a folder of its own"):
+        FeatureStore.create(tmp_path / "mine", RECORDS, 16, "x")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
 
 
 def test_ranks_share_the_rows_and_their_files_are_the_owners_alone(tmp_path: Path) -> None:

@@ -169,4 +169,8 @@ def test_runs_on_the_same_records_know_of_each_other(tmp_path: Path) -> None:
     assert len(siblings(tmp_path, "c")) == 2
     assert register(tmp_path, "b", "second-phase", "second", 4.0, 1e-5) is None
     assert [entry["epsilon_budget"] for entry in siblings(tmp_path, "a")] == [2.0, 4.0], "each private phase counts"
-    assert "cannot be written" in (register(tmp_path / "absent", "a", "private", "first", 8.0, 1e-5) or "")
+    assert "cannot be used" in (register(tmp_path / "absent", "a", "private", "first", 8.0, 1e-5) or "")
+    (tmp_path / LOG).unlink()
+    (tmp_path / LOG).mkdir()
+    assert "cannot be read" in str(siblings(tmp_path, "a")), "a certificate must not read as if there were none"
+    assert "cannot be used" in (register(tmp_path, "a", "private", "first", 8.0, 1e-5) or "")

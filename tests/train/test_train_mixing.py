@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,15 @@ def mixing(**more: Any) -> Mixing:
 
 def test_alpha_follows_its_shape() -> None:
     def over(settings: Mixing, steps: int = 10) -> list[float]:
-        return [round(alpha(settings, step, steps, 300.0), 6) for step in (1, 6, 11)]
+        return [round(alpha(settings, step, steps, 300.0), 6) for step in (1, 6, 10)]
 
     assert over(mixing(start=0.3)) == [0.3, 0.3, 0.3]
-    assert over(mixing(shape="linear", start=1.0, end=0.0)) == [1.0, 0.5, 0.0]
-    # DPMD weighs the private gradient by cos(pi·t / 2T).
-    assert over(mixing(shape="cosine", start=0.0, end=1.0)) == [0.0, round(1 - 0.5**0.5, 6), 1.0]
+    assert over(mixing(shape="linear", start=1.0, end=0.0)) == [1.0, 0.5, 0.1]
+    assert over(mixing(shape="linear", start=1.0, end=0.0, steps=5)) == [1.0, 0.0, 0.0]
+    # DPMD weighs the private gradient by cos(pi·t / 2T), t = 0, 1, … T-1.
+    private = [math.cos(math.pi * t / 20) for t in (0, 5, 9)]
+    assert over(mixing(shape="cosine", start=0.0, end=1.0)) == [round(1 - weight, 6) for weight in private]
+    assert over(mixing(shape="switch", start=1.0, end=0.0, steps=5)) == [1.0, 0.0, 0.0]
     assert over(mixing(shape="switch", start=1.0, end=0.0, steps=6)) == [1.0, 1.0, 0.0]
     assert over(mixing(shape="sample-ratio")) == [0.25, 0.25, 0.25]
 
@@ -38,7 +42,8 @@ def test_alpha_follows_its_shape() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"shape": "linear"}, "needs `end`"), ({"shape": "sample-ratio", "start": 0.1}, "has one alpha"),
+        ({"shape": "linear"}, "needs `end`"), ({"shape": "switch", "end": 0.0}, "needs `steps`"),
+        ({"shape": "sample-ratio", "start": 0.1}, "has one alpha"),
         ({"data": ShardData(path="x")}, "not declared public"),
     ],
 )  # fmt: skip

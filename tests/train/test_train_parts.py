@@ -23,9 +23,10 @@ from train import stop as stop_module
 from train.board import RATE_STEPS, Board, Pace
 from train.fragment import Fragment
 from train.observed import Observed
-from train.run_dir import RunDir, open_private
+from train.run_dir import RunDir, open_private, whole_lines
 from train.shard_map import ShardMapError, whole_parameters, zero_slices
 from train.stop import Stopped, StopRequest
+from train.stop_rules import measured_before
 
 # The shard map
 
@@ -205,6 +206,21 @@ def test_public_events_carry_no_time_of_a_step(boarded: Any) -> None:
     accumulator = EventAccumulator(str(run_dir.public_board))
     accumulator.Reload()
     assert len({event.wall_time for event in accumulator.Scalars("private/lr")}) == 1
+
+
+def test_a_line_torn_by_a_kill_does_not_swallow_the_next_one(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.prepare()
+    for step in (1, 2, 3):
+        board = Board(run_dir, main=True)
+        board.public("warm", step, {"public_loss": 1.0 / step})
+        board.private("warm", step, {"loss": 1.0})
+        board.close()
+        for log in (run_dir.public_log, run_dir.private_log):
+            with log.open("a") as file:
+                file.write('{"phase": "warm", "st' * (step == 2))
+    assert measured_before(run_dir.public_log, "warm", 3) == {1: 1.0, 2: 0.5, 3: 1.0 / 3}
+    assert [entry["step"] for entry in whole_lines(run_dir.private_log)] == [1, 2, 3]
 
 
 def test_only_the_main_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
