@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.end_to_end.warm import WarmLauncher
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -160,3 +163,34 @@ def launch(tmp_path: Path, small_config: dict[str, Any]) -> Callable[..., tuple[
         return Launch.written(small_config, tmp_path, name, change, **options)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, small_config: dict[str, Any]) -> tuple[Path, str]:
+    """An uninterrupted run by `deepspeed`, from a folder that is not the repository's; and what it printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "whole.json").write_text(json.dumps(small_config))
+    code, output = Launch(folder / "whole.json", folder).run()
+    assert code == 0, output
+    return folder / "runs" / "whole", output
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmLauncher]:
+    from tests.end_to_end.warm import WarmLauncher
+
+    launcher = WarmLauncher()
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="session")
+def whole(warm: WarmLauncher, small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy run, never interrupted."""
+    from tests.end_to_end.runs import toy
+
+    folder = tmp_path_factory.mktemp("whole")
+    job, run_dir = Launch.written(small_config, folder, "whole", toy)
+    ended = warm.run(job.config, folder)
+    assert ended.codes == [0, 0], ended.output
+    return run_dir

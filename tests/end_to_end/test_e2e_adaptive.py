@@ -15,7 +15,7 @@ import torch
 
 from accounting.certificate import verify
 from tests.end_to_end.conftest import Launch, ledger_lines, opened_steps, wait_for
-from tests.end_to_end.test_e2e_training import final_weights
+from tests.end_to_end.runs import final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
 SIGMA, FIRST, RATE, QUANTILE = 2.0, 3.0, 0.5, 0.7

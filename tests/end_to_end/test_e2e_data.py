@@ -14,7 +14,7 @@ import torch
 from data.index import build
 from data.synthetic import shape_samples, write_shards
 from tests.end_to_end.conftest import ROOT, Launch, ledger_lines, opened_steps
-from tests.end_to_end.test_e2e_training import STEPS, account, final_weights
+from tests.end_to_end.runs import SMALL_STEPS, account, final_weights
 
 sys.path.append(str(ROOT / "tests" / "data"))
 from range_server import Fault, RangeServer, serving
@@ -61,7 +61,7 @@ def test_a_server_that_fails_stops_all_ranks_in_order_and_resuming_changes_nothi
         state = json.loads((remote_dir / "run_state.json").read_text())
         assert state["status"] == "stopped, resume me"
         committed = [line["step"] for line in ledger_lines(remote_dir) if line["kind"] == "commit"]
-        assert 0 < len(committed) < STEPS and len(opened_steps(remote_dir)) == len(committed) + 1
+        assert 0 < len(committed) < SMALL_STEPS and len(opened_steps(remote_dir)) == len(committed) + 1
         assert (remote_dir / "checkpoints" / f"phase01-step{len(committed):08d}").is_dir(), "a whole step was not kept"
         code, output = remote.run()
         assert code == 75 and "cannot be read" in output, "still broken: it says so again, and breaks nothing"
@@ -70,9 +70,11 @@ def test_a_server_that_fails_stops_all_ranks_in_order_and_resuming_changes_nothi
         code, output = remote.run()
         assert code == 0, output
     assert json.loads((remote_dir / "run_state.json").read_text())["status"] == "done"
-    assert sorted(set(opened_steps(remote_dir))) == list(range(1, STEPS + 1))
+    assert sorted(set(opened_steps(remote_dir))) == list(range(1, SMALL_STEPS + 1))
     verdict = json.loads(account("verify", str(remote_dir), "--json").stdout)
-    assert verdict["committed"] == STEPS and verdict["opened"] == STEPS, "the step that was left is charged once"
+    assert verdict["committed"] == SMALL_STEPS and verdict["opened"] == SMALL_STEPS, (
+        "the step that was left is charged once"
+    )
     expected, found = final_weights(local_dir), final_weights(remote_dir)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from tests.end_to_end.conftest import TIMEOUT, Launch, opened_steps, run_worker, wait_for
-from train.checkpoint import Checkpoints
+from tests.end_to_end.runs import SMALL_STEPS, final_weights
 from train.dry_run import dry_run
 from train.loading import load
 
 Make = Callable[..., tuple[Launch, Path]]
-STEPS = 12
 NOT_THE_SUM = "UpdateError: what was reduced for"
 STOPPED = {
     "shards replaced": "UpdateError: the model's shards are no longer those that the optimizer updates",
@@ -66,12 +65,6 @@ def test_the_dry_run_names_the_engine(launch: Make) -> None:
     assert "\nengine: FSDP2 (torch" in dry_run(load(job.config, ["run.engine=fsdp2"]))
 
 
-def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    loaded = Checkpoints.newest(run_dir / "checkpoints")
-    assert loaded is not None
-    return loaded.weights()
-
-
 @pytest.mark.slow
 def test_a_run_stopped_under_fsdp2_goes_on_under_deepspeed_to_the_same_bits(launch: Make) -> None:
     """Two ranks: fp64 totals of two processes do not depend on who adds them up, so neither do the weights."""
@@ -86,12 +79,12 @@ def test_a_run_stopped_under_fsdp2_goes_on_under_deepspeed_to_the_same_bits(laun
     (run_dir / "stop").touch()
     output, _ = process.communicate(timeout=TIMEOUT)
     assert json.loads((run_dir / "run_state.json").read_text())["status"] == "stopped, resume me", output
-    assert 5 <= len(opened_steps(run_dir)) < STEPS, "it was over before it could be stopped"
+    assert 5 <= len(opened_steps(run_dir)) < SMALL_STEPS, "it was over before it could be stopped"
 
     job.launcher, job.arguments = "deepspeed", []
     code, output = job.run()
     assert code == 0, output
-    assert opened_steps(run_dir) == list(range(1, STEPS + 1)), "a step is missing or was charged twice"
+    assert opened_steps(run_dir) == list(range(1, SMALL_STEPS + 1)), "a step is missing or was charged twice"
     certificate = json.loads((run_dir / "certificate.json").read_text())
     assert certificate["engine"] == "DeepSpeed, ZeRO-1"
     expected, got = final_weights(whole_dir), final_weights(run_dir)

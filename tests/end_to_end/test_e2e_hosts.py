@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -12,15 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from accounting.history import History
-from tests.end_to_end.conftest import ROOT, TIMEOUT, Launch, environment, free_port, opened_steps, wait_for
+from tests.end_to_end.conftest import ROOT, Launch, environment, free_port, opened_steps, wait_for
+from tests.end_to_end.runs import TOY_STEPS, ended, state_of, toy
 
 Make = Callable[..., tuple[Launch, Path]]
-STEPS, STALL = 10, 20
+STALL = 20
 
 
 @dataclass(frozen=True)
@@ -74,22 +73,9 @@ def hosts() -> Iterator[tuple[Host, Host]]:
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
 
 
-def toy(config: dict[str, Any]) -> None:
-    for phase in config["phases"]:
-        phase["data"]["reading"] = {"workers": 0}
-    del config["phases"][1]["evaluation"]
-    config["phases"][1]["steps"] = STEPS
-    config["run"]["checkpoint_every"] = 2
-
-
 def on_both(hosts: tuple[Host, Host], job: Launch) -> list[subprocess.Popen[str]]:
     port = free_port()
     return [host.rank(job, rank, 2, port) for rank, host in enumerate(hosts)]
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=TIMEOUT)
-    return process.returncode, output
 
 
 def lose(host: Host, process: subprocess.Popen[str], how: str) -> None:
@@ -124,17 +110,17 @@ def test_a_lost_host_ends_the_job_and_it_goes_on_without_and_with_it(
     else:
         assert (codes[1 - lost] == 75 and "another rank ended" in outputs[0] + outputs[1]) or lost == 0, outputs
     if lost == 1 or how == "cut off":
-        assert json.loads((run_dir / "run_state.json").read_text())["status"] == "stopped, resume me"
+        assert state_of(run_dir) == "stopped, resume me"
 
     alone = hosts[0].rank(job, 0, 1, free_port())
     before = len(opened_steps(run_dir))
     wait_for(lambda: len(opened_steps(run_dir)) >= before + 2, alone)
     (run_dir / "stop").touch()
     assert ended(alone)[0] == 75
-    assert len(opened_steps(run_dir)) < STEPS, "nothing was left for both"
+    assert len(opened_steps(run_dir)) < TOY_STEPS, "nothing was left for both"
 
     found = [ended(process) for process in on_both(hosts, job)]
     assert [code for code, _ in found] == [0, 0], found
     history = History.read(run_dir / "ledger.jsonl")[0]
-    assert opened_steps(run_dir) == list(range(1, STEPS + 1)) and len(history.committed) == STEPS
+    assert opened_steps(run_dir) == list(range(1, TOY_STEPS + 1)) and len(history.committed) == TOY_STEPS
     assert len(history.segments) == 1 and not history.faults

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import BIN, ROOT, TIMEOUT, Launch, environment, free_port, opened_steps, wait_for
+from tests.end_to_end.conftest import BIN, ROOT, Launch, environment, free_port, opened_steps, wait_for
+from tests.end_to_end.runs import TOY_STEPS, ended, state_of, toy
 
 Make = Callable[..., tuple[Launch, Path]]
-STEPS = 6
 
 SRUN = """#!{python}
 # Stands for Slurm's srun: two tasks on this machine; gives the largest code of all.
@@ -42,14 +40,6 @@ esac
 """
 
 
-def toy(config: dict[str, Any]) -> None:
-    for phase in config["phases"]:
-        phase["data"]["reading"] = {"workers": 0}
-    del config["phases"][1]["evaluation"]
-    config["phases"][1]["steps"] = STEPS
-    config["run"]["checkpoint_every"] = 2
-
-
 def started(script: str, folder: Path, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         ["sh", str(ROOT / "launch" / script)], cwd=folder, env=environment() | variables, text=True,
@@ -57,14 +47,9 @@ def started(script: str, folder: Path, **variables: str) -> subprocess.Popen[str
     )  # fmt: skip
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=TIMEOUT)
-    return process.returncode, output
-
-
 def whole(run_dir: Path) -> bool:
-    state = json.loads((run_dir / "run_state.json").read_text())["status"]
-    return state == "done" and opened_steps(run_dir) == list(range(1, STEPS + 1))
+    state = state_of(run_dir)
+    return state == "done" and opened_steps(run_dir) == list(range(1, TOY_STEPS + 1))
 
 
 def place(name: str, text: str, folder: Path) -> None:

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.end_to_end.conftest import Launch, opened_steps, wait_for
-from tests.end_to_end.test_e2e_kills import STEPS, nothing_lost_and_nothing_twice, toy, weights
+from tests.end_to_end.runs import TOY_STEPS, final_weights, nothing_lost_and_nothing_twice, state_of, toy
 from tests.end_to_end.warm import WarmLauncher, alive
 from train.checkpoint import Checkpoints
 
 Make = Callable[..., tuple[Launch, Path]]
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[WarmLauncher]:
-    launcher = WarmLauncher()
-    yield launcher
-    launcher.close()
-
-
-@pytest.fixture(scope="module")
-def whole(warm: WarmLauncher, small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    job, run_dir = Launch.written(small_config, folder, "whole", toy)
-    ended = warm.run(job.config, folder)
-    assert ended.codes == [0, 0], ended.output
-    return run_dir
-
-
-def state_of(run_dir: Path) -> str:
-    return json.loads((run_dir / "run_state.json").read_text())["status"]
-
-
-def finished(warm: WarmLauncher, job: Launch) -> None:
+def finish(warm: WarmLauncher, job: Launch) -> None:
     ended = warm.run(job.config, job.cwd)
     assert ended.codes == [0, 0], ended.output
 
@@ -58,10 +36,10 @@ def test_a_signal_to_any_one_rank_stops_all_and_saves(
     assert ended.codes == [75, 75] and f"stopped by {number.name}" in ended.output, ended.output
     assert state_of(run_dir) == "stopped, resume me"
     done = opened_steps(run_dir)
-    assert done[-1] < STEPS
+    assert done[-1] < TOY_STEPS
     loaded = Checkpoints.newest(run_dir / "checkpoints")
     assert loaded is not None and loaded.position.step in (done[-1] - 1, done[-1]), "what was done is saved"
-    finished(warm, job)
+    finish(warm, job)
     nothing_lost_and_nothing_twice(run_dir, whole)
 
 
@@ -71,7 +49,7 @@ def test_a_deadline_stops_and_saves(warm: WarmLauncher, whole: Path, launch: Mak
     ended = warm.run(job.config, job.cwd, arguments=["--set", "run.stop_after_minutes=0.0001"])
     assert ended.codes == [75, 75] and "stopped by run.stop_after_minutes" in ended.output, ended.output
     assert state_of(run_dir) == "stopped, resume me"
-    finished(warm, job)
+    finish(warm, job)
     nothing_lost_and_nothing_twice(run_dir, whole)
 
 
@@ -91,7 +69,7 @@ def test_a_frozen_rank_ends_the_job_with_its_number_and_not_in_a_hang(
     assert ended.codes == [75, -9], ended.output
     assert "rank 1 gave no sign of life" in ended.output and "run.stall_seconds" in ended.output, ended.output
     assert state_of(run_dir) == "stopped, resume me"
-    finished(warm, job)
+    finish(warm, job)
     nothing_lost_and_nothing_twice(run_dir, whole)
 
 
@@ -104,7 +82,7 @@ def test_weights_that_stop_being_numbers_end_the_run_before_a_good_checkpoint_is
     assert 4 in ended.codes and "the weights are no longer finite; resume with a lower" in ended.output, ended.output
     loaded = Checkpoints.newest(run_dir / "checkpoints")
     assert loaded is not None
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in loaded.weights().values())
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in loaded.final_weights().values())
     ended = warm.run(job.config, job.cwd, arguments=["--new-segment", "a lower learning rate"])
     assert ended.codes == [0, 0], ended.output
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in weights(run_dir).values())
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in final_weights(run_dir).values())

@@ -18,7 +18,7 @@ from data.folders import build_folder
 from data.index import build
 from data.synthetic import shape_samples, texture_samples, write_shards
 from tests.end_to_end.conftest import Launch, ledger_lines, wait_for
-from tests.end_to_end.test_e2e_training import STEPS, final_weights
+from tests.end_to_end.runs import SMALL_STEPS, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
 Change = Callable[[dict[str, Any]], None]
@@ -53,7 +53,7 @@ def test_nodes_that_hold_their_own_shards_train_on_the_same_draws(launch: Make, 
     spread.arguments = ["--set", f"phases.1.data.reading.node_shards={tmp_path}/node$LOCAL_RANK"]
     code, output = spread.run()
     assert code == 0, output
-    assert _draws(spread_dir) == _draws(whole_dir) and len(_draws(whole_dir)) == STEPS, "same ids, same facts"
+    assert _draws(spread_dir) == _draws(whole_dir) and len(_draws(whole_dir)) == SMALL_STEPS, "same ids, same facts"
     claims = [json.loads((folder / "certificate.json").read_text())["claim"] for folder in (whole_dir, spread_dir)]
     assert claims[0] == claims[1]
     expected, found = final_weights(whole_dir), final_weights(spread_dir)

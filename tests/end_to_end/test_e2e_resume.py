@@ -1,0 +1,151 @@
+"""Real runs that are stopped, copied, changed or started twice, and go on: the same, or charged, or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.end_to_end.conftest import Launch, ledger_lines, opened_steps, wait_for
+from tests.end_to_end.runs import SMALL_STEPS, account, final_weights, state_of
+
+Make = Callable[..., tuple[Launch, Path]]
+
+
+@pytest.mark.parametrize("how", ["SIGTERM to the launcher", "SIGKILL", "stop file, from ZeRO-3 to 1"])
+def test_stopped_and_resumed_ends_where_it_would_have(finished: tuple[Path, str], launch: Make, how: str) -> None:
+    job, run_dir = launch("broken")
+    other_stage = "ZeRO-3" in how
+    if other_stage:  # weights themselves are sharded, and none is so small that it is kept whole
+        job.arguments = ["--set", "zero_optimization.stage=3"]
+        job.arguments += ["--set", "zero_optimization.stage3_param_persistence_threshold=0"]
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
+    if how == "SIGTERM to the launcher":
+        os.kill(process.pid, signal.SIGTERM)
+    elif how == "SIGKILL":
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        (run_dir / "stop").touch()
+    output, _ = process.communicate(timeout=120)
+    if how.startswith("stop file"):
+        assert process.returncode == 75 and "start the same command again" in output, output
+        assert state_of(run_dir) == "stopped, resume me"
+    broken_at = len(opened_steps(run_dir))
+    assert 5 <= broken_at < SMALL_STEPS, "it was over before it could be stopped"
+
+    job.arguments = []
+    code, output = job.run()
+    assert code == 0, output
+    lines = ledger_lines(run_dir)
+    assert opened_steps(run_dir) == list(range(1, SMALL_STEPS + 1)), "a step is missing or was charged twice"
+    assert sum(line["kind"] == "commit" for line in lines) == SMALL_STEPS
+    assert any(line["kind"] == "resume" for line in lines)
+    expected, got = final_weights(finished[0]), final_weights(run_dir)
+    # Stages add the public phase's gradients up in orders of their own.
+    far = 2e-4 if other_stage else 0.0
+    different = [name for name in expected if not torch.allclose(expected[name], got[name], rtol=0, atol=far)]
+    assert not different, different
+    assert account("verify", str(run_dir)).returncode == 0
+
+
+@pytest.mark.slow
+def test_resume_on_one_process_gives_the_same_batches_noise_and_nearly_the_same_weights(
+    finished: tuple[Path, str], launch: Make
+) -> None:
+    job, run_dir = launch("elastic")
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    job.launcher = "python"
+    code, output = job.run()
+    assert code == 0, output
+    digests = [
+        [line["facts"]["sampling"]["digest"] for line in ledger_lines(folder) if line["kind"] == "open"]
+        for folder in (finished[0], run_dir)
+    ]
+    assert digests[0] == digests[1]
+    expected, got = final_weights(finished[0]), final_weights(run_dir)
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_changed_config_is_refused_until_declared_and_then_charged(launch: Make) -> None:
+    job, run_dir = launch("changed")
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    before = opened_steps(run_dir)
+
+    job.arguments = ["--set", "phases.1.schedule.peak=0.0005"]
+    code, output = job.run()
+    assert code == 5 and "--new-segment" in output, output
+    assert opened_steps(run_dir) == before
+
+    job.arguments += ["--new-segment", "a lower learning rate"]
+    code, output = job.run()
+    assert code == 0, output
+    segments = [line for line in ledger_lines(run_dir) if line["kind"] == "segment"]
+    assert len(segments) == 2 and segments[1]["reason"] == "a lower learning rate"
+    verdict = json.loads(account("verify", str(run_dir), "--json").stdout)
+    again = segments[1]["from_step"]
+    assert verdict["opened"] == len(before) + SMALL_STEPS - again, "a step of the old segment was not charged"
+
+
+@pytest.mark.slow
+def test_a_second_process_on_the_same_directory_is_refused_while_the_first_lives(launch: Make) -> None:
+    job, run_dir = launch("twice")
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 1, process)
+    os.killpg(process.pid, signal.SIGSTOP)
+    try:
+        code, output = job.run()
+    finally:
+        os.killpg(process.pid, signal.SIGCONT)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert code == 5 and "in use by another process" in output, output
+
+
+@pytest.mark.slow
+def test_a_copied_run_directory_goes_on_with_new_keys_and_every_step_charged(launch: Make, tmp_path: Path) -> None:
+    job, run_dir = launch("original")
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    copy = tmp_path / "copy-run"
+    shutil.copytree(run_dir, copy)
+    (copy / "secret").chmod(0o700)
+    before = len(opened_steps(copy))
+
+    job.arguments = ["--set", f"run.dir={copy}"]
+    code, output = job.run()
+    assert code == 0 and "new keys from here on" in output, output
+    segments = [line for line in ledger_lines(copy) if line["kind"] == "segment"]
+    assert len(segments) == 2
+    verdict = json.loads(account("verify", str(copy), "--json").stdout)
+    assert verdict["opened"] == before + SMALL_STEPS - segments[1]["from_step"]
+    assert verdict["claimed"] == 8.0, "outputs of the first segment may have been seen: the budget is claimed"
+
+
+@pytest.mark.slow
+def test_resume_must_and_never_are_obeyed(launch: Make) -> None:
+    job, run_dir = launch("modes", launcher="python")
+    job.arguments = ["--resume", "must"]
+    code, output = job.run()
+    assert code == 5 and "there is no run" in output, output
+    (run_dir).mkdir(parents=True)
+    (run_dir / "ledger.jsonl").touch()
+    job.arguments = ["--resume", "never"]
+    code, output = job.run()
+    assert code == 5 and "holds a run already" in output, output
