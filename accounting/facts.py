@@ -105,3 +105,28 @@ def combined_sigma(released: Sequence[tuple[float, float]]) -> float:
     if len(released) == 1:  # the plain ratio, without the rounding of squares and roots
         return released[0][1] / released[0][0]
     return sum((sensitivity / std) ** 2 for sensitivity, std in released) ** -0.5
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of steps that share their keys and everything that shapes a release."""
+
+    phase: int
+    number: int
+    salt: str
+    config_digest: str
+    manifest_digest: str
+    from_step: int
+    reason: str
+
+    @property
+    def key_name(self) -> str:
+        return f"{self.number}:{self.salt}"
+
+
+@dataclass(frozen=True)
+class CheckpointMark:
+    phase: int
+    segment: int
+    step: int
+    digest: str

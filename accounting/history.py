@@ -12,35 +12,13 @@ from typing import Any
 
 from accounting.accountant import Accountant, Event, epsilon, merge
 from accounting.adaptive import METRIC, ROUNDING, NormTrail
-from accounting.facts import StepFacts, StepId
+from accounting.facts import CheckpointMark, Segment, StepFacts, StepId
 from accounting.ledger import FORMAT, Entry, LedgerError, parse
+from accounting.origin import Origin
 from accounting.plan import PrivacyPlan
 from accounting.tuning import Declared
 
-
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of steps that share their keys and everything that shapes a release."""
-
-    phase: int
-    number: int
-    salt: str
-    config_digest: str
-    manifest_digest: str
-    from_step: int
-    reason: str
-
-    @property
-    def key_name(self) -> str:
-        return f"{self.number}:{self.salt}"
-
-
-@dataclass(frozen=True)
-class CheckpointMark:
-    phase: int
-    segment: int
-    step: int
-    digest: str
+NOTHING_PRIVATE = "NOT PRIVATE: no phase of this run was private"
 
 
 @dataclass
@@ -65,6 +43,7 @@ class History:
     late_plans: list[int] = field(default_factory=list)  # phases whose plan may depend on steps opened before
     tunings: list[Declared] = field(default_factory=list)  # chosen by outputs; no declaration can be taken back
     choices: list[str] = field(default_factory=list)  # public metrics by which checkpoints are kept, perhaps chosen
+    origins: list[Origin] = field(default_factory=list)  # runs whose weights this one began from
     finished: bool = False
     _line: int = 0
     segment_lines: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -95,7 +74,7 @@ class History:
             raise LedgerError(f"line {entry.index + 1}: a ledger starts with exactly one run entry")
         self._line = entry.index
         try:
-            if self.finished and entry.kind in ("plan", "nonprivate", "segment", "open", "commit", "finish"):
+            if self.finished and entry.kind in ("plan", "nonprivate", "origin", "segment", "open", "commit", "finish"):
                 raise ValueError("the run was finished before")
             getattr(self, f"_{entry.kind}")(entry.fields)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -196,6 +175,9 @@ class History:
     def _choice(self, fields: dict[str, Any]) -> None:
         self.choices.append(str(fields["by"]))
 
+    def _origin(self, fields: dict[str, Any]) -> None:
+        self.origins.append(Origin.from_dict(fields))
+
     def _finish(self, fields: dict[str, Any]) -> None:
         del fields
         self.finished = True
@@ -218,6 +200,11 @@ class History:
             found.append(step_id)
         return found
 
+    def protected(self) -> frozenset[str]:
+        """Digests of all records that these weights may tell of: this run's own, and those of runs before it."""
+        before = (digest for origin in self.origins for digest in origin.protected)
+        return frozenset(segment.manifest_digest for segment in self.segments).union(before)
+
     def why_not_private(self) -> str | None:
         """None if the claim of privacy may be made."""
         if self.run["debug"]:
@@ -234,7 +221,7 @@ class History:
         if free := [declared.statement for declared in self.tunings if declared.tuning is None]:
             return f"NOT PRIVATE: tuned on private data, by a number of runs that is not charged ({free[0]})"
         simulated = (str(plan.stands_for) for plan in self.plans.values() if plan.stands_for)
-        return next(simulated, None if self.plans else "NOT PRIVATE: no phase of this run was private")
+        return next(simulated, None if self.plans else NOTHING_PRIVATE)
 
     def why_budget_is_claimed(self) -> str | None:
         """Why the claim must be the planned budget and not what was spent: someone may have chosen by the outputs."""
@@ -293,7 +280,7 @@ class History:
 
 KINDS = frozenset((
     "run", "plan", "nonprivate", "tuning", "segment", "open", "commit", "checkpoint", "copied", "resume", "recovered",
-    "choice", "finish"))  # fmt: skip
+    "choice", "origin", "finish"))  # fmt: skip
 
 
 def _step(fields: dict[str, Any]) -> tuple[StepId, StepFacts]:

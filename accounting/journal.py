@@ -11,9 +11,10 @@ from typing import Any
 
 from accounting.accountant import Event
 from accounting.calibrate import affordable_steps
-from accounting.facts import StepFacts
-from accounting.history import CheckpointMark, History, Segment, StepId
+from accounting.facts import CheckpointMark, Segment, StepFacts, StepId
+from accounting.history import History
 from accounting.ledger import FORMAT, Ledger, LedgerError, make_entry
+from accounting.origin import Origin
 from accounting.plan import PrivacyPlan
 from accounting.tuning import Declared, tuned_epsilon
 
@@ -74,6 +75,13 @@ class Journal:
         if known is None or known > public_data or manifest_digest not in self.history.public_manifests[phase]:
             fields = {"name": name, "public_data": public_data, "manifest_digest": manifest_digest}
             self._append("nonprivate", phase=phase, **fields)
+
+    def declare_origin(self, origin: Origin) -> bool:
+        """Whether it was not known before."""
+        if origin in self.history.origins:
+            return False
+        self._append("origin", **origin.as_dict())
+        return True
 
     def declare_tuning(self, declared: Declared) -> float | None:
         """Written once, before the first step if it is known then. The epsilon that it will make of the planned run."""

@@ -91,7 +91,7 @@ def deviations_of(history: History) -> list[str]:
                 f"the noise came from {generator!r}, of which nothing is known; read it with a newer version"
             )
         found += [text] if (text := GENERATORS[generator]) else []
-    return found
+    return found + [origin.deviation() for origin in history.origins]
 
 
 def _phase(history: History, index: int) -> dict[str, Any]:

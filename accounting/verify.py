@@ -103,7 +103,7 @@ def _compare(certificate: dict[str, Any], history: History, entries: list[Entry]
         raise CertificateError(f"the certificate has format {certificate['format']!r}, not {FORMAT!r}")
     length = certificate["ledger"]["length"]
     _require_line(entries, length, certificate["ledger"]["head"], "the certificate")
-    if any(entry.kind in ("open", "commit", "segment", "tuning", "choice") for entry in entries[length:]):
+    if any(entry.kind in ("open", "commit", "segment", "origin", "tuning", "choice") for entry in entries[length:]):
         raise CertificateError(
             "steps were opened, or tuning was declared, after the certificate was written; it no longer covers the run"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accounting.accountant import describe
-from accounting.history import Segment
+from accounting.facts import Segment
 from accounting.keys import Purpose, RunKey
 from accounting.ledger import LedgerError
 from accounting.plan import PrivacyPlan
@@ -19,6 +19,10 @@ PUBLIC_SEGMENT = "public"
 def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     """Into the ledger, frozen. Plans of later phases are declared before the first step: they depend on no output."""
     privacy = phase.settings.privacy
+    if phase.start is not None:
+        for origin in phase.start.origins:
+            if run.writer.declare_origin(origin):
+                run.board.say(f"{phase.name}  {origin.deviation()}")
     if privacy is None:
         run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, phase.index.manifest_digest)
         return None

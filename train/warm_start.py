@@ -1,7 +1,9 @@
 """Weights to start from: a run directory or an export of ours, or a file of released weights; and what they carry.
 
-Weights are made from records, too. If a ledger lies beside them, it says which ones: what was trained on records that
-this run protects would have to be added to its epsilon, and is refused. Of other files the config's word is taken.
+Weights are made from records, too. If a ledger lies beside them, it says which ones, and which ones the weights were
+made from that it began with: what was trained on the very records that this run protects would have to be added to its
+epsilon, and is refused. Sets of other digests may still share people, so every other origin goes into this run's ledger
+and certificate. Of files without a ledger the config's word is taken.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from accounting.history import History
+from accounting.history import NOTHING_PRIVATE, History
 from accounting.ledger import LedgerError
+from accounting.origin import Origin
 from data.index import Place, Shard
 from model.account import Account, WeightsError
 from model.build import take_encoder
@@ -61,7 +64,9 @@ class WarmStart:
     path: Path
     digest: str
     protected: frozenset[str]
-    """Digests of the records that private phases before these weights protected."""
+    """Digests of the records that private phases before these weights protected, in all runs that led to them."""
+    origins: tuple[Origin, ...]
+    """Those runs, as this one's ledger will name them."""
     undeclared: str | None
     """Why its own run was not private by what it trained on; None where nothing of the kind is known."""
 
@@ -72,16 +77,22 @@ class WarmStart:
         if path.is_dir() and not (path / EXPORTED).is_file() and not RunDir(path).checkpoints.is_dir():
             raise WarmStartError(f"{path} holds neither checkpoints nor {EXPORTED}; name a run directory or an export")
         ledger = path / "ledger.jsonl" if path.is_dir() else path.parent / "ledger.jsonl"
-        protected, undeclared = frozenset[str](), None
-        if ledger.is_file():
-            try:
-                history, _ = History.read(ledger)
-            except LedgerError as error:
-                raise WarmStartError(f"{path}: {error}") from None
-            protected = frozenset(segment.manifest_digest for segment in history.segments)
-            if history.faults or not all(history.nonprivate.values()) or history.run["debug"]:
-                undeclared = history.why_not_private()
-        return WarmStart(path, _digest(path), protected, undeclared)
+        if not ledger.is_file():
+            return WarmStart(path, _digest(path), frozenset(), (), None)
+        try:
+            history, entries = History.read(ledger)
+            objection = history.why_not_private()
+            # Weights of public records alone are as good as any, and those of a simulation were made as it says.
+            harmless = {None, NOTHING_PRIVATE, *(str(plan.stands_for) for plan in history.plans.values())}
+            origins = tuple(history.origins)
+            if history.plans:
+                own = tuple(sorted({segment.manifest_digest for segment in history.segments}))
+                promised = (history.budget(), history.delta())
+                origins = (*origins, Origin(history.run["name"], entries[0].hash, *promised, own))
+        except LedgerError as error:
+            raise WarmStartError(f"{path}: {error}") from None
+        undeclared = None if objection in harmless else objection
+        return WarmStart(path, _digest(path), history.protected(), origins, undeclared)
 
     def fill(self, model: nn.Module) -> Account:
         """Puts the weights into the model, as far as they fit; the account says what became of every tensor."""

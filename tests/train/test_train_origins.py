@@ -1,0 +1,135 @@
+"""Weights to start from were made from records, too: of which runs is known, refused, or said in the certificate."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accounting.certificate import write
+from accounting.history import History
+from accounting.journal import Journal
+from accounting.ledger import Ledger
+from accounting.plan import PrivacyPlan, threshold_for
+from accounting.statement import compose
+from accounting.tuning import Declared
+from accounting.verify import CertificateError, verify
+from data.index import ShardIndex
+from data.index import build as build_index
+from data.synthetic import shape_samples, write_shards
+from train.loading import load
+from train.recipe import RecipeError, prepare
+from train.warm_start import EXPORTED, WarmStart
+
+PLAN = PrivacyPlan(64, threshold_for(64, 8), 1.0, 2.0, 3, 1 / 128, 8.0)
+
+
+def run(
+    root: Path, digest: str, *before: WarmStart, public: bool = True, debug: bool = False,
+    more: Callable[[Journal], Any] = lambda journal: None,
+) -> WarmStart:  # fmt: skip
+    """An export, as far as its ledger tells: weights from elsewhere, then a private phase on the records."""
+    root.mkdir()
+    (root / EXPORTED).write_bytes(root.name.encode())
+    journal = Journal(Ledger.open(root / "ledger.jsonl"))
+    journal.start_run(root.name, "check", debug, {})
+    for start in before:
+        for origin in start.origins:
+            assert journal.declare_origin(origin) and not journal.declare_origin(origin)
+        journal.declare_nonprivate(0, "start", public, start.digest)
+    journal.declare_plan(1, "private", PLAN, {})
+    journal.begin_segment(1, "config", digest, 0, "first")
+    more(journal)
+    journal.finish()
+    journal.ledger.close()
+    return WarmStart.at(root)
+
+
+def test_what_a_run_began_from_is_remembered_however_many_runs_lie_between(tmp_path: Path) -> None:
+    first = run(tmp_path / "a", "one")
+    second = run(tmp_path / "b", "two", first)
+    third = run(tmp_path / "c", "three", second)
+    assert third.protected == {"one", "two", "three"} and third.undeclared is None
+    assert [origin.run for origin in third.origins] == ["a", "b", "c"]
+    assert {(origin.epsilon, origin.delta) for origin in third.origins} == {(8.0, 1 / 128)}
+
+
+def test_the_certificate_says_what_the_weights_began_from_and_cannot_leave_it_out(tmp_path: Path) -> None:
+    run(tmp_path / "b", "two", run(tmp_path / "a", "one"))
+    history, entries = History.read(tmp_path / "b" / "ledger.jsonl")
+    write(compose(history, entries, {}), tmp_path / "b")
+    assert verify(tmp_path / "b").certified is not None
+    path = tmp_path / "b" / "certificate.json"
+    document = json.loads(path.read_text())
+    said = [text for text in document["known_deviations"] if "began from those of run 'a'" in text]
+    assert len(said) == 1 and "epsilon = 8" in said[0] and "no more than the sum of both" in said[0]
+    document["known_deviations"].remove(said[0])
+    path.write_text(json.dumps(document))
+    with pytest.raises(CertificateError, match="leaves out a known deviation: The weights began from"):
+        verify(tmp_path / "b")
+
+
+def tuned(journal: Journal) -> None:
+    journal.declare_tuning(Declared("looked at the captions"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"debug": True}, "NOT PRIVATE (debug)"), ({"public": False}, "on data not declared public"),
+        ({"more": lambda journal: journal.declare_nonprivate(2, "after", True, "one")}, "that another phase protects"),
+        ({"more": tuned}, "tuned on private data"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_not_private_are_no_public_start(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    start = run(tmp_path / "b", "one", run(tmp_path / "a", "zero"), **changes)
+    assert start.undeclared is not None and message in start.undeclared
+
+
+def test_weights_of_public_records_alone_are_a_public_start(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / EXPORTED).touch()
+    journal = Journal(Ledger.open(tmp_path / "p" / "ledger.jsonl"))
+    journal.start_run("p", "check", False, {})
+    journal.declare_nonprivate(0, "warm", True, "open")
+    journal.ledger.close()
+    start = WarmStart.at(tmp_path / "p")
+    assert (start.undeclared, start.origins, start.protected) == (None, (), frozenset())
+
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 8,
+    "model": {"family": "mae", "size": "nano", "image_size": 16, "patch_size": 8},
+    "phases": [
+        {"name": "start", "data": {"source": "checkpoint", "path": ""}, "objective": "mae"},
+        {"name": "private", "data": {"path": ""},
+         "objective": "mae", "privacy": {"epsilon": 8.0, "expected_batch": 8}, "optimizer": {"type": "AdamW"},
+         "schedule": {"peak": 1e-3, "shape": "constant"}, "steps": 3},
+    ],
+}  # fmt: skip
+
+
+def test_records_that_any_run_before_protected_are_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path / "mine", shape_samples(2, 64, 16), 32)
+    build_index(tmp_path / "mine")
+    mine = ShardIndex.open(tmp_path / "mine").manifest_digest
+    first = run(tmp_path / "a", mine)
+    second = run(tmp_path / "b", "others", first)
+    run(tmp_path / "c", "elsewhere", second)
+    run(tmp_path / "d", "elsewhere")
+    for start, refused in (("a", True), ("b", True), ("c", True), ("d", False)):
+        config = copy.deepcopy(CONFIG)
+        config["phases"][0]["data"]["path"] = str(tmp_path / start)
+        config["phases"][1]["data"]["path"] = str(tmp_path / "mine")
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if refused:
+            with pytest.raises(RecipeError, match="was trained on the private records of phase 'private'"):
+                prepare(load(tmp_path / "config.json", []))
+        else:
+            prepare(load(tmp_path / "config.json", []))
