@@ -268,6 +268,11 @@ class History:
             raise LedgerError(f"the ledger has {len(deltas)} values of delta, so no single claim can be made")
         return deltas.pop()
 
+    def claimed_delta(self) -> float:
+        """Plans that were declared in the beginning are composed as one; each that outputs may have shaped adds its own
+        delta, as basic composition has it."""
+        return self.delta() * (1 + len(self.late_plans))
+
     def epsilon(self, accountant: Accountant = "pld") -> float:
         """Of everything opened in all private phases, at the run's delta."""
         events = self.charged()

@@ -256,6 +256,9 @@ class Journal:
         return sum(plan.epsilon_budget for index, plan in self.history.plans.items() if index <= reached)
 
     def _affordable(self, phase: int, event: Event, wanted: int) -> int:
-        return affordable_steps(
-            self.history.charged(), event.rate, event.sigma, wanted, self._budget(phase), self.history.delta()
+        """Of all phases together, and of this one by itself: what an earlier one left is not this one's to spend."""
+        history, own = self.history, self.history.plans[phase].epsilon_budget
+        return min(
+            affordable_steps(charged, event.rate, event.sigma, wanted, budget, history.delta())
+            for charged, budget in ((history.charged(), self._budget(phase)), (history.charged(phase), own))
         )

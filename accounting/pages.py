@@ -79,7 +79,7 @@ def _phase_table(certificate: dict[str, Any]) -> Table:
 def _meaning(claim: dict[str, Any], unit: str) -> list[str]:
     stands_for = claim.get("stands_for")
     objection = None if claim["private"] or stands_for else claim["statement"]
-    text = explain(claim["epsilon_claimed"] or 0.0, claim["delta"] or 1.0, unit, objection)
+    text = explain(claim["epsilon_claimed"] or 0.0, _delta(claim) or 1.0, unit, objection)
     return [*([f"{stands_for}. The following is about what was run."] if stands_for else []), *text.split("\n\n")]
 
 
@@ -87,7 +87,7 @@ def _nist(certificate: dict[str, Any]) -> Table:
     claim = certificate["claim"]
     public = [p["name"] for p in certificate["phases"] if not p["private"]]
     strength = "no promise" if not (claim["private"] or "stands_for" in claim) else (
-        f"ε = {claim['epsilon_claimed']}, δ = {show_delta(claim['delta'])}"
+        f"ε = {claim['epsilon_claimed']}, δ = {show_delta(_delta(claim))}"
     )  # fmt: skip
     return [
         ["question", "answer"],
@@ -114,6 +114,11 @@ def _tuned(declarations: list[dict[str, Any]]) -> str:
     )
 
 
+def _delta(claim: dict[str, Any]) -> float:
+    """Of the claim; what was spent is given at the plans' own."""
+    return claim.get("delta_claimed", claim["delta"])
+
+
 def _sibling(sibling: Any) -> str:
     if not isinstance(sibling, dict):
         return str(sibling)
@@ -125,7 +130,7 @@ def model_card(certificate: dict[str, Any]) -> str:
     claim = certificate["claim"]
     lines = ["differential_privacy:", f"  private: {'true' if claim['private'] else 'false'}"]
     if claim["private"]:
-        lines += [f"  epsilon: {claim['epsilon_claimed']}", f"  delta: {show_delta(claim['delta'])}"]
+        lines += [f"  epsilon: {claim['epsilon_claimed']}", f"  delta: {show_delta(_delta(claim))}"]
         lines += ["  unit: one record", "  neighbours: zero-out", "  accountant: PLD", "  sampling: Poisson"]
     else:
         lines.append(f"  reason: {json.dumps(claim['statement'])}")

@@ -53,12 +53,13 @@ def compose(history: History, entries: list[Entry], extra: dict[str, Any]) -> di
         basis = f"{basis}; and the run was chosen among several" if basis else "the run was chosen among several"
     claim: dict[str, Any] = {
         "private": objection is None,
-        "statement": _said(history, objection, claimed or 0.0, delta or 0.0),
+        "statement": _said(history, objection, claimed or 0.0, history.claimed_delta() if private else 0.0),
         "epsilon": spent,
         "epsilon_rounded_up": None if spent is None else round_up(spent),
         "epsilon_claimed": None if claimed is None else round_up(claimed),
         "claimed_because": basis or "every opened step is charged, and the planned number of steps was run",
         "delta": delta,
+        **({"delta_claimed": history.claimed_delta()} if history.late_plans else {}),
         "epsilon_budget": history.budget() if private else None,
         "epsilon_rdp": _second_opinion(history) if chargeable else None,
         "method": describe("pld"),

@@ -89,8 +89,8 @@ def refuse_leaks(
         raise LeakError(
             f"{private.folder}: run {used[0]!r} has used these records; leaving some out now would change n and the "
             "records that its ledger speaks of, and it could not be resumed; index the shards into another folder "
-            "(prepare.py index … --out FOLDER) and filter that one, and mind that its runs are on the same people: what "
-            "the earlier ones spent adds up with them, though no log beside the new index says so"
+            "(prepare.py index … --out FOLDER) and filter that one, and mind that its runs are on the same people: "
+            "what the earlier ones spent adds up with them, though no log beside the new index says so"
         )
 
 

@@ -60,16 +60,20 @@ class ShardReader:
             raw = self._source.read(place, start, end)
             if len(raw) == end - start:
                 return self.index.members(record, raw)
-            raise _DamagedError(f"{what}: {len(raw)} bytes came; the shard was cut, restore it")
+            raise _DamagedError(f"{what}: {CUT}")
         except ChangedShardError:
             raise
         except ShardError as error:
             # Damaged headers are tried again too: a page torn in transit looks just like that.
             self._source.forget(place)
-            raise _DamagedError(str(error)) from error
+            # Its own words count bytes, and a length or a place in a shard may tell which record was drawn.
+            raise _DamagedError(f"{what}: {CUT}") from error
         except OSError:
             self._source.forget(place)
             raise
+
+
+CUT = "a record came cut or damaged; restore the shard"
 
 
 class _DamagedError(OSError):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.index import Place, RecordIndex, Shard
+from data.index import Place, RecordIndex, Shard, ShardIndex
+from data.index_format import join
 from data.public import Shuffle
 
 _NAME = b"murmuration public fraction 1"
@@ -69,6 +70,12 @@ def public_share(records: int, fraction: float) -> int:
     if records < 2:
         raise ValueError(f"{records} record cannot be cut in two; drop public_fraction")
     return min(records - 1, max(1, round(records * fraction)))
+
+
+def places_of(index: RecordIndex) -> frozenset[str]:
+    """Where the shards of an index lie, as far as it knows."""
+    whole = index.whole if isinstance(index, SplitIndex) else index
+    return frozenset(str(join(whole.root, shard.name)) for shard in whole.shards if isinstance(whole, ShardIndex))
 
 
 def apart(one: RecordIndex, other: RecordIndex) -> bool:

@@ -122,8 +122,7 @@ class Checkpoints:
             if not self.folder.exists():
                 self.folder.mkdir(parents=True)
                 sync(self.folder.parent)
-            for orphan in self.folder.glob(".*.tmp"):  # folders, and a pointer that was never swung
-                shutil.rmtree(orphan) if orphan.is_dir() else orphan.unlink()
+            self._drop_torn()
             temporary.mkdir()
 
     def _publish(
@@ -162,13 +161,24 @@ class Checkpoints:
                 shutil.rmtree(old)
 
     def recover(self, marked: str | None) -> None:
-        """On the main rank, before anything is read: swings a pointer whose checkpoint the ledger names already."""
+        """On the main rank, before anything is read: swings a pointer whose checkpoint the ledger names already.
+
+        What else a kill left goes before its steps are made again: on other ranks they round otherwise, and the two
+        results would have the same noise.
+        """
         if self.next_pointer.exists():
             try:
                 ready = read_pointer(self.next_pointer)[0].manifest_sha256 == marked
             except CheckpointError:  # torn by a kill, so the ledger cannot have named it
                 ready = False
             self._swing() if ready else self.next_pointer.unlink()
+        self._drop_torn()
+        if marked is None or self.pointer.exists():  # a pointer that was lost may be restored, with what it named
+            self._retire()
+
+    def _drop_torn(self) -> None:
+        for orphan in self.folder.glob(".*.tmp"):  # folders, and a pointer that was never swung
+            shutil.rmtree(orphan) if orphan.is_dir() else orphan.unlink()
 
     def latest(self) -> Loaded | None:
         """What the pointer names, every byte of it hashed by some rank; None where nothing was ever saved."""

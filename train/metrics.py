@@ -79,5 +79,5 @@ def rounded(value: float) -> float:
 def _bounded_sum(values: Tensor, present: Tensor, lowest: float, highest: float) -> float:
     """Each present record adds a number within the bounds; one that is not finite adds 0."""
     values = values.detach().double()
-    counts = present & torch.isfinite(values)
+    counts = present.to(values.device) & torch.isfinite(values)
     return float(torch.where(counts, values.clamp(lowest, highest), torch.zeros_like(values)).sum())

@@ -18,7 +18,7 @@ from accounting.tan import stand_in
 from data.batches import DataSpec
 from data.index import RecordIndex, Shard, shared_shard
 from data.node_plan import Placement
-from data.split import apart
+from data.split import apart, places_of
 from data.stream import StreamIndex
 from data.text import TextEncoder
 from model.settings import SettingsError, Shape
@@ -141,7 +141,7 @@ def _keep_apart(phases: list[ReadyPhase]) -> None:
 
 def _shared(private: RecordIndex, public: RecordIndex) -> Shard | None:
     if isinstance(public, StreamIndex):
-        return public.shared_with(private.shards)
+        return public.shared_with(private.shards, places_of(private))
     return shared_shard(private.shards, public.shards)
 
 

@@ -12,10 +12,11 @@ import pytest
 from acc_world import CONFIG, DATA, PLAN, begin, facts, train, whole_run
 
 from accounting import certificate
-from accounting.accountant import AccountingError, Event, epsilon
+from accounting.accountant import AccountingError, Event, epsilon, show_delta
 from accounting.certificate import CertificateError, compose, html_page, markdown, verify
 from accounting.explain import attack_power, best_guess, explain
 from accounting.ledger import LedgerError
+from accounting.pages import model_card
 from accounting.tuning import Declared, Tuning, tuned_epsilon
 
 
@@ -218,3 +219,8 @@ def test_late_plans_do_not_shrink_the_claim(tmp_path: Path) -> None:
     assert journal.history.why_budget_is_claimed() is None
     journal.declare_plan(1, "later", PLAN, {})
     assert "later" in (journal.history.why_budget_is_claimed() or "")
+    document = compose(journal.history, journal.ledger.entries, {})
+    # Basic composition is all that holds of a plan that outputs may have shaped.
+    assert document["claim"]["delta_claimed"] == 2 * PLAN.delta
+    assert show_delta(2 * PLAN.delta) in document["claim"]["statement"]
+    assert f"delta: {show_delta(2 * PLAN.delta)}" in model_card(document)

@@ -214,6 +214,21 @@ def test_two_phases_share_a_budget_and_rollback_across_them_changes_keys(tmp_pat
         journal.open_step(0, 4, facts(4))
 
 
+def test_what_an_earlier_phase_left_of_its_budget_is_not_a_later_ones_to_spend(tmp_path: Path) -> None:
+    plan = replace(PLAN, epsilon_budget=0.4, steps=100)
+    journal = begin(tmp_path, plan)
+    journal.declare_plan(1, "second", plan, describe("pld"))
+    train(journal, range(1, 2), plan)  # and no further: it ended at a plateau
+    journal.begin_segment(1, CONFIG, DATA, 0, "first")
+    step = 0
+    with pytest.raises(BudgetSpent):
+        while step < plan.steps:
+            step += 1
+            train(journal, range(step, step + 1), plan, phase=1)
+    alone = epsilon(journal.history.charged(1), plan.delta)
+    assert step > 2 and alone <= 0.4 < epsilon([Event(1.0, 20.0, step)], plan.delta)
+
+
 @pytest.mark.parametrize("between", ["nothing", "public phase"])
 def test_resuming_keeps_the_segment_only_at_the_last_checkpoint(tmp_path: Path, between: str) -> None:
     journal = begin(tmp_path)

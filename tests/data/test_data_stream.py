@@ -17,6 +17,7 @@ from data.batches import BatchReader, DataSpec
 from data.index import ShardError, ShardIndex
 from data.loader import Loader, PublicOrder
 from data.shards import Reading
+from data.split import SplitIndex, places_of
 from data.stream import PLACES, StreamEpochs, StreamIndex, lane_placement, portions
 from data.tar import UnreadableError
 
@@ -246,6 +247,16 @@ def test_a_copy_of_a_private_shard_is_found(shards: Path, small_set: ShardIndex)
     raw[raw.index(b"a red 12")] ^= 1
     (shards / "harmless.tar").write_bytes(raw)
     assert StreamIndex(str(shards), 1, 4).shared_with(small_set.shards) is None
+
+
+def test_a_private_shard_behind_a_url_is_known_by_it(small_set: ShardIndex) -> None:
+    index = StreamIndex("http://127.0.0.1:9/{0..3}.tar", 1, 4)
+    assert index.shared_with(small_set.shards, frozenset({"http://127.0.0.1:9/4.tar"})) is None
+    shared = index.shared_with(small_set.shards, frozenset({"http://127.0.0.1:9/2.tar"}))
+    assert shared is not None and shared.name == "http://127.0.0.1:9/2.tar"
+    assert {Path(place).name for place in places_of(SplitIndex(small_set, 0.5, True))} == {
+        shard.name for shard in small_set.shards
+    }
 
 
 def test_numbers_reach_far(shards: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -242,6 +243,23 @@ def test_a_damaged_piece_is_named_and_the_one_before_can_be_gone_on_from(tmp_pat
 
 def folders(path: Path) -> list[str]:
     return sorted(each.name for each in path.glob("phase*"))
+
+
+def test_what_a_kill_left_goes_before_its_steps_are_made_again(tmp_path: Path) -> None:
+    """On other ranks they round otherwise: two results with the same noise must not lie side by side."""
+    engine = trained(alone())
+    checkpoints = Checkpoints(tmp_path, alone(), Keep())
+    digest = checkpoints.save(Position(0, 2), engine, False, HEADER)
+    shutil.copytree(tmp_path / "phase00-step00000002", tmp_path / "phase00-step00000004")  # renamed, never named
+    (tmp_path / ".phase00-step00000006.tmp").mkdir()
+    (tmp_path / ".phase00-step00000006.tmp" / "piece-00000-of-00001.safetensors").write_bytes(b"weights")
+    checkpoints.recover(digest)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "phase00-step00000002"]
+    (tmp_path / "latest").unlink()
+    checkpoints.recover(digest)
+    assert (tmp_path / "phase00-step00000002").is_dir(), "a pointer that was lost may be restored"
+    checkpoints.recover(None)
+    assert not list(tmp_path.iterdir()), "before the ledger names any checkpoint, none may be gone on from"
 
 
 def test_after_a_rollback_the_abandoned_one_goes_although_its_name_is_later(tmp_path: Path) -> None:
