@@ -19,7 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 # This folder for our own parts, the one above it for what is measured.
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE.parent), str(HERE)]  # the package `data` before data.py beside this file
 
 # Written out, so that this process need not load what its children measure.
 QUICK = ("mae_s", "captioner_s", "vit_s", "last_layer")

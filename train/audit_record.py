@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batches import MicroBatch
 from train.audit_canaries import Coordinates
-from train.engine import Applied, Observation, Shard, ShardedEngine
+from train.engine import Applied, EngineAround, ShardedEngine
 from train.fragment import Fragment
 from train.gradient import Update
 from train.ranks import Ranks
@@ -48,44 +47,18 @@ class Sightings:
         return np.sum([part[0] for part in parts], axis=0), np.sum([part[1] for part in parts], axis=0)
 
 
-class WatchedEngine:
-    """A sharded engine that lets somebody look at each update once it is finished; otherwise the engine itself."""
+class WatchedEngine(EngineAround):
+    """Lets somebody look at each update once it is finished."""
 
     def __init__(self, inner: ShardedEngine) -> None:
-        self.inner = inner
-        self.device, self.model, self.shapes = inner.device, inner.model, inner.shapes
-        self.trainable_elements, self.partitioned = inner.trainable_elements, inner.partitioned
+        super().__init__(inner)
         self.watcher: Sightings | None = None
-
-    def accumulate(self, batch: MicroBatch) -> None:
-        self.inner.accumulate(batch)
 
     def update(self, update: Update, learning_rate: float) -> Applied:
         if self.watcher is None:
             return self.inner.update(update, learning_rate)
         self.watcher.begin_step()
         return self.inner.update(_Watched(update, self.watcher), learning_rate)
-
-    def discard(self) -> None:
-        self.inner.discard()
-
-    def observe(self) -> Observation:
-        return self.inner.observe()
-
-    def shards(self) -> list[Shard]:
-        return self.inner.shards()
-
-    def optimizer_step(self) -> int:
-        return self.inner.optimizer_step()
-
-    def set_optimizer_step(self, step: int) -> None:
-        self.inner.set_optimizer_step(step)
-
-    def whole_weights(self) -> dict[str, Tensor]:
-        return self.inner.whole_weights()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class _Watched:

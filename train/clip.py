@@ -27,12 +27,6 @@ class Clipped:
     sensitivity: float
 
 
-class PerSampleLosses(Protocol):
-    """A model: inputs of B records in, B losses out, none depending on another record."""
-
-    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor: ...
-
-
 class ClipEngine(Protocol):
     """Adds the clipped gradients of a micro-batch's records to totals, for the trainable parameters of a model."""
 

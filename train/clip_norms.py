@@ -58,10 +58,12 @@ def measure(pieces: list[Piece], lengths: bool = True) -> Squares:
 
 def gram_is_cheaper(piece: Outer) -> bool:
     """By operations, from the shape alone, so that a replayed step takes the same way."""
-    if piece.sparse or piece.tokens == 1:
-        return True
-    share = STRIP_SHARE if piece.tokens >= STRIPS_FROM else 1.0
-    return share * piece.tokens * (piece.rows + piece.columns) < piece.elements
+    return piece.sparse or piece.tokens == 1 or gram_cost(piece.tokens, piece.rows, piece.columns) < piece.elements
+
+
+def gram_cost(tokens: int, rows: int, columns: int) -> float:
+    """Per token, in products, beside rows · columns for writing the gradient out."""
+    return (STRIP_SHARE if tokens >= STRIPS_FROM else 1.0) * tokens * (rows + columns)
 
 
 def squared(value: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class ClipRule:
         return replace(self, bound=norm / (1 + self.allowance))
 
     def factors(self, norms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """fp64 in, fp32 out; 0 for a norm that is zero or not finite. A record's scaled norm never exceeds `bound`.
+        """Of fp64 norms; 0 for one that is zero or not finite. A record's scaled norm never exceeds `bound`.
 
         Also 0 where the factor is subnormal in fp32 (norms beyond C·1e38): it would be rounded by far more than
         FACTOR_ROUNDING. And where it would lift what has vanished in fp32: automatic clipping without gamma.

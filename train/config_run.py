@@ -6,6 +6,9 @@ from pydantic import Field
 
 from train.section import Section
 
+# After which the process group itself gives up; a hang must be told of before.
+COLLECTIVE_SECONDS = 1800
+
 
 class Keeping(Section):
     """Nothing here shapes what is released, so a resumed run may change it."""
@@ -25,7 +28,7 @@ class Keeping(Section):
     stall_seconds: float = Field(
         default=1200.0,
         gt=0,
-        le=1700,
+        le=COLLECTIVE_SECONDS - 100,
         description="A rank that makes no progress for so long ends the job with exit code 75.",
     )
     stop_after_minutes: float | None = Field(

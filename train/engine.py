@@ -1,15 +1,16 @@
-"""What the trainer needs of whatever shards the model; DeepSpeed stands behind it in `engine_deepspeed.py`."""
+"""What the trainer needs of whatever shards the model: `engine_deepspeed.py` or `engine_fsdp2.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from data.batches import MicroBatch
+from train.forward import Observation
 from train.fragment import Fragment
 from train.gradient import Update
 
@@ -21,14 +22,6 @@ class Shard:
     weights: Tensor
     fragments: Sequence[Fragment]
     state: dict[str, Tensor]
-
-
-class Observation(NamedTuple):
-    """Private: per-record losses of a micro-batch, gradient norms and the sum's sensitivity where clipping made it."""
-
-    losses: Tensor
-    norms: Tensor | None = None
-    sensitivity: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ class ShardedEngine(Protocol):
     """Of the trainable parameters."""
     trainable_elements: int
     partitioned: bool
-    """Whether no rank holds the whole model (ZeRO-3)."""
+    """Whether no rank holds the whole model (ZeRO-3, FSDP2)."""
 
     def accumulate(self, batch: MicroBatch) -> None:
         """Adds the micro-batch's sum to the logical step; nothing leaves the process."""
@@ -75,3 +68,39 @@ class ShardedEngine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class EngineAround:
+    """An engine that does one thing differently: everything else goes through to the one inside."""
+
+    def __init__(self, inner: ShardedEngine) -> None:
+        self.inner = inner
+        self.device, self.model, self.shapes = inner.device, inner.model, inner.shapes
+        self.trainable_elements, self.partitioned = inner.trainable_elements, inner.partitioned
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        self.inner.accumulate(batch)
+
+    def update(self, update: Update, learning_rate: float) -> Applied:
+        return self.inner.update(update, learning_rate)
+
+    def discard(self) -> None:
+        self.inner.discard()
+
+    def observe(self) -> Observation:
+        return self.inner.observe()
+
+    def shards(self) -> list[Shard]:
+        return self.inner.shards()
+
+    def optimizer_step(self) -> int:
+        return self.inner.optimizer_step()
+
+    def set_optimizer_step(self, step: int) -> None:
+        self.inner.set_optimizer_step(step)
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        return self.inner.whole_weights()
+
+    def close(self) -> None:
+        self.inner.close()

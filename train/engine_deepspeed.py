@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from data.batches import MicroBatch
 from train.clip import assert_exact_matmul
 from train.config import ZeroOptimization
+from train.config_run import COLLECTIVE_SECONDS
 from train.cpu_operation import free_shared_names, make_ready
 from train.engine import Applied, Observation, Shard
-from train.forward import PlainForward, PrivateForward
+from train.forward import PlainForward, PrivateForward, require_fp32
 from train.fragment import Fragment
 from train.gradient import Update, UpdateError
 from train.optim_adaptive import AdamW, Kernel
@@ -45,11 +46,11 @@ AGREEMENT, ROUNDING = 1e-4, 1e-5
 STAGE_3 = {"sub_group_size": 1 << 40, "memory_efficient_linear": False}
 
 
-def start_ranks(timeout_seconds: int = 1800) -> Ranks:
+def start_ranks() -> Ranks:
     """Joins the process group that the launcher describes; alone, without one, a group of one is made."""
     device = describe_process()
     make_ready()
-    deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_seconds), verbose=False)
+    deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timedelta(seconds=COLLECTIVE_SECONDS), verbose=False)
     torch.distributed.barrier()
     free_shared_names()
     return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
@@ -71,7 +72,7 @@ class DeepSpeedEngine:
         self._base = optimizer
         self._pending: Update | None = None
         self._zero = zero
-        self._require_fp32()
+        require_fp32(self._forward)
         # It warns of every optimizer but its own; ours is compared with the textbook at every stage.
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         self._engine: Any = deepspeed.initialize(
@@ -88,7 +89,7 @@ class DeepSpeedEngine:
                 self._announce_taps(forward)
         # ZeRO-3 has no way to ask for a sum.
         self._scale = ranks.world if zero.stage == 3 else 1
-        self._require_fp32()
+        require_fp32(self._forward)
         self._require_own_optimizer()
         self._layout = self._map()
         optimizer.bind(self._layout, self._add_up if zero.stage else None)
@@ -195,22 +196,13 @@ class DeepSpeedEngine:
             raise UpdateError("the weights are no longer finite; resume with a lower learning rate and --new-segment")
         return Applied(self.trainable_elements)
 
-    def _require_fp32(self) -> None:
-        for name, parameter in self._forward.named_parameters():
-            if parameter.dtype != torch.float32:
-                raise UpdateError(f"{name} is {parameter.dtype}; parameters must be fp32, or sums are rounded")
-
     def _require_own_optimizer(self) -> None:
         outer = self._engine.optimizer
         if outer is not self._base and getattr(outer, "optimizer", None) is not self._base:
             raise UpdateError("DeepSpeed replaced the optimizer, and the noise hook with it; use one of train.optim")
 
     def observe(self) -> Observation:
-        observed = self._forward.observed
-        assert observed is not None, "nothing was accumulated yet"
-        if isinstance(observed, Tensor):
-            return Observation(observed)
-        return Observation(observed.losses, observed.norms, observed.sensitivity)
+        return self._forward.observation()
 
     def shards(self) -> list[Shard]:
         found = []

@@ -9,7 +9,6 @@ privacy gradients are ordinary ones, which FSDP2 sums and shares out after every
 
 from __future__ import annotations
 
-import hashlib
 from datetime import timedelta
 
 import torch
@@ -19,10 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from data.batches import MicroBatch
 from train.clip import assert_exact_matmul
+from train.config_run import COLLECTIVE_SECONDS
 from train.engine import Applied, Observation, Shard
 from train.engine_fsdp2_units import GatheredModel, Units
 from train.engine_proofs import reduce_and_prove
-from train.forward import PlainForward, PrivateForward
+from train.fingerprint import digests_of
+from train.forward import PlainForward, PrivateForward, require_fp32
 from train.gradient import Update, UpdateError
 from train.optim_flat import FlatOptimizer
 from train.process import describe_process
@@ -30,11 +31,11 @@ from train.ranks import Ranks
 from train.shard_map import ShardMapError, prove_numbering, row_slices
 
 
-def start_ranks(timeout_seconds: int = 1800) -> Ranks:
+def start_ranks() -> Ranks:
     """Joins the process group that the launcher describes; alone, without one, a group of one is made."""
     device = describe_process()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 
@@ -45,19 +46,19 @@ class FSDP2Engine:
         self.device = ranks.device
         self._forward = forward
         self._optimizer = optimizer
-        self._require_fp32()
+        require_fp32(self._forward)
         self.shapes = forward.shapes
         self.partitioned = True
         self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
         _same_everywhere(forward.model, ranks)
-        before = _fingerprint(forward.model.state_dict())
+        before = digests_of(forward.model.state_dict())
         self._units = Units(forward.model, ranks)
         self._trained = self._trained_rows()
         self._layout = row_slices(self._trained, self.shapes, ranks.rank, ranks.world)
         self._prove()
         self.model: nn.Module = GatheredModel(self._units)
         forward.model = self.model
-        if _fingerprint(self.whole_weights()) != before:
+        if digests_of(self.whole_weights()) != before:
             raise ShardMapError("sharding changed the weights; what layers are given is not what the model had")
         if isinstance(forward, PrivateForward):
             del forward.handover  # its taps keep the weights from before; sums need not pass through FSDP2
@@ -147,17 +148,8 @@ class FSDP2Engine:
             raise UpdateError("the weights are no longer finite; resume with a lower learning rate and --new-segment")
         return Applied(self.trainable_elements)
 
-    def _require_fp32(self) -> None:
-        for name, parameter in self._forward.named_parameters():
-            if parameter.dtype != torch.float32:
-                raise UpdateError(f"{name} is {parameter.dtype}; parameters must be fp32, or sums are rounded")
-
     def observe(self) -> Observation:
-        observed = self._forward.observed
-        assert observed is not None, "nothing was accumulated yet"
-        if isinstance(observed, Tensor):
-            return Observation(observed)
-        return Observation(observed.losses, observed.norms, observed.sensitivity)
+        return self._forward.observation()
 
     def shards(self) -> list[Shard]:
         return [Shard(flat, parts, self._optimizer.state_tensors(flat)) for flat, parts in self._layout.values()]
@@ -187,15 +179,6 @@ def _same_everywhere(model: nn.Module, ranks: Ranks) -> None:
         given = tensor.detach().to(ranks.device, copy=True)
         dist.broadcast(given, src=0)
         tensor.copy_(given)
-
-
-def _fingerprint(state: dict[str, Tensor]) -> dict[str, str]:
-    return {
-        name: hashlib.sha256(
-            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        ).hexdigest()
-        for name, tensor in state.items()
-    }
 
 
 def _is(one: Tensor, other: Tensor) -> bool:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from accounting.audit_bound import AuditError
-from train.config import Config
 from train.recipe_error import RecipeError
 
 if TYPE_CHECKING:
+    from train.config import Config
     from train.ranks import Ranks
 
 DONE, BAD_INPUT, BUDGET_SPENT, SELF_TEST_FAILED, REFUSED, REFUTED, RESUME_ME = 0, 2, 3, 4, 5, 6, 75

@@ -20,6 +20,7 @@ from torch import nn
 from data.batches import EMPTY, BatchReader, DataSpec, Fetched, MicroBatch
 from data.durable import atomic
 from model.classifier import Classifier
+from train.fingerprint import bytes_of
 from train.precision import Precision, autocast
 from train.ranks import Ranks
 from train.recipe import ReadyPhase
@@ -174,5 +175,5 @@ def identity_of(model: Classifier, manifest_digest: str, spec: DataSpec, precisi
     for name, tensor in sorted(model.state_dict().items()):
         if not name.startswith("head."):
             found.update(name.encode())
-            found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+            found.update(bytes_of(tensor))
     return found.hexdigest()

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from train.clip import ClipEngine, Clipped
+from train.gradient import UpdateError
 from train.handover import Handover
 from train.precision import Precision, autocast
 from train.sums import ExactSums, trainable_shapes
+
+
+class Observation(NamedTuple):
+    """Private: per-record losses of a micro-batch, gradient norms and the sum's sensitivity where clipping made it."""
+
+    losses: Tensor
+    norms: Tensor | None = None
+    sensitivity: float = 0.0
 
 
 class PrivateForward(nn.Module):
@@ -35,6 +46,10 @@ class PrivateForward(nn.Module):
         self.observed = self.clip.add_clipped(self.model, inputs, present, self.sums)
         return torch.zeros((), device=present.device)
 
+    def observation(self) -> Observation:
+        assert self.observed is not None, "nothing was accumulated yet"
+        return Observation(self.observed.losses, self.observed.norms, self.observed.sensitivity)
+
 
 class PlainForward(nn.Module):
     """Of a non-private phase: the sum of the losses of the records that are present."""
@@ -52,3 +67,13 @@ class PlainForward(nn.Module):
         kept = torch.where(present, losses, torch.zeros_like(losses))
         self.observed = kept.detach()
         return kept.sum()
+
+    def observation(self) -> Observation:
+        assert self.observed is not None, "nothing was accumulated yet"
+        return Observation(self.observed)
+
+
+def require_fp32(forward: nn.Module) -> None:
+    for name, parameter in forward.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise UpdateError(f"{name} is {parameter.dtype}; parameters must be fp32, or sums are rounded")

@@ -21,7 +21,7 @@ from data.batches import BatchReader, MicroBatch
 from data.loader import Loader, PublicOrder
 from data.public import PublicEpochs
 from train.config_phase import Mixing
-from train.engine import Applied, Observation, Shard, ShardedEngine
+from train.engine import Applied, EngineAround, ShardedEngine
 from train.fragment import Fragment
 from train.gradient import NoisyUpdate, PlainUpdate, Update, UpdateError
 from train.precision import Precision, autocast
@@ -93,8 +93,8 @@ class PublicGradient:
         return {name: self._ranks.add(total).div_(count) for name, total in totals.items()}
 
 
-class MixingEngine:
-    """The engine of the phase, with what is mixed into each update; everything else goes through."""
+class MixingEngine(EngineAround):
+    """The engine of the phase, with what is mixed into each update."""
 
     def __init__(
         self, inner: ShardedEngine, gradient: PublicGradient, weight: Callable[[int], float],
@@ -102,9 +102,8 @@ class MixingEngine:
     ) -> None:  # fmt: skip
         if inner.partitioned:
             raise UpdateError("public gradients need whole weights on every rank; use a ZeRO stage below 3")
-        self._inner, self._gradient, self._weight, self._close = inner, gradient, weight, close
-        self.device, self.model, self.shapes = inner.device, inner.model, inner.shapes
-        self.trainable_elements, self.partitioned = inner.trainable_elements, inner.partitioned
+        super().__init__(inner)
+        self._gradient, self._weight, self._close = gradient, weight, close
 
     @staticmethod
     def of(run: RunContext, phase: ReadyPhase, batch: float, inner: ShardedEngine, key: bytes) -> MixingEngine:
@@ -128,31 +127,10 @@ class MixingEngine:
         if not isinstance(update, NoisyUpdate | PlainUpdate):
             raise UpdateError(f"public gradients are mixed into a step's update, not into {type(update).__name__}")
         mixed = MixedUpdate(update, self._gradient.of_step(update.step), self._weight(update.step))
-        return self._inner.update(mixed, learning_rate)
+        return self.inner.update(mixed, learning_rate)
 
-    def accumulate(self, batch: MicroBatch) -> None:
-        self._inner.accumulate(batch)
-
-    def discard(self) -> None:
-        self._inner.discard()
-
-    def observe(self) -> Observation:
-        return self._inner.observe()
-
-    def shards(self) -> list[Shard]:
-        return self._inner.shards()
-
-    def optimizer_step(self) -> int:
-        return self._inner.optimizer_step()
-
-    def set_optimizer_step(self, step: int) -> None:
-        self._inner.set_optimizer_step(step)
-
-    def whole_weights(self) -> dict[str, Tensor]:
-        return self._inner.whole_weights()
-
-    def close(self) -> None:
-        """Of the public records alone: the engine belongs to the phase."""
+    def close_public(self) -> None:
+        """The engine itself belongs to the phase."""
         self._close()
 
 

@@ -81,7 +81,7 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
         self.bind(whole_parameters(named), None)
 
     def bind(self, layout: Layout, add: Add | None) -> None:
-        """After deepspeed.initialize: what each flat tensor holds, by its id, and the sum over ranks (in place).
+        """Once an engine has made its shards: what each flat tensor holds, by id, and the sum over ranks (in place).
 
         `add` is None where every rank holds whole parameters: their norms are complete without talking.
         """

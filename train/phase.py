@@ -99,9 +99,10 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
             ending=Ending.of(phase, run.folder, ranks, done),
         ).run(done)  # fmt: skip
     finally:
-        for part in (private, plain_mixing):
-            if part is not None:
-                part.close()
+        if private is not None:
+            private.close()
+        if plain_mixing is not None:
+            plain_mixing.close_public()
         loader.close()
         engine.close()
         _report_bad(run, phase, reader)

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from train.clip_norms import STRIP_SHARE, STRIPS_FROM
+from train.clip_norms import gram_cost
 from train.precision import Precision, autocast
 
 # Two sizes, so that what does not grow with the micro-batch drops out; 1 would be treated specially by broadcasting.
@@ -153,8 +153,7 @@ class _Norms:
         rows = weight.numel() // columns
         tokens = output.numel() // self._records // columns
         if tokens > 1:
-            share = STRIP_SHARE if tokens >= STRIPS_FROM else 1.0
-            gram, whole = share * tokens * (rows + columns), rows * columns
+            gram, whole = gram_cost(tokens, rows, columns), rows * columns
             self.flops += 2.0 * tokens * min(gram, whole) * self._records
             # Two Gram matrices and their product, or the gradient and its square, in fp32.
             self.scratch = max(self.scratch, 12.0 * tokens**2 if gram < whole else 8.0 * whole)

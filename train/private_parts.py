@@ -80,6 +80,7 @@ class PrivateParts:
         )  # fmt: skip
 
     def close(self) -> None:
-        for part in (self._ahead, self._mixing):
-            if part is not None:
-                part.close()
+        if self._ahead is not None:
+            self._ahead.close()
+        if self._mixing is not None:
+            self._mixing.close_public()

@@ -19,9 +19,9 @@ from data.shards import Reading
 from data.stream import StreamEpochs, StreamIndex, lane_placement
 from data.tar import ShardError, UnreadableError
 from train.config_data import ReadingSettings
-from train.opening import RecipeError
 from train.ranks import Ranks, spoken_for
 from train.recipe import ReadyPhase
+from train.recipe_error import RecipeError
 from train.stop import StopRequest
 
 REMOTE_IN_FLIGHT = 64  # hides 25 ms of latency at 1,200 records/s

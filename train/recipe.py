@@ -245,8 +245,3 @@ def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int) -> ClipRule
         return ClipRule.of(plan, clip.kind, clip.gamma, micro_batch, clip.grouping)
     except ClipError as error:
         raise RecipeError(str(error)) from None
-
-
-def expected_rows(records_per_step: float, micro_batch: int, world: int) -> int:
-    """Micro-batches per rank of an expected logical batch."""
-    return max(1, math.ceil(records_per_step / world / micro_batch))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
 from data.batches import MicroBatch
 from train.engine import ShardedEngine
+from train.fingerprint import digests_of
 from train.gradient import PlainUpdate
 from train.ranks import Ranks
 
@@ -46,8 +45,4 @@ def fingerprint(engine: ShardedEngine) -> dict[str, str]:
     """Of the model as it computes, and of this rank's shards."""
     tensors = engine.whole_weights()
     tensors |= {f"shard {i}": shard.weights.detach() for i, shard in enumerate(engine.shards())}
-    return {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in tensors.items()}
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return digests_of(tensors)

@@ -34,7 +34,7 @@ class ExactSums:
 
     Neighbouring data sets differ in one record, hence in one micro-batch on one rank. All other products are the same
     numbers in both worlds, and fp64 adds them with an error below 1e-7·C even for a billion records. What rounding can
-    move is the product of that one micro-batch: its bound (in `clip.py`) does not grow with the logical batch.
+    move is the product of that one micro-batch: its bound (in `clip_rule.py`) does not grow with the logical batch.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:

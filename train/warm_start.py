@@ -8,7 +8,6 @@ and certificate. Of files without a ledger the config's word is taken.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,8 @@ from model.account import Account, WeightsError
 from model.build import take_encoder
 from model.trainable import merged
 from model.warm_start import initialise_from, initialise_with
-from train.checkpoint import CheckpointError, Loaded
-from train.checkpoint_keep import read_pointer
+from train.checkpoint import CheckpointError, Checkpoints, Loaded
+from train.checkpoint_read import hash_of
 from train.recipe_error import RecipeError
 from train.run_dir import RunDir
 
@@ -105,7 +104,7 @@ class WarmStart:
 
 
 def hand_over(state: Mapping[str, Tensor], model: nn.Module) -> str:
-    """All tensors where the two models have the same ones, and else the encoder's."""
+    """All tensors where the two models have the same ones, and else the encoder's; says in words which."""
     state = merged(state)
     own = model.state_dict()
     if state.keys() == own.keys() and all(state[name].shape == own[name].shape for name in own):
@@ -120,10 +119,10 @@ def hand_over(state: Mapping[str, Tensor], model: nn.Module) -> str:
 
 def _newest(root: Path) -> Loaded:
     folder = RunDir(root).checkpoints
-    entries = read_pointer(folder / "latest")
-    if not entries:
+    loaded = Checkpoints.newest(folder)
+    if loaded is None:
         raise WarmStartError(f"{folder} holds no finished checkpoint; name a run that has one")
-    return Loaded.open(folder / entries[0].folder, entries[0].manifest_sha256)
+    return loaded
 
 
 def _digest(path: Path) -> str:
@@ -132,5 +131,4 @@ def _digest(path: Path) -> str:
             return _newest(path).digest
         except CheckpointError as error:
             raise WarmStartError(str(error)) from None
-    with (path / EXPORTED if path.is_dir() else path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hash_of(path / EXPORTED if path.is_dir() else path)
