@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_checkpoint import HEADER, trained
+from checkpoint_world import HEADER, trained
 from train_helpers import LocalEngine, alone, on_ranks
 
 from train.checkpoint import CheckpointError, Checkpoints, Keep, Position, StorageError

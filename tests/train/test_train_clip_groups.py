@@ -10,10 +10,9 @@ import brute_force
 import pytest
 import torch
 from brute_force import relative_error
-from parity_cases import CASES
-from parity_engines import contribution, prepared, summed
+from parity_cases import CASES, two_micro_batches
+from parity_engines import contribution, factor_of, median_norm, prepared, rule_of, summed
 from pydantic import ValidationError
-from test_train_clip_parity import factor_of, median_norm, rule_of, two_micro_batches
 
 from train.clip_groups import shares
 from train.clip_rule import ClipError

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from self_test_world import caption_model, tried
 from torch import Tensor, nn
 from train_helpers import SHAPE, LocalEngine, alone, on_ranks, plan_for, private_engine
 
@@ -21,27 +22,8 @@ from train.forward import PrivateForward
 from train.gradient import NoisyUpdate, Update
 from train.noise import NoiseMechanism
 from train.probes import synthetic_batch
-from train.self_test import SelfTestError, SelfTestReport, self_test
+from train.self_test import SelfTestError, self_test
 from train.sums import GradientSums
-
-MICRO_BATCH = 4
-
-
-def caption_model() -> nn.Module:
-    return build(SHAPE, "caption")
-
-
-def tried(
-    ranks: Any, replicated: bool = False, engine: Callable[..., LocalEngine] = LocalEngine,
-    change: Callable[[Any, ReferenceClip, NoiseMechanism], Any] | None = None, clip_norm: float = 1.0,
-    model: nn.Module | None = None, objective: str = "caption",
-) -> SelfTestReport:  # fmt: skip
-    built, clip, noise = private_engine(
-        ranks, plan_for(clip_norm=clip_norm), replicated, model or caption_model(), engine=engine
-    )
-    if change is not None:
-        noise = change(built, clip, noise) or noise
-    return self_test(built, clip, noise, replicated, SHAPE, objective, MICRO_BATCH, ranks)
 
 
 @pytest.mark.parametrize("objective", ["caption", "mae"])
