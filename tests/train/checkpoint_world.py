@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from train_helpers import LocalEngine, private_engine, toy_batch
+from train_helpers import LocalEngine, alone, private_engine, toy_batch
 
 from train.checkpoint import Checkpoints, Keep, Position
 from train.gradient import NoisyUpdate
@@ -39,3 +39,27 @@ def whole_state(engines: list[LocalEngine]) -> dict[str, torch.Tensor]:
                     found.setdefault(key, torch.full((size,), torch.nan))
                     found[key][f.start : f.start + f.length] = f.of(tensor)
     return found
+
+
+def stored(checkpoints: Checkpoints, engine: LocalEngine) -> tuple[int, torch.Tensor]:
+    """Step and weights of what the pointer names."""
+    loaded = checkpoints.latest()
+    assert loaded is not None
+    parts = [loaded.read("weights", name, 0, p.numel()) for name, p in engine.parameters.items()]
+    return loaded.position.step, torch.cat(parts)
+
+
+def save(folder: Path, engine: LocalEngine, step: int, keep: Keep | None = None, **public: float) -> None:
+    checkpoints = Checkpoints(folder, alone(), keep or Keep(9))
+    checkpoints.begin(Position(0, step), engine, False, HEADER)
+    checkpoints.settle(lambda digest: None, public)
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "flipped":
+        path.write_bytes(content[:-9] + bytes([content[-9] ^ 4]) + content[-8:])
+    else:
+        path.unlink()
