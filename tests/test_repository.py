@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("accounting", "data", "evaluation", "launch", "model", "train")
+SLOW = "pytest.mark.slow"
 
 
 def tracked() -> list[Path]:
@@ -19,7 +21,8 @@ def tracked() -> list[Path]:
 
 
 def test_every_source_file_can_be_read_in_one_sitting() -> None:
-    long = {str(path): len(path.read_text().splitlines()) for p in PACKAGES for path in (ROOT / p).rglob("*.py")}
+    folders = (*PACKAGES, "tests", "benchmarks")
+    long = {str(path): len(path.read_text().splitlines()) for p in folders for path in (ROOT / p).rglob("*.py")}
     assert not {name: lines for name, lines in long.items() if lines > 300}
     assert len((ROOT / "train" / "step.py").read_text().splitlines()) <= 70
     assert not list(ROOT.rglob("[a-z]*/utils.py")) or all(".venv" in str(p) for p in ROOT.rglob("utils.py"))
@@ -59,16 +62,27 @@ def test_constraints_pin_versions_without_addresses() -> None:
         assert line.startswith("#") or re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!_-]+", line), line
 
 
+def slow_or_not(path: Path) -> dict[str, bool]:
+    """The tests that a file defines, and whether each is marked slow, by itself or with its whole file."""
+    tree = ast.parse(path.read_text())
+    all_slow = any(isinstance(node, ast.Assign) and ast.unparse(node) == f"pytestmark = {SLOW}" for node in tree.body)
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return {test.name: all_slow or SLOW in [ast.unparse(mark) for mark in test.decorator_list] for test in found}
+
+
 def test_pitfall_map_covers_every_row_and_names_tests_that_exist() -> None:
     text = (ROOT / "tests" / "README.md").read_text()
-    rows = {row[0]: row[1] for row in re.findall(r"^\| ([ABC]\d+) \|[^|]*\| ([^|]+) \|$", text, flags=re.MULTILINE)}
-    assert {row for row in rows if row[0] != "C"} == {f"A{i}" for i in range(1, 29)} | {f"B{i}" for i in range(1, 27)}
-    sources = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
-    for row, cell in rows.items():
-        named = re.findall(r"`(test_\w+\.py)::(\w+)`", cell)
-        assert named or cell.startswith(("cannot occur", "open")), f"{row} names neither a test nor a reason"
-        for file, test in named:
-            assert f"def {test}(" in sources.get(file, ""), f"{row}: {file}::{test} does not exist"
+    rows = re.findall(r"^\| ([ABC]\d+) \|[^|]*\| ([^|]+) \|$", text, flags=re.MULTILINE)
+    numbers = [number for number, _ in rows]
+    assert len(set(numbers)) == len(numbers), "a number stands twice"
+    expected = {f"A{i}" for i in range(1, 29)} | {f"B{i}" for i in range(1, 27)}
+    assert {number for number in numbers if number[0] != "C"} == expected
+    for number, cell in rows:
+        assert "::" in cell or cell.startswith(("cannot occur", "open")), f"{number} names neither a test nor a reason"
+    known = {path.name: slow_or_not(path) for path in (ROOT / "tests").rglob("test_*.py")}
+    for said, file, test in re.findall(r"(slow: )?`([^`]+)::([^`]+)`", text):  # of this table and of all others
+        assert test in known.get(file, {}), f"{file}::{test} does not exist"
+        assert known[file][test] == bool(said), f"{file}::{test}: 'slow:' must stand before it if it is so marked"
 
 
 @pytest.mark.parametrize(

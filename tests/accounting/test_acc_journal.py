@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, train, whole_run
 from accounting.accountant import Event, describe, epsilon
 from accounting.certificate import CertificateError, compose, verify
 from accounting.facts import MetricFact, combined_sigma
-from accounting.identity import recognise
 from accounting.journal import BudgetSpent
 from accounting.ledger import LedgerError
 
@@ -256,40 +254,6 @@ def test_a_stop_in_mid_step_and_a_kill_before_its_checkpoints_line_cost_nothing(
     assert journal.new_segment_reason(0, 5, CONFIG) is None
     assert journal.new_segment_reason(0, 4, CONFIG) is not None, "that is no checkpoint of the newest committed step"
     assert journal.new_segment_reason(0, 6, CONFIG) is not None, "step 6 was never committed"
-
-
-def test_a_copy_is_recognised_and_gets_new_keys(tmp_path: Path) -> None:
-    original = tmp_path / "original"
-    (original / "secret").mkdir(parents=True)
-    journal = reopen(original)
-    assert recognise(journal, original / "secret") is None
-    journal.ledger.close()
-    journal = begin(original)
-    train(journal, range(1, 4))
-    journal.checkpointed(0, 3, "a")
-    journal.ledger.close()
-
-    moved = original.rename(tmp_path / "moved")
-    journal = reopen(moved)
-    assert recognise(journal, moved / "secret") is None, "a renamed folder is no copy"
-    assert journal.new_segment_reason(0, 3, CONFIG) is None
-    journal.ledger.close()
-
-    shutil.copytree(moved, tmp_path / "copy")
-    journal = reopen(tmp_path / "copy")
-    assert "copy" in (recognise(journal, tmp_path / "copy" / "secret") or "")
-    assert "copied" in (journal.new_segment_reason(0, 3, CONFIG) or "")
-    journal.ledger.close()
-    journal = reopen(tmp_path / "copy")  # killed before the new segment: still noticed
-    assert recognise(journal, tmp_path / "copy" / "secret") is None
-    assert "copied" in (journal.new_segment_reason(0, 3, CONFIG) or "")
-    journal.begin_segment(0, CONFIG, DATA, 3, "copied")
-    assert journal.new_segment_reason(0, 3, CONFIG) is None
-    for damage in (b"", b"{}"):
-        (moved / "secret" / "identity.json").write_bytes(damage)
-        again = reopen(moved)
-        assert recognise(again, moved / "secret")
-        again.ledger.close()
 
 
 def test_noised_metrics_of_a_draw_are_one_event_with_its_gradient(tmp_path: Path) -> None:

@@ -1,11 +1,18 @@
-"""One thread: the models are tiny, and ranks are threads of their own."""
+"""One thread, as the models are tiny and ranks are threads of their own; and the base config, read after changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from config_base import BASE, Change
+
+from train.config import Config
+from train.loading import load
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -14,3 +21,18 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Callable[..., Config]:
+    """Reads the base config after changes to it, and with overrides as --set gives them."""
+
+    def read(*changes: Change, overrides: list[str] | None = None) -> Config:
+        raw = copy.deepcopy(BASE)
+        for change in changes:
+            change(raw)
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(raw))
+        return load(path, overrides or [])
+
+    return read

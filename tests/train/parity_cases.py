@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -130,3 +131,17 @@ CASES: dict[str, Case] = {
     "many_tokens": Case(lambda: OnX(nn.Linear(40, 64), nn.GELU(), nn.Linear(64, 40)), dense(150, 40)),
     "last_layer": Case(LastLayer, pictures(8, label=label)),
 }  # fmt: skip
+
+
+def two_micro_batches(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
+    """Ten records, among them one that is poisoned, one that is large, and two absent ones full of rubbish."""
+    inputs = case.batch(10, dtype)
+    for tensor in inputs.values():
+        if tensor.is_floating_point():
+            tensor[2, ..., 0] = math.nan
+            tensor[6] *= 3
+            tensor[4] = math.nan
+            tensor[8] = 1e30
+    present = torch.ones(10, dtype=torch.bool)
+    present[[4, 8]] = False
+    return inputs, present

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 
 import brute_force
 import torch
+from brute_force import Factor
 from torch import Tensor, nn
 
 from model.attention import use_fused
@@ -17,6 +20,7 @@ from train.precision import Precision
 from train.sums import Float32Sums, trainable_shapes
 
 ENGINES = ("reference", "book-keeping")
+GAMMA = 0.01
 Batch = tuple[Mapping[str, Tensor], Tensor]
 
 
@@ -92,3 +96,19 @@ class Scaled(nn.Module):
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         rest = {name: tensor for name, tensor in inputs.items() if name != "scale"}
         return self.inner(rest) * inputs["scale"]
+
+
+def rule_of(kind: str, bound: float) -> ClipRule:
+    """With no allowance: what is added is held against the bound itself."""
+    return ClipRule("flat" if kind == "flat" else "automatic", bound, 0.0, GAMMA if kind == "automatic" else 0.0)
+
+
+def factor_of(kind: str, bound: float) -> Factor:
+    if kind == "flat":
+        return brute_force.flat(bound)
+    return brute_force.automatic(bound, GAMMA if kind == "automatic" else 0.0)
+
+
+def median_norm(records: list[brute_force.Record], present: Tensor) -> float:
+    norms = [r.norm() for r, here in zip(records, present.tolist(), strict=True) if here]
+    return statistics.median(norm for norm in norms if math.isfinite(norm))

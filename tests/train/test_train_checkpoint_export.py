@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_world import HEADER
 from safetensors.torch import load_file
-from test_train_checkpoint import HEADER
 from train_helpers import LocalEngine, on_ranks, private_engine, toy_batch
 
 from train.checkpoint import Checkpoints, Keep, Loaded, Position

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_checkpoint import HEADER, trained
+from checkpoint_world import HEADER, damage, save, stored, trained
 from train_helpers import LocalEngine, alone, on_ranks
 
 from train.checkpoint import CheckpointError, Checkpoints, Keep, Position, StorageError
@@ -24,20 +23,6 @@ NOBODY = 65534
 
 def flat(engine: LocalEngine) -> torch.Tensor:
     return engine.flats[0].detach().clone()
-
-
-def stored(checkpoints: Checkpoints, engine: LocalEngine) -> tuple[int, torch.Tensor]:
-    """Step and weights of what the pointer names."""
-    loaded = checkpoints.latest()
-    assert loaded is not None
-    parts = [loaded.read("weights", name, 0, p.numel()) for name, p in engine.parameters.items()]
-    return loaded.position.step, torch.cat(parts)
-
-
-def save(folder: Path, engine: LocalEngine, step: int, keep: Keep | None = None, **public: float) -> None:
-    checkpoints = Checkpoints(folder, alone(), keep or Keep(9))
-    checkpoints.begin(Position(0, step), engine, False, HEADER)
-    checkpoints.settle(lambda digest: None, public)
 
 
 def refused_in_a_process(act: Callable[[], None]) -> str:
@@ -200,16 +185,6 @@ def test_the_ledger_names_a_checkpoint_before_the_pointer_does_and_a_kill_betwee
         assert not list(tmp_path.glob(".*"))
 
 
-def damage(path: Path, how: str) -> None:
-    content = path.read_bytes()
-    if how == "truncated":
-        path.write_bytes(content[: len(content) // 2])
-    elif how == "flipped":
-        path.write_bytes(content[:-9] + bytes([content[-9] ^ 4]) + content[-8:])
-    else:
-        path.unlink()
-
-
 @pytest.mark.parametrize("how", ["truncated", "flipped", "missing"])
 def test_a_damaged_piece_is_named_and_the_one_before_can_be_gone_on_from(tmp_path: Path, how: str) -> None:
     def write(ranks: Any) -> None:
@@ -239,63 +214,6 @@ def test_a_damaged_piece_is_named_and_the_one_before_can_be_gone_on_from(tmp_pat
         damage(path, how)
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole; restore one"):
         Checkpoints(tmp_path, alone(), Keep(3)).fall_back()
-
-
-def folders(path: Path) -> list[str]:
-    return sorted(each.name for each in path.glob("phase*"))
-
-
-def test_what_a_kill_left_goes_before_its_steps_are_made_again(tmp_path: Path) -> None:
-    """On other ranks they round otherwise: two results with the same noise must not lie side by side."""
-    engine = trained(alone())
-    checkpoints = Checkpoints(tmp_path, alone(), Keep())
-    digest = checkpoints.save(Position(0, 2), engine, False, HEADER)
-    shutil.copytree(tmp_path / "phase00-step00000002", tmp_path / "phase00-step00000004")  # renamed, never named
-    (tmp_path / ".phase00-step00000006.tmp").mkdir()
-    (tmp_path / ".phase00-step00000006.tmp" / "piece-00000-of-00001.safetensors").write_bytes(b"weights")
-    checkpoints.recover(digest)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "phase00-step00000002"]
-    (tmp_path / "latest").unlink()
-    checkpoints.recover(digest)
-    assert (tmp_path / "phase00-step00000002").is_dir(), "a pointer that was lost may be restored"
-    checkpoints.recover(None)
-    assert not list(tmp_path.iterdir()), "before the ledger names any checkpoint, none may be gone on from"
-
-
-def test_after_a_rollback_the_abandoned_one_goes_although_its_name_is_later(tmp_path: Path) -> None:
-    engine = trained(alone())
-    for step in (10, 20, 30):
-        save(tmp_path, engine, step, Keep(2))
-    damage(tmp_path / Position(0, 30).folder / "manifest.json", "missing")
-    checkpoints = Checkpoints(tmp_path, alone(), Keep(2))
-    assert checkpoints.fall_back().position.step == 20
-    save(tmp_path, engine, 25, Keep(2))
-    assert folders(tmp_path) == [Position(0, step).folder for step in (20, 25)]
-    assert stored(checkpoints, engine)[0] == 25
-
-
-def test_retention_keeps_the_last_the_regular_and_the_best(tmp_path: Path) -> None:
-    engine = trained(alone())
-    keep = Keep(last=2, every=30, best="public_loss")
-    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5, 50: 2.6, 60: 1.5, 70: 1.4}
-    for step, loss in losses.items():
-        save(tmp_path, engine, step, keep, public_loss=loss)
-    assert folders(tmp_path) == [Position(0, step).folder for step in (20, 30, 60, 70)]
-    best = keep.best_of(Checkpoints.listed(tmp_path))
-    assert {phase: entry.step for phase, entry in best.items()} == {0: 20}
-    accurate = Keep(best="zero_shot_colour")
-    for step, right in ((80, 0.5), (90, 0.9), (100, 0.1), (110, 0.2)):
-        save(tmp_path, engine, step, accurate, zero_shot_colour=right)
-    assert folders(tmp_path) == [Position(0, step).folder for step in (90, 100, 110)]
-
-
-def test_folders_of_other_names_are_never_retired(tmp_path: Path) -> None:
-    engine = trained(alone())
-    copy = tmp_path / f"{Position(0, 1).folder}-my-copy"
-    copy.mkdir()
-    for step in (1, 2, 3):
-        save(tmp_path, engine, step, Keep(1))
-    assert copy.exists() and folders(tmp_path) == [copy.name, Position(0, 3).folder]
 
 
 def test_a_pointer_of_before_lists_itself_alone_and_a_damaged_one_is_refused(tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
-"""Keeping the best checkpoint is a choice by outputs: the ledger says so, and the planned budget is claimed."""
+"""Which checkpoints are kept and which go; a choice of the best is one by outputs: the planned budget is claimed."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+
+from checkpoint_world import HEADER, damage, save, stored, trained
+from train_helpers import alone
 
 from accounting.accountant import describe
 from accounting.history import History
 from accounting.journal import Journal
 from accounting.ledger import Ledger
 from accounting.plan import PrivacyPlan
+from train.checkpoint import Checkpoints, Keep, Position
 
 PLAN = PrivacyPlan(
     records=100, threshold=2**32, clip_norm=1.0, noise_multiplier=20.0, steps=4, delta=1e-3, epsilon_budget=2.0
@@ -28,3 +33,60 @@ def test_a_kept_best_makes_the_claim_the_planned_budget(tmp_path: Path) -> None:
     assert history.choices == ["public_loss"], "said once"
     because = history.why_budget_is_claimed()
     assert because == "checkpoints are kept by their public_loss, so one may be chosen by outputs"
+
+
+def folders(path: Path) -> list[str]:
+    return sorted(each.name for each in path.glob("phase*"))
+
+
+def test_what_a_kill_left_goes_before_its_steps_are_made_again(tmp_path: Path) -> None:
+    """On other ranks they round otherwise: two results with the same noise must not lie side by side."""
+    engine = trained(alone())
+    checkpoints = Checkpoints(tmp_path, alone(), Keep())
+    digest = checkpoints.save(Position(0, 2), engine, False, HEADER)
+    shutil.copytree(tmp_path / "phase00-step00000002", tmp_path / "phase00-step00000004")  # renamed, never named
+    (tmp_path / ".phase00-step00000006.tmp").mkdir()
+    (tmp_path / ".phase00-step00000006.tmp" / "piece-00000-of-00001.safetensors").write_bytes(b"weights")
+    checkpoints.recover(digest)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "phase00-step00000002"]
+    (tmp_path / "latest").unlink()
+    checkpoints.recover(digest)
+    assert (tmp_path / "phase00-step00000002").is_dir(), "a pointer that was lost may be restored"
+    checkpoints.recover(None)
+    assert not list(tmp_path.iterdir()), "before the ledger names any checkpoint, none may be gone on from"
+
+
+def test_after_a_rollback_the_abandoned_one_goes_although_its_name_is_later(tmp_path: Path) -> None:
+    engine = trained(alone())
+    for step in (10, 20, 30):
+        save(tmp_path, engine, step, Keep(2))
+    damage(tmp_path / Position(0, 30).folder / "manifest.json", "missing")
+    checkpoints = Checkpoints(tmp_path, alone(), Keep(2))
+    assert checkpoints.fall_back().position.step == 20
+    save(tmp_path, engine, 25, Keep(2))
+    assert folders(tmp_path) == [Position(0, step).folder for step in (20, 25)]
+    assert stored(checkpoints, engine)[0] == 25
+
+
+def test_retention_keeps_the_last_the_regular_and_the_best(tmp_path: Path) -> None:
+    engine = trained(alone())
+    keep = Keep(last=2, every=30, best="public_loss")
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5, 50: 2.6, 60: 1.5, 70: 1.4}
+    for step, loss in losses.items():
+        save(tmp_path, engine, step, keep, public_loss=loss)
+    assert folders(tmp_path) == [Position(0, step).folder for step in (20, 30, 60, 70)]
+    best = keep.best_of(Checkpoints.listed(tmp_path))
+    assert {phase: entry.step for phase, entry in best.items()} == {0: 20}
+    accurate = Keep(best="zero_shot_colour")
+    for step, right in ((80, 0.5), (90, 0.9), (100, 0.1), (110, 0.2)):
+        save(tmp_path, engine, step, accurate, zero_shot_colour=right)
+    assert folders(tmp_path) == [Position(0, step).folder for step in (90, 100, 110)]
+
+
+def test_folders_of_other_names_are_never_retired(tmp_path: Path) -> None:
+    engine = trained(alone())
+    copy = tmp_path / f"{Position(0, 1).folder}-my-copy"
+    copy.mkdir()
+    for step in (1, 2, 3):
+        save(tmp_path, engine, step, Keep(1))
+    assert copy.exists() and folders(tmp_path) == [copy.name, Position(0, 3).folder]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train_checkpoint import HEADER, trained
+from checkpoint_world import HEADER, trained
 from train_helpers import LocalEngine, alone
 
 from accounting.ledger import Ledger

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_train_self_test import tried
-from test_train_step import DIGEST_KEY, KEY, Stop, journal_at, read, weights
+from self_test_world import tried
+from step_world import DIGEST_KEY, KEY, Stop, journal_at, read, weights
 from train_helpers import LocalEngine, alone, on_ranks, plan_for, private_engine
 
 from accounting.adaptive import METRIC, AdaptiveRule

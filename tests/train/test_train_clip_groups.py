@@ -1,4 +1,4 @@
-"""Groups with budgets of their own: each clipped to C_k, Σ C_k² = C², against brute force."""
+"""Groups with equal budgets or with their own: each clipped to C_k, Σ C_k² = C², against brute force."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import brute_force
 import pytest
 import torch
 from brute_force import relative_error
-from parity_cases import CASES
-from parity_engines import contribution, prepared, summed
+from clip_world import size
+from parity_cases import CASES, two_micro_batches
+from parity_engines import contribution, factor_of, median_norm, prepared, rule_of, summed
 from pydantic import ValidationError
-from test_train_clip_parity import factor_of, median_norm, rule_of, two_micro_batches
+from train_helpers import SHAPE, nano_inputs
 
-from train.clip_groups import shares
-from train.clip_rule import ClipError
+from model.build import build
+from train.clip import clipped_totals
+from train.clip_bookkeeping import BookKeepingClip
+from train.clip_groups import group_of, groups_of, shares
+from train.clip_rule import ClipError, ClipRule
 from train.config_privacy import Clip
 
 # The first that fits takes a parameter; the third group gets what is left.
@@ -84,3 +88,32 @@ def test_the_config_names_groups_in_their_order() -> None:
     for wrong in ([], [{"names": "*", "budget": 0.0}], [{"names": "*", "budget": math.inf}], "blocks"):
         with pytest.raises(ValidationError):
             Clip.model_validate({"groups": wrong})
+
+
+def test_groups_follow_blocks_and_layers() -> None:
+    assert group_of("blocks.3.attn.qkv.weight", "block") == "blocks.3"
+    assert group_of("decoder.layers.0.norm1.bias", "block") == "decoder.layers.0"
+    assert group_of("cls_token", "block") == group_of("norm.weight", "block") == ""
+    assert group_of("blocks.3.attn.qkv.weight", "layer") == group_of("blocks.3.attn.qkv.bias", "layer")
+    assert group_of("cls_token", "layer") == "cls_token"
+    names = [name for name, _ in build(SHAPE, "mae").named_parameters()]
+    assert set(groups_of(names, "all").values()) == {0}
+    assert 1 < len(set(groups_of(names, "block").values())) < len(set(groups_of(names, "layer").values()))
+
+
+@pytest.mark.parametrize("kind", ["flat", "automatic"])
+@pytest.mark.parametrize("grouping", ["block", "layer"])
+def test_each_group_keeps_to_its_share_and_all_to_the_bound(grouping: Any, kind: Any) -> None:
+    model, inputs = build(SHAPE, "mae"), nano_inputs("mae", 4)
+    rule = ClipRule(kind, 1e-4, 0.0, 0.0, grouping)
+    group = groups_of([name for name, _ in model.named_parameters()], grouping)
+    count = len(set(group.values()))
+    for row in range(4):
+        alone = torch.zeros(4, dtype=torch.bool)
+        alone[row] = True
+        totals, seen = clipped_totals(BookKeepingClip(rule), model, inputs, alone)
+        for number in range(count):
+            share = size({name: g for name, g in totals.items() if group[name] == number}) * math.sqrt(count)
+            assert share <= 1e-4 * (1 + 1e-5)
+            assert share == 0 or share == pytest.approx(1e-4, rel=1e-3), "every group is far above its share"
+        assert size(totals) <= seen.sensitivity * (1 + 1e-5)

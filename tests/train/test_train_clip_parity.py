@@ -11,14 +11,23 @@ from dataclasses import replace
 import brute_force
 import pytest
 import torch
-from brute_force import Factor, relative_error
-from parity_cases import CASES, Case
-from parity_engines import ENGINES, Scaled, Shifted, alone, contribution, only, prepared, summed
+from brute_force import relative_error
+from parity_cases import CASES, two_micro_batches
+from parity_engines import (
+    ENGINES,
+    Scaled,
+    Shifted,
+    alone,
+    contribution,
+    factor_of,
+    median_norm,
+    only,
+    prepared,
+    rule_of,
+    summed,
+)
 from torch import Tensor, nn
 
-from train.clip_rule import ClipRule
-
-GAMMA = 0.01
 # Clipping; automatic clipping; and the latter without gamma, which is plain normalisation.
 KINDS = ("flat", "automatic", "normalised")
 GROUPINGS = ("block", "layer")
@@ -30,36 +39,6 @@ UNSUPPORTED = {("reference", "checkpointed")}
 
 def pairs() -> list[tuple[str, str]]:
     return [(engine, case) for engine in ENGINES for case in CASES if (engine, case) not in UNSUPPORTED]
-
-
-def rule_of(kind: str, bound: float) -> ClipRule:
-    """With no allowance: what is added is held against the bound itself."""
-    return ClipRule("flat" if kind == "flat" else "automatic", bound, 0.0, GAMMA if kind == "automatic" else 0.0)
-
-
-def factor_of(kind: str, bound: float) -> Factor:
-    if kind == "flat":
-        return brute_force.flat(bound)
-    return brute_force.automatic(bound, GAMMA if kind == "automatic" else 0.0)
-
-
-def two_micro_batches(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
-    """Ten records, among them one that is poisoned, one that is large, and two absent ones full of rubbish."""
-    inputs = case.batch(10, dtype)
-    for tensor in inputs.values():
-        if tensor.is_floating_point():
-            tensor[2, ..., 0] = math.nan
-            tensor[6] *= 3
-            tensor[4] = math.nan
-            tensor[8] = 1e30
-    present = torch.ones(10, dtype=torch.bool)
-    present[[4, 8]] = False
-    return inputs, present
-
-
-def median_norm(records: list[brute_force.Record], present: Tensor) -> float:
-    norms = [r.norm() for r, here in zip(records, present.tolist(), strict=True) if here]
-    return statistics.median(norm for norm in norms if math.isfinite(norm))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])

@@ -7,15 +7,21 @@ not. What the engine's operands may add is stated beforehand, and C lowered by i
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import brute_force
 import pytest
 import torch
+from clip_world import FLAT, apart, size
 from parity_cancel import READERS, WIDTHS, hostile, mutated
 from parity_cases import CASES
 from parity_engines import contribution, only, prepared, summed
-from torch import nn
+from torch import Tensor, nn
+from train_helpers import SHAPE, nano_inputs
 
+from model.build import build
+from train.clip import clipped_totals
+from train.clip_bookkeeping import BookKeepingClip
 from train.clip_rule import FACTOR_ROUNDING, ClipRule
 from train.precision import Precision
 
@@ -103,3 +109,55 @@ def test_the_median_model_norm_is_not_moved_by_the_loss_scale() -> None:
     clip = prepared("book-keeping", ClipRule("flat", 1.0, 0.0), model, "fp16")
     _, (seen,) = summed(clip, model, [(inputs, torch.ones(6, dtype=torch.bool))])
     assert float(seen.norms.median()) == pytest.approx(statistics.median_low(norms), rel=0.05)
+
+
+@pytest.mark.parametrize(("precision", "near"), [("bf16", 0.1), ("fp16", 0.02)])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_half_precision_is_close_and_keeps_the_bound(precision: Precision, near: float, rounded: bool) -> None:
+    model, inputs, present = build(SHAPE, "caption"), nano_inputs("caption", 24), torch.ones(24, dtype=torch.bool)
+    exact, _ = clipped_totals(BookKeepingClip(FLAT), model, inputs, present)
+    clip = BookKeepingClip(FLAT, precision, round_operands=rounded)
+    found, seen = clipped_totals(clip, model, inputs, present)
+    assert all(g.dtype == torch.float32 for g in found.values()) and bool((seen.factors < 1).all())
+    assert 1e-5 < apart(found, exact) < near, "half precision is used, and only that"
+    for row in range(24):
+        alone = torch.zeros(24, dtype=torch.bool)
+        alone[row] = True
+        mine = size(clipped_totals(clip, model, inputs, alone)[0])
+        low = 0.97 if rounded and precision == "bf16" else 0.99999
+        assert low * FLAT.bound < mine <= seen.sensitivity * (1 + 1e-5)
+
+
+class Given(nn.Module):
+    """Activations and output gradients as they are given."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(columns, rows, bias=False)
+
+    def forward(self, inputs: Any) -> Tensor:
+        return (self.layer(inputs["x"]).float() * inputs["g"]).sum((1, 2))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64, 197])
+@pytest.mark.parametrize(("rows", "columns"), [(4, 24), (24, 4), (96, 96)])
+def test_equal_tokens_that_round_alike_and_cancel_stay_within_the_bound(rows: int, columns: int, tokens: int) -> None:
+    """Rounding of the weighted bf16 operand, made as bad as it can be: many tokens +a, some -b, in all ratios."""
+    model, draw = Given(rows, columns), torch.Generator().manual_seed(0)
+    largest, one = 0.0, torch.ones(1, dtype=torch.bool)
+    for trial in range(60):
+        high, low = 1 + torch.randint(0, 128, (2,), generator=draw) / 128
+        ahead = int(torch.randint(tokens // 2, tokens, (1,), generator=draw)) + 1
+        sign = torch.cat([torch.ones(ahead), -torch.ones(tokens - ahead)])
+        sizes = torch.cat([high.expand(ahead), low.expand(tokens - ahead)])
+        carrier, other = sizes[:, None].expand(tokens, rows), sign[:, None].expand(tokens, columns)
+        if columns < rows:  # the operand with fewer columns carries the factor
+            carrier, other = sign[:, None].expand(tokens, rows), sizes[:, None].expand(tokens, columns)
+        inputs = {"x": other[None].contiguous(), "g": carrier[None].contiguous()}
+        bound = float(torch.rand(1, generator=draw)) * 0.1 + 0.01
+        clip = BookKeepingClip(ClipRule("flat", bound, 0.0), "bf16", hold=0.0, round_operands=True)
+        totals, seen = clipped_totals(clip, model, inputs, one)
+        largest = max(largest, size(totals) / bound if float(seen.factors[0]) < 1 else 0.0)
+        exact, _ = clipped_totals(BookKeepingClip(clip.rule, "bf16", hold=0.0), model, inputs, one)
+        assert size(exact) <= bound * (1 + 1e-4), trial
+    assert 0.5 < largest <= 1 + 1e-6

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_train_step import DIGEST_KEY, KEY, Stop, journal_at, read
+from step_world import DIGEST_KEY, KEY, Stop, journal_at, read
 from train_helpers import alone, on_ranks, plan_for, private_engine
 
 from accounting.accountant import Event, epsilon

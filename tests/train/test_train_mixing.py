@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_step import journal_at, kinds, step_of
+from step_world import journal_at, kinds, step_of
 from train_helpers import Toy, alone, on_ranks, plan_for, private_engine, toy_batch
 
 from train.config_data import ShardData

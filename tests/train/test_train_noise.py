@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from normality import normal_in_every_respect
 from scipy import stats
 from torch import nn
 from train_helpers import fragments_of, plan_for, slice_of
@@ -21,20 +22,6 @@ from train.noise import CHUNK_BLOCKS, PIECE, NoiseMechanism
 
 KEY = bytes(range(32))
 N = 1_000_000
-
-
-def normal_in_every_respect(sample: np.ndarray, std: float) -> bool:
-    """Mean, variance, kurtosis and the whole distribution, each at a level of about 1e-6."""
-    x = sample.astype(np.float64) / std
-    n, z = len(x), 4.9
-    checks = [
-        abs(x.mean()) < z / np.sqrt(n),
-        abs(x.var() - 1) < z * np.sqrt(2 / n),
-        abs((x**3).mean()) < z * np.sqrt(15 / n),
-        abs((x**4).mean() - 3) < z * np.sqrt(96 / n),
-        stats.kstest(x[:200_000], "norm").pvalue > 1e-6,
-    ]
-    return all(checks)
 
 
 def test_the_noise_is_normal_and_the_test_has_power() -> None:

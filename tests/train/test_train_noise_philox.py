@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from normality import normal_in_every_respect
 from scipy import stats
-from test_train_noise import normal_in_every_respect
 
 from accounting.statement import GENERATORS
 from train.fragment import Fragment

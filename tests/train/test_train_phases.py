@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_train_config import Change, drop, put, refusal
-from test_train_config import loaded as loaded  # the fixture that reads a config
+from config_base import Change, drop, put, refusal
 from train_helpers import LocalEngine, Toy, alone, toy_batch
 
 from data.split import SplitIndex, apart, public_share

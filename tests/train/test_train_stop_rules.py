@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_train_step import step_of
+from step_world import step_of
 from train_helpers import alone, on_ranks, plan_for
 
 from accounting.history import History

@@ -1,0 +1,147 @@
+"""Pace and boards: what is shown, what is kept private, and nothing that tells the size of a batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from train.board import RATE_STEPS, Board, Pace
+from train.run_dir import RunDir, open_private, whole_lines
+from train.stop_rules import measured_before
+
+# Pace: contract 16
+
+
+def paced(private: bool, steps: int, monkeypatch: pytest.MonkeyPatch) -> Pace:
+    clock = iter(range(10_000))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)) * 2)
+    pace = Pace(50.0, private)
+    for _ in range(steps + 1):
+        pace.tick()
+    return pace
+
+
+def test_no_private_rate_is_shown_before_a_hundred_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RATE_STEPS == 100
+    for steps in (0, 1, 99):
+        pace = paced(True, steps, monkeypatch)
+        assert pace.rate() is None and pace.line(steps, 500) == ""
+        pace.calibrate(1234.0)
+        rate = pace.rate()
+        assert rate is not None and rate[0] == 1234.0 and "synthetic" in rate[1]
+    rate = paced(True, 100, monkeypatch).rate()
+    assert rate == (25.0, "")
+    assert paced(False, 1, monkeypatch).rate() == (25.0, "")
+
+
+def test_the_private_rate_is_the_expected_batch_over_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = paced(True, 250, monkeypatch)
+    assert "25 samples/s" in pace.line(250, 350) and "ETA 3m20s" in pace.line(250, 350)
+    assert "ETA 2h" in pace.line(250, 250 + 3700)
+
+
+def test_windows_of_the_private_rate_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The difference of two overlapping windows would be the difference of two single steps."""
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    pace = Pace(100.0, private=True)
+    pace.tick()
+    rates = []
+    for step in range(1, 3 * RATE_STEPS + 1):
+        clock[0] += 1.0 + 0.01 * (step % 7)
+        pace.tick()
+        rates.append(pace.rate())
+    assert rates[: RATE_STEPS - 1] == [None] * (RATE_STEPS - 1)
+    assert len(set(rates)) == 4, "one rate per whole window, and none before the first is full"
+
+
+# Boards
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+@pytest.fixture
+def boarded(tmp_path: Path) -> tuple[RunDir, Board]:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.prepare()
+    return run_dir, Board(run_dir, main=True)
+
+
+def test_private_values_reach_private_sinks_alone(boarded: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir, board = boarded
+    board.public("private", 3, {"lr": 0.5, "epsilon": 1.25})
+    board.private("private", 3, {"loss": 7.125, "records": 977.0})
+    board.bad_records("private", 0, {11: "no caption"})
+    board.say("step 3")
+    board.close()
+    assert scalars(run_dir.public_board) == {"private/lr": [(3, 0.5)], "private/epsilon": [(3, 1.25)]}
+    assert scalars(run_dir.private_board) == {"private/loss": [(3, 7.125)], "private/records": [(3, 977.0)]}
+    assert json.loads(run_dir.public_log.read_text()) == {"phase": "private", "step": 3, "lr": 0.5, "epsilon": 1.25}
+    assert json.loads(run_dir.private_log.read_text())["loss"] == 7.125
+    private = {run_dir.private_board, run_dir.private_log, run_dir.root / "logs" / "bad-records-rank0.jsonl"}
+    for path in run_dir.root.rglob("*"):
+        if path.is_file() and not any(p in (path, *path.parents) for p in private):
+            assert not any(word in path.read_bytes() for word in (b"977", b"7.125", b"no caption", b"loss")), path
+    assert capsys.readouterr().out == "step 3\n"
+
+
+def test_private_files_are_for_the_owner_alone(boarded: Any) -> None:
+    run_dir, board = boarded
+    before = os.umask(0)  # the most generous umask must not matter
+    try:
+        board.bad_records("private", 1, {1: "x"})
+        open_private(run_dir.root / "logs" / "other").close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(run_dir.private_board.stat().st_mode) == 0o700
+    for name in ("private.jsonl", "bad-records-rank1.jsonl", "other"):
+        assert stat.S_IMODE((run_dir.root / "logs" / name).stat().st_mode) == 0o600, name
+    board.close()
+
+
+def test_public_events_carry_no_time_of_a_step(boarded: Any) -> None:
+    """The time of one private step tells its batch size (contract 16): every public event has the same time."""
+    run_dir, board = boarded
+    for step in (1, 2, 3):
+        board.public("private", step, {"lr": 0.1})
+        time.sleep(0.02)
+    board.close()
+    accumulator = EventAccumulator(str(run_dir.public_board))
+    accumulator.Reload()
+    assert len({event.wall_time for event in accumulator.Scalars("private/lr")}) == 1
+
+
+def test_a_line_torn_by_a_kill_does_not_swallow_the_next_one(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.prepare()
+    for step in (1, 2, 3):
+        board = Board(run_dir, main=True)
+        board.public("warm", step, {"public_loss": 1.0 / step})
+        board.private("warm", step, {"loss": 1.0})
+        board.close()
+        for log in (run_dir.public_log, run_dir.private_log):
+            with log.open("a") as file:
+                file.write('{"phase": "warm", "st' * (step == 2))
+    assert measured_before(run_dir.public_log, "warm", 3) == {1: 1.0, 2: 0.5, 3: 1.0 / 3}
+    assert [entry["step"] for entry in whole_lines(run_dir.private_log)] == [1, 2, 3]
+
+
+def test_only_the_main_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = RunDir(tmp_path)
+    board = Board(run_dir, main=False)
+    board.public("p", 1, {"a": 1.0})
+    board.private("p", 1, {"a": 1.0})
+    board.say("nothing")
+    board.close()
+    assert not list(tmp_path.rglob("*")) and capsys.readouterr().out == ""

@@ -1,0 +1,101 @@
+"""What the book-keeping engine cannot clip it refuses, and adds nothing to any sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from clip_world import FLAT, Body
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from train_helpers import Toy, toy_batch
+
+from train.clip_book import Book
+from train.clip_bookkeeping import BookKeepingClip
+from train.clip_pieces import Whole
+from train.clip_rule import ClipError
+
+
+def test_a_use_that_was_not_announced_is_no_part_of_any_sum() -> None:
+    book = Book({"w": 0}, 2, 1.0, False, torch.device("cpu"))
+    piece = Whole("w", torch.ones(2, 3))
+    book.enter([piece], {"w": 1})
+    with pytest.raises(ClipError, match="more uses"):
+        book.enter([piece], {"w": 1})
+
+
+def reentrant(body: Any, x: Tensor) -> Tensor:
+    out = checkpoint(body.second, body.first(x), use_reentrant=True)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def rows_mixed(body: Any, x: Tensor) -> Tensor:
+    return body.second(body.first(x)[:1])
+
+
+REFUSED: list[tuple[str, Callable[[Any, Tensor], Tensor]]] = [
+    ("does not use second", lambda body, x: body.first(x)),
+    ("does not use second", reentrant),
+    ("cannot be told apart", rows_mixed),
+]
+
+
+@pytest.mark.parametrize(("message", "act"), REFUSED)
+def test_what_cannot_be_clipped_is_refused(message: str, act: Callable[[Any, Tensor], Tensor]) -> None:
+    batch, model = toy_batch(4), Body(act)
+    clip = BookKeepingClip(FLAT)
+    clip.prepare(model)
+    for _ in range(2):
+        with pytest.raises(ClipError, match=message):
+            clip.add_clipped(model, batch.inputs, batch.present, _Nowhere())
+
+
+def test_a_scripted_part_hides_its_parameters_and_is_refused() -> None:
+    model = Toy()
+    model.second = torch.jit.script(model.second)  # pyright: ignore[reportAttributeAccessIssue]
+    batch = toy_batch(4)
+    with pytest.raises(ClipError, match=r"second\.(weight|bias)"):
+        BookKeepingClip(FLAT).add_clipped(model, batch.inputs, batch.present, _Nowhere())
+
+
+class _Nowhere:
+    def add(self, name: str, value: Tensor) -> None:
+        raise AssertionError(f"{name} was added to, although the model is refused")
+
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        raise AssertionError(f"{name} was added to, although the model is refused")
+
+
+@pytest.mark.parametrize(
+    ("layer", "inputs"),
+    [
+        (nn.Embedding(9, 4, scale_grad_by_freq=True), torch.randint(0, 9, (3, 5))),
+        (nn.Embedding(9, 4, max_norm=1.0), torch.randint(0, 9, (3, 5))),
+        (nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True), torch.randn(3, 5, 4)),
+        (nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True), torch.randn(3, 5, 4)),
+        (nn.BatchNorm1d(5), torch.randn(3, 5)),
+    ],
+)
+def test_layers_that_mix_records_or_drop_units_are_refused(layer: nn.Module, inputs: Tensor) -> None:
+    class Only(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, given: Any) -> Tensor:
+            x = given["x"]
+            out = layer(x, x, x)[0] if isinstance(layer, nn.MultiheadAttention) else layer(x)
+            return out.flatten(1).square().sum(1)
+
+    with pytest.raises(ClipError):
+        BookKeepingClip(FLAT).add_clipped(Only(), {"x": inputs}, torch.ones(3, dtype=torch.bool), _Nowhere())
+
+
+def test_half_parameters_and_models_without_any_are_refused() -> None:
+    with pytest.raises(ClipError, match="half precision"):
+        BookKeepingClip(FLAT).prepare(Toy().bfloat16())
+    with pytest.raises(ClipError, match="no trainable"):
+        BookKeepingClip(FLAT).prepare(Toy().requires_grad_(False))

@@ -1,0 +1,49 @@
+"""The config's digest: what shapes a release changes it, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_base import put
+
+from train.config import Config
+
+CONTENTS = {"data": "d1", "tokenizer": "t1"}
+SHAPES: list[tuple[str, Any]] = [
+    ("phases.1.schedule.peak", 2e-3), ("phases.1.schedule.warmup", 3), ("phases.1.schedule.shape", "cosine"),
+    ("phases.1.schedule.end", 50), ("phases.1.optimizer.params.betas", [0.9, 0.96]),
+    ("phases.1.optimizer.params.weight_decay", 0.1), ("phases.1.optimizer.params.eps", 1e-6),
+    ("phases.1.data.augment", "center"), ("phases.1.privacy.clip.norm", 2.0),
+    ("phases.1.privacy.clip.kind", "automatic"), ("phases.1.privacy.clip.gamma", 0.5),
+    ("phases.1.privacy.clip.groups", "block"), ("run.clip_engine", "reference"), ("run.clip_memory", "fast"),
+    ("run.precision", "bf16"),
+    ("phases.1.privacy.expected_batch", 21), ("phases.1.privacy.noise_multiplier", 1.6), ("phases.1.steps", 6),
+    ("phases.1.privacy.epsilon", 4.0), ("phases.1.privacy.delta", 1e-5), ("model.width", 32), ("model.init_seed", 1),
+    ("model.text_length", 9), ("model.mask_ratio", 0.5), ("train_micro_batch_size_per_gpu", 16),
+]  # fmt: skip
+SHAPES_NOT: list[tuple[str, Any]] = [
+    ("zero_optimization.stage", 2), ("zero_optimization.reduce_bucket_size", 1000), ("run.checkpoint_every", 3),
+    ("run.log_every", 1), ("run.keep_checkpoints", 5), ("run.dir", "/elsewhere"), ("run.keep_key", True),
+    ("about.cost", "more"), ("phases.1.data.path", "moved"), ("phases.1.data.tokenizer", "moved.json"),
+    ("phases.1.evaluation.records", 5), ("steps_per_print", 5), ("run.engine", "fsdp2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), SHAPES, ids=[key for key, _ in SHAPES])
+def test_what_shapes_a_release_changes_the_digest(loaded: Callable[..., Config], key: str, value: Any) -> None:
+    assert loaded(put(key, value)).digest(1, CONTENTS) != loaded().digest(1, CONTENTS)
+
+
+@pytest.mark.parametrize(("key", "value"), SHAPES_NOT, ids=[key for key, _ in SHAPES_NOT])
+def test_what_does_not_shape_a_release_leaves_the_digest(loaded: Callable[..., Config], key: str, value: Any) -> None:
+    changed = loaded(put(key, value))
+    assert changed != loaded() and changed.digest(1, CONTENTS) == loaded().digest(1, CONTENTS)
+
+
+def test_the_digest_holds_contents_in_the_place_of_paths(loaded: Callable[..., Config], tmp_path: Path) -> None:
+    config = loaded()
+    digests = {config.digest(1, {"data": d, "tokenizer": t}) for d in ("d1", "d2") for t in ("t1", "t2")}
+    assert len(digests) == 4 and config.digest(0, CONTENTS) not in digests

@@ -1,0 +1,95 @@
+"""`--set` and where paths lead, the non-private twin, the schema and the shipped configs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from config_base import put, refusal
+
+from train.config import Config, json_schema, run_dir_of
+from train.loading import load
+from train.recipe import clip_rule, make_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted(p for p in (ROOT / "ds_configs").glob("*.json") if p.name != "schema.json")
+
+
+def test_set_reaches_every_level_and_takes_json_or_text(loaded: Callable[..., Config]) -> None:
+    config = loaded(
+        overrides=[
+            "phases.1.steps=9", "run.keep_key=true", "phases.1.privacy.clip.kind=automatic", "about.cost=a lot",
+            "phases.1.optimizer.params.betas=[0.5, 0.6]", 'phases.0.schedule={"peak": 0.5}', "phases.1.steps=10",
+        ]
+    )  # fmt: skip
+    private = config.phases[1]
+    assert private.steps == 10 and config.run.keep_key and config.about.cost == "a lot"
+    assert private.privacy is not None and private.privacy.clip.kind == "automatic"
+    assert private.optimizer.params.betas == (0.5, 0.6) and config.phases[0].schedule.peak == 0.5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("phases.1.steps", "--set takes key=value"), ("=3", "--set takes key=value"), ("", "--set takes key=value"),
+        ("phases.7.steps=3", "there is no '7' to set anything in"), ("phases.x.steps=3", "there is no 'x'"),
+        ("phases.1=3", "only keys of an object can be set"), ("run.dir.x.y=3", ""),
+        ("train_micro_batch_size_per_gpu.x=3", "only keys of an object"),
+        ("phases.1.step=3", "did you mean 'steps'?"), ("phases.1.steps=many", "phases.1.steps = 'many' is not usable"),
+    ],
+)  # fmt: skip
+def test_an_override_that_cannot_be_meant_is_refused(
+    loaded: Callable[..., Config], override: str, message: str
+) -> None:
+    assert message in refusal(loaded, overrides=[override])
+
+
+def test_the_non_private_twin_keeps_its_batch(loaded: Callable[..., Config]) -> None:
+    twin = loaded(overrides=["phases.1.privacy=null"]).phases[1]
+    assert twin.privacy is None and twin.batch == 20 and not twin.data.public
+    assert loaded(overrides=["phases.1.privacy=null", "phases.1.batch=7"]).phases[1].batch == 7
+    assert "phases.1.batch = 'many' is not usable" in refusal(
+        loaded, put("phases.1.privacy.expected_batch", "many"), overrides=["phases.1.privacy=null"]
+    )
+
+
+def test_paths_follow_the_file_and_overrides_follow_the_shell(
+    tmp_path: Path, loaded: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    config = loaded(put("phases.0.data.path", "/abs/x"), overrides=["phases.1.data.path=mine/{00..01}.tar"])
+    assert config.phases[0].data.path == "/abs/x"
+    assert config.phases[1].data.path == str(elsewhere / "mine/{00..01}.tar")
+    assert config.phases[1].data.tokenizer == str(tmp_path / "tokenizer.json")
+    assert config.phases[1].evaluation is not None and config.phases[1].evaluation.path == str(tmp_path / "held")
+    assert run_dir_of(config, tmp_path / "config.json") == elsewhere / "runs" / "config"
+    assert run_dir_of(loaded(overrides=["run.dir=here"]), tmp_path / "c.json") == elsewhere / "here"
+
+
+# Shipped files
+
+
+def test_the_checked_in_schema_is_the_generated_one() -> None:
+    assert json.loads((ROOT / "ds_configs" / "schema.json").read_text()) == json_schema()
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_shipped_config_loads_and_can_keep_its_promise(path: Path) -> None:
+    config = load(path, [])
+    assert config.about.command and config.about.cost and config.about.expect
+    shape = config.model.resolved()
+    assert shape.patches > 0
+    for number, phase in enumerate(config.phases):
+        if phase.privacy is None:
+            continue
+        assert phase.data.expected_records is not None, "so that a dry run works without the data"
+        quick = phase.privacy.model_copy(update={"noise_multiplier": phase.privacy.noise_multiplier or 1.0})
+        plan = make_plan(phase, quick, phase.data.expected_records, "phases")
+        clip_rule(phase.privacy, plan, config.train_micro_batch_size_per_gpu)
+        twin = load(path, [f"phases.{number}.privacy=null"])
+        assert twin.phases[number].batch == round(phase.privacy.expected_batch)
+    assert SHIPPED

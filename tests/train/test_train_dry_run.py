@@ -1,0 +1,52 @@
+"""Dry run, missing data and exit codes, as a user meets them on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from config_base import BASE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
+    script = [sys.executable, str(ROOT / "launch" / "train.py"), *arguments]
+    return subprocess.run(script, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_dry_run_says_what_the_config_means_without_launcher_or_data(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BASE))
+    done = command("--config", str(path), "--dry-run", "--set", "phases.1.privacy.noise_multiplier=null",
+        "--set", "run.clip_engine=reference", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "n             400 (expected_records; the data are not at hand)", "q             0.05 = 214748365/2^32",
+        "sigma", "(calibrated)", "C             1 (flat)", "T             5", "epsilon", "of 8 (PLD)",
+        "delta         0.00125", "parameters", "memory/rank", "fp64 sums", '"expected_batch": 20.0',
+        "non-private   on public data; batch 16, 2 steps",
+    ):  # fmt: skip
+        assert word in done.stdout, word
+    spent = float(done.stdout.split("epsilon       ")[1].split(" of")[0])
+    assert 7.9 < spent <= 8.0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json"], "nothing is written"
+
+
+def test_missing_data_are_bad_input_in_one_sentence_with_the_mend(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BASE))
+    done = command("--config", str(path), cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: phases.0.data.path: ")
+    assert str(tmp_path / "warm") in lines[0] and "index" in lines[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json"]
+    refused = command("--config", str(path), "--set", "gradient_clipping=1", cwd=tmp_path)
+    assert refused.returncode == 2 and "gradient_clipping = 1 is refused" in refused.stderr

@@ -1,0 +1,33 @@
+"""What is observed of a step: sums over micro-batches and ranks, whatever records do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from train_helpers import alone, on_ranks
+
+from train.observed import Observed
+
+
+def test_observed_sums_over_micro_batches_and_ranks() -> None:
+    def act(ranks: Any) -> dict[str, float]:
+        observed = Observed()
+        present = torch.tensor([True, False, True])
+        for _ in range(2):
+            observed.add(present, torch.tensor([1.0, math.nan, 3.0]), torch.tensor([0.5, 99.0, 2.0 + ranks.rank]))
+        return observed.over_ranks(ranks, 2.5)
+
+    first, second = on_ranks(2, act)
+    assert first == second
+    assert first == pytest.approx({"records": 8, "loss": 2.0, "gradient_norm": 12 / 8, "clipped_fraction": 2 / 8})
+
+
+def test_observed_survives_hostile_and_empty_batches() -> None:
+    observed = Observed()
+    present = torch.tensor([True, True])
+    observed.add(present, torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 1.0]))
+    assert observed.over_ranks(alone(), 1.0)["loss"] == 0.5
+    assert Observed().over_ranks(alone(), 1.0) == {"records": 0.0, "loss": 0.0}

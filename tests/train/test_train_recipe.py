@@ -1,0 +1,105 @@
+"""From a config to data and plans: what is opened, what does not fit, and what a plan may promise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from config_base import Change, put
+
+from data.text import word_tokenizer
+from train import recipe
+from train.config import Config
+from train.recipe import RecipeError, make_plan, prepare
+
+
+@pytest.fixture
+def real(tmp_path: Path, loaded: Callable[..., Config]) -> Callable[..., Config]:
+    """The base with real (tiny) shards and a tokenizer."""
+    from data.index import build
+    from data.shapes import GRAMMAR_WORDS
+    from data.synthetic import shape_samples, texture_samples, write_shards
+
+    for name, samples in (
+        ("warm", texture_samples(1, 16, 32)), ("private", shape_samples(2, 40, 32)),
+        ("held", shape_samples(3, 8, 32, labels=True)),
+    ):  # fmt: skip
+        write_shards(tmp_path / name, samples, 20)
+        build(tmp_path / name)
+    word_tokenizer(GRAMMAR_WORDS, tmp_path / "tokenizer.json")
+    return lambda *changes: loaded(put("phases.1.data.expected_records", 40), *changes)
+
+
+def test_phases_open_their_data(real: Callable[..., Config]) -> None:
+    warm, private = prepare(real())
+    assert (warm.index.records, private.index.records, private.private) == (16, 40, True)
+    assert private.text is not None and set(private.contents()) == {"data", "tokenizer"}
+    assert set(warm.contents()) == {"data"} and warm.held_out is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([put("phases.1.data.expected_records", 400)], "is 400, but the index holds 40 records, more than 1 % off"),
+        ([put("phases.1.data.tokenizer", "nothing.json")], r"phases.1.data.tokenizer: .*no tokenizer here"),
+        ([put("model.vocabulary", 8)], r"more than model.vocabulary = 8; set model.vocabulary to at least"),
+        ([put("phases.1.evaluation.path", "private")], r"phases.1.evaluation.path: .* belongs to the private records"),
+        ([put("phases.0.evaluation", {"path": "private"})], r"0.evaluation.path: .* belongs to the private records"),
+        ([put("phases.0.data.path", "private")], r"phases.0.data.path: .* belongs to the private records of phase"),
+        ([put("phases.0.batch", 17)], "phases.0.batch = 17 exceeds the 16 records"),
+        ([put("model.image_size", 33)], "model.image_size 33 does not divide"),
+    ],
+)  # fmt: skip
+def test_data_that_do_not_fit_are_refused(real: Callable[..., Config], changes: list[Change], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        prepare(real(*changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([put("phases.1.privacy.expected_batch", 41)], r"expected_batch must lie in \(0, 40\]"),
+        ([put("phases.1.privacy.delta", 0.5)], r"delta must lie in \(0, 1/n\]"),
+        ([put("phases.1.privacy.delta", "1/m")], "delta must be a number, '1/n' or"),
+        ([put("phases.1.privacy.delta", "nan")], "delta must lie in"),
+    ],
+)  # fmt: skip
+def test_plans_that_promise_nothing_are_refused(
+    real: Callable[..., Config], changes: list[Change], message: str
+) -> None:
+    phase = real(*changes).phases[1]
+    assert phase.privacy is not None
+    with pytest.raises(RecipeError, match=message):
+        make_plan(phase, phase.privacy, 40, "phases.1")
+
+
+def test_a_resumed_plan_takes_its_sigma_from_the_ledger_unless_something_changed(
+    loaded: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "calibrate_sigma", lambda *_: 7.5)
+    phase = loaded(put("phases.1.privacy.noise_multiplier", None)).phases[1]
+    assert phase.privacy is not None
+    first = make_plan(phase, phase.privacy, 40, "phases.1")
+    assert first.noise_multiplier == 7.5 and first.delta == 1 / 80 and first.divisor == pytest.approx(20)
+    known = dataclasses.replace(first, noise_multiplier=8.5)
+    assert make_plan(phase, phase.privacy, 40, "p", known).noise_multiplier == 8.5
+    longer = phase.model_copy(update={"steps": 6})
+    assert make_plan(longer, phase.privacy, 40, "p", known).noise_multiplier == 7.5
+
+
+def test_captions_are_not_looked_for_in_single_images(loaded: Callable[..., Config], tmp_path: Path) -> None:
+    from PIL import Image
+
+    from data.folders import build_folder
+
+    (tmp_path / "images" / "class").mkdir(parents=True)
+    for number in range(3):
+        Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / "images" / "class" / f"{number}.png")
+    build_folder(tmp_path / "images")
+    change = [put("phases.0.data.path", str(tmp_path / "images")), put("phases.0.batch", 2)]
+    change.append(put("phases.1.data.expected_records", 3))
+    config = loaded(*change, put("phases.1.data.path", str(tmp_path / "images")))
+    with pytest.raises(RecipeError, match=r"phases.1.data.path holds single images, which have no captions"):
+        prepare(config)
