@@ -55,6 +55,22 @@ def test_the_next_norm_is_the_rule_of_the_paper_rounded_once() -> None:
         assert found == min(100.0, max(0.01, float(exact)))
 
 
+def test_the_norm_stays_within_its_bounds() -> None:
+    assert RULE.following(99.0, 1.0) == RULE.highest and RULE.following(0.0101, 0.0) == RULE.lowest
+
+
+@pytest.mark.parametrize("weaker", [1e-9, 0.05])
+def test_weaker_noise_than_announced_is_charged_where_the_norm_adapts(tmp_path: Path, weaker: float) -> None:
+    """What is taken for rounding is rounding alone."""
+    journal = begin(tmp_path, ADAPTIVE)
+    journal.open_step(0, 1, at(1, 1.0))
+    done = replace(at(1, 1.0), noise=replace(at(1, 1.0).noise, std=30.0 * (1 - weaker)))
+    with pytest.raises(LedgerError, match="had announced"):
+        journal.commit_step(0, 1, done, 0.5)
+    (event,) = journal.history.charged()
+    assert event.sigma == done.event().sigma < ADAPTIVE.effective_noise_multiplier
+
+
 def test_a_trajectory_is_what_a_loop_over_the_shares_gives(tmp_path: Path) -> None:
     journal = begin(tmp_path, ADAPTIVE)
     last = trained(journal, 1.0, range(1, 7))

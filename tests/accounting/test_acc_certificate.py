@@ -82,6 +82,24 @@ def test_a_certificate_does_not_cover_later_steps(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
+@pytest.mark.parametrize("later", ["commit", "segment", "choice"])
+def test_a_certificate_does_not_cover_what_makes_its_claim_another_one_later(tmp_path: Path, later: str) -> None:
+    journal = begin(tmp_path)
+    train(journal, range(1, 3))
+    journal.open_step(0, 3, facts(3))
+    certificate.write(compose(journal.history, journal.ledger.entries, {}), tmp_path)
+    verify(tmp_path)
+    if later == "commit":
+        journal.commit_step(0, 3, facts(3))
+    elif later == "segment":
+        journal.begin_segment(0, CONFIG, DATA, 2, "rolled back")
+    else:
+        journal.declare_choice("public_loss")
+    journal.ledger.close()
+    with pytest.raises(CertificateError, match="no longer covers"):
+        verify(tmp_path)
+
+
 @pytest.mark.parametrize("why", ["stopped early", "new segment"])
 def test_the_budget_is_claimed_where_outputs_may_have_been_chosen(tmp_path: Path, why: str) -> None:
     journal = begin(tmp_path)

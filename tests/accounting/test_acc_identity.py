@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 from acc_world import CONFIG, DATA, begin, reopen, train
 
 from accounting.identity import recognise
+from accounting.ledger import LedgerError
 
 
 def test_a_copy_is_recognised_and_gets_new_keys(tmp_path: Path) -> None:
@@ -42,3 +44,27 @@ def test_a_copy_is_recognised_and_gets_new_keys(tmp_path: Path) -> None:
         again = reopen(moved)
         assert recognise(again, moved / "secret")
         again.ledger.close()
+
+
+@pytest.mark.parametrize("since", ["a copy", "another segment", "another step"])
+def test_an_unnamed_checkpoint_of_before_is_no_place_to_go_on_from(tmp_path: Path, since: str) -> None:
+    journal = begin(tmp_path)
+    train(journal, range(1, 3))
+    written_at = journal.ledger.length
+    journal.admit_checkpoint(0, 2, "unnamed", written_at)  # a kill came before its line
+    if since == "a copy":
+        journal.note_copied("another folder")
+    elif since == "another step":
+        train(journal, range(3, 4))
+    else:
+        journal.begin_segment(0, CONFIG, DATA, 0, "rolled back")
+        train(journal, range(1, 3))
+    with pytest.raises(LedgerError, match="does not know this checkpoint of step 2"):
+        journal.admit_checkpoint(0, 2, "unnamed", written_at)
+
+
+def test_two_copies_that_begin_the_same_segment_never_have_the_same_keys(tmp_path: Path) -> None:
+    begin(tmp_path).ledger.close()
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    ways = [reopen(folder).begin_segment(0, CONFIG, DATA, 0, "again") for folder in (tmp_path, tmp_path / "copy")]
+    assert ways[0].number == ways[1].number and ways[0].key_name != ways[1].key_name

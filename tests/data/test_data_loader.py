@@ -104,6 +104,14 @@ def test_other_ids_than_foreseen_are_read_anew(small_set: ShardIndex) -> None:
         assert _bytes(loader.micro_batches(ids, 2)) == _bytes(reader.read(row, 2) for row in slots(ids, 0, 1, 2))
 
 
+def test_the_first_step_takes_the_first_records_of_the_first_epoch() -> None:
+    """Trainers count steps from one, epochs theirs from zero: off by one, a batch changes its epoch."""
+    epochs = PublicEpochs(20, 5, b"order")
+    order = PublicOrder(epochs)
+    assert [order.draw(step).ids.tolist() for step in (1, 2, 5)] == [epochs.ids(n).tolist() for n in (0, 1, 4)]
+    assert sorted(np.concatenate([order.draw(step).ids for step in (1, 2, 3, 4)]).tolist()) == list(range(20))
+
+
 def test_public_epochs(small_set: ShardIndex) -> None:
     epochs = PublicEpochs(small_set.records, 7, KEY)
     reader = _reader(small_set)

@@ -58,6 +58,15 @@ def test_ranks_of_a_node_share_and_copies_even_out() -> None:
     assert placement.groups == ((0, 1), (2, 3)) and placement.owners.tolist() == [0, 1, 1]
     rows = _rows(placement, np.arange(190), 4, 10)
     assert [int((row >= 0).sum()) for row in rows] == [50, 50, 45, 45]
+
+
+def test_a_node_of_more_ranks_takes_more_and_what_has_one_holder_is_given_away_first() -> None:
+    both, one = [True] * 6 + [False], [True] * 7
+    larger = _placed([10] * 6 + [1], [both, both, one])
+    assert larger.groups == ((0, 1), (2,)) and np.bincount(larger.owners[:6]).tolist() == [4, 2]
+    assert _placed([10, 10], [[True, True], [True, False]]).owners.tolist() == [1, 0]
+    with pytest.raises(ValueError, match="ends must rise"):
+        place(["0.tar", "1.tar"], np.array([5, 3]), [np.array([True, True])])
     alike = _placed([7, 9], [[True, True]] * 3)
     for rank in range(3):
         assert np.array_equal(alike.rows(np.arange(16), rank, 2), slots(np.arange(16), rank, 3, 2))

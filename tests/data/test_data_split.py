@@ -40,3 +40,13 @@ def test_only_two_parts_of_one_cut_are_apart() -> None:
         SplitIndex(SyntheticIndex("spectrum", 1, 1, 16), 0.5, True)
     with pytest.raises(IndexError, match="outside the 10 of this part"):
         parts[0].original(10)
+
+
+def test_every_part_of_every_cut_has_a_name_of_its_own_and_parts_of_two_sets_are_never_apart() -> None:
+    sets = [SyntheticIndex("spectrum", 100, seed, 16) for seed in (1, 2)]
+    parts = {
+        (number, share, public): SplitIndex(whole, share, public)
+        for number, whole in enumerate(sets) for share in (0.1, 0.2) for public in (True, False)
+    }  # fmt: skip
+    assert len({part.manifest_digest for part in (*parts.values(), *sets)}) == 10
+    assert not apart(parts[0, 0.1, True], parts[1, 0.1, False])

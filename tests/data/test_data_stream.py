@@ -18,7 +18,7 @@ from data.index import ShardError, ShardIndex
 from data.loader import Loader, PublicOrder
 from data.shards import Reading
 from data.split import SplitIndex, places_of
-from data.stream import PLACES, StreamEpochs, StreamIndex, lane_placement, portions
+from data.stream import PLACES, Lane, StreamEpochs, StreamIndex, lane_placement, portions
 from data.tar import UnreadableError
 
 KEY = b"order"
@@ -108,6 +108,25 @@ def test_threads_out_of_order_get_their_own_records(shards: Path) -> None:
         found = {i: int(stream.read(i)["txt"]) for i in chance.permutation(ids).tolist()}
         assert [found[i] for i in ids] == expected[step] + expected[step + 1]
     assert sum(len(lane._waiting) for lane in stream._lanes) <= 3 * 8, "what nobody asks for is not kept for ever"
+
+
+def test_out_of_order_within_two_steps_nothing_is_read_twice(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    opened: list[int] = []
+    real = Lane._open
+    monkeypatch.setattr(Lane, "_open", lambda self, epoch: (opened.append(epoch), real(self, epoch))[1])
+    stream = StreamIndex(str(shards), 1, 8).begin(KEY, 8)
+    for first in (0, 16, 32):
+        for place in reversed(range(first, first + 16)):
+            stream.read(place)
+    assert opened == [0]
+
+
+def test_what_decides_the_order_is_in_the_digest_and_lanes_have_orders_of_their_own(shards: Path) -> None:
+    assert len({StreamIndex(str(shards), lanes, buffer).manifest_digest for lanes in (1, 2) for buffer in (4, 8)}) == 4
+    first, second = StreamIndex(str(shards), 2, 8).begin(KEY, 8)._lanes
+    assert len({lane._seed(epoch, use) for lane in (first, second) for epoch in (0, 1) for use in (0, 1)}) == 8
 
 
 def _step_bytes(index: StreamIndex, steps: range, world: int, batch: int = 10) -> list[dict[int, bytes]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from checkpoint_world import HEADER, saved, trained, whole_state
 from train_helpers import LocalEngine, Toy, alone, on_ranks, private_engine, toy_batch
 
 from train import checkpoint as checkpoint_module
-from train.checkpoint import CheckpointError, Checkpoints, Keep, Position
+from train.checkpoint import CheckpointError, Checkpoints, Keep, Loaded, Position
 from train.gradient import NoisyUpdate
 
 
@@ -84,6 +85,18 @@ def test_a_position_is_written_once(tmp_path: Path) -> None:
     first = checkpoints.save(Position(1, 2), trained(alone()), False, HEADER)
     second = checkpoints.save(Position(1, 2), trained(alone(), steps=1), False, HEADER)
     assert first == second
+    marked: list[str] = []
+    checkpoints.begin(Position(1, 2), trained(alone(), steps=1), False, HEADER)
+    assert checkpoints.settle(marked.append, {}) == first and marked == [first], "the ledger may lack its line"
+
+
+def test_another_format_is_refused_and_not_misread(tmp_path: Path) -> None:
+    saved(tmp_path, alone())
+    manifest = next(tmp_path.glob("phase*/manifest.json"))
+    changed = manifest.read_bytes().replace(b"murmuration-checkpoint/1", b"murmuration-checkpoint/2")
+    manifest.write_bytes(changed)
+    with pytest.raises(CheckpointError, match=r"has format 'murmuration-checkpoint/2', not"):
+        Loaded.open(manifest.parent, hashlib.sha256(changed).hexdigest())
 
 
 def test_any_damaged_or_missing_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -227,3 +227,13 @@ def test_a_pointer_of_before_lists_itself_alone_and_a_damaged_one_is_refused(tmp
         pointer.write_text(text)
         with pytest.raises(CheckpointError, match=r"latest is damaged .*restore it"):
             Checkpoints(tmp_path, alone(), Keep()).latest()
+
+
+def test_a_next_pointer_that_a_kill_tore_is_dropped(tmp_path: Path) -> None:
+    engine = trained(alone())
+    save(tmp_path, engine, 2)
+    checkpoints = Checkpoints(tmp_path, alone(), Keep())
+    for torn in (b"", b'{"folder": "phase00-st'):
+        checkpoints.next_pointer.write_bytes(torn)
+        checkpoints.recover("what the ledger names")
+        assert not checkpoints.next_pointer.exists() and stored(checkpoints, engine)[0] == 2

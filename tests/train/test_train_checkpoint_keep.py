@@ -14,7 +14,8 @@ from accounting.history import History
 from accounting.journal import Journal
 from accounting.ledger import Ledger
 from accounting.plan import PrivacyPlan
-from train.checkpoint import Checkpoints, Keep, Position
+from train.checkpoint import Checkpoints, Position
+from train.checkpoint_keep import Entry, Keep
 
 PLAN = PrivacyPlan(
     records=100, threshold=2**32, clip_norm=1.0, noise_multiplier=20.0, steps=4, delta=1e-3, epsilon_budget=2.0
@@ -90,3 +91,15 @@ def test_folders_of_other_names_are_never_retired(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, engine, step, Keep(1))
     assert copy.exists() and folders(tmp_path) == [copy.name, Position(0, 3).folder]
+
+
+def test_each_phase_has_a_best_of_its_own_and_of_equals_the_newest() -> None:
+    losses = {(1, 20): 5.0, (1, 10): 3.0, (0, 30): 1.0, (0, 20): 1.0, (0, 10): 2.0}
+    entries = [Entry(phase, step, "", {"public_loss": loss}) for (phase, step), loss in losses.items()]
+    best = Keep(best="public_loss").best_of(entries)
+    assert {phase: entry.step for phase, entry in best.items()} == {0: 30, 1: 10}
+
+
+def test_the_regular_ones_begin_with_the_first_that_was_trained() -> None:
+    entries = [Entry(0, step, "") for step in (25, 20, 15, 10, 0)]
+    assert [entry.step for entry in Keep(last=1, every=10).chosen(entries)] == [25, 20, 10]

@@ -167,6 +167,17 @@ def restore(engine: LocalEngine, kept: dict[str, torch.Tensor], done: int) -> No
                 tensor.copy_(kept[f"{i}{kind}"])
 
 
+def test_the_norm_follows_the_share_that_stands_in_the_ledger(tmp_path: Path) -> None:
+    """A replayed step may round its share otherwise; what was told the first time counts, for the next C as well."""
+    plan = adaptive_plan()
+    step, _ = step_of(alone(), journal_at(tmp_path, plan), plan, plan.clip_norm)
+    told, committed = 0.9375, step.record.committed
+    step.record.committed = lambda *given: (committed(*given), told)[1]
+    observed = step.run(1, 1e-2)
+    assert step.norm is not None and step.norm.norm == RULE.following(plan.clip_norm, told)
+    assert observed.released["noised_clipped_share"] == told
+
+
 def test_a_part_with_another_norm_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
     plan = adaptive_plan()
     journal = journal_at(tmp_path, plan)

@@ -39,6 +39,11 @@ HARMFUL: dict[str, Any] = {
 }  # fmt: skip
 
 
+def test_no_refusal_was_taken_away() -> None:
+    """The tests below go through the refusals that there are."""
+    assert set(REFUSED) == set(HARMFUL) and set(PHASE_REFUSED) == {"sampler", "shuffle", "mixup", "cutmix", "seed"}
+
+
 @pytest.mark.parametrize("key", REFUSED)
 def test_a_key_that_would_break_privacy_is_refused_with_its_reason(loaded: Callable[..., Config], key: str) -> None:
     message = refusal(loaded, put(key, HARMFUL[key]))

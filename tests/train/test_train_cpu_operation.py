@@ -7,11 +7,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.utils.file_baton import FileBaton
 
-from train.cpu_operation import MOST_COMPILING, drop_dead_locks, free_shared_names, require_shared_memory
+from train import cpu_operation
+from train.cpu_operation import (
+    MOST_COMPILING,
+    SHARED,
+    SHARED_BYTES,
+    drop_dead_locks,
+    free_shared_names,
+    make_ready,
+    require_shared_memory,
+)  # fmt: skip
 
 HOLDER = """
 import sys, time
@@ -72,3 +83,40 @@ def test_too_little_shared_memory_is_named_with_the_mend(tmp_path: Path) -> None
             require_shared_memory(tmp_path)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_room_is_what_is_free_and_not_what_the_folder_holds_in_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    room = SimpleNamespace(f_frsize=4096, f_blocks=1 << 30, f_bfree=1 << 30, f_bavail=SHARED_BYTES // 4096)
+    monkeypatch.setattr(os, "statvfs", lambda folder: room)
+    require_shared_memory(tmp_path)
+    room.f_bavail -= 1
+    with pytest.raises(OSError, match="65 MiB free, and every rank on a CPU needs 66 MiB"):
+        require_shared_memory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("told", "alone"),
+    [
+        ({}, True), ({"LOCAL_WORLD_SIZE": "2"}, True), ({"LOCAL_SIZE": "2"}, True), ({"LOCAL_WORLD_SIZE": "1"}, False),
+        ({"LOCAL_SIZE": "1"}, False),
+    ],
+)  # fmt: skip
+def test_a_start_looks_for_room_and_drops_young_locks_where_all_ranks_are_on_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, str], alone: bool
+) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    here = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    for name, value in (here | told).items():
+        monkeypatch.setenv(name, value)
+    looked: list[Path] = []
+    monkeypatch.setattr(cpu_operation, "require_shared_memory", looked.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "lock").touch()
+    make_ready()
+    assert looked == [SHARED] and (tmp_path / "lock").exists(), "one rank of a machine looks after its locks"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    make_ready()
+    assert (tmp_path / "lock").exists() != alone

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from train_helpers import alone
+from train_helpers import alone, on_ranks
 
 from data.batches import EMPTY, DataSpec, Fetched, MicroBatch, slots
 from model.build import build
@@ -18,7 +19,7 @@ from model.trainable import select
 from train.clip import clipped_totals
 from train.clip_reference import ReferenceClip
 from train.clip_rule import ClipRule
-from train.features import BAD, HEADER, PRESENT, FeatureReader, FeatureStore, fill, identity_of
+from train.features import ABSENT, BAD, HEADER, PRESENT, FeatureReader, FeatureStore, fill, identity_of
 from train.optim import make_optimizer
 from train.optim_settings import Optimizer, OptimizerParams, ParameterRule
 from train.recipe_error import RecipeError
@@ -131,6 +132,32 @@ def test_ranks_share_the_rows_and_their_files_are_the_owners_alone(tmp_path: Pat
     assert [row for part in parts for row in part] == list(range(RECORDS))
     assert (tmp_path / "features").stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "features").iterdir()} == {0o600}
+
+
+def test_a_row_is_marked_as_there_after_its_content_lies_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    FeatureStore.create(tmp_path / "features", RECORDS, 16, "x")
+    store = FeatureStore.open(tmp_path / "features")
+    seen: list[tuple[bool, int]] = []
+    monkeypatch.setattr(FeatureStore, "flush", lambda self: seen.append((bool(self.features[3].all()), self.state[3])))
+    store.put(np.array([3]), np.ones((1, 16), np.float32), np.array([2]), np.array([True]))
+    assert seen == [(True, ABSENT)] and store.state[3] == PRESENT
+
+
+def test_ranks_with_fewer_rows_ask_about_a_stop_as_often_as_the_others(tmp_path: Path) -> None:
+    """Asking is a collective act: a rank that is through would leave the others waiting."""
+    FeatureStore.create(tmp_path / "features", RECORDS, 16, "x")
+
+    def asked(ranks: Any) -> int:
+        found: list[Any] = []
+        store = FeatureStore.open(tmp_path / "features")
+        run: Any = SimpleNamespace(stop=SimpleNamespace(check=found.append))
+        pictures: Any = Pictures()
+        fill(store, head_only(), pictures, store.missing(ranks.rank, ranks.world), 11, ranks, "fp32", run)
+        return len(found)
+
+    assert on_ranks(2, asked) == [2, 2], "11 rows are one round, 12 are two"
 
 
 def stepped(kind: str, rules: list[ParameterRule], steps: int = 1) -> list[torch.Tensor]:

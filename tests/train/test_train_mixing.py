@@ -39,6 +39,37 @@ def test_alpha_follows_its_shape() -> None:
     assert over(mixing(shape="sample-ratio")) == [0.25, 0.25, 0.25]
 
 
+@pytest.mark.parametrize("shape", ["linear", "cosine", "switch"])
+def test_alpha_may_reach_its_end_before_the_phase_does(shape: Any) -> None:
+    settings = mixing(shape=shape, start=1.0, end=0.25, steps=5)
+    assert [round(alpha(settings, step, 10, 300.0), 6) for step in (1, 6, 11)] == [1.0, 0.25, 0.25]
+
+
+class Line(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(48))
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        return (inputs["images"].flatten(1) @ self.weight).square()
+
+
+def test_a_public_record_whose_loss_is_no_number_has_no_part_in_the_mean() -> None:
+    batch = toy_batch(4)
+    batch.inputs["images"][2] = 1e30  # its square is infinite
+    found = PublicGradient(Line(), lambda step: iter([batch]), alone()).of_step(1)["weight"]
+    rows = batch.inputs["images"].flatten(1)[[0, 1, 3]]
+    assert torch.allclose(found, (2 * rows.sum(1, keepdim=True) * rows).mean(0), rtol=1e-4)
+
+
+def test_a_step_that_is_dropped_is_dropped_by_the_engine_within() -> None:
+    engine, inner, _ = mixed_engine(alone(), 0.5, True)
+    dropped: list[bool] = []
+    inner.discard = lambda: dropped.append(True)
+    engine.discard()
+    assert dropped == [True]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -11,6 +11,8 @@ from timm.optim.lamb import Lamb
 from timm.optim.lars import Lars
 from torch import nn
 
+from train.optim import make_optimizer
+from train.optim_flat import OptimizerError
 from train.optim_settings import Optimizer, OptimizerParams, ParameterRule
 
 CLOSE = 1e-6
@@ -181,3 +183,28 @@ def test_the_moving_average_follows_the_weights(kind: str, world: int) -> None:
 def test_a_run_is_bitwise_repeatable_at_a_fixed_world_size(kind: str) -> None:
     first, second = (on_shards(settings(kind, weight_decay=0.1), 3)[0] for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in SHAPES)
+
+
+def two_flats() -> tuple[Any, list[nn.Parameter]]:
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    optimizer = make_optimizer(settings("LAMB"), zip("ab", parameters, strict=True), 0.0)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer, parameters
+
+
+def test_norms_whose_squares_fp32_cannot_hold_are_norms_all_the_same() -> None:
+    optimizer, parameters = two_flats()
+    flats = [optimizer._flat(parameter, 0.1) for parameter in parameters]
+    pieces = iter([(torch.tensor([3e-30]), torch.tensor([3e30, 4e30])), (torch.tensor([1.0]), torch.tensor([2.0]))])
+    found = optimizer.norms(flats, lambda flat, stretch: iter([next(pieces)]))
+    assert found.flatten().tolist() == pytest.approx([3e-30, 1.0, 5e30, 2.0], rel=1e-6)
+
+
+def test_flat_tensors_that_made_different_numbers_of_steps_are_refused() -> None:
+    optimizer, parameters = two_flats()
+    assert optimizer.steps_done == 1
+    optimizer.state[parameters[1]]["step"] += 1
+    with pytest.raises(OptimizerError, match="disagree about the number of steps"):
+        optimizer.steps_done  # noqa: B018

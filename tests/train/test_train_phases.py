@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 from config_base import Change, drop, put, refusal
-from train_helpers import LocalEngine, Toy, alone, toy_batch
+from safetensors.torch import save_file
+from train_helpers import LocalEngine, Toy, alone, plan_for, toy_batch
 
+from accounting.journal import Journal
+from accounting.ledger import Ledger
 from data.split import SplitIndex, apart, public_share
 from data.synthetic import SyntheticIndex
 from train.config import Config
@@ -21,7 +24,7 @@ from train.gradient import PlainUpdate
 from train.phase_model import carry_over
 from train.recipe import make_plan, planned_epsilon, with_steps
 from train.still_phase import StillEngine
-from train.warm_start import NoRecords, WarmStart, WarmStartError
+from train.warm_start import NoRecords, WarmStart, WarmStartError, hand_over
 
 Read = Callable[..., Config]
 START = {"name": "start", "data": {"source": "checkpoint", "path": "weights"}}
@@ -147,6 +150,35 @@ def test_weights_that_are_not_there_or_tell_nothing_are_refused(tmp_path: Path) 
     (tmp_path / "empty").mkdir()
     with pytest.raises(WarmStartError, match="holds neither checkpoints nor"):
         WarmStart.at(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("named", ["folder", "file"])
+@pytest.mark.parametrize(
+    ("debug", "public", "why"),
+    [(False, True, None), (True, True, "debug"), (False, False, "on data not declared public")],
+)
+def test_weights_carry_what_their_run_protected_and_why_it_was_not_private(
+    tmp_path: Path, named: str, debug: bool, public: bool, why: str | None
+) -> None:
+    journal = Journal(Ledger.open(tmp_path / "ledger.jsonl"))
+    journal.start_run("earlier", "check", debug, {})
+    journal.declare_nonprivate(0, "warm", public, "open records")
+    journal.declare_plan(1, "private", plan_for(), {"accountant": "pld"})
+    journal.begin_segment(1, "config", "protected records", 0, "first")
+    journal.ledger.close()
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    start = WarmStart.at(tmp_path if named == "folder" else tmp_path / "model.safetensors")
+    assert start.protected == {"protected records"}
+    assert start.undeclared is None if why is None else why in (start.undeclared or "")
+
+
+def test_between_models_alike_every_tensor_is_handed_over() -> None:
+    given, taken = Toy(), Toy()
+    with torch.no_grad():
+        for tensor in given.state_dict().values():
+            tensor.add_(1.0)
+    assert hand_over(given.state_dict(), taken) == f"all {len(given.state_dict())} tensors"
+    assert all(torch.equal(tensor, taken.state_dict()[name]) for name, tensor in given.state_dict().items())
 
 
 def test_a_phase_without_steps_refuses_to_train() -> None:

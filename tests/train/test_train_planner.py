@@ -21,7 +21,7 @@ from train.clip_rule import ClipRule
 from train.planner_app import main
 from train.planner_cluster import Cluster
 from train.planner_cost import RecordCost, count
-from train.planner_memory import Weights, memory
+from train.planner_memory import Memory, Weights, memory
 from train.planner_time import step_time
 from train.probes import synthetic_batch
 
@@ -100,6 +100,15 @@ def test_time_is_arithmetic_rings_and_whole_micro_batches() -> None:
     assert step_time(cost, public, CLUSTER, 1000.0, 64, 1).compute == pytest.approx(256 * 3e9 / 10e12)
 
 
+def test_frozen_weights_are_gathered_too_and_whole_weights_get_all_their_noise_on_every_rank() -> None:
+    weights = Weights(trainable=100_000_000, frozen=100_000_000, largest=1, moments=8, private=True)
+    cost, one = RecordCost(1e9, 3e9, 1e9, 1e6, 0.0), 0.75 / 5e9
+    partitioned = step_time(cost, weights, CLUSTER, 1000.0, 64, stage=3)
+    assert partitioned.exchange == pytest.approx(one * (2 * 8e8 + 4e8 + 4 * 4 * 8e8))
+    assert step_time(cost, weights, CLUSTER, 1000.0, 64, stage=0).noise == pytest.approx(1.0)
+    assert CLUSTER.usable_bytes == pytest.approx(0.9 * 16 * 2**30)
+
+
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     weights = Weights(trainable=50_000_000, frozen=1000, largest=9_000_000, moments=8, private=True)
     cost = RecordCost(1.0, 1.0, 1.0, 3e7, 1e6)
@@ -116,6 +125,24 @@ def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     stays = [memory(weights, stage, 8, False).stays for stage in (0, 1, 3)]
     assert stays == sorted(stays, reverse=True)
     assert memory(weights, 1, 8, True).stays < memory(weights, 1, 8, False).stays
+
+
+def test_memory_is_what_each_stage_holds() -> None:
+    """The terms that test_e2e_planner.py finds in real allocations: 80 weights, the largest of 30, 8 ranks."""
+
+    def held(stage: int, private: bool, offload: bool = False) -> Memory:
+        return memory(Weights(trainable=80, frozen=20, largest=30, moments=8, private=private), stage, 8, offload)
+
+    assert held(0, True) == Memory(400, 640, 320, 640, 0, 640 + 240 + 320, 0)
+    assert held(0, False) == Memory(400, 0, 320, 640, 0, 640, 0)
+    assert held(1, True) == Memory(400, 640, 0, 120, 0, 320 + 120, 0)
+    assert held(1, False) == Memory(400, 0, 320, 120, 0, 320 + 40, 0)
+    assert held(2, False) == Memory(400, 0, 40, 120, 0, 320 + 40, 0)
+    assert held(3, True) == Memory(50, 640, 0, 120 + 80, 400, 320 + 120, 0)
+    assert held(1, True, offload=True) == Memory(400, 640, 0, 0, 0, 320, 120 + 40 + 320 + 240)
+    cost = RecordCost(1.0, 1.0, 1.0, 7.0, 3.0)
+    assert held(3, True).peak(2, cost) == 50 + 640 + 200 + 440 and held(3, True).peak(9, cost, 1.0) == 890 + 400 + 99
+    assert held(3, True).micro_batch(890 + 400 + 99, cost, 1.0) == 9 and held(3, True).stays == 890
 
 
 def config(tmp_path: Path, **changes: Any) -> Path:

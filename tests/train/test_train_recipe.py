@@ -7,8 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from config_base import Change, put
+from safetensors.torch import save_file
+from train_helpers import plan_for
 
+from accounting.journal import Journal
+from accounting.ledger import Ledger
 from data.text import word_tokenizer
 from train import recipe
 from train.config import Config
@@ -103,3 +108,30 @@ def test_captions_are_not_looked_for_in_single_images(loaded: Callable[..., Conf
     config = loaded(*change, put("phases.1.data.path", str(tmp_path / "images")))
     with pytest.raises(RecipeError, match=r"phases.1.data.path holds single images, which have no captions"):
         prepare(config)
+
+
+def trained_before(folder: Path, manifest_digest: str, debug: bool = False) -> Change:
+    """Weights of an earlier run that protected those records, and a phase that starts from them."""
+    folder.mkdir()
+    journal = Journal(Ledger.open(folder / "ledger.jsonl"))
+    journal.start_run("earlier", "check", debug, {})
+    journal.declare_plan(0, "before", plan_for(), {"accountant": "pld"})
+    journal.begin_segment(0, "config", manifest_digest, 0, "first")
+    journal.ledger.close()
+    save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
+    start = {"name": "start", "data": {"source": "checkpoint", "path": str(folder)}}
+    return lambda raw: raw["phases"].insert(0, start)
+
+
+def test_weights_that_saw_the_protected_records_or_broke_their_promise_are_refused(
+    real: Callable[..., Config], tmp_path: Path
+) -> None:
+    _, private = prepare(real())
+    digest = private.index.manifest_digest
+    change = trained_before(tmp_path / "same", digest)
+    with pytest.raises(RecipeError, match=r"same was trained on the private records of phase 'private'"):
+        prepare(real(change))
+    start, *_ = prepare(real(trained_before(tmp_path / "others", "other records")))
+    assert start.start is not None and start.start.protected == {"other records"} and start.start.undeclared is None
+    with pytest.raises(RecipeError, match=r"come from a run that says 'NOT PRIVATE \(debug\)"):
+        prepare(real(trained_before(tmp_path / "debug", "other records", debug=True)))

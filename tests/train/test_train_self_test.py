@@ -12,6 +12,8 @@ from self_test_world import caption_model, tried
 from train_helpers import SHAPE, LocalEngine, alone, on_ranks, plan_for, private_engine
 
 from model.build import build
+from model.safety import CouplingError
+from train.clip_rule import ClipError
 from train.noise import NoiseMechanism
 from train.probes import synthetic_batch
 from train.self_test import SelfTestError, self_test
@@ -83,3 +85,31 @@ def test_the_batches_are_synthetic_and_repeatable() -> None:
         first, second = (synthetic_batch(SHAPE, objective, 3, 1) for _ in range(2))
         assert all(torch.equal(first.inputs[name], second.inputs[name]) for name in first.inputs)
         assert first.present.all() and len(first.inputs) == 2
+
+
+@pytest.mark.parametrize(
+    ("check", "error"),
+    [("check_gradients", ClipError), ("refuse_coupling", CouplingError), ("coupling_probe", CouplingError)],
+)
+def test_what_each_check_of_the_model_finds_stops_every_rank(
+    monkeypatch: pytest.MonkeyPatch, check: str, error: type[Exception]
+) -> None:
+    def objects(*given: Any, **options: Any) -> None:
+        raise error(f"{check} found something")
+
+    monkeypatch.setattr(f"train.self_test.{check}", objects)
+    with pytest.raises(SelfTestError, match=f"{check} found something"):
+        on_ranks(2, tried)
+
+
+class OneElementStays(LocalEngine):
+    def step(self) -> None:
+        kept = self.flats[0].detach()[7].clone()
+        super().step()
+        with torch.no_grad():
+            self.flats[0][7] = kept
+
+
+def test_a_single_element_that_never_moves_is_caught() -> None:
+    with pytest.raises(SelfTestError, match=r"does not move|changes the gradient"):
+        tried(alone(), engine=OneElementStays)

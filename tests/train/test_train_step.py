@@ -231,6 +231,26 @@ def test_a_part_that_changes_between_open_and_commit_stops_the_run(
             journal.history.charged()
 
 
+@pytest.mark.parametrize("odd", [0, 1])
+def test_the_largest_sensitivity_that_any_rank_summed_with_is_charged(
+    tmp_path: Path, plan: PrivacyPlan, odd: int
+) -> None:  # fmt: skip
+    """Its rule may be as announced again by the time that the step is committed."""
+    journal = journal_at(tmp_path, plan)
+
+    def act(ranks: Any) -> None:
+        step, engine = step_of(ranks, journal if ranks.main else None, plan)
+        observe = engine.observe
+        if ranks.rank == odd:
+            engine.observe = lambda: observe()._replace(sensitivity=3.0)
+        step.run(1, 1e-2)
+
+    with pytest.raises(LedgerError, match="had announced"):
+        on_ranks(2, act)
+    (facts,) = journal.history.committed.values()
+    assert facts.clipping.sensitivity == 3.0
+
+
 def test_noise_of_two_steps_and_two_segments_differs(plan: PrivacyPlan) -> None:
     first = NoiseMechanism.of(b"1" * 32, plan).draw(1, 0, 0, 50)
     assert not np.array_equal(first, NoiseMechanism.of(b"1" * 32, plan).draw(2, 0, 0, 50))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from step_world import step_of
@@ -50,6 +52,24 @@ def test_a_resumed_run_reads_up_what_was_measured_and_decides_alike(tmp_path: Pa
     log.write_text("\n".join(json.dumps(line) for line in lines) + '\n{"phase": "a", "st')
     assert measured_before(log, "a", 2) == {0: 5.0, 1: 4.0, 2: 7.0}, "the last word on a step, and nothing after it"
     assert measured_before(tmp_path / "none", "a", 2) == {}
+
+
+def test_the_first_step_at_which_a_phase_may_end_counts() -> None:
+    assert rule([3.0, 3.0, 3.0], not_before=20) is not None and rule([3.0, 3.0, 3.0], not_before=21) is None
+
+
+def test_an_ending_goes_on_from_the_log_with_what_is_measured(tmp_path: Path) -> None:
+    log = tmp_path / "public.jsonl"
+    log.write_text("".join(json.dumps({"phase": "a", "step": s, "public_loss": 3.0}) + "\n" for s in (10, 20, 30)))
+    phase: Any = SimpleNamespace(name="a", settings=SimpleNamespace(plateau=Plateau(patience=2)))
+    folder: Any = SimpleNamespace(public_log=log, end_file=tmp_path / "end_phase")
+
+    ending = Ending.of(phase, folder, alone(), 20)
+    assert ending.reason() is None
+    ending.measured(30, {"zero_shot_colour": 0.5})
+    assert ending.reason() is None
+    ending.measured(30, {"public_loss": 3.5})
+    assert ending.reason() == "the public loss has not fallen below 3 at 2 checkpoints in a row"
 
 
 def test_a_file_ends_the_phases_that_it_names_on_all_ranks_and_for_good(tmp_path: Path) -> None:

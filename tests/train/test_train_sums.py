@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from train_helpers import plan_for
+from train_helpers import on_ranks, plan_for
 
 from train.clip_rule import FACTOR_ROUNDING, MOST_ALLOWANCE, ClipError, ClipRule, rounding_allowance
 from train.handover import Handover
@@ -126,3 +127,14 @@ def test_the_totals_arrive_as_gradients_whatever_scales_the_loss() -> None:
             assert parameter.grad is None
     sums.clear()
     assert not any(bool(total.any()) for total in sums.totals.values())
+
+
+def test_one_reduction_adds_the_totals_of_all_ranks() -> None:
+    def totals(ranks: Any) -> list[float]:
+        sums = ExactSums({"a": torch.Size([2]), "b": torch.Size([1])}, CPU)
+        sums.add("a", torch.tensor([1.0, 2.0 + ranks.rank]))
+        sums.add("b", torch.tensor([1e-9]) * (ranks.rank + 1))
+        sums.reduce(ranks)
+        return torch.cat(list(sums.totals.values())).tolist()
+
+    assert on_ranks(3, totals) == [[3.0, 9.0, pytest.approx(6e-9)]] * 3

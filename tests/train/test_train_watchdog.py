@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -98,3 +99,19 @@ def test_a_hang_ends_with_75_and_names_who_is_to_blame(
 
 def test_progress_however_slow_is_no_hang(tmp_path: Path) -> None:
     assert ranks_that([works, works], tmp_path) == ([0, 0], "")
+
+
+def test_an_exchange_is_progress_where_it_begins_and_where_it_ends() -> None:
+    pulse = Pulse()
+    with pulse.exchange():
+        assert pulse.beats == 1
+        pulse.since = 0.0
+    assert pulse.beats == 2 and pulse.since > 0.0
+
+
+def test_a_store_that_does_not_answer_is_named_before_any_rank() -> None:
+    store: Any = None  # never asked
+    watchdog = Watchdog(0, 2, Pulse(), store, STALL, lambda reason: None)
+    assert "rendezvous store" not in watchdog._why([1])
+    watchdog._answered -= STALL
+    assert "the rendezvous store does not answer" in watchdog._why([1])

@@ -1,0 +1,93 @@
+"""The loop: what is told, saved and measured, and in which order."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from train_helpers import alone
+
+from accounting.journal import BudgetSpent
+from train.monitor import Reading
+from train.observed import Observed
+from train.stop import Stopped
+from train.trainer import Trainer
+
+
+class Loop:
+    """A trainer whose parts do nothing but write down what is asked of them."""
+
+    def __init__(self, stop: Exception | None = None, ends_after: int = 99, lag: int = 1) -> None:
+        self.said: list[Any] = []
+        self.at, self.stop, self.ends_after = 0, stop, ends_after
+        parts: Any = {
+            "step": SimpleNamespace(run=self.one),
+            "engine": SimpleNamespace(discard=lambda: self.said.append("discard")),
+            "evaluator": SimpleNamespace(measure=lambda: {"public_loss": float(self.at)}),
+            "monitor": SimpleNamespace(measure=lambda: Reading({"monitored": float(self.at)}, [])),
+            "checkpoints": SimpleNamespace(begin=self.begin, settle=self.settle),
+            "board": SimpleNamespace(public=self.public, private=lambda *_: None, say=lambda text: None),
+            "pace": SimpleNamespace(tick=lambda: None, rate=lambda: None, line=lambda *_: ""),
+            "ending": SimpleNamespace(reason=self.reason, measured=lambda *given: self.said.append(("ending", *given))),
+        }  # fmt: skip
+        self.trainer = Trainer(
+            number=0, name="private", steps=5, learning_rate=lambda t: 0.5, ranks=alone(), checkpoint_every=2,
+            checkpoint_lag=lag, log_every=99, replicated=True, clip_bound=None, header=dict,
+            checkpointed=lambda step, digest: self.said.append(("ledger", step, digest)), spent=lambda: None,
+            budget=None, public_records=False, **parts,
+        )  # fmt: skip
+
+    def one(self, step: int, rate: float) -> Observed:
+        if self.stop is not None and step == 4:
+            raise self.stop
+        self.at = step
+        self.said.append(("step", step))
+        return Observed(released={"noised_loss": float(step)})
+
+    def begin(self, position: Any, *rest: Any) -> None:
+        self.said.append(("copy", position.step))
+
+    def settle(self, mark: Any, public: dict[str, float]) -> None:
+        self.said.append(("durable", public))
+        mark("digest")
+
+    def public(self, phase: str, step: int, values: dict[str, float]) -> None:
+        self.said.append((step, values))
+
+    def reason(self) -> str | None:
+        return "asked" if self.at == self.ends_after else None
+
+
+def told(step: int, released: tuple[int, ...] = (), measured: bool = True) -> list[Any]:
+    """A checkpoint is settled: durable, named by the ledger, and only then whatever depends on its weights."""
+    values = {"public_loss": float(step)} if measured else {}
+    found = [("durable", values), ("ledger", step, "digest")]
+    found += [(earlier, {"noised_loss": float(earlier)}) for earlier in released]
+    found += [("ending", step, values)]
+    return found + ([(step, values), (step, {"monitored": float(step)})] if measured else [])
+
+
+def test_nothing_that_depends_on_weights_leaves_before_they_are_durable() -> None:
+    loop = Loop()
+    loop.trainer.run(0)
+    assert loop.said == [
+        ("copy", 0), *told(0), ("step", 1), ("step", 2), ("copy", 2), ("step", 3), *told(2, (1, 2)), ("step", 4),
+        ("copy", 4), ("step", 5), (5, {"lr": 0.5}), *told(4, (3, 4)), ("copy", 5), *told(5, (5,)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stop", "measured"), [(Stopped("told"), False), (BudgetSpent("spent"), True)])
+def test_a_step_that_is_not_made_is_dropped_and_what_came_before_is_saved(stop: Exception, measured: bool) -> None:
+    loop = Loop(stop=stop, lag=9)
+    with pytest.raises(type(stop)):
+        loop.trainer.run(0)
+    kept = loop.said.index("discard")
+    assert loop.said[:kept] == [("copy", 0), *told(0), ("step", 1), ("step", 2), ("copy", 2), ("step", 3)]
+    assert loop.said[kept + 1 :] == [*told(2, (1, 2)), ("copy", 3), *told(3, (3,), measured)]
+
+
+def test_a_phase_that_ends_early_saves_and_measures_its_last_step() -> None:
+    loop = Loop(ends_after=3)
+    loop.trainer.run(0)
+    assert ("step", 4) not in loop.said and loop.said[-7:] == [("copy", 3), *told(3, (3,))]
