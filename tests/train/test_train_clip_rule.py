@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from train.clip import assert_exact_matmul
 from train.clip_rule import ClipError, ClipRule, rounding_allowance
 
+KINDS = ["flat", "automatic"]
+GAMMA = 0.01
+
 
 @settings(max_examples=400, deadline=None)
 @given(
