@@ -18,7 +18,9 @@ from tests.end_to_end.runs import SMALL_STEPS, account, final_weights, state_of
 Make = Callable[..., tuple[Launch, Path]]
 
 
-@pytest.mark.parametrize("how", ["SIGTERM to the launcher", "SIGKILL", "stop file, from ZeRO-3 to 1"])
+@pytest.mark.parametrize(
+    "how", ["SIGTERM to the launcher", pytest.param("SIGKILL", marks=pytest.mark.slow), "stop file, from ZeRO-3 to 1"]
+)
 def test_stopped_and_resumed_ends_where_it_would_have(finished: tuple[Path, str], launch: Make, how: str) -> None:
     job, run_dir = launch("broken")
     other_stage = "ZeRO-3" in how
