@@ -17,7 +17,7 @@ from train.clip import ClipEngine, clipped_totals
 from train.clip_rule import ClipError
 from train.precision import autocast
 
-# In half precision a record alone takes other kernels than among others; deep models differ by percents.
+# In half precision a record alone takes other kernels than among others; deep models differ the most.
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 
 

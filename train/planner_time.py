@@ -10,7 +10,7 @@ from train.planner_cost import RecordCost
 from train.planner_memory import Weights
 
 # ZeRO-3 brings all weights together for the forward pass and again for the backward pass of every micro-batch. Twice
-# that was measured where the clip engine's taps ask for them as well.
+# that is counted, since the clip engine's taps may ask for them as well (tests/end_to_end/test_e2e_planner.py).
 GATHERS_PER_MICRO_BATCH = 4
 
 

@@ -24,7 +24,7 @@ from train.recipe import ReadyPhase
 from train.recipe_error import RecipeError
 from train.stop import StopRequest
 
-REMOTE_IN_FLIGHT = 64  # hides 25 ms of latency at 1,200 records/s
+REMOTE_IN_FLIGHT = 64  # hides latency: benchmarks/data.py
 MOST_WORKERS = 16
 
 

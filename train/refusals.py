@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "bf16": (
         _enabled,
-        "bf16 parameters round the clipped sum and raise its sensitivity (1.2·C was measured); parameters stay fp32",
+        "bf16 parameters round the clipped sum and raise its sensitivity; parameters stay fp32",
     ),
     "amp": (_enabled, "Apex scales the loss dynamically and skips steps depending on private gradients"),
     "torch_autocast": (_enabled, "DeepSpeed's own autocast communicates gradients in low precision"),

@@ -196,7 +196,10 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, capsys: pytest.Captur
     assert ask(small, "--memory", "16") == 0
     said = capsys.readouterr().out
     assert "a micro-batch of 128 needs" in said and "zero_optimization.stage = 1" in said
-    assert ("ε by step" in said and "GPU-hours" in said) or "does not fit" in said
+    assert "does not fit  <- config" in said and "GPU-hours" not in said, "not even one record at a time"
+    assert ask(small, "--memory", "24") == 0
+    said = capsys.readouterr().out
+    assert "does not fit" not in said and "a micro-batch of 128 needs" in said and "GPU-hours" in said
     assert ask(small, "--memory", "4") == 0
     assert "no stage fits" in capsys.readouterr().out
 
