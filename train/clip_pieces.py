@@ -29,7 +29,7 @@ def flat(x: Tensor) -> Tensor:
 
 # Elements of per-record gradients that are written out at a time, where they are not kept.
 CHUNK = 1 << 23
-# Squares are added one after the other in fp32 along stretches of this length alone: over millions the error would grow.
+# Squares are added one after the other in fp32 along stretches of this length alone: over millions, errors grow.
 STRETCH = 1 << 11
 
 
