@@ -20,6 +20,7 @@ from torch import nn
 from data.batches import EMPTY, BatchReader, DataSpec, Fetched, MicroBatch
 from data.durable import atomic
 from model.classifier import Classifier
+from train.modes import evaluating
 from train.precision import Precision, autocast
 from train.ranks import Ranks
 from train.recipe import ReadyPhase
@@ -151,7 +152,6 @@ def fill(
     precision: Precision, run: RunContext | None = None,
 ) -> None:  # fmt: skip
     """Row by row of micro-batches; all ranks make as many rounds, so that a request to stop finds them together."""
-    model.eval()
     rounds = max(ranks.gather(-(-len(missing) // micro_batch)))
     for number in range(rounds):
         if run is not None:
@@ -160,7 +160,7 @@ def fill(
         if not len(ids):
             continue
         batch = reader.read(ids, 0)
-        with autocast(precision, ranks.device):
+        with evaluating(model), autocast(precision, ranks.device):
             features = model.features(batch.inputs["images"].to(ranks.device))
         values = features.float().cpu().numpy()
         store.put(ids, values, batch.inputs["labels"].numpy(), batch.present.numpy())
