@@ -100,6 +100,12 @@ def _crop_box(
     return left, top, left + wide, top + high
 
 
+def drop_key(key: bytes, step: int, record: int) -> int:
+    """An int64, from which a model that drops units makes this record's masks of this step."""
+    raw = hashlib.shake_128(b"mur-drop-key" + struct.pack("<QQQ", len(key), step, record) + key).digest(8)
+    return int.from_bytes(raw, "little", signed=True)
+
+
 def mask_noise(key: bytes, step: int, record: int, patches: int) -> np.ndarray:
     """float32 uniforms in [0, 1), one per patch; an MAE keeps the patches with the smallest ones."""
     name = struct.pack("<QQ", step, record)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.augment import KINDS, Kind, mask_noise
+from data.augment import KINDS, Kind, drop_key, mask_noise
 from data.decode import SUFFIXES, BadRecord
 from data.decode_pool import DecodePool
 from data.index import RecordIndex
@@ -62,6 +62,7 @@ class DataSpec:
     image_size: int
     augment: Kind = "none"
     mask_patches: int = 0  # > 0: `mask_noise` with that many columns
+    drop_keys: bool = False  # `drop_key`, for a model that drops units
     labels: tuple[str, ...] = ()  # integer fields of the record's .json; `cls` is its .cls or class folder
     target: str | None = None  # one of `labels`: what a classifier is to say, handed over as "labels"
     classes: int = 0  # > 0: a target that is not in 0..classes-1 makes a bad record
@@ -123,6 +124,7 @@ class BatchReader:
         text: TextEncoder | None = None,
         augment_key: bytes = b"",
         mask_key: bytes = b"",
+        dropout_key: bytes = b"",
         *,
         reading: Reading | None = None,
         pin_memory: bool = False,
@@ -130,10 +132,12 @@ class BatchReader:
     ) -> None:
         if spec.mask_patches and not mask_key:
             raise ValueError("mask noise needs a mask key; derive one from the run key")
+        if spec.drop_keys and not dropout_key:
+            raise ValueError("drop keys need a dropout key; derive one from the run key")
         reading = reading or Reading()
         pictures = PictureMaker(spec.image_size, spec.augment, augment_key)
         self.index, self.spec, self.text = index, spec, text
-        self._mask_key = mask_key
+        self._mask_key, self._dropout_key = mask_key, dropout_key
         self._cancelled = threading.Event()
         self._records: RecordReader
         if isinstance(index, RecordReader):
@@ -161,6 +165,9 @@ class BatchReader:
     def bad_reasons(self) -> dict[int, str]:
         return dict(self._bad)
 
+    def drop_key(self, record: int, step: int) -> int:
+        return drop_key(self._dropout_key, step, record)
+
     def read(self, ids_row: np.ndarray, step: int) -> MicroBatch:
         fetched = self.fetch(ids_row, step)
         self.report(fetched)
@@ -177,6 +184,7 @@ class BatchReader:
         tokens = np.zeros((count, self.text.length if self.text else 0), dtype=np.int64)
         labels = np.zeros((count, len(spec.labels)), dtype=np.int64)
         noise = np.zeros((count, spec.mask_patches), dtype=np.float32)
+        drop_keys = np.zeros(count, dtype=np.int64)
         present = np.zeros(count, dtype=bool)
         bad: dict[int, str] = {}
         for row, parts in enumerate(self._all([int(record) for record in ids_row], step)):
@@ -189,6 +197,8 @@ class BatchReader:
                 tokens[row], labels[row] = parts.tokens, parts.labels
                 if spec.mask_patches:
                     noise[row] = mask_noise(self._mask_key, step, int(ids_row[row]), spec.mask_patches)
+                if spec.drop_keys:
+                    drop_keys[row] = self.drop_key(int(ids_row[row]), step)
                 present[row] = True
         there = torch.from_numpy(present)
         inputs = {"images": torch.from_numpy(images)}
@@ -196,6 +206,8 @@ class BatchReader:
             inputs["tokens"] = torch.from_numpy(tokens)
         if spec.mask_patches:
             inputs["mask_noise"] = torch.from_numpy(noise)
+        if spec.drop_keys:
+            inputs["drop_key"] = torch.from_numpy(drop_keys)
         for column, name in enumerate(spec.labels):
             inputs[TARGET if name == spec.target else name] = torch.from_numpy(labels[:, column].copy())
         if self._pin:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import CausalSelfAttention, CrossAttention
+from model.drop import RowKeys, dropout
 from model.encoder import Encoder, Inputs
 from model.positions import image_positions, text_positions
 from model.settings import Shape
@@ -23,10 +24,13 @@ PAD = 0
 class DecoderLayer(nn.Module):
     """Self-attention, cross-attention, MLP; each is added and then normed (post-norm).
 
-    With biases and ReLU it is the layer of DP-Cap's older models, which was PyTorch's own.
+    With biases and ReLU it is the layer of DP-Cap's older models, which was PyTorch's own. Dropout stands where that
+    layer has it, attention weights apart.
     """
 
-    def __init__(self, width: int, heads: int, bias: bool, activation: Activation) -> None:
+    def __init__(
+        self, width: int, heads: int, bias: bool, activation: Activation, drop_rate: float, row_keys: RowKeys
+    ) -> None:  # fmt: skip
         super().__init__()
         self.activation = F.gelu if activation == "gelu" else F.relu
         self.self_attn = CausalSelfAttention(width, heads, bias)
@@ -36,20 +40,24 @@ class DecoderLayer(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.norm2 = nn.LayerNorm(width)
         self.norm3 = nn.LayerNorm(width)
+        self.dropout, self.dropout1 = dropout(drop_rate, row_keys), dropout(drop_rate, row_keys)
+        self.dropout2, self.dropout3 = dropout(drop_rate, row_keys), dropout(drop_rate, row_keys)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        x = self.norm1(x + self.self_attn(x))
-        x = self.norm2(x + self.multihead_attn(x, memory))
-        return self.norm3(x + self.linear2(self.activation(self.linear1(x))))
+        x = self.norm1(x + self.dropout1(self.self_attn(x)))
+        x = self.norm2(x + self.dropout2(self.multihead_attn(x, memory)))
+        return self.norm3(x + self.dropout3(self.linear2(self.dropout(self.activation(self.linear1(x))))))
 
 
 class Decoder(nn.Module):
     """Only a holder, so that layers carry the published names `decoder.layers.N`."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, row_keys: RowKeys) -> None:
         super().__init__()
         text, bias, activation = shape.text, shape.decoder_bias, shape.decoder_activation
-        self.layers = nn.ModuleList(DecoderLayer(text.width, text.heads, bias, activation) for _ in range(text.depth))
+        self.layers = nn.ModuleList(
+            DecoderLayer(text.width, text.heads, bias, activation, shape.dropout, row_keys) for _ in range(text.depth)
+        )
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         for layer in self.layers:
@@ -78,7 +86,7 @@ class Captioner(Encoder):
         self.register_buffer("encoder_image_type_embedding", torch.zeros(1, 1, shape.encoder.width))
         self.register_buffer("decoder_image_type_embedding", torch.zeros(1, 1, text.width))
         self.register_buffer("decoder_text_type_embedding", torch.zeros(1, 1, text.width))
-        self.decoder = Decoder(shape)
+        self.decoder = Decoder(shape, self.row_keys)
         self.decoder_pred_text = nn.Sequential(nn.LayerNorm(text.width), nn.Linear(text.width, shape.vocabulary))
 
     def _embed(self, images: Tensor, kept: Tensor | None) -> Tensor:
@@ -106,6 +114,9 @@ class Captioner(Encoder):
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Per-caption losses [B]: next-token cross-entropy, mean over the caption's own tokens, in fp32."""
+        return self.row_keys.around(self._losses, inputs)
+
+    def _losses(self, inputs: Inputs) -> Tensor:
         tokens = inputs["tokens"]
         logits = self.decode(self.encode_images(inputs["images"]), tokens[:, :-1])
         return caption_loss(logits, tokens[:, 1:])

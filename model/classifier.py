@@ -73,6 +73,9 @@ class TransformerClassifier(Classifier, Encoder):
         tokens = self.tokens(images)
         return tokens[:, 0] if self.shape.pooling == "class" else tokens[:, 1:].mean(1)
 
+    def forward(self, inputs: Inputs) -> Tensor:
+        return self.row_keys.around(super().forward, inputs)
+
 
 class ResNetClassifier(Classifier):
     """timm's pre-activation ResNet as BiT has it: weight-standardised convolutions and GroupNorm, no BatchNorm."""

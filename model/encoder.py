@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from model.drop import KeyedDropout, KeyedDropPath, RowKeys
 from model.positions import image_positions
 from model.settings import Shape
 from model.sizes import Stack
@@ -24,12 +25,24 @@ Inputs = dict[str, Tensor]
 norm_layer = partial(nn.LayerNorm, eps=1e-6)
 
 
-def blocks(stack: Stack, qkv_bias: bool) -> nn.ModuleList:
-    """Pre-norm transformer blocks without dropout of any kind."""
-    return nn.ModuleList(
-        Block(stack.width, stack.heads, mlp_ratio=4.0, qkv_bias=qkv_bias, norm_layer=norm_layer)  # pyright: ignore[reportArgumentType]
-        for _ in range(stack.depth)
-    )
+def blocks(
+    stack: Stack, qkv_bias: bool, row_keys: RowKeys, dropout: float = 0.0, drop_path: float = 0.0
+) -> nn.ModuleList:
+    """Pre-norm transformer blocks; `drop_path` is the last one's rate, and rates grow evenly from 0 at the first."""
+    rates = [drop_path * number / max(1, stack.depth - 1) for number in range(stack.depth)]
+    return nn.ModuleList(_block(stack, qkv_bias, row_keys, dropout, rate) for rate in rates)
+
+
+def _block(stack: Stack, qkv_bias: bool, row_keys: RowKeys, dropout: float, path: float) -> Block:
+    block = Block(stack.width, stack.heads, mlp_ratio=4.0, qkv_bias=qkv_bias, norm_layer=norm_layer)  # pyright: ignore[reportArgumentType]
+    # In the places of timm's own, which draw for the whole batch; a rate of 0 leaves those, which then do nothing.
+    if dropout:
+        block.attn.proj_drop = KeyedDropout(dropout, row_keys)
+        block.mlp.drop1, block.mlp.drop2 = KeyedDropout(dropout, row_keys), KeyedDropout(dropout, row_keys)
+    if path:
+        block.drop_path1 = KeyedDropPath(path, row_keys)  # pyright: ignore[reportAttributeAccessIssue]
+        block.drop_path2 = KeyedDropPath(path, row_keys)  # pyright: ignore[reportAttributeAccessIssue]
+    return block
 
 
 def patchify(images: Tensor, size: int) -> Tensor:
@@ -82,7 +95,8 @@ class PatchEmbed(nn.Module):
 class Encoder(nn.Module):
     """Image -> tokens. Subclasses add a decoder and a loss; this class has none of its own.
 
-    Positions are a fixed table, or trained where the settings say so; then the class token has one, too.
+    Positions are a fixed table, or trained where the settings say so; then the class token has one, too. A subclass
+    computes its losses inside `row_keys.around`, so that what drops units knows the rows' keys.
     """
 
     cls_token: nn.Parameter
@@ -91,6 +105,7 @@ class Encoder(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+        self.row_keys = RowKeys()
         self.patch_embed = PatchEmbed(shape.encoder.width, shape.patch_size)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, shape.encoder.width))
         if shape.positions == "learned":
@@ -98,7 +113,7 @@ class Encoder(nn.Module):
         else:
             table = image_positions(shape.encoder.width, shape.grid)
             self.register_buffer("pos_embed", table.to(self.cls_token.device))
-        self.blocks = blocks(shape.encoder, shape.qkv_bias)
+        self.blocks = blocks(shape.encoder, shape.qkv_bias, self.row_keys, shape.dropout, shape.drop_path)
         self.norm = norm_layer(shape.encoder.width)
 
     def _embed(self, images: Tensor, kept: Tensor | None) -> Tensor:

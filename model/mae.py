@@ -43,7 +43,7 @@ class MaskedAutoencoder(Encoder):
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
         table = image_positions(width, shape.grid)
         self.register_buffer("decoder_pos_embed", table.to(self.mask_token.device))
-        self.decoder_blocks = blocks(shape.pixels, qkv_bias=True)
+        self.decoder_blocks = blocks(shape.pixels, True, self.row_keys, shape.dropout)
         self.decoder_norm = norm_layer(width)
         self.decoder_pred = nn.Linear(width, shape.patch_values)
 
@@ -77,6 +77,9 @@ class MaskedAutoencoder(Encoder):
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Per-sample losses [B]: mean over removed patches of the mean squared pixel error, in fp32."""
+        return self.row_keys.around(self._losses, inputs)
+
+    def _losses(self, inputs: Inputs) -> Tensor:
         images = inputs["images"]
         order = self._order(inputs["mask_noise"])
         error = self._predict(images, order).float() - self._targets(images, order).float()

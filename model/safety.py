@@ -19,13 +19,15 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from model.encoder import Inputs
 
+_NOT_KEYED = "and its draw is not keyed by sample; set it to 0, or use what model.drop has"
+
 
 class CouplingError(ValueError):
     """A module lets samples influence one another, or draws randomness that no key governs."""
 
 
 def refuse_coupling(module: nn.Module) -> None:
-    """Raise CouplingError for the first layer that mixes samples, keeps running statistics or drops units."""
+    """Raise CouplingError for the first layer that mixes samples, keeps running statistics or drops without keys."""
     for path, part in module.named_modules():
         if reason := _reason(part):
             raise CouplingError(f"{path or '(the model itself)'} ({type(part).__name__}) {reason}.")
@@ -43,14 +45,14 @@ def _reason(part: nn.Module) -> str | None:
     if any(name.startswith("running_") for name, _ in part.named_buffers(recurse=False)):
         return "keeps running statistics over samples; use LayerNorm or GroupNorm"
     if isinstance(part, _DropoutNd) and part.p > 0:
-        return f"drops units with p={part.p}, and dropout is not keyed by sample; set it to 0"
+        return f"drops units with p={part.p}, {_NOT_KEYED}"
     if isinstance(part, nn.MultiheadAttention) and part.dropout > 0:
-        return f"drops attention with p={part.dropout}, and dropout is not keyed by sample; set it to 0"
+        return f"drops attention with p={part.dropout}, {_NOT_KEYED}"
     if isinstance(part, nn.RNNBase) and part.dropout > 0:
-        return f"drops units with p={part.dropout}, and dropout is not keyed by sample; set it to 0"
+        return f"drops units with p={part.dropout}, {_NOT_KEYED}"
     rate = getattr(part, "drop_prob", 0.0)
     if isinstance(rate, float) and rate > 0:
-        return f"drops whole paths with p={rate}, and dropout is not keyed by sample; set it to 0"
+        return f"drops whole paths with p={rate}, {_NOT_KEYED}"
     return None
 
 

@@ -57,7 +57,14 @@ class Shape:
     pooling: Pooling
     head: Head
     resnet: ResNet | None
+    drop_path: float
+    dropout: float
     init_seed: int
+
+    @property
+    def drops(self) -> bool:
+        """Whether a model in training mode drops anything, for which it needs a key with each record."""
+        return self.drop_path > 0 or self.dropout > 0
 
     @property
     def grid(self) -> int:
@@ -125,6 +132,15 @@ class ModelSettings(BaseModel):
     stages: tuple[int, ...] | None = Field(
         default=None, min_length=1, max_length=4, description="a ResNet's blocks per stage; `width` is then its stem's"
     )
+    drop_path: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="stochastic depth: rate of the encoder's last block, growing evenly from 0 at its first",
+    )
+    dropout: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="after attention and in MLPs, of encoder and decoders; keyed by record"
+    )
     init_seed: int = Field(default=0, ge=0, description="public: decides the initial weights, nothing else")
 
     @model_validator(mode="before")
@@ -152,6 +168,11 @@ class ModelSettings(BaseModel):
                 f"model.image_size {shape.image_size} does not divide by model.patch_size "
                 f"{shape.patch_size}; "
                 f"set image_size to {below or shape.patch_size} or {below + shape.patch_size}."
+            )
+        if shape.drop_path and shape.encoder.depth == 1:
+            raise SettingsError(
+                "model.drop_path grows from 0 at the first block, and an encoder of one block would drop nothing; set "
+                "it to 0 or model.depth to 2."
             )
         return shape
 
@@ -191,6 +212,8 @@ class ModelSettings(BaseModel):
                 HEAD_BIAS[self.classify_loss] if self.head_bias is None else self.head_bias,
             ),
             resnet=resnet,
+            drop_path=self.drop_path,
+            dropout=self.dropout,
             init_seed=self.init_seed,
         )
 
@@ -199,6 +222,7 @@ class ModelSettings(BaseModel):
         if self.family != "classifier":
             raise SettingsError('a ResNet is a classifier only; set model.family to "classifier" or leave out stages.')
         odd = {"depth": self.depth, "heads": self.heads, "positions": self.positions, "pooling": self.pooling}
+        odd |= {"drop_path": self.drop_path or None, "dropout": self.dropout or None}
         if given := [name for name, value in odd.items() if value is not None]:
             raise SettingsError(
                 f"a ResNet has no model.{given[0]}; leave it out, and set its size by model.width and model.stages."

@@ -42,6 +42,7 @@ from train.clip_engines import make_clip
 from train.config import Config
 from train.engines import describe_engine, make_engine, replicated
 from train.forward import PrivateForward
+from train.modes import evaluating
 from train.noise import Noise, NoiseMechanism
 from train.optim import make_optimizer
 from train.ranks import Ranks
@@ -119,7 +120,7 @@ class _Audit:
             crafted = batch.inputs
         reader = BatchReader(
             self.phase.index, self.phase.data_spec(augment=True), self.phase.text,
-            augment_key=derive("augmentation"), mask_key=derive("masks"),
+            augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
         )  # fmt: skip
         noise = NoiseMechanism.of(derive("noise"), plan)
         if self.options.noise_scale != 1:
@@ -183,7 +184,7 @@ class _Audit:
         if crafted is None:
             return np.zeros(0)
         found = []
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(engine.model):
             for start in range(0, self.options.canaries, self.micro_batch):
                 part = {name: t[start : start + self.micro_batch].to(engine.device) for name, t in crafted.items()}
                 found.append(engine.model(part).double().cpu())

@@ -121,6 +121,11 @@ class Config(Section):
                     f"phase {phase.name!r} carries optimizer state over, but no phase before it trained the same "
                     "weights with the same type of optimizer"
                 )
+            if phase.features is not None and (self.model.drop_path or self.model.dropout):
+                raise ValueError(
+                    f"phase {phase.name!r} keeps features, which would be others at each step with model.drop_path or "
+                    "model.dropout; set both to 0, or leave features out"
+                )
             if phase.mixing is not None and self._shards_weights():
                 raise ValueError(
                     f"phase {phase.name!r} has `mixing`, which needs whole weights; use DeepSpeed at a stage below 3"
@@ -163,8 +168,10 @@ class Config(Section):
         out["evaluation"] = {"path"} if watches else True
         out["monitor"] = True
         own = self.phases[phase].model_dump(exclude=out)
+        # A rate of 0 is what a run had that began before there were rates; it goes on.
+        without = {name for name in ("drop_path", "dropout") if not getattr(self.model, name)}
         identity: dict[str, Any] = {
-            "model": self.model.model_dump(),
+            "model": self.model.model_dump(exclude=without),
             "phase": own,
             "clip_engine": self.run.clip_engine,
             "clip_memory": self.run.clip_memory,

@@ -83,6 +83,10 @@ class GatheredModel(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         return self._sharded[0](inputs)
 
+    def train(self, mode: bool = True) -> GatheredModel:
+        self._sharded[0].train(mode)
+        return super().train(mode)
+
     def named_modules(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._sharded[0].named_modules(*arguments, **options)
 

@@ -21,6 +21,7 @@ from data.batches import EMPTY, BatchReader, DataSpec, Fetched, MicroBatch
 from data.durable import atomic
 from model.classifier import Classifier
 from train.fingerprint import bytes_of
+from train.modes import evaluating
 from train.precision import Precision, autocast
 from train.ranks import Ranks
 from train.recipe import ReadyPhase
@@ -152,7 +153,6 @@ def fill(
     precision: Precision, run: RunContext | None = None,
 ) -> None:  # fmt: skip
     """Row by row of micro-batches; all ranks make as many rounds, so that a request to stop finds them together."""
-    model.eval()
     rounds = max(ranks.gather(-(-len(missing) // micro_batch)))
     for number in range(rounds):
         if run is not None:
@@ -161,7 +161,7 @@ def fill(
         if not len(ids):
             continue
         batch = reader.read(ids, 0)
-        with autocast(precision, ranks.device):
+        with evaluating(model), autocast(precision, ranks.device):
             features = model.features(batch.inputs["images"].to(ranks.device))
         values = features.float().cpu().numpy()
         store.put(ids, values, batch.inputs["labels"].numpy(), batch.present.numpy())

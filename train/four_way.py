@@ -28,6 +28,7 @@ from train.engine import ShardedEngine
 from train.engines import make_engine
 from train.forward import PlainForward, PrivateForward
 from train.gradient import NoisyUpdate
+from train.modes import evaluating
 from train.noise import NoiseMechanism
 from train.optim import make_optimizer
 from train.optim_flat import FlatOptimizer
@@ -147,7 +148,8 @@ def _one(
     std = study.noise_multiplier * study.norm if variant.noise else 0.0
     noise = NoiseMechanism(b"four-way noise".ljust(32), std, divisor)
     reader = BatchReader(
-        phase.index, phase.data_spec(augment=True), phase.text, augment_key=b"a" * 32, mask_key=b"m" * 32
+        phase.index, phase.data_spec(augment=True), phase.text,
+        augment_key=b"a" * 32, mask_key=b"m" * 32, dropout_key=b"d" * 32,
     )  # fmt: skip
     schedule = settings.schedule.model_copy(update={"peak": rate})
     losses, factors, seen = [(0, _loss(public, engine, ranks))], 0.0, 0
@@ -184,8 +186,9 @@ def _measured_on(phase: ReadyPhase, study: Study, ranks: Ranks, micro_batch: int
 @torch.no_grad()
 def _loss(batches: list[MicroBatch], engine: ShardedEngine, ranks: Ranks) -> float:
     total, count = 0.0, 0
-    for batch in batches:
-        batch = batch.to(engine.device)
-        total += float(engine.model(batch.inputs).float()[batch.present].sum())
-        count += int(batch.present.sum())
+    with evaluating(engine.model):
+        for batch in batches:
+            batch = batch.to(engine.device)
+            total += float(engine.model(batch.inputs).float()[batch.present].sum())
+            count += int(batch.present.sum())
     return sum(ranks.gather(total)) / max(1, ranks.sum(count))

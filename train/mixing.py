@@ -112,7 +112,7 @@ class MixingEngine(EngineAround):
         ranks, steps = run.ranks, phase.settings.steps
         reader = BatchReader(
             index, replace(phase.data_spec(augment=True), augment=mixing.data.augment), phase.text,
-            augment_key=_key(key, b"augmentation"), mask_key=_key(key, b"masks"),
+            augment_key=_key(key, b"augmentation"), mask_key=_key(key, b"masks"), dropout_key=_key(key, b"dropout"),
             reading=reading_options(mixing.data.reading, index), pin_memory=ranks.device.type == "cuda",
         )  # fmt: skip
         epochs = PublicEpochs(index.records, mixing.batch, _key(key, b"order"))

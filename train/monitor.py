@@ -16,6 +16,7 @@ from accounting.plan import PrivacyPlan
 from data.batches import BatchReader, MicroBatch, iterate, slots
 from train.clip import ClipEngine, clipped_totals
 from train.engine import ShardedEngine
+from train.modes import evaluating
 from train.monitor_curvature import Curvature, PublicLoss, Vector, inner, measure
 from train.monitor_prediction import (
     Choice,
@@ -60,6 +61,11 @@ class LossMonitor:
         self._calls += 1
         if (self._calls - 1) % self.settings.every:
             return None
+        with evaluating(self.engine.model):
+            return self._measure()
+
+    def _measure(self) -> Reading:
+        """Of the loss in which nothing is dropped: the one that is to fall."""
         model = whole_model(self.phase, self.engine)
         first = self.ranks.rank * self.records // self.ranks.world
         loss = PublicLoss(model, self.engine.shapes, self._batches, self.ranks, self.records, first)

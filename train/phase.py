@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+from accounting.keys import Purpose
 from data.batches import BatchReader
 from data.loader import Loader, PublicOrder
 from train.board import Pace
@@ -46,7 +48,7 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     if plan is not None and settings.privacy is not None:
         clip = make_clip(config.run, clip_rule(settings.privacy, plan, micro_batch))
     phase = begun(phase, derive("public-order"))
-    reader = _reader(run, phase, derive("augmentation"), derive("masks"))
+    reader = _reader(run, phase, derive)
     if settings.features is not None:
         reader = feature_reader(run, phase, model, reader)
     engine = make_engine(
@@ -108,9 +110,10 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
         _report_bad(run, phase, reader)
 
 
-def _reader(run: RunContext, phase: ReadyPhase, augment_key: bytes, mask_key: bytes) -> BatchReader:
+def _reader(run: RunContext, phase: ReadyPhase, derive: Callable[[Purpose], bytes]) -> BatchReader:
     return BatchReader(
-        phase.index, phase.data_spec(augment=True), phase.text, augment_key=augment_key, mask_key=mask_key,
+        phase.index, phase.data_spec(augment=True), phase.text,
+        augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
         reading=reading_options(phase.reading, phase.index), pin_memory=run.ranks.device.type == "cuda",
     )  # fmt: skip
 

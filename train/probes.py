@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from data.batches import MicroBatch
+from model.drop import DROP_KEY
 from model.settings import Shape
 from train.engine import Shard
 from train.fragment import Fragment
@@ -69,4 +70,6 @@ def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> Micro
         inputs["labels"] = torch.randint(0, shape.head.classes, (size,), generator=draw)
     else:
         inputs["tokens"] = torch.randint(1, shape.vocabulary, (size, shape.text_length), generator=draw)
+    if shape.drops:
+        inputs[DROP_KEY] = torch.randint(-(1 << 63), (1 << 63) - 1, (size,), generator=draw)
     return MicroBatch(inputs, torch.ones(size, dtype=torch.bool))

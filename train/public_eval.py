@@ -20,6 +20,7 @@ from model.build import build
 from train.clip import ClipEngine, clipped_totals
 from train.config import ZeroShot
 from train.engine import ShardedEngine
+from train.modes import evaluating
 from train.ranks import Ranks
 from train.recipe import ReadyPhase
 
@@ -32,7 +33,7 @@ def whole_model(phase: ReadyPhase, engine: ShardedEngine) -> nn.Module:
         return engine.model
     whole = build(phase.shape, phase.settings.objective).to(engine.device)
     whole.load_state_dict(engine.whole_weights())
-    return whole
+    return whole.train(engine.model.training)
 
 
 class PublicEvaluator:
@@ -54,11 +55,13 @@ class PublicEvaluator:
         self.reader = BatchReader(phase.held_out, spec, phase.text, mask_key=mask_key)
 
     def measure(self) -> dict[str, float]:
-        found = {"public_loss": self._loss()}
-        if self.zero_shot is not None and self.text is not None:
-            found |= self._zero_shot(self.zero_shot, self.text)
-        if self.clip is not None and self.plan is not None:
-            found["update_snr"] = self._signal_to_noise(self.clip, self.plan)
+        """Nothing is dropped, also where training drops."""
+        with evaluating(self.engine.model):
+            found = {"public_loss": self._loss()}
+            if self.zero_shot is not None and self.text is not None:
+                found |= self._zero_shot(self.zero_shot, self.text)
+            if self.clip is not None and self.plan is not None:
+                found["update_snr"] = self._signal_to_noise(self.clip, self.plan)
         return found
 
     @torch.no_grad()

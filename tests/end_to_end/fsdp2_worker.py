@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,14 +19,15 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from data.batches import MicroBatch  # noqa: E402
-from model.build import build  # noqa: E402
-from model.settings import ModelSettings  # noqa: E402
+from model.build import Objective, build  # noqa: E402
+from model.settings import ModelSettings, Shape  # noqa: E402
 from tests.end_to_end.answering import answer  # noqa: E402
 from train.clip_bookkeeping import BookKeepingClip  # noqa: E402
 from train.clip_rule import ClipRule  # noqa: E402
 from train.engine_fsdp2 import FSDP2Engine, start_ranks  # noqa: E402
 from train.forward import PlainForward, PrivateForward  # noqa: E402
 from train.gradient import NoisyUpdate, PlainUpdate  # noqa: E402
+from train.modes import evaluating  # noqa: E402
 from train.noise import NoiseMechanism  # noqa: E402
 from train.optim import make_optimizer  # noqa: E402
 from train.optim_settings import Optimizer  # noqa: E402
@@ -39,6 +41,7 @@ SHAPE = ModelSettings(
     decoder_heads=2, mae_decoder_width=8, mae_decoder_depth=1, mae_decoder_heads=2, text_length=6, vocabulary=19,
     qkv_bias=True,
 ).resolved()  # fmt: skip
+DROPPING = replace(SHAPE, dropout=0.3, drop_path=0.5)
 C, ALLOWANCE, DIVISOR, RATE, MICRO_BATCH = 1.0, 1e-3, 8.0, 1e-2, 4
 # Without noise, Adam would divide gradients that are zero but for rounding by their own size.
 SETTINGS = {True: Optimizer.model_validate({"params": {"weight_decay": 0.1}}),
@@ -71,11 +74,17 @@ def tied_batch(rank: int) -> MicroBatch:
 
 
 def batch_of(objective: str, rank: int) -> MicroBatch:
-    return tied_batch(rank) if objective == "tied" else synthetic_batch(SHAPE, objective, MICRO_BATCH, seed=rank)
+    if objective == "tied":
+        return tied_batch(rank)
+    return synthetic_batch(*shape_of(objective), MICRO_BATCH, seed=rank)
+
+
+def shape_of(objective: str) -> tuple[Shape, Objective]:
+    return (DROPPING, "mae") if objective == "dropping" else (SHAPE, objective)  # pyright: ignore[reportReturnType]
 
 
 def model_of(objective: str) -> nn.Module:
-    return Tied() if objective == "tied" else build(SHAPE, objective)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return Tied() if objective == "tied" else build(*shape_of(objective))
 
 
 def noise() -> NoiseMechanism:
@@ -91,6 +100,8 @@ def two_steps(engine: FSDP2Engine, objective: str, private: bool) -> dict[str, T
     for step in (1, 2):
         for _ in range(2):
             engine.accumulate(batch_of(objective, engine.ranks.rank))
+            with torch.no_grad(), evaluating(engine.model):  # a measurement in between leaves no trace
+                engine.model(batch_of(objective, 7).inputs)
         engine.update(NoisyUpdate(noise(), step) if private else PlainUpdate(int(DIVISOR)), RATE)
     return engine.whole_weights()
 
@@ -134,7 +145,7 @@ def passes_self_test(objective: str, ranks: Ranks) -> str:
     engine = engine_of(model_of(objective), ranks)
     try:
         clip = engine._forward.clip  # pyright: ignore[reportAttributeAccessIssue]
-        self_test(engine, clip, noise(), False, SHAPE, objective, MICRO_BATCH, ranks)
+        self_test(engine, clip, noise(), False, *shape_of(objective), MICRO_BATCH, ranks)
     except SelfTestError as error:
         return f"{error}"
     return "passed"
@@ -221,7 +232,7 @@ def swapped_rows(ranks: Ranks) -> str:
 def main() -> None:
     ranks = start_ranks()
     found: dict[str, object] = {"world": ranks.world, "drifts": {}, "self-tests": {}, "faults": {}}
-    for objective in ("mae", "caption", "tied"):
+    for objective in ("mae", "caption", "tied", "dropping"):
         for private in (True, False):
             engine = engine_of(model_of(objective), ranks, private)
             weights = two_steps(engine, objective, private)
@@ -230,7 +241,7 @@ def main() -> None:
             found["drifts"][f"{objective}, private: {private}"] = apart(weights, expected, start)  # pyright: ignore
             held = ranks.sum(sum(f.length for shard in engine.shards() for f in shard.fragments))
             assert held == engine.trainable_elements
-    for objective in ("mae", "caption"):
+    for objective in ("mae", "caption", "dropping"):
         found["self-tests"][objective] = passes_self_test(objective, ranks)  # pyright: ignore[reportIndexIssue]
     for name, change in FAULTS.items():
         found["faults"][name] = ranks.gather(fault(ranks, change))  # pyright: ignore[reportIndexIssue]

@@ -6,6 +6,7 @@ The brute force below loops over batches of one and takes nothing from train/ bu
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,8 +16,8 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from data.batches import MicroBatch  # noqa: E402
-from model.build import build  # noqa: E402
-from model.settings import ModelSettings  # noqa: E402
+from model.build import Objective, build  # noqa: E402
+from model.settings import ModelSettings, Shape  # noqa: E402
 from tests.end_to_end.answering import answer  # noqa: E402
 from train.clip_reference import ReferenceClip  # noqa: E402
 from train.clip_rule import ClipRule  # noqa: E402
@@ -39,6 +40,12 @@ SHAPE = ModelSettings(
 ).resolved()  # fmt: skip
 
 
+DROPPING = replace(SHAPE, dropout=0.2, drop_path=0.4)
+MODELS: dict[str, tuple[Shape, Objective]] = {
+    "mae": (SHAPE, "mae"), "caption": (SHAPE, "caption"), "dropping": (DROPPING, "caption"),
+}  # fmt: skip
+
+
 def records(objective: str, step: int, count: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     draw = torch.Generator().manual_seed(1000 + step)
     inputs = {"images": torch.randn(count, 3, 32, 32, generator=draw)}
@@ -47,6 +54,8 @@ def records(objective: str, step: int, count: int) -> tuple[dict[str, torch.Tens
     else:
         inputs["tokens"] = torch.randint(1, 64, (count, 12), generator=draw)
     present = torch.rand(count, generator=draw) > 0.2
+    if objective == "dropping":
+        inputs["drop_key"] = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=draw)
     inputs["images"][3] *= 1e3
     inputs["images"][4, 0, 0, 0] = float("nan")
     present[3:5] = True
@@ -90,11 +99,10 @@ def main() -> None:
     ranks = start_ranks()
     noise = NoiseMechanism(b"n" * 32, 0.5, DIVISOR)
     results = []
-    for objective in ("mae", "caption"):
-        for stage in (0, 1, 2):
+    for objective, built in MODELS.items():
+        for stage in (0, 1, 2) if objective != "dropping" else (1,):
             for kind in ("flat", "automatic") if stage == 1 else ("flat",):
-                reference = build(SHAPE, objective)
-                model = build(SHAPE, objective)
+                reference, model = build(*built), build(*built)
                 forward = PrivateForward(model, ReferenceClip(ClipRule(kind, C, 0.0, 0.01)))
                 optimizer = make_optimizer(OPTIMIZER, model.named_parameters(), 0.0)
                 engine = DeepSpeedEngine(forward, optimizer, ZeroOptimization(stage=stage), MICRO_BATCH, ranks)

@@ -162,6 +162,6 @@ def test_only_fixed_positions_are_masked_or_captioned() -> None:
 
 def test_unknown_keys_and_empty_masks_are_refused() -> None:
     with pytest.raises(ValidationError):
-        ModelSettings.model_validate({"family": "mae", "size": "nano", "dropout": 0.1})
+        ModelSettings.model_validate({"family": "mae", "size": "nano", "attention_dropout": 0.1})
     with pytest.raises(SettingsError, match="mask_ratio"):
         build(ModelSettings(family="mae", size="nano", mask_ratio=0.0), "mae", device="meta")

@@ -12,6 +12,9 @@ from parity_models import (
     BigTransfer,
     CaptionerInOwnPrecision,
     Classifier,
+    DroppingCaptioner,
+    DroppingCheckpoints,
+    DroppingMae,
     FreeParameters,
     Inputs,
     LastLayer,
@@ -90,6 +93,16 @@ def mask_noise(count: int, draw: torch.Generator) -> Tensor:
     return torch.rand(count, SHAPE.patches, generator=draw)
 
 
+def drop_key(count: int, draw: torch.Generator) -> Tensor:
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=draw)
+
+
+def dropping(
+    inputs: Callable[[int, torch.Generator], Inputs],
+) -> Callable[[int, torch.Generator], Inputs]:
+    return lambda count, draw: inputs(count, draw) | {"drop_key": drop_key(count, draw)}
+
+
 def convolutions() -> Iterator[nn.Module]:
     yield nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2)
     yield nn.Conv2d(8, 8, 3, dilation=2, padding=2, groups=8, bias=False)
@@ -115,6 +128,9 @@ CASES: dict[str, Case] = {
         lambda: ShippedClassifier("lora", **VIT, classify_loss="sigmoid"), pictures(18, label=label)
     ),
     "bit_bias": Case(lambda: ShippedClassifier("bias", width=8, stages=(1, 1)), pictures(18, label=label)),
+    "dropping_mae": Case(DroppingMae, dropping(pictures(32, mask_noise=mask_noise))),
+    "dropping_captioner": Case(DroppingCaptioner, dropping(pictures(32, tokens=caption))),
+    "dropping_checkpoints": Case(DroppingCheckpoints, dropping(dense(5, 6))),
     "attention": Case(SelfAttention, dense(5, 8)),
     "hf_conv1d": Case(lambda: OnX(Conv1D(7, 6), nn.GELU(), Conv1D(6, 7)), dense(4, 6)),
     "low_rank": Case(lambda: OnX(LowRank(), nn.Tanh(), LowRank()), dense(4, 8)),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from config_base import put
+from config_base import drop, put, refusal
 
 from train.config import Config
 
@@ -22,7 +23,7 @@ SHAPES: list[tuple[str, Any]] = [
     ("run.precision", "bf16"),
     ("phases.1.privacy.expected_batch", 21), ("phases.1.privacy.noise_multiplier", 1.6), ("phases.1.steps", 6),
     ("phases.1.privacy.epsilon", 4.0), ("phases.1.privacy.delta", 1e-5), ("model.width", 32), ("model.init_seed", 1),
-    ("model.text_length", 9), ("model.mask_ratio", 0.5), ("train_micro_batch_size_per_gpu", 16),
+    ("model.text_length", 9), ("model.mask_ratio", 0.5), ("model.dropout", 0.1), ("train_micro_batch_size_per_gpu", 16),
 ]  # fmt: skip
 SHAPES_NOT: list[tuple[str, Any]] = [
     ("zero_optimization.stage", 2), ("zero_optimization.reduce_bucket_size", 1000), ("run.checkpoint_every", 3),
@@ -47,3 +48,25 @@ def test_the_digest_holds_contents_in_the_place_of_paths(loaded: Callable[..., C
     config = loaded()
     digests = {config.digest(1, {"data": d, "tokenizer": t}) for d in ("d1", "d2") for t in ("t1", "t2")}
     assert len(digests) == 4 and config.digest(0, CONTENTS) not in digests
+
+
+def test_a_run_from_before_there_were_drops_goes_on(loaded: Callable[..., Config]) -> None:
+    """Its digest knows of no rates, and so must ours while they are 0."""
+    zero, deep = loaded(put("model.dropout", 0.0), put("model.drop_path", 0)), put("model.depth", 2)
+    assert zero.digest(1, CONTENTS) == loaded().digest(1, CONTENTS)
+    rates = [loaded(deep, put("model.drop_path", rate)).digest(1, CONTENTS) for rate in (0, 0.1, 0.2)]
+    assert len(set(rates)) == 3 and rates[0] == loaded(deep).digest(1, CONTENTS)
+    kept: list[str] = []
+    real = json.dumps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json, "dumps", lambda value, **options: kept.append(real(value, **options)) or kept[-1])
+        zero.digest(1, CONTENTS)
+    assert "mask_ratio" in kept[0] and "drop" not in kept[0]
+
+
+def test_features_of_a_body_that_drops_are_refused(loaded: Callable[..., Config]) -> None:
+    head = [put("model.family", "classifier"), put("phases.1.objective", "classify"), put("phases.1.trainable", "head"),
+            put("phases.1.data.label", "cls"), put("phases.1.features", {}), drop("phases.1.evaluation")]  # fmt: skip
+    assert loaded(*head).phases[1].features is not None
+    message = refusal(loaded, *head, put("model.dropout", 0.1))
+    assert "keeps features, which would be others at each step with model.drop_path or model.dropout" in message

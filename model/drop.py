@@ -1,0 +1,131 @@
+"""Dropout and drop-path whose masks depend on a row's own key, the module and the place in the sample alone.
+
+Why not PyTorch's: one generator serves the whole batch, so that what a record contributes would depend on its row, its
+neighbours, the world size and everything drawn before. Here the uniform numbers are a hash of integers (two rounds of
+MurmurHash3's finaliser, products wrapping as in C): the same bits on every device, in any batch, at a replay, under
+vmap, and when a checkpointed layer runs again. Keys come with the records, as the input `drop_key` [B].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+DROP_KEY = "drop_key"
+Drop = Callable[[Tensor], Tensor]
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads small numbers
+_FACTORS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
+
+
+class RowKeys:
+    """The keys of the rows that a model computes just now; one for each model, known to every module in it that drops.
+
+    They are there during the forward pass and during its backward pass, where checkpointed layers run again; never
+    before or after, so that no module can take the keys of another batch.
+    """
+
+    def __init__(self) -> None:
+        self._keys: Tensor | None = None
+        self._modules = 0
+
+    def number(self) -> int:
+        """The next module's own, in the order in which a model makes them."""
+        self._modules += 1
+        return self._modules
+
+    def around(self, run: Callable[[dict[str, Tensor]], Tensor], inputs: dict[str, Tensor]) -> Tensor:
+        """run(inputs), with the inputs' keys at hand."""
+        keys = inputs.get(DROP_KEY) if self._modules else None
+        if keys is None:
+            return run(inputs)
+        self._keys = keys
+        try:
+            losses = run(inputs)
+        finally:
+            self._keys = None
+        if losses.requires_grad:
+            # Whatever ran in between, a backward pass begins here, before any layer runs again.
+            losses.register_hook(lambda _: self._recall(keys))
+        return losses
+
+    def _recall(self, keys: Tensor) -> None:
+        self._keys = keys
+        Variable._execution_engine.queue_callback(self._forget)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _forget(self) -> None:
+        self._keys = None
+
+    def kept(self, module: int, rate: float, rows: int, places: int) -> Tensor:
+        """bool [rows, places], each False with probability `rate`."""
+        keys = self._keys
+        if keys is None:
+            raise ValueError(
+                "the model drops units and has no keys to do so; give its inputs drop_key (int64 [B]), or call eval()."
+            )
+        if keys.shape != (rows,) or keys.dtype != torch.int64:
+            raise ValueError(
+                f"drop_key is {keys.dtype} {list(keys.shape)} where {rows} rows are dropped from; give one int64 for "
+                "each record, and keep records in the first dimension."
+            )
+        # The places' hashes are the same for all rows, so a row costs one more round only; each gives two numbers.
+        own = _mixed(keys + _signed(module * _GOLDEN))
+        place = _mixed(torch.arange(1, (places + 1) // 2 + 1, device=keys.device) * _signed(_GOLDEN))
+        bits = _mixed(own[:, None] ^ place).view(torch.int32)[:, :places]
+        return bits >= min(round(rate * 2**32), 2**32 - 1) - 2**31
+
+
+class _KeyedDrop(nn.Module):
+    def __init__(self, rate: float, row_keys: RowKeys) -> None:
+        super().__init__()
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"a rate of {rate} cannot be dropped at; give one from 0 to below 1.")
+        self.rate, self.row_keys, self.number = rate, row_keys, row_keys.number()
+
+    def _drop(self, x: Tensor, places: torch.Size) -> Tensor:
+        """Drops each of `places`, a shape that broadcasts to that of one sample; what is kept is scaled up."""
+        kept = self.row_keys.kept(self.number, self.rate, x.shape[0], places.numel())
+        return torch.where(kept.view(x.shape[0], *places), x, 0.0) * (1.0 / (1.0 - self.rate))
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate}"
+
+
+class KeyedDropout(_KeyedDrop):
+    """Each value of a sample is zero with probability `rate`; in evaluation mode nothing happens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._drop(x, x.shape[1:]) if self.training else x
+
+
+class KeyedDropPath(_KeyedDrop):
+    """All values of a sample together are zero with probability `rate`; in evaluation mode nothing happens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._drop(x, torch.Size([1] * (x.dim() - 1))) if self.training else x
+
+
+def dropout(rate: float, row_keys: RowKeys) -> Drop:
+    """No module at all where nothing is dropped."""
+    return KeyedDropout(rate, row_keys) if rate else _unchanged
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _mixed(state: Tensor) -> Tensor:
+    for factor in _FACTORS:
+        state = (state ^ _shifted(state)) * _signed(factor)
+    return state ^ _shifted(state)
+
+
+def _shifted(state: Tensor) -> Tensor:
+    """A logical shift by 33: torch's own keeps the sign."""
+    return (state >> 33) & ((1 << 31) - 1)
+
+
+def _signed(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63

@@ -1,0 +1,61 @@
+"""The key with which a model drops units of a record: of (key, step, record), and of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from data.augment import drop_key
+from data.batches import BatchReader, DataSpec, slots
+from data.index import ShardIndex, build
+from data.shards import Reading
+
+KEY = b"d" * 32
+SPEC = DataSpec(16, drop_keys=True)
+PINNED_KEYS = [3540222533855815423, -9098053966005043739]
+
+
+def test_keys_are_those_of_key_step_and_record_in_any_row_beside_anyone(small_set: ShardIndex) -> None:
+    ids = np.arange(25)
+    expected = torch.tensor([drop_key(KEY, 7, record) for record in range(25)])
+    assert len(set(expected.tolist())) == 25
+    reader = BatchReader(small_set, SPEC, dropout_key=KEY, reading=Reading(in_flight=3))
+    for world, size in ((1, 25), (2, 4), (3, 5), (7, 2)):
+        for rank in range(world):
+            for row in slots(ids, rank, world, size):
+                found = reader.read(row, 7).inputs["drop_key"]
+                assert found.dtype == torch.int64 and found.shape == (size,)
+                assert torch.equal(found, torch.where(torch.from_numpy(row) >= 0, expected[row], 0)), "padding is zero"
+    assert not bool((reader.read(ids, 8).inputs["drop_key"] == expected).any())
+    other = BatchReader(small_set, SPEC, dropout_key=b"e" * 32)
+    assert not bool((other.read(ids, 7).inputs["drop_key"] == expected).any())
+    assert reader.drop_key(3, 7) == expected[3]
+
+
+def test_a_bad_record_has_none(tmp_path: Path, write_tar: Callable[..., Path], picture: Callable[..., bytes]) -> None:
+    write_tar(tmp_path / "a.tar", [{"__key__": str(n), "jpg": picture(n) if n else b"no picture"} for n in range(3)])
+    batch = BatchReader(build(tmp_path), SPEC, dropout_key=KEY).read(np.array([0, 1, -1, 2]), 1)
+    assert batch.present.tolist() == [False, True, False, True]
+    assert batch.inputs["drop_key"].tolist() == [0, drop_key(KEY, 1, 1), 0, drop_key(KEY, 1, 2)]
+
+
+def test_who_drops_nothing_gets_none_and_who_drops_must_have_a_secret(small_set: ShardIndex) -> None:
+    batch = BatchReader(small_set, DataSpec(16), dropout_key=KEY).read(np.array([0]), 0)
+    assert set(batch.inputs) == {"images"}
+    with pytest.raises(ValueError, match="drop keys need a dropout key; derive one from the run key"):
+        BatchReader(small_set, SPEC, mask_key=KEY)
+
+
+def test_keys_are_uniform_and_stable() -> None:
+    keys = np.array([drop_key(KEY, step, record) for step in range(50) for record in range(80)])
+    assert stats.kstest(keys / 2.0**64 + 0.5, "uniform").pvalue > 1e-3
+    assert stats.kstest((keys & 0xFFFFFFFF) / 2.0**32, "uniform").pvalue > 1e-3
+    assert len(set(keys.tolist())) == len(keys)
+    # Pinned: other keys would change the masks of runs in progress.
+    assert [drop_key(KEY, step, record) for step, record in ((0, 0), (1, 2))] == PINNED_KEYS
+    assert drop_key(KEY, 1, 2) != drop_key(KEY, 2, 1)

@@ -1,0 +1,320 @@
+"""Models that drop: where they do so, that a record's loss depends on its own key alone, and recomputation."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.layers import calculate_drop_path_rates
+from timm.layers.drop import DropPath
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model.build import Objective, build
+from model.captioner import Captioner, DecoderLayer
+from model.drop import DROP_KEY, KeyedDropout, KeyedDropPath, RowKeys
+from model.encoder import Inputs
+from model.safety import CouplingError, coupling_probe, refuse_coupling
+from model.settings import ModelSettings, SettingsError, Shape
+from model.trainable import select
+
+OBJECTIVES: tuple[Objective, ...] = ("mae", "caption", "classify")
+Dropping = KeyedDropout | KeyedDropPath
+
+
+def settings_of(objective: str, **more: Any) -> ModelSettings:
+    family = {"mae": "mae", "caption": "captioner", "classify": "classifier"}[objective]
+    given = {
+        "image_size": 16, "patch_size": 4, "width": 16, "depth": 3, "heads": 2, "decoder_depth": 2, "classes": 5,
+        "mae_decoder_width": 16, "mae_decoder_depth": 2, "mae_decoder_heads": 2, "text_length": 6, "vocabulary": 16,
+        "head_scale": 1.0,
+    }  # fmt: skip
+    return ModelSettings.model_validate({"family": family, **given, **more})
+
+
+def dropping(objective: Objective, dropout: float = 0.2, drop_path: float = 0.5, **more: Any) -> nn.Module:
+    return build(settings_of(objective, dropout=dropout, drop_path=drop_path, **more), objective)
+
+
+def inputs_of(objective: str, rows: int, seed: int = 0) -> Inputs:
+    draw = torch.Generator().manual_seed(seed)
+    inputs = {"images": torch.randn(rows, 3, 16, 16, generator=draw)}
+    inputs[DROP_KEY] = torch.randint(-(1 << 63), (1 << 63) - 1, (rows,), generator=draw)
+    more = {
+        "mae": ("mask_noise", torch.rand(rows, 16, generator=draw)),
+        "caption": ("tokens", torch.randint(1, 16, (rows, 6), generator=draw)),
+        "classify": ("labels", torch.randint(0, 5, (rows,), generator=draw)),
+    }[objective]
+    return inputs | dict([more])
+
+
+def drops_of(model: nn.Module) -> dict[str, Dropping]:
+    return {name: part for name, part in model.named_modules() if isinstance(part, Dropping)}
+
+
+# Where
+
+
+@pytest.mark.parametrize("depth", [2, 5])
+def test_drops_stand_where_timm_has_them_and_paths_grow_linearly(depth: int) -> None:
+    ours = drops_of(dropping("classify", 0.1, 0.3, depth=depth).get_submodule("blocks"))
+    theirs = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=depth, num_heads=2, num_classes=5,
+        proj_drop_rate=0.1, drop_path_rate=0.3,
+    ).get_submodule("blocks")  # fmt: skip
+    expected = {name: part.p for name, part in theirs.named_modules() if isinstance(part, nn.Dropout) and part.p > 0}
+    expected |= {
+        name: float(part.drop_prob or 0) for name, part in theirs.named_modules() if isinstance(part, DropPath)
+    }
+    assert {name: part.rate for name, part in ours.items()} == pytest.approx(expected)
+    rates = [ours[f"{block}.drop_path1"].rate for block in range(1, depth)]
+    assert [0.0, *rates] == pytest.approx(calculate_drop_path_rates(0.3, depth)) and rates[-1] == 0.3
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_paths_are_dropped_in_the_encoder_alone_and_every_module_has_a_number_of_its_own(objective: Objective) -> None:
+    found = drops_of(dropping(objective))
+    paths = {name for name, part in found.items() if isinstance(part, KeyedDropPath)}
+    assert paths == {f"blocks.{block}.drop_path{half}" for block in (1, 2) for half in (1, 2)}
+    decoder = {"mae": 2 * 3, "caption": 2 * 4, "classify": 0}[objective]
+    assert len(found) == 4 + 3 * 3 + decoder
+    assert all(part.rate == 0.2 for name, part in found.items() if name not in paths)
+    assert sorted(part.number for part in found.values()) == list(range(1, len(found) + 1))
+    # The encoder's come first: both objectives of one recipe drop alike in it.
+    assert {name: part.number for name, part in found.items() if name.startswith("blocks.")} == {
+        name: part.number for name, part in drops_of(dropping("mae")).items() if name.startswith("blocks.")
+    }
+    assert not drops_of(dropping(objective, 0.0, 0.5)).keys() - paths
+    assert not drops_of(dropping(objective, 0.2, 0.0)).keys() & paths
+
+
+def test_the_text_decoder_drops_where_pytorchs_own_layer_does() -> None:
+    """The same weights and the same four masks in torch's layer give the same numbers."""
+    row_keys = RowKeys()
+    ours = DecoderLayer(16, 2, True, "relu", 0.3, row_keys)
+    theirs = nn.TransformerDecoderLayer(16, 2, 64, dropout=0.0, activation="relu", batch_first=True)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.2)
+        for part in ("linear1", "linear2", "norm1", "norm2", "norm3"):
+            theirs.get_submodule(part).load_state_dict(ours.get_submodule(part).state_dict())
+        for kind in ("weight", "bias"):
+            getattr(theirs.self_attn, f"in_proj_{kind}").copy_(getattr(ours.self_attn.c_attn, kind))
+            both = [getattr(ours.multihead_attn.q_proj, kind), getattr(ours.multihead_attn.kv_proj, kind)]
+            getattr(theirs.multihead_attn, f"in_proj_{kind}").copy_(torch.cat(both))
+            for part in ("self_attn", "multihead_attn"):
+                own = getattr(ours.get_submodule(part).c_proj, kind)
+                getattr(theirs.get_submodule(part).out_proj, kind).copy_(own)
+    for name in ("dropout", "dropout1", "dropout2", "dropout3"):
+        assert isinstance(getattr(theirs, name), nn.Dropout)
+        setattr(theirs, name, getattr(ours, name))
+    x, memory = torch.randn(5, 6, 16), torch.randn(5, 9, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(6)
+    keys = inputs_of("mae", 5)[DROP_KEY]
+
+    def both(inputs: Inputs) -> Tensor:
+        assert set(inputs) == {DROP_KEY}
+        return torch.stack([ours(x, memory), theirs(x, memory, tgt_mask=mask, tgt_is_causal=True)])
+
+    found, expected = row_keys.around(both, {DROP_KEY: keys})
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found, row_keys.around(lambda _: ours(x, memory), {DROP_KEY: keys + 1}))
+
+
+# What a rate of 0 leaves
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_without_rates_nothing_drops_and_weights_have_the_same_names(objective: Objective) -> None:
+    plain, drops = build(settings_of(objective), objective), dropping(objective)
+    assert not drops_of(plain) and not plain.shape.drops and drops.shape.drops  # pyright: ignore[reportAttributeAccessIssue]
+    state = plain.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in drops.state_dict().items())
+    assert state.keys() == drops.state_dict().keys()
+    drops.load_state_dict(state, strict=True)
+    inputs = inputs_of(objective, 4)
+    without = {name: tensor for name, tensor in inputs.items() if name != DROP_KEY}
+    assert torch.equal(plain(without), plain(inputs)), "keys that nothing asks for change nothing"
+    assert torch.equal(plain(without), drops.eval()(without)), "in evaluation mode nothing is dropped"
+    assert torch.equal(drops(inputs), drops(without))
+    kinds = {type(part) for part in plain.modules()}
+    assert kinds == {type(part) for part in build(settings_of(objective), objective, device="meta").modules()}
+
+
+def test_rates_that_mean_nothing_are_refused() -> None:
+    for rate in (-0.1, 1.0):
+        for name in ("dropout", "drop_path"):
+            with pytest.raises(ValueError, match=name):
+                settings_of("mae", **{name: rate})
+    with pytest.raises(SettingsError, match="an encoder of one block would drop nothing"):
+        settings_of("mae", depth=1, drop_path=0.1).resolved()
+    assert settings_of("mae", depth=1, dropout=0.1).resolved().drops
+    for name in ("dropout", "drop_path"):
+        given = {"family": "classifier", "width": 8, "stages": (1, 1), name: 0.1}
+        with pytest.raises(SettingsError, match=rf"a ResNet has no model\.{name}"):
+            ModelSettings.model_validate(given).resolved()
+
+
+# One record, one key
+
+
+@pytest.mark.parametrize("trainable", ["all", "lora"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_key_changes_the_loss_of_its_record_alone(objective: Objective, trainable: Any) -> None:
+    model, inputs = dropping(objective), inputs_of(objective, 6)
+    select(model, trainable, rank=2)
+    losses = model(inputs).detach()
+    assert not torch.equal(losses, model.eval()(inputs))
+    model.train()
+    for row in range(6):
+        keys = inputs[DROP_KEY].clone()
+        keys[row] += 1
+        moved = model({**inputs, DROP_KEY: keys}).detach() != losses
+        assert moved.tolist() == [other == row for other in range(6)]
+    order = torch.tensor([3, 1, 5, 0, 4, 2])
+    there = model({name: tensor[order] for name, tensor in inputs.items()})
+    torch.testing.assert_close(there, losses[order], rtol=1e-6, atol=0)
+    for row in range(6):
+        alone = model({name: tensor[row : row + 1] for name, tensor in inputs.items()})
+        torch.testing.assert_close(alone, losses[row : row + 1], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_refusals_and_the_probe_pass_with_keyed_drops(objective: Objective) -> None:
+    model, inputs = dropping(objective), inputs_of(objective, 3)
+    refuse_coupling(model)
+    coupling_probe(model, inputs)
+
+
+class Neighbours(RowKeys):
+    """Faulty: each row's mask is made from its neighbour's key."""
+
+    def kept(self, module: int, rate: float, rows: int, places: int) -> Tensor:
+        return super().kept(module, rate, rows, places).roll(1, 0)
+
+
+def test_the_probe_finds_masks_of_a_neighbours_key() -> None:
+    model, inputs = dropping("classify"), inputs_of("classify", 3)
+    faulty = Neighbours()
+    model.row_keys = faulty  # pyright: ignore[reportAttributeAccessIssue]
+    faulty._modules = 1
+    for part in drops_of(model).values():
+        part.row_keys = faulty
+    with pytest.raises(CouplingError, match=r"drop_key .* was replaced"):
+        coupling_probe(model, inputs)
+
+
+@pytest.mark.parametrize("part", [nn.Dropout(0.1), nn.Dropout2d(0.1), DropPath(0.1), nn.AlphaDropout(0.1),
+                                  nn.MultiheadAttention(4, 2, dropout=0.1), nn.LSTM(4, 4, 2, dropout=0.1)])  # fmt: skip
+def test_drops_without_keys_are_refused_beside_keyed_ones(part: nn.Module) -> None:
+    model = dropping("classify")
+    model.add_module("extra", part)
+    with pytest.raises(CouplingError, match=r"^extra .* is not keyed by sample; set it to 0, or use what model\.drop"):
+        refuse_coupling(model)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_training_without_keys_is_an_error_and_a_part_alone_never_has_stale_ones(objective: Objective) -> None:
+    model, inputs = dropping(objective), inputs_of(objective, 4)
+    without = {name: tensor for name, tensor in inputs.items() if name != DROP_KEY}
+    with pytest.raises(ValueError, match=r"has no keys .* give its inputs drop_key \(int64 \[B\]\), or call eval"):
+        model(without)
+    losses = model(inputs)
+    for act in (lambda: None, lambda: losses.sum().backward()):
+        act()
+        with pytest.raises(ValueError, match="give its inputs drop_key"):
+            model.tokens(inputs["images"])  # pyright: ignore[reportCallIssue]
+    model.eval()
+    assert model.tokens(inputs["images"]).shape[0] == 4  # pyright: ignore[reportCallIssue]
+    if isinstance(model, Captioner):
+        assert model.next_token_logits(inputs["images"], inputs["tokens"]).shape == (4, 16)
+
+
+def test_a_copy_has_keys_of_its_own() -> None:
+    model, inputs = dropping("mae"), inputs_of("mae", 4)
+    copied = copy.deepcopy(model)
+    assert {id(part.row_keys) for part in drops_of(copied).values()} == {id(copied.row_keys)} != {id(model.row_keys)}
+    assert torch.equal(copied(inputs), model(inputs))
+
+
+# Running again
+
+
+class Checkpointed(nn.Module):
+    """A block that keeps nothing for the backward pass but its input, and runs again there."""
+
+    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, *x: Tensor) -> Tensor:
+        return checkpoint(self.block, *x, use_reentrant=self.reentrant)
+
+
+def checkpointed(objective: Objective, reentrant: bool) -> nn.Module:
+    model = dropping(objective)
+    for stack in ("blocks", "decoder_blocks", "decoder.layers"):
+        if any(name == stack for name, _ in model.named_modules()):
+            layers = model.get_submodule(stack)
+            for number, layer in enumerate(list(layers)):  # pyright: ignore[reportArgumentType]
+                layers[number] = Checkpointed(layer, reentrant)  # pyright: ignore[reportIndexIssue, reportArgumentType]
+    return model
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_checkpointed_layers_see_the_same_masks_when_they_run_again(objective: Objective, reentrant: bool) -> None:
+    plain, model = dropping(objective), checkpointed(objective, reentrant)
+    batches = [inputs_of(objective, rows, seed) for seed, rows in enumerate((4, 4, 3))]
+    expected = []
+    for inputs in batches:
+        plain(inputs).sum().backward()
+        expected.append(gradients_of(plain))
+    assert not any(
+        torch.equal(one, other) for one, other in zip(expected[0], expected[1], strict=True) if one.dim() > 1
+    )
+    # Backward in the forward's order, the other way round, and after other passes in between.
+    for order in ((0, 1, 2), (2, 0, 1)):
+        losses = [model(inputs) for inputs in batches]
+        with torch.no_grad():
+            model(inputs_of(objective, 4, 9))
+        for number in order:
+            losses[number].sum().backward()
+            assert all(map(torch.equal, gradients_of(model), expected[number]))
+    # All in one backward pass, where autograd itself chooses the order.
+    together = [sum(parts[1:], parts[0]) for parts in zip(*expected, strict=True)]
+    torch.cat([model(inputs) for inputs in batches]).sum().backward()
+    for found, total in zip(gradients_of(model), together, strict=True):
+        torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_drops_alike() -> None:
+    model, inputs = dropping("classify"), inputs_of("classify", 4)
+    expected = model(inputs)
+    compiled = torch.compile(model, backend="aot_eager")
+    found = compiled(inputs)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    ours = gradients_of(model)
+    expected.sum().backward()
+    for one, other in zip(ours, gradients_of(model), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_shapes_tell_rates_apart() -> None:
+    shapes: list[Shape] = [settings_of("mae", dropout=rate, drop_path=path).resolved() for rate in (0.0, 0.1)
+                           for path in (0.0, 0.1)]  # fmt: skip
+    assert [shape.drops for shape in shapes] == [False, True, True, True]
+    assert all(one != other for one, other in pairwise(shapes)) and replace(shapes[3], dropout=0.0) == shapes[1]

@@ -1,0 +1,316 @@
+"""Drops in training: every step sees keyed masks, no measurement sees any, and neither rows nor ranks matter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_train_four_way import local
+from torch import Tensor, nn
+from train_helpers import LocalEngine, alone, on_ranks, plan_for, private_engine
+
+from data.augment import drop_key
+from data.batches import BatchReader, slots
+from model.build import build
+from model.drop import DROP_KEY, KeyedDropout, KeyedDropPath, RowKeys
+from train.audit_canaries import CanaryBatches
+from train.clip import clipped_totals
+from train.clip_bookkeeping import BookKeepingClip
+from train.clip_opacus import OpacusClip
+from train.clip_rule import ClipRule
+from train.config import Config
+from train.config_phase import Evaluation, Mixing
+from train.engine_fsdp2_units import GatheredModel
+from train.forward import PlainForward
+from train.four_way import VARIANTS, Study, _one  # pyright: ignore[reportPrivateUsage]
+from train.mixing import MixingEngine
+from train.modes import evaluating
+from train.monitor import LossMonitor
+from train.monitor_settings import Monitor
+from train.phase import _reader  # pyright: ignore[reportPrivateUsage]
+from train.planner import counted
+from train.probes import synthetic_batch
+from train.public_eval import PublicEvaluator
+from train.recipe import ReadyPhase, prepare
+from train.self_test import self_test
+
+RULE = ClipRule("flat", 0.05, 0.0)
+
+
+def config(dropout: float = 0.2, drop_path: float = 0.5, **phase: Any) -> Config:
+    whole = {
+        "name": "public", "objective": "mae", "data": {"source": "synthetic", "kind": "shapes", "records": 64},
+        "batch": 16, "schedule": {"peak": 1e-3, "shape": "constant"}, "steps": 2,
+    }  # fmt: skip
+    model = {
+        "family": "mae", "image_size": 16, "patch_size": 8, "width": 16, "depth": 3, "heads": 2,
+        "mae_decoder_width": 16, "mae_decoder_depth": 1, "mae_decoder_heads": 2, "vocabulary": 32, "text_length": 8,
+        "classes": 5, "head_scale": 1.0, "dropout": dropout, "drop_path": drop_path,
+    }  # fmt: skip
+    return Config.model_validate({"train_micro_batch_size_per_gpu": 8, "model": model, "phases": [whole | phase]})
+
+
+def ready(**changes: Any) -> ReadyPhase:
+    return prepare(config(**changes))[0]
+
+
+def measured(phase: ReadyPhase) -> ReadyPhase:
+    """With its own records in the place of held-out ones."""
+    parts = {"evaluation": Evaluation(path="-", records=16), "monitor": Monitor(path="-", records=8, probes=1)}
+    return replace(phase, settings=phase.settings.model_copy(update=parts), held_out=phase.index, monitored=phase.index)
+
+
+def key_of(purpose: str) -> bytes:
+    return purpose.ljust(32).encode()
+
+
+class Modes(nn.Module):
+    """Notes the mode of every pass through the model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seen: list[bool] = []
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        assert self.training == self.inner.training
+        assert self.training == (DROP_KEY in inputs), "who trains is given keys, who measures is not"
+        self.seen.append(self.training)
+        return self.inner(inputs)
+
+
+def noted(model: nn.Module) -> list[bool]:
+    seen, model.seen = model.seen, []  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
+    return seen  # pyright: ignore[reportReturnType]
+
+
+# Which keys
+
+
+def test_a_phase_derives_its_keys_for_dropout_as_for_masks() -> None:
+    asked: list[str] = []
+
+    def derive(purpose: Any) -> bytes:
+        asked.append(purpose)
+        return key_of(purpose)
+
+    run: Any = SimpleNamespace(ranks=alone())
+    batch = _reader(run, ready(), derive).read(np.array([4, -1, 9]), 3)
+    assert sorted(asked) == ["augmentation", "dropout", "masks"]
+    assert batch.inputs[DROP_KEY].tolist() == [drop_key(key_of("dropout"), 3, 4), 0, drop_key(key_of("dropout"), 3, 9)]
+    plain = _reader(run, ready(dropout=0.0, drop_path=0.0), derive).read(np.array([4]), 3)
+    assert set(plain.inputs) == {"images", "mask_noise"}
+    assert not ready().data_spec(augment=False).drop_keys and ready(dropout=0.0).data_spec(augment=True).drop_keys
+
+
+def test_mixed_in_records_have_keys_of_their_own() -> None:
+    phase = ready()
+    mixing = Mixing.model_validate({"data": {"source": "synthetic", "kind": "shapes", "records": 64}, "batch": 8})
+    phase = replace(phase, settings=phase.settings.model_copy(update={"mixing": mixing}), mixed=phase.index)
+    run: Any = SimpleNamespace(ranks=alone(), config=config())
+    model = Modes(build(phase.shape, "mae"))
+    inner: Any = LocalEngine(PlainForward(model), alone())
+    engine = MixingEngine.of(run, phase, 16.0, inner, b"k" * 32)
+    seen: list[Tensor] = []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][DROP_KEY]))
+    try:
+        first, again = engine._gradient.of_step(1), engine._gradient.of_step(1)
+        other = engine._gradient.of_step(2)
+    finally:
+        engine.close()
+    assert noted(model) == [True] * 3
+    assert torch.equal(seen[0], seen[1]) and len({*seen[0].tolist(), *seen[2].tolist()}) == 16
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_an_input_canary_has_another_key_at_each_step_as_a_record_has() -> None:
+    phase = ready()
+    reader = BatchReader(phase.index, phase.data_spec(augment=True), mask_key=b"m" * 32, dropout_key=b"d" * 32)
+    own = synthetic_batch(phase.shape, "mae", 3, 1).inputs
+    batches = CanaryBatches(reader, alone(), 4, 60, np.array([True, False, True]), own)
+    for step in (1, 2):
+        (batch,) = batches(np.array([59, 60, 61, 62]), step)
+        expected = [drop_key(b"d" * 32, step, record) for record in (59, 60, 61, 62)]
+        expected[2] = 0
+        assert batch.inputs[DROP_KEY].tolist() == expected and batch.present.tolist() == [True, True, False, True]
+        assert torch.equal(batch.inputs["images"][1], own["images"][0])
+
+
+# What is summed
+
+
+def sums_of(phase: ReadyPhase, world: int, micro_batch: int, key: bytes) -> dict[str, Tensor]:
+    """The clipped sum of 23 records over ranks and their micro-batches, from a real reader."""
+    model, clip = build(phase.shape, "mae"), BookKeepingClip(RULE)
+    clip.prepare(model)
+    reader = BatchReader(phase.index, phase.data_spec(augment=True), mask_key=b"m" * 32, dropout_key=key)
+    total: dict[str, Tensor] = {}
+    for rank in range(world):
+        for row in slots(np.arange(1, 64, 3)[:23], rank, world, micro_batch):
+            batch = reader.read(row, 5)
+            for name, part in clipped_totals(clip, model, batch.inputs, batch.present)[0].items():
+                total[name] = total.get(name, 0) + part.double()
+    return total
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    squares = sum(float((one[name] - other[name]).square().sum()) for name in one)
+    return (squares / sum(float(part.square().sum()) for part in one.values())) ** 0.5
+
+
+def test_a_logical_batch_sums_to_the_same_on_any_number_of_ranks_and_rows() -> None:
+    phase = ready()
+    expected = sums_of(phase, 1, 23, b"d" * 32)
+    for world, micro_batch in ((1, 1), (1, 5), (2, 4), (3, 3), (7, 2)):
+        assert apart(expected, sums_of(phase, world, micro_batch, b"d" * 32)) <= 1e-6, (world, micro_batch)
+    assert all(torch.equal(part, expected[name]) for name, part in sums_of(phase, 1, 23, b"d" * 32).items())
+    assert apart(expected, sums_of(phase, 1, 23, b"e" * 32)) > 1e-2, "another key gives other masks"
+
+
+def test_a_plain_step_is_the_loop_over_its_records() -> None:
+    phase = ready()
+    batch = synthetic_batch(phase.shape, "mae", 6, 3)
+    batch.present[2] = False
+    model, whole = build(phase.shape, "mae"), build(phase.shape, "mae")
+    LocalEngine(PlainForward(model), alone()).accumulate(batch)
+    for row in batch.present.nonzero().flatten().tolist():
+        whole({name: tensor[row : row + 1] for name, tensor in batch.inputs.items()}).sum().backward()
+    for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        assert found.grad is not None and expected.grad is not None
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_opacus_finds_the_same_sum_with_drops() -> None:
+    class Plain(nn.Module):
+        """Of layers that Opacus knows."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.row_keys = RowKeys()
+            self.body = nn.Sequential(
+                nn.Linear(7, 16), nn.GELU(), KeyedDropout(0.4, self.row_keys), nn.LayerNorm(16), nn.Linear(16, 4),
+                KeyedDropPath(0.3, self.row_keys),
+            )  # fmt: skip
+
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            return self.row_keys.around(lambda inputs: (self.body(inputs["x"]) - 1).square().sum((1, 2)), inputs)
+
+    draw = torch.Generator().manual_seed(1)
+    inputs = {"x": torch.randn(9, 3, 7, generator=draw), DROP_KEY: torch.arange(9) * 1_000_003}
+    inputs["x"][4] = 1e19
+    present = torch.arange(9) != 2
+    model, rule = Plain(), ClipRule("flat", 0.5, 0.0)
+    peer = OpacusClip(rule)
+    peer.prepare(model)
+    expected, theirs = clipped_totals(peer, model, inputs, present)
+    found, ours = clipped_totals(BookKeepingClip(rule), model, inputs, present)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.factors.double(), theirs.factors.double(), rtol=1e-5, atol=0)
+    other, _ = clipped_totals(BookKeepingClip(rule), model, inputs | {DROP_KEY: inputs[DROP_KEY] + 1}, present)
+    assert apart(found, other) > 0.05
+
+
+# The self-test
+
+
+@pytest.mark.parametrize(
+    ("objective", "micro_batch", "rates"),
+    [("mae", 4, (0.3, 0.3)), ("mae", 1, (0.0, 0.95)), ("caption", 2, (0.6, 0.9)), ("classify", 4, (0.3, 0.3))],
+)
+def test_the_self_test_passes_where_whole_blocks_are_dropped(
+    objective: Any, micro_batch: int, rates: tuple[float, float]
+) -> None:
+    family = {"mae": "mae", "caption": "captioner", "classify": "classifier"}[objective]
+    given = config(*rates).model.model_dump() | {"family": family}
+    shape = type(config().model).model_validate(given).resolved()
+    if micro_batch == 1:  # in training mode the test's own record leaves some weights without a gradient
+        losing = build(shape, objective)
+        losing(synthetic_batch(shape, objective, 1, 0).inputs).sum().backward()
+        assert not any(bool(p.grad.any()) for p in losing.blocks[2].parameters() if p.grad is not None)
+
+    def start(ranks: Any) -> None:
+        engine, clip, noise = private_engine(ranks, plan_for(), False, build(shape, objective))
+        before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+        assert self_test(engine, clip, noise, False, shape, objective, micro_batch, ranks).largest_hostile <= 1
+        assert engine.model.training
+        assert all(torch.equal(before[name], tensor) for name, tensor in engine.model.state_dict().items())
+
+    on_ranks(2 if micro_batch == 4 else 1, start)
+
+
+# What is measured
+
+
+def test_measurements_drop_nothing_and_training_goes_on_dropping() -> None:
+    phase = measured(ready())
+    model = Modes(build(phase.shape, "mae"))
+    engine, _, _ = private_engine(alone(), plan_for(), False, model)
+    clip = BookKeepingClip(RULE)
+    training = synthetic_batch(phase.shape, "mae", 4, 0)
+    evaluator = PublicEvaluator(phase, engine, alone(), 8, b"m" * 32, clip, plan_for())
+    monitor = LossMonitor(phase, engine, alone(), 8, b"m" * 32, None, None)
+    engine.accumulate(training)
+    assert noted(model) == [True]
+    for measurement in (evaluator, monitor):
+        first = measurement.measure()
+        seen = noted(model)
+        assert len(seen) > 2 and not any(seen)
+        engine.accumulate(training)
+        assert noted(model) == [True]
+        again = measurement.measure()
+        assert first == again, "nothing of a measurement is left to chance"
+        noted(model)
+    by_hand = build(phase.shape, "mae").eval()
+    batch = evaluator.reader.read(np.arange(16), 0)
+    with torch.no_grad():
+        assert evaluator.measure()["public_loss"] == pytest.approx(float(by_hand(batch.inputs).mean()), rel=1e-6)
+
+
+def test_the_mode_comes_back_after_an_error_too_and_stays_where_it_was() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)))
+    with pytest.raises(KeyError), evaluating(model):
+        assert not any(part.training for part in model.modules())
+        raise KeyError
+    assert all(part.training for part in model.modules())
+    model.eval()
+    with evaluating(model):
+        pass
+    assert not any(part.training for part in model.modules())
+
+
+def test_the_mode_of_a_gathered_model_is_that_of_the_sharded_one() -> None:
+    """What FSDP2 shows as the model holds no layer itself; its mode must reach the one that computes."""
+
+    class Units:
+        def __init__(self) -> None:
+            self.model = build(ready().shape, "mae")
+
+        def gathered(self) -> Iterator[tuple[str, nn.Parameter]]:
+            yield from self.model.named_parameters()
+
+    units: Any = Units()
+    gathered = GatheredModel(units)
+    batch = synthetic_batch(ready().shape, "mae", 4, 0)
+    losses = gathered(batch.inputs)
+    with evaluating(gathered):
+        assert not any(part.training for part in units.model.modules())
+        assert not torch.equal(gathered(batch.inputs), losses)
+    assert gathered.training and all(part.training for part in units.model.modules())
+    assert torch.equal(gathered(batch.inputs), losses)
+
+
+def test_the_four_way_study_and_the_planner_know_of_drops() -> None:
+    whole = config(0.4, 0.5)
+    phase = prepare(whole)[0]
+    study = Study("flat", 0.05, 0.01, 0.4, [1e-3], 2, 16)
+    curve = _one(whole, phase, study, VARIANTS[1], 1e-3, [], alone(), local)
+    assert len(curve.losses) >= 2 and curve.clip_factor <= 1
+    without = counted(config(0.0, 0.0), whole.phases[0])[0]
+    dropped = counted(whole, whole.phases[0])[0]
+    assert dropped.step_flops == without.step_flops and dropped.kept_bytes > without.kept_bytes
