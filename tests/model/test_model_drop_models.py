@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,52 +9,18 @@ from typing import Any
 import pytest
 import timm
 import torch
+from drop_world import OBJECTIVES, dropping, drops_of, inputs_of, settings_of
 from timm.layers import calculate_drop_path_rates
 from timm.layers.drop import DropPath
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from model.build import Objective, build
 from model.captioner import Captioner, DecoderLayer
-from model.drop import DROP_KEY, KeyedDropout, KeyedDropPath, RowKeys
+from model.drop import DROP_KEY, KeyedDropPath, RowKeys
 from model.encoder import Inputs
 from model.safety import CouplingError, coupling_probe, refuse_coupling
 from model.settings import ModelSettings, SettingsError, Shape
 from model.trainable import select
-
-OBJECTIVES: tuple[Objective, ...] = ("mae", "caption", "classify")
-Dropping = KeyedDropout | KeyedDropPath
-
-
-def settings_of(objective: str, **more: Any) -> ModelSettings:
-    family = {"mae": "mae", "caption": "captioner", "classify": "classifier"}[objective]
-    given = {
-        "image_size": 16, "patch_size": 4, "width": 16, "depth": 3, "heads": 2, "decoder_depth": 2, "classes": 5,
-        "mae_decoder_width": 16, "mae_decoder_depth": 2, "mae_decoder_heads": 2, "text_length": 6, "vocabulary": 16,
-        "head_scale": 1.0,
-    }  # fmt: skip
-    return ModelSettings.model_validate({"family": family, **given, **more})
-
-
-def dropping(objective: Objective, dropout: float = 0.2, drop_path: float = 0.5, **more: Any) -> nn.Module:
-    return build(settings_of(objective, dropout=dropout, drop_path=drop_path, **more), objective)
-
-
-def inputs_of(objective: str, rows: int, seed: int = 0) -> Inputs:
-    draw = torch.Generator().manual_seed(seed)
-    inputs = {"images": torch.randn(rows, 3, 16, 16, generator=draw)}
-    inputs[DROP_KEY] = torch.randint(-(1 << 63), (1 << 63) - 1, (rows,), generator=draw)
-    more = {
-        "mae": ("mask_noise", torch.rand(rows, 16, generator=draw)),
-        "caption": ("tokens", torch.randint(1, 16, (rows, 6), generator=draw)),
-        "classify": ("labels", torch.randint(0, 5, (rows,), generator=draw)),
-    }[objective]
-    return inputs | dict([more])
-
-
-def drops_of(model: nn.Module) -> dict[str, Dropping]:
-    return {name: part for name, part in model.named_modules() if isinstance(part, Dropping)}
-
 
 # Where
 
@@ -233,84 +198,6 @@ def test_training_without_keys_is_an_error_and_a_part_alone_never_has_stale_ones
     assert model.tokens(inputs["images"]).shape[0] == 4  # pyright: ignore[reportCallIssue]
     if isinstance(model, Captioner):
         assert model.next_token_logits(inputs["images"], inputs["tokens"]).shape == (4, 16)
-
-
-def test_a_copy_has_keys_of_its_own() -> None:
-    model, inputs = dropping("mae"), inputs_of("mae", 4)
-    copied = copy.deepcopy(model)
-    assert {id(part.row_keys) for part in drops_of(copied).values()} == {id(copied.row_keys)} != {id(model.row_keys)}
-    assert torch.equal(copied(inputs), model(inputs))
-
-
-# Running again
-
-
-class Checkpointed(nn.Module):
-    """A block that keeps nothing for the backward pass but its input, and runs again there."""
-
-    def __init__(self, block: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.block, self.reentrant = block, reentrant
-
-    def forward(self, *x: Tensor) -> Tensor:
-        return checkpoint(self.block, *x, use_reentrant=self.reentrant)
-
-
-def checkpointed(objective: Objective, reentrant: bool) -> nn.Module:
-    model = dropping(objective)
-    for stack in ("blocks", "decoder_blocks", "decoder.layers"):
-        if any(name == stack for name, _ in model.named_modules()):
-            layers = model.get_submodule(stack)
-            for number, layer in enumerate(list(layers)):  # pyright: ignore[reportArgumentType]
-                layers[number] = Checkpointed(layer, reentrant)  # pyright: ignore[reportIndexIssue, reportArgumentType]
-    return model
-
-
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_checkpointed_layers_see_the_same_masks_when_they_run_again(objective: Objective, reentrant: bool) -> None:
-    plain, model = dropping(objective), checkpointed(objective, reentrant)
-    batches = [inputs_of(objective, rows, seed) for seed, rows in enumerate((4, 4, 3))]
-    expected = []
-    for inputs in batches:
-        plain(inputs).sum().backward()
-        expected.append(gradients_of(plain))
-    assert not any(
-        torch.equal(one, other) for one, other in zip(expected[0], expected[1], strict=True) if one.dim() > 1
-    )
-    # Backward in the forward's order, the other way round, and after other passes in between.
-    for order in ((0, 1, 2), (2, 0, 1)):
-        losses = [model(inputs) for inputs in batches]
-        with torch.no_grad():
-            model(inputs_of(objective, 4, 9))
-        for number in order:
-            losses[number].sum().backward()
-            assert all(map(torch.equal, gradients_of(model), expected[number]))
-    # All in one backward pass, where autograd itself chooses the order.
-    together = [sum(parts[1:], parts[0]) for parts in zip(*expected, strict=True)]
-    torch.cat([model(inputs) for inputs in batches]).sum().backward()
-    for found, total in zip(gradients_of(model), together, strict=True):
-        torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_drops_alike() -> None:
-    model, inputs = dropping("classify"), inputs_of("classify", 4)
-    expected = model(inputs)
-    compiled = torch.compile(model, backend="aot_eager")
-    found = compiled(inputs)
-    torch.testing.assert_close(found, expected)
-    found.sum().backward()
-    ours = gradients_of(model)
-    expected.sum().backward()
-    for one, other in zip(ours, gradients_of(model), strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_shapes_tell_rates_apart() -> None:

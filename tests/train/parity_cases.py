@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from parity_drops import DroppingCaptioner, DroppingCheckpoints, DroppingMae
 from parity_models import (
     SHAPE,
     BigTransfer,
     CaptionerInOwnPrecision,
     Classifier,
-    DroppingCaptioner,
-    DroppingCheckpoints,
-    DroppingMae,
     FreeParameters,
     Inputs,
     LastLayer,

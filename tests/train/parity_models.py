@@ -5,7 +5,6 @@ Every model maps inputs of B records to B losses; none couples records. `parity_
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +14,9 @@ import torch.nn.functional as F
 from timm.layers.norm_act import GroupNormAct
 from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from model.build import build
 from model.captioner import PAD
-from model.drop import KeyedDropout, KeyedDropPath, RowKeys
 from model.settings import ModelSettings
 from model.trainable import Trainable, select
 
@@ -28,8 +25,6 @@ SHAPE = ModelSettings(
     family="captioner", image_size=32, patch_size=8, width=16, depth=1, heads=2, decoder_depth=1, mae_decoder_width=16,
     mae_decoder_depth=1, mae_decoder_heads=2, text_length=8, vocabulary=32, qkv_bias=True,
 ).resolved()  # fmt: skip
-
-DROPPING = replace(SHAPE, encoder=replace(SHAPE.encoder, depth=2), dropout=0.3, drop_path=0.4)
 
 
 class OnX(nn.Module):
@@ -66,55 +61,6 @@ class CaptionerInOwnPrecision(nn.Module):
         logits = self.captioner.decode(self.captioner.encode_images(inputs["images"]), tokens[:, :-1])
         entropy = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
         return torch.where(tokens[:, 1:] != PAD, entropy, 0.0).mean(dim=1)
-
-
-class DroppingMae(MaeInOwnPrecision):
-    """With dropout and drop-path, keyed by record."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mae = build(DROPPING, "mae")
-
-    def forward(self, inputs: Inputs) -> Tensor:
-        return self.mae.row_keys.around(super().forward, inputs)
-
-
-class DroppingCaptioner(CaptionerInOwnPrecision):
-    def __init__(self) -> None:
-        super().__init__()
-        self.captioner = build(DROPPING, "caption")
-
-    def forward(self, inputs: Inputs) -> Tensor:
-        return self.captioner.row_keys.around(super().forward, inputs)
-
-
-class DroppingCheckpoints(nn.Module):
-    """Blocks that run again in the backward pass, and must drop again what they dropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.row_keys = RowKeys()
-        self.below = nn.Linear(6, 8)
-        self.blocks = nn.ModuleList(DroppingBlock(self.row_keys) for _ in range(2))
-
-    def forward(self, inputs: Inputs) -> Tensor:
-        return self.row_keys.around(self._losses, inputs)
-
-    def _losses(self, inputs: Inputs) -> Tensor:
-        x = self.below(inputs["x"])
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x.square().sum((1, 2))
-
-
-class DroppingBlock(nn.Module):
-    def __init__(self, row_keys: RowKeys) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.GELU(), KeyedDropout(0.3, row_keys), nn.Linear(8, 8))
-        self.path = KeyedDropPath(0.4, row_keys)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.path(self.body(x).tanh())
 
 
 class Classifier(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drops_world import Modes, config, noted, ready
 from test_train_four_way import local
 from torch import Tensor, nn
 from train_helpers import LocalEngine, alone, on_ranks, plan_for, private_engine
@@ -23,70 +23,21 @@ from train.clip import clipped_totals
 from train.clip_bookkeeping import BookKeepingClip
 from train.clip_opacus import OpacusClip
 from train.clip_rule import ClipRule
-from train.config import Config
-from train.config_phase import Evaluation, Mixing
-from train.engine_fsdp2_units import GatheredModel
+from train.config_phase import Mixing
 from train.forward import PlainForward
 from train.four_way import VARIANTS, Study, _one  # pyright: ignore[reportPrivateUsage]
 from train.mixing import MixingEngine
-from train.modes import evaluating
-from train.monitor import LossMonitor
-from train.monitor_settings import Monitor
 from train.phase import _reader  # pyright: ignore[reportPrivateUsage]
 from train.planner import counted
 from train.probes import synthetic_batch
-from train.public_eval import PublicEvaluator
 from train.recipe import ReadyPhase, prepare
 from train.self_test import self_test
 
 RULE = ClipRule("flat", 0.05, 0.0)
 
 
-def config(dropout: float = 0.2, drop_path: float = 0.5, **phase: Any) -> Config:
-    whole = {
-        "name": "public", "objective": "mae", "data": {"source": "synthetic", "kind": "shapes", "records": 64},
-        "batch": 16, "schedule": {"peak": 1e-3, "shape": "constant"}, "steps": 2,
-    }  # fmt: skip
-    model = {
-        "family": "mae", "image_size": 16, "patch_size": 8, "width": 16, "depth": 3, "heads": 2,
-        "mae_decoder_width": 16, "mae_decoder_depth": 1, "mae_decoder_heads": 2, "vocabulary": 32, "text_length": 8,
-        "classes": 5, "head_scale": 1.0, "dropout": dropout, "drop_path": drop_path,
-    }  # fmt: skip
-    return Config.model_validate({"train_micro_batch_size_per_gpu": 8, "model": model, "phases": [whole | phase]})
-
-
-def ready(**changes: Any) -> ReadyPhase:
-    return prepare(config(**changes))[0]
-
-
-def measured(phase: ReadyPhase) -> ReadyPhase:
-    """With its own records in the place of held-out ones."""
-    parts = {"evaluation": Evaluation(path="-", records=16), "monitor": Monitor(path="-", records=8, probes=1)}
-    return replace(phase, settings=phase.settings.model_copy(update=parts), held_out=phase.index, monitored=phase.index)
-
-
 def key_of(purpose: str) -> bytes:
     return purpose.ljust(32).encode()
-
-
-class Modes(nn.Module):
-    """Notes the mode of every pass through the model."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.seen: list[bool] = []
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        assert self.training == self.inner.training
-        assert self.training == (DROP_KEY in inputs), "who trains is given keys, who measures is not"
-        self.seen.append(self.training)
-        return self.inner(inputs)
-
-
-def noted(model: nn.Module) -> list[bool]:
-    seen, model.seen = model.seen, []  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
-    return seen  # pyright: ignore[reportReturnType]
 
 
 # Which keys
@@ -242,67 +193,6 @@ def test_the_self_test_passes_where_whole_blocks_are_dropped(
         assert all(torch.equal(before[name], tensor) for name, tensor in engine.model.state_dict().items())
 
     on_ranks(2 if micro_batch == 4 else 1, start)
-
-
-# What is measured
-
-
-def test_measurements_drop_nothing_and_training_goes_on_dropping() -> None:
-    phase = measured(ready())
-    model = Modes(build(phase.shape, "mae"))
-    engine, _, _ = private_engine(alone(), plan_for(), False, model)
-    clip = BookKeepingClip(RULE)
-    training = synthetic_batch(phase.shape, "mae", 4, 0)
-    evaluator = PublicEvaluator(phase, engine, alone(), 8, b"m" * 32, clip, plan_for())
-    monitor = LossMonitor(phase, engine, alone(), 8, b"m" * 32, None, None)
-    engine.accumulate(training)
-    assert noted(model) == [True]
-    for measurement in (evaluator, monitor):
-        first = measurement.measure()
-        seen = noted(model)
-        assert len(seen) > 2 and not any(seen)
-        engine.accumulate(training)
-        assert noted(model) == [True]
-        again = measurement.measure()
-        assert first == again, "nothing of a measurement is left to chance"
-        noted(model)
-    by_hand = build(phase.shape, "mae").eval()
-    batch = evaluator.reader.read(np.arange(16), 0)
-    with torch.no_grad():
-        assert evaluator.measure()["public_loss"] == pytest.approx(float(by_hand(batch.inputs).mean()), rel=1e-6)
-
-
-def test_the_mode_comes_back_after_an_error_too_and_stays_where_it_was() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)))
-    with pytest.raises(KeyError), evaluating(model):
-        assert not any(part.training for part in model.modules())
-        raise KeyError
-    assert all(part.training for part in model.modules())
-    model.eval()
-    with evaluating(model):
-        pass
-    assert not any(part.training for part in model.modules())
-
-
-def test_the_mode_of_a_gathered_model_is_that_of_the_sharded_one() -> None:
-    """What FSDP2 shows as the model holds no layer itself; its mode must reach the one that computes."""
-
-    class Units:
-        def __init__(self) -> None:
-            self.model = build(ready().shape, "mae")
-
-        def gathered(self) -> Iterator[tuple[str, nn.Parameter]]:
-            yield from self.model.named_parameters()
-
-    units: Any = Units()
-    gathered = GatheredModel(units)
-    batch = synthetic_batch(ready().shape, "mae", 4, 0)
-    losses = gathered(batch.inputs)
-    with evaluating(gathered):
-        assert not any(part.training for part in units.model.modules())
-        assert not torch.equal(gathered(batch.inputs), losses)
-    assert gathered.training and all(part.training for part in units.model.modules())
-    assert torch.equal(gathered(batch.inputs), losses)
 
 
 def test_the_four_way_study_and_the_planner_know_of_drops() -> None:
