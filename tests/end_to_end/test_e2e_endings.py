@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.end_to_end.conftest import Launch, opened_steps
-from tests.end_to_end.runs import SMALL_STEPS, account, state_of
+from tests.end_to_end.conftest import ROOT, Launch, opened_steps
+from tests.end_to_end.runs import SMALL_STEPS, account, different, state_of
+from tests.end_to_end.warm import WarmLauncher
+from train.checkpoint import Checkpoints, Loaded
 
 Make = Callable[..., tuple[Launch, Path]]
 
@@ -76,3 +81,32 @@ def test_the_non_private_twin_says_so_everywhere_and_keeps_private_losses_privat
     assert "private/public_loss" in public and "private/loss" not in public
     assert not opened_steps(run_dir)
     assert account("verify", str(run_dir)).returncode == 0
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_is_exported_and_claims_what_was_planned(
+    warm: WarmLauncher, launch: Make, tmp_path: Path
+) -> None:
+    def choosy(config: dict[str, Any]) -> None:
+        config["run"] |= {"keep_best": "public_loss", "keep_checkpoints": 1}
+        # So fast that the loss on public records rises again.
+        config["phases"][1]["schedule"] |= {"peak": 0.5, "warmup": 0}
+
+    job, run_dir = launch("choosy", choosy)
+    ended = warm.run(job.config, job.cwd)
+    assert ended.codes == [0, 0] and "checkpoints are kept by their public_loss" in ended.output, ended.output
+    losses = {entry.step: entry.public["public_loss"] for entry in Checkpoints.listed(run_dir / "checkpoints")}
+    best = min(losses, key=lambda step: losses[step])
+    assert best != max(losses), f"the test needs a best one that is not the last: {losses}"
+    script = [sys.executable, str(ROOT / "launch" / "export.py"), str(run_dir)]
+    for name, options, step in (("best", ["--best"], best), ("last", [], max(losses))):
+        done = subprocess.run([*script, str(tmp_path / name), *options], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        kept = load_file(tmp_path / name / "model.safetensors")
+        stored = Loaded.open(
+            run_dir / "checkpoints" / f"phase01-step{step:08d}",
+            next(entry.manifest_sha256 for entry in Checkpoints.listed(run_dir / "checkpoints") if entry.step == step),
+        ).weights()
+        assert different(kept, stored) == []
+        verdict = json.loads(account("verify", str(tmp_path / name), "--json").stdout)
+        assert verdict["claimed"] == 8.0 and "one may be chosen by outputs" in verdict["claimed_because"]
