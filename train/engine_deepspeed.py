@@ -226,6 +226,8 @@ class DeepSpeedEngine:
         state = dict(self.model.state_dict())
         if self._zero.stage < 3:
             return state
+        # A clipped pass that no update followed, as measurements make it, leaves weights gathered.
+        self._engine.empty_partition_cache()
         for name, parameter in self.model.named_parameters():
             with deepspeed.zero.GatheredParameters([parameter]):
                 state[name] = parameter.detach().clone()

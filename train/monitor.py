@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from accounting.plan import PrivacyPlan
 from data.batches import BatchReader, MicroBatch, iterate, slots
@@ -72,19 +73,19 @@ class LossMonitor:
         if loss.present < 2:
             return Reading({}, ["monitor: fewer than two of its public records can be read"])
         curvature, mean = measure(loss, self.settings.probes)
-        mechanism, alignment = self._mechanism(mean, loss.present)
+        mechanism, alignment = self._mechanism(model, mean, loss.present)
         found = predict(curvature, mechanism)
         values = self._values(curvature, mechanism, found, alignment)
         lines = self._lines(curvature, mechanism, found, values)
         return Reading({name: value for name, value in values.items() if math.isfinite(value)}, lines)
 
-    def _mechanism(self, mean: Vector, present: int) -> tuple[Mechanism, float]:
+    def _mechanism(self, model: nn.Module, mean: Vector, present: int) -> tuple[Mechanism, float]:
         """What the phase's steps do, with clip factors as its clip engine gives them to the public records."""
         if self.clip is None or self.plan is None:
             return Mechanism(float(self.phase.settings.batch or 1)), 1.0
         factors, clipped = 0.0, {name: torch.zeros_like(part) for name, part in mean.items()}
         for batch in self._batches():
-            totals, seen = clipped_totals(self.clip, self.engine.model, batch.inputs, batch.present)
+            totals, seen = clipped_totals(self.clip, model, batch.inputs, batch.present)
             factors += float(seen.factors[batch.present].double().sum())
             for name, part in totals.items():
                 clipped[name] += part.view_as(clipped[name])

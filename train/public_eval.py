@@ -17,6 +17,7 @@ from data.text import TextEncoder
 from evaluation.text import CaptionModel
 from evaluation.zero_shot import zero_shot
 from model.build import build
+from model.trainable import select
 from train.clip import ClipEngine, clipped_totals
 from train.config import ZeroShot
 from train.engine import ShardedEngine
@@ -31,9 +32,10 @@ def whole_model(phase: ReadyPhase, engine: ShardedEngine) -> nn.Module:
     """One that a rank can ask as often as its own answers make it ask: not if every call is a collective act."""
     if not engine.partitioned:
         return engine.model
-    whole = build(phase.shape, phase.settings.objective).to(engine.device)
+    whole = build(phase.shape, phase.settings.objective)
+    select(whole, phase.settings.trainable)
     whole.load_state_dict(engine.whole_weights())
-    return whole.train(engine.model.training)
+    return whole.to(engine.device).train(engine.model.training)
 
 
 class PublicEvaluator:

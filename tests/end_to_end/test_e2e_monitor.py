@@ -11,6 +11,9 @@ import pytest
 
 from accounting.certificate import verify
 from tests.end_to_end.conftest import Launch, ledger_lines
+from tests.end_to_end.warm import WarmLauncher
+from train.dry_run import dry_run
+from train.loading import load
 
 pytestmark = pytest.mark.slow
 Make = Callable[..., tuple[Launch, Path]]
@@ -64,3 +67,27 @@ def test_private_records_are_no_data_for_the_monitor(launch: Make) -> None:
     code, output = started.run()
     assert code == 2 and "phases.1.monitor.path" in output and "belongs to the private records" in output
     assert not run_dir.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainable", ["lora", "bias", "all"])
+def test_public_measurements_work_where_no_rank_holds_the_model_whatever_is_trained(
+    warm: WarmLauncher, launch: Make, trainable: str
+) -> None:
+    def parted(config: dict[str, Any]) -> None:
+        watched(config)
+        del config["phases"][1]["privacy"]["tan"]
+        config["phases"][1]["trainable"] = trainable
+        config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+
+    job, run_dir = launch(trainable, parted)
+    ended = warm.run(job.config, job.cwd)
+    assert ended.codes == [0, 0], ended.output
+    lines = [json.loads(line) for line in (run_dir / "logs" / "public.jsonl").read_text().splitlines()]
+    private = [line for line in lines if line["phase"] == "private"]
+    assert [line["step"] for line in private if line.get("monitor_gradient_norm_squared", 0) > 0] == [0, 4]
+    assert [line["step"] for line in private if "zero_shot_colour" in line] == [0, 2, 4, 6]
+    (elements,) = {line["facts"]["noise"]["elements"] for line in ledger_lines(run_dir) if line["kind"] == "commit"}
+    plan = dry_run(load(job.config, []))
+    assert f"{elements:,} trainable ({trainable})" in plan, plan
+    assert verify(run_dir).committed == 6
