@@ -63,21 +63,20 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     )  # fmt: skip
     records = plan.divisor if plan else float(settings.batch or 0)
     pace = Pace(records, private=plan is not None)
-    step: Step
-    private: PrivateParts | None = None
-    plain_mixing: MixingEngine | None = None
+    private = None
     if plan is not None and clip is not None:
-        private = PrivateParts(run, phase, plan, clip, engine, derive, load)
+        private = PrivateParts(run, phase, plan, clip, engine, derive, load)  # before anything else touches the engine
         pace.calibrate(private.records_per_second)
-        step = private.step(done, loaded.digest if loaded is not None and resumed else None)
+    mixing = MixingEngine.of(run, phase, records, engine, derive("public-order")) if phase.mixed else None
+    stepping = mixing or engine
+    step: Step
+    if private is not None:
         loader = private.loader
+        step = private.step(stepping, done, loaded.digest if loaded is not None and resumed else None)
     else:
         epochs = public_epochs(phase, int(records), derive("public-order"))
         loader = load(PublicOrder(epochs))
-        mixed = engine
-        if phase.mixed is not None:
-            mixed = plain_mixing = MixingEngine.of(run, phase, records, engine, derive("public-order"))
-        step = PlainStep(epochs, mixed, ranks, run.stop, until_unreadable(loader.micro_batches, run.stop))
+        step = PlainStep(epochs, stepping, ranks, run.stop, until_unreadable(loader.micro_batches, run.stop))
     if loaded is not None:
         loaded.restore_optimizer(engine) if resumed else carry_over(loaded, engine, settings.optimizer.carry)
     evaluator = None
@@ -103,8 +102,8 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     finally:
         if private is not None:
             private.close()
-        if plain_mixing is not None:
-            plain_mixing.close_public()
+        if mixing is not None:
+            mixing.close_public()
         loader.close()
         engine.close()
         _report_bad(run, phase, reader)

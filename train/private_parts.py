@@ -1,4 +1,4 @@
-"""What a private phase has and others have not: self-test, Poisson sampler, noise, released metrics, mixing."""
+"""What a private phase has and others have not: self-test, Poisson sampler, noise, released metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from train.clip_adaptive import AdaptiveNorm
 from train.engine import ShardedEngine
 from train.engines import replicated
 from train.metrics import MetricRelease
-from train.mixing import MixingEngine
 from train.noise import Noise, NoiseMechanism
 from train.noise_ahead import NoiseAhead
 from train.noise_philox import PhiloxNoise
@@ -36,7 +35,6 @@ class PrivateParts:
         self._derive = derive
         self.records_per_second = self._prove()
         self._ahead: NoiseAhead | None = None
-        self._mixing: MixingEngine | None = None
         self.loader = load(PoissonSampler(derive("sampling"), derive("sampling-digest"), plan.records, plan.threshold))
 
     def _prove(self) -> float:
@@ -56,8 +54,11 @@ class PrivateParts:
         kind = PhiloxNoise if self._run.config.run.noise == "philox" else NoiseMechanism
         return kind.of(self._derive(purpose), self._plan)
 
-    def step(self, done: int, resumed_from: str | None) -> PrivateStep:
-        """After `done` steps; `resumed_from` is the checkpoint of this phase that they lie in."""
+    def step(self, stepping: ShardedEngine, done: int, resumed_from: str | None) -> PrivateStep:
+        """After `done` steps; `resumed_from` is the checkpoint of this phase that they lie in.
+
+        `stepping` is the engine, with what may be mixed into its updates.
+        """
         run, plan, clip = self._run, self._plan, self._clip
         noise = self._noise("noise")
         if isinstance(noise, NoiseMechanism):
@@ -70,17 +71,11 @@ class PrivateParts:
         if plan.adaptive is not None and metrics is not None:
             first = run.ranks.on_main(lambda: run.writer.clip_norm_after(self._phase.number, done, resumed_from))
             norm = AdaptiveNorm(plan, first, clip, noise, metrics)
-        engine = self._engine
-        if self._phase.mixed is not None:
-            order = self._derive("public-order")
-            engine = self._mixing = MixingEngine.of(run, self._phase, plan.divisor, engine, order)
         return PrivateStep(
-            self._phase.number, run.journal, self.loader, clip, noise, engine, run.ranks, run.stop,
+            self._phase.number, run.journal, self.loader, clip, noise, stepping, run.ranks, run.stop,
             until_unreadable(self.loader.micro_batches, run.stop), metrics, norm,
         )  # fmt: skip
 
     def close(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
-        if self._mixing is not None:
-            self._mixing.close_public()
