@@ -17,6 +17,9 @@ CLAIMS = {"beats_warm_start": "warm", "beats_mae_of_equal_cost": "mae", "large_b
 LEAST_ERROR = 0.01
 """Of a difference of accuracies: what a spread that happens to come out near zero over few seeds is taken for."""
 
+APART = 2.92
+"""Standard errors from which a difference counts: Student's t for three seeds, once in twenty if nothing differs."""
+
 Runs = list[dict[str, dict[str, float]]]
 
 
@@ -41,7 +44,7 @@ def _difference(values: list[float]) -> dict[str, float]:
     error = math.hypot(_std(values) / math.sqrt(len(values)), LEAST_ERROR)
     return {
         "mean": statistics.mean(values), "standard_error": _std(values) / math.sqrt(len(values)),
-        "standard_errors_apart": statistics.mean(values) / error,
+        "standard_errors_apart": statistics.mean(values) / error, "holds": statistics.mean(values) / error > APART,
     }  # fmt: skip
 
 
@@ -57,7 +60,7 @@ def table(result: Mapping[str, Any]) -> str:
         lines.append(f"{name:33}" + "".join(f"{cell['mean']:>8.3f} ± {cell['std']:.3f}" for cell in cells))
     for claim, found in result["compared"].items():
         cells = (f"{found[axis]['mean']:>+8.3f} ± {found[axis]['standard_error']:.3f}" for axis in axes)
-        lines.append(f"{claim:33}" + "".join(cells))
+        lines.append(f"{claim:33}" + "".join(cells) + "   holds: " + str({a: found[a]["holds"] for a in axes}))
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from evaluation.linear_probe import CHOSEN_ON, PENALTIES, fit, pooled_tokens
+from evaluation.linear_probe import CHOSEN_ON, fit, pooled_tokens
 from model.build import build
 from model.settings import ModelSettings
 
@@ -74,12 +74,22 @@ def test_the_penalty_is_chosen_on_the_kept_back_records() -> None:
     """Many useless features and few records: little penalty fits the noise, and only the last fifth can tell."""
     features, labels = clusters(100, 2, 4, 0.5, 8)
     noise = torch.randn(100, 60, generator=torch.Generator().manual_seed(9))
-    wide = torch.cat([features, noise], 1)
+    wide, penalties = torch.cat([features, noise], 1), (3.0, 1e-1, 1e-3)
     cut = 100 - 100 // CHOSEN_ON
-    by_hand = {p: fit(wide[:cut], labels[:cut], 2, p).accuracy(wide[cut:], labels[cut:]) for p in PENALTIES}
-    chosen = fit(wide, labels, 2).penalty
-    assert by_hand[chosen] == max(by_hand.values()) > min(by_hand.values())
-    assert chosen == max(p for p, score in by_hand.items() if score == by_hand[chosen])
+    tried = {penalty: fit(wide[:cut], labels[:cut], 2, penalty) for penalty in penalties}
+    seen, kept_back = (
+        {penalty: probe.accuracy(wide[part], labels[part]) for penalty, probe in tried.items()}
+        for part in (slice(cut), slice(cut, None))
+    )
+    best = max(kept_back.values())
+    expected = max(penalty for penalty, score in kept_back.items() if score == best)
+    assert seen[expected] < max(seen.values()), "the case must tell the two apart"
+    assert fit(wide, labels, 2, penalties=penalties).penalty == expected
+
+
+def test_of_equally_good_penalties_the_largest_is_taken() -> None:
+    features, labels = clusters(200, 2, 4, 20.0, 10)
+    assert fit(features, labels, 2, penalties=(1e-3, 1e-1, 1e-2)).penalty == 1e-1
 
 
 def test_features_are_the_mean_of_the_patches_tokens() -> None:
