@@ -70,9 +70,10 @@ def test_the_same_twice_whatever_the_global_random_state() -> None:
     assert torch.equal(first.weight, again.weight) and first.penalty == again.penalty
 
 
-def test_the_penalty_is_chosen_on_the_kept_back_records() -> None:
+@pytest.mark.parametrize("seed", [9, 10])
+def test_the_penalty_is_chosen_on_the_kept_back_records(seed: int) -> None:
     """Many useless features and few records: little penalty fits the noise, and only the last fifth can tell."""
-    features, labels = clusters(100, 2, 4, 0.5, 8)
+    features, labels = clusters(100, 2, 4, 0.5, seed)
     noise = torch.randn(100, 60, generator=torch.Generator().manual_seed(9))
     wide, penalties = torch.cat([features, noise], 1), (3.0, 1e-1, 1e-3)
     cut = 100 - 100 // CHOSEN_ON
