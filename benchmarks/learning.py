@@ -46,6 +46,8 @@ from train.planner import counted  # noqa: E402
 
 EPSILON, SMALLER = 8.0, 8
 CLASSES = {"label": len(COLOURS) * len(SHAPES), "colour": len(COLOURS), "shape": len(SHAPES)}
+CHANCE = {f"{name}{labels}": 1 / count for labels in ("", "_few") for name, count in CLASSES.items()}
+"""By what is reported: a probe fitted to all records for fitting, and one fitted to a few of them."""
 MODEL = {
     "family": "captioner", "size": "custom", "image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2,
     "decoder_width": 32, "decoder_depth": 1, "decoder_heads": 2, "mae_decoder_width": 32, "mae_decoder_depth": 1,
@@ -72,6 +74,7 @@ class Size:
     warm_steps: int = 150
     held_out: int = 4000
     fitted: int = 1500
+    few: int = 300
 
 
 @dataclass(frozen=True)
@@ -158,23 +161,29 @@ def train(folder: Path, name: str, phases: list[dict[str, Any]], seed: int) -> P
 
 
 class Judge:
-    """Probes on public labelled pictures; `tuning` scores on a part of the fitting records, not on those to test."""
+    """Probes on public labelled pictures. Learning rates are chosen on those for fitting, not on those to test."""
 
     def __init__(self, data: Path, size: Size) -> None:
         spec = DataSpec(image_size=MODEL["image_size"], augment="center", labels=tuple(CLASSES))
         batch = BatchReader(ShardIndex.open(data / "held_out"), spec).read(np.arange(size.held_out), 0)
         assert bool(batch.present.all())
         self.images, self.labels = batch.inputs["images"], {name: batch.inputs[name] for name in CLASSES}
-        self.fitted = size.fitted
+        self.few, self.fitted, self.all = size.few, size.fitted, size.held_out
 
-    def __call__(self, encoder: Encoder, tuning: bool = False) -> dict[str, float]:
-        features = pooled_tokens(encoder, self.images)
-        cut, end = (self.fitted // 5, self.fitted) if tuning else (self.fitted, len(features))
-        return {name: _probed(features[:end], self.labels[name][:end], cut, count) for name, count in CLASSES.items()}
+    def __call__(self, encoder: Encoder) -> dict[str, float]:
+        features, tested = pooled_tokens(encoder, self.images), slice(self.fitted, self.all)
+        few = self._probed(features, self.few, tested)
+        return self._probed(features, self.fitted, tested) | {f"{name}_few": each for name, each in few.items()}
 
+    def tuning(self, encoder: Encoder) -> dict[str, float]:
+        return self._probed(pooled_tokens(encoder, self.images), self.few, slice(self.few, self.fitted))
 
-def _probed(features: Tensor, labels: Tensor, cut: int, classes: int) -> float:
-    return fit(features[:cut], labels[:cut], classes).accuracy(features[cut:], labels[cut:])
+    def _probed(self, features: Tensor, fitted: int, tested: slice) -> dict[str, float]:
+        found = {}
+        for name, classes in CLASSES.items():
+            labels = self.labels[name]
+            found[name] = fit(features[:fitted], labels[:fitted], classes).accuracy(features[tested], labels[tested])
+        return found
 
 
 def encoder_of(run_dir: Path | None, seed: int) -> Encoder:
@@ -207,7 +216,8 @@ class Experiment:
         verdict = verify(run_dir)
         if verdict.objection is not None or not 0 < verdict.epsilon <= EPSILON:
             raise RuntimeError(f"{run_dir}: ε = {verdict.epsilon}, {verdict.objection or 'beyond the budget'}")
-        found = self.judge(encoder_of(run_dir, seed), tuning) | {"epsilon": verdict.epsilon}
+        judge = self.judge.tuning if tuning else self.judge
+        found = judge(encoder_of(run_dir, seed)) | {"epsilon": verdict.epsilon}
         _show(name, seed, time.perf_counter() - began, found)
         return found | {"sigma": _sigma(run_dir)}
 
@@ -242,7 +252,8 @@ def _sigma(run_dir: Path) -> float:
 
 
 def _show(name: str, seed: int, seconds: float, found: dict[str, float]) -> None:
-    print(f"{name:20} seed {seed}  {seconds:5.1f} s  { ({k: round(v, 4) for k, v in found.items()}) }", flush=True)
+    shown = {key: round(value, 3) for key, value in found.items()}
+    print(f"{name:20} seed {seed}  {seconds:5.1f} s  {shown}", flush=True)
 
 
 def main() -> None:
@@ -265,9 +276,10 @@ def main() -> None:
             "size": asdict(size), "model": MODEL, "epsilon": EPSILON, "peaks": peaks,
             "arms": {name: asdict(arm) for name, arm in arms(size, peaks).items()},
             "flops_per_record": {objective: flops(objective) for objective in ("caption", "mae")},
-            "chance": {name: 1 / count for name, count in CLASSES.items()},
+            "chance": CHANCE,
         },
-        "tuning": tried, "runs": runs, "spread": spread(runs, CLASSES), "compared": compared(runs, CLASSES),
+        "tuning": tried, "runs": runs, "spread": spread(runs, CHANCE),
+        "compared": compared(runs, CHANCE, size.held_out - size.fitted),
     }  # fmt: skip
     print(table(result))
     if arguments.out is not None:

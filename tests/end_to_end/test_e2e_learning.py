@@ -65,6 +65,6 @@ def runs(caption: list[float], other: list[float]) -> list[dict[str, dict[str, f
 def test_a_claim_holds_only_where_the_difference_exceeds_its_error(
     report: ModuleType, caption: list[float], other: list[float], holds: bool
 ) -> None:
-    for claim in report.compared(runs(caption, other), ["colour"]).values():
+    for claim in report.compared(runs(caption, other), ["colour"], 2500).values():
         assert claim["colour"]["holds"] is holds
         assert claim["colour"]["mean"] == pytest.approx((sum(caption) - sum(other)) / 3)
