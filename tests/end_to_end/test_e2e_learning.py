@@ -1,0 +1,70 @@
+"""Private training teaches the encoder something that its warm start did not know, and a test can tell.
+
+On colours: shapes stay at chance for all of them at this size, see benchmarks/results/learning.json.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.end_to_end.conftest import ROOT, environment
+
+SEEDS = 3
+
+
+@pytest.mark.slow
+def test_a_private_captioner_beats_its_start_a_masked_autoencoder_and_a_small_batch(tmp_path: Path) -> None:
+    out = tmp_path / "learning.json"
+    script = [sys.executable, str(ROOT / "benchmarks" / "learning.py"), "--seeds", str(SEEDS)]
+    done = subprocess.run(
+        [*script, "--work", str(tmp_path / "work"), "--out", str(out)],
+        capture_output=True, text=True, env=environment(), timeout=6000,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    for claim, axes in found["compared"].items():
+        assert axes["colour"]["holds"], f"{claim}: {axes['colour']}\n{done.stdout}"
+    private = [run[arm] for run in found["runs"] for arm in ("caption", "mae", "small")]
+    assert len(private) == 3 * SEEDS and all(7.9 < run["epsilon"] <= 8 for run in private)
+    arms, flops = found["setting"]["arms"], found["setting"]["flops_per_record"]
+    cost = {name: arm["steps"] * arm["batch"] * flops[arm["objective"]] for name, arm in arms.items()}
+    assert cost["mae"] == pytest.approx(cost["caption"], rel=0.02) and cost["small"] == cost["caption"]
+    assert out.with_suffix(".png").stat().st_size > 10_000
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("learning_report")
+
+
+def runs(caption: list[float], other: list[float]) -> list[dict[str, dict[str, float]]]:
+    return [
+        {name: {"colour": value} for name, value in {"caption": a, "warm": b, "mae": b, "small": b}.items()}
+        for a, b in zip(caption, other, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("caption", "other", "holds"),
+    [
+        ([0.95, 0.96, 0.94], [0.90, 0.91, 0.89], True),
+        ([0.90, 0.91, 0.89], [0.95, 0.96, 0.94], False),  # swapped
+        ([0.90, 0.91, 0.89], [0.90, 0.91, 0.89], False),  # nothing learned
+        ([0.97, 0.90, 0.96], [0.90, 0.91, 0.89], False),  # one seed says otherwise
+        ([0.912, 0.922, 0.902], [0.90, 0.91, 0.89], False),  # less than a test set can tell, however small the spread
+    ],
+)
+def test_a_claim_holds_only_where_the_difference_exceeds_its_error(
+    report: ModuleType, caption: list[float], other: list[float], holds: bool
+) -> None:
+    for claim in report.compared(runs(caption, other), ["colour"], 2500).values():
+        assert claim["colour"]["holds"] is holds
+        assert claim["colour"]["mean"] == pytest.approx((sum(caption) - sum(other)) / 3)
