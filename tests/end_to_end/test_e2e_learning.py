@@ -19,7 +19,7 @@ from tests.end_to_end.conftest import ROOT, environment
 
 SEEDS = 3
 LEAST = {"beats_warm_start": 2.0, "large_batch_beats_small": 0.0}
-"""Standard errors of the difference, of which 3.9 and 2.3 were measured. A swapped order is below both bounds; the second
+"""Standard errors of the difference, of which 3.9 and 2.3 were measured. A swapped order is below both; the second
 asks for the order alone, since runs draw their keys anew and 2.3 would often miss a higher one."""
 
 
