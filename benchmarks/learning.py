@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from learning_report import compared, plot, spread, table  # noqa: E402
+from learning_report import compared, plot, spread, table, verdicts  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from accounting.verify import verify  # noqa: E402
@@ -270,6 +270,7 @@ def main() -> None:
         peaks, tried = experiment.tune() if arguments.tune else (CHOSEN, [])
         runs = [experiment.seed(seed, peaks) for seed in range(arguments.seeds)]
     flags = " --tune" * arguments.tune
+    differences = compared(runs, CHANCE, size.held_out - size.fitted)
     result = {
         "command": f"python benchmarks/learning.py{flags} --seeds {arguments.seeds}",
         "setting": {
@@ -279,7 +280,7 @@ def main() -> None:
             "chance": CHANCE,
         },
         "tuning": tried, "runs": runs, "spread": spread(runs, CHANCE),
-        "compared": compared(runs, CHANCE, size.held_out - size.fitted),
+        "compared": differences, "verdicts": verdicts(differences),
     }  # fmt: skip
     print(table(result))
     if arguments.out is not None:

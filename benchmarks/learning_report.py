@@ -39,6 +39,15 @@ def compared(runs: Runs, axes: Iterable[str], tested: int) -> dict[str, dict[str
     }
 
 
+def verdicts(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, str]:
+    """Claim -> in one sentence, on which axes it was shown."""
+    sentences = {}
+    for claim, axes in found.items():
+        shown = [axis for axis, difference in axes.items() if difference["holds"]]
+        sentences[claim] = f"shown on {', '.join(shown)} alone" if shown else "not shown on any axis"
+    return sentences
+
+
 def _spread(values: list[float]) -> dict[str, float]:
     return {"mean": statistics.mean(values), "std": _std(values)}
 
