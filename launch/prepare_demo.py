@@ -41,10 +41,13 @@ def declare(commands: Any) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    import torch
+
     from data.shapes import GRAMMAR_WORDS
     from data.synthetic import VERSION, shape_samples, texture_samples
     from data.text import word_tokenizer
 
+    torch.set_num_threads(1)  # threads cost more than they save on pictures this small
     counts = {"private": arguments.private, "held_out": arguments.held_out, "textures": arguments.textures}
     for name, count in counts.items():
         if count < 1:
