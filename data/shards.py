@@ -17,7 +17,7 @@ from data.index import Place, RecordIndex
 from data.patience import Patience, patiently
 from data.remote import ChangedShardError, Identity, RemoteRanges
 from data.sources import LocalFiles, RangeSource
-from data.tar import ShardError, UnreadableError
+from data.tar import DAMAGED, ShardError, UnreadableError
 
 
 @runtime_checkable
@@ -60,20 +60,16 @@ class ShardReader:
             raw = self._source.read(place, start, end)
             if len(raw) == end - start:
                 return self.index.members(record, raw)
-            raise _DamagedError(f"{what}: {CUT}")
+            raise _DamagedError(f"{what}: {DAMAGED}")
         except ChangedShardError:
             raise
         except ShardError as error:
             # Damaged headers are tried again too: a page torn in transit looks just like that.
             self._source.forget(place)
-            # Its own words count bytes, and a length or a place in a shard may tell which record was drawn.
-            raise _DamagedError(f"{what}: {CUT}") from error
+            raise _DamagedError(str(error)) from error
         except OSError:
             self._source.forget(place)
             raise
-
-
-CUT = "a record came cut or damaged; restore the shard"
 
 
 class _DamagedError(OSError):

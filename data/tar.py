@@ -14,6 +14,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 BLOCK = 512
+# A length, or a place in a shard, may tell which record was drawn.
+DAMAGED = "a record came cut or damaged; restore the shard"
 # The largest run of zeros accepted as an end marker (tar -b128). More than that is a hole, not a marker.
 LONGEST_END = 64 * 1024
 _ZERO = bytes(BLOCK)
@@ -105,11 +107,14 @@ def parse(raw: bytes, what: str) -> dict[str, bytes]:
     """The members of one record by suffix; refuses bytes that are not exactly one record (a stale index)."""
     members: dict[str, bytes] = {}
     keys: set[str] = set()
-    for member in walk(lambda offset, count: raw[offset : offset + count], len(raw), what, whole=False):
-        parts = split_name(member.name)
-        if parts is not None:
-            keys.add(parts[0])
-            members[parts[1]] = raw[member.data : member.data + member.size]
+    try:
+        for member in walk(lambda offset, count: raw[offset : offset + count], len(raw), what, whole=False):
+            parts = split_name(member.name)
+            if parts is not None:
+                keys.add(parts[0])
+                members[parts[1]] = raw[member.data : member.data + member.size]
+    except ShardError as error:
+        raise ShardError(f"{what}: {DAMAGED}") from error
     if len(keys) != 1:
         raise ShardError(f"{what}: holds {len(keys)} keys, not one; the index is stale, run launch/prepare.py index")
     return members

@@ -1,0 +1,43 @@
+"""What is said of a damaged record reaches the console: no length and no place that tells which one was drawn."""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+
+import pytest
+
+from data.tar import ShardError, parse
+
+
+def record() -> bytes:
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, content in (("a" * 120 + ".jpg", b"x" * 700), ("a" * 120 + ".txt", b"words")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    members = raw.getvalue().rstrip(b"\0")  # without the archive's end
+    return members + b"\0" * (-len(members) % 512)
+
+
+def test_a_whole_record_is_read() -> None:
+    assert {name: len(content) for name, content in parse(record(), "s.tar").items()} == {"jpg": 700, "txt": 5}
+
+
+@pytest.mark.parametrize("cut", [100, 512, 700, 1024, 1536, 2048, 2500])
+def test_a_record_that_was_cut_anywhere_is_named_by_its_shard_alone(cut: int) -> None:
+    with pytest.raises(ShardError) as caught:
+        parse(record()[:cut], "s.tar")
+    assert str(caught.value).startswith("s.tar: ") and not re.search(r"\d{2,}", str(caught.value))
+
+
+@pytest.mark.parametrize("at", [0, 130, 160, 520, 1600])
+def test_a_record_with_any_byte_flipped_tells_no_place(at: int) -> None:
+    raw = bytearray(record())
+    raw[at] ^= 0xFF
+    try:
+        parse(bytes(raw), "s.tar")
+    except ShardError as error:
+        assert not re.search(r"\d{2,}", str(error)), error
