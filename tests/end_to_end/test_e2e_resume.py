@@ -19,7 +19,12 @@ Make = Callable[..., tuple[Launch, Path]]
 
 
 @pytest.mark.parametrize(
-    "how", ["SIGTERM to the launcher", pytest.param("SIGKILL", marks=pytest.mark.slow), "stop file, from ZeRO-3 to 1"]
+    "how",
+    [
+        pytest.param("SIGTERM to the launcher", marks=pytest.mark.slow),
+        pytest.param("SIGKILL", marks=pytest.mark.slow),
+        "stop file, from ZeRO-3 to 1",
+    ],
 )
 def test_stopped_and_resumed_ends_where_it_would_have(finished: tuple[Path, str], launch: Make, how: str) -> None:
     job, run_dir = launch("broken")
