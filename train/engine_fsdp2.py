@@ -133,7 +133,8 @@ class FSDP2Engine:
     def _check(self, update: Update, applied: bool) -> Applied:
         """What may be lost in silence: elements, the step, the tie between shards and model, finite weights."""
         own = all(_is(local, self._trained[name]) for name, local in self._trained_rows().items())
-        finite = all(bool(torch.isfinite(flat).all()) for flat, _ in self._layout.values())
+        # Of weights alone: padding behind them is memory that nobody ever wrote.
+        finite = all(bool(torch.isfinite(f.of(flat)).all()) for flat, parts in self._layout.values() for f in parts)
         said = torch.tensor([update.elements, int(applied), int(own), int(finite)], device=self.device)
         elements, steps, owners, healthy = self.ranks.add(said).tolist()
         if elements != self.trainable_elements:

@@ -165,11 +165,22 @@ def engine_of(ranks, layout: Layout, forward: PrivateForward | PlainForward, opt
     return DeepSpeedEngine(forward, optimizer, zero, MICRO_BATCH, ranks)
 
 
+def spoil_padding(engine) -> None:
+    """As memory may be that nobody ever wrote: the engine must not take it for weights."""
+    for shard in engine.shards():
+        behind = torch.ones(shard.weights.numel(), dtype=torch.bool)
+        for fragment in shard.fragments:
+            fragment.of(behind)[...] = False
+        with torch.no_grad():
+            shard.weights.view(-1)[behind] = float("nan")
+
+
 def sharded(ranks, layout: Layout, kind: str, precision: str, offload: str | None = None) -> dict[str, Tensor]:
     model = build(SHAPE, "caption")
     optimizer = make_optimizer(OPTIMIZERS[kind], model.named_parameters(), 0.0)
     clip = BookKeepingClip(ClipRule("flat", C, 0.0), precision)  # pyright: ignore[reportArgumentType]
     engine = engine_of(ranks, layout, PrivateForward(model, clip), optimizer, offload)
+    spoil_padding(engine)
     for step in STEPS:
         for row in slots(drawn(step), ranks.rank, ranks.world, MICRO_BATCH):
             engine.accumulate(rows_of(row))
