@@ -7,6 +7,9 @@ differently, in the weighted product. `doubt` bounds that error, so that doubtfu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,6 +27,11 @@ DEVIATIONS = 4.0
 MOST_UNIT = 128.0
 # Where a piece does not say over how many terms it sums.
 UNKNOWN_WIDTH = 4096
+# Where the Gram form is one kernel. Tensor cores cut off instead of rounding, after so many terms each: errors add up.
+KERNEL_DEVICES = ("cuda",)
+TERMS_CUT = 16
+
+Gram = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Squares(NamedTuple):
@@ -108,21 +116,37 @@ def _length(piece: Outer) -> Tensor:
 
 
 def _own(piece: Outer, lengths: bool) -> Squares:
-    lengths = lengths and not piece.sparse
-    right = _wide(piece.right)
-    left = piece.left if piece.sparse else _wide(piece.left)
-    if piece.tokens == 1:
-        return _one_token(piece, left, right, lengths)
-    if piece.tokens < STRIPS_FROM:
-        lefts, rights = _products(left, left, right.dtype), right @ right.transpose(1, 2)
-        left_sizes, right_sizes = _diagonal(lefts), _diagonal(rights)
-        inner = lefts.mul_(rights).sum(dim=(1, 2)).double()
+    lengths, unit = lengths and not piece.sparse, _unit(piece)
+    kernel = _kernel_for(piece)
+    if kernel is not None:
+        inner, left_sizes, right_sizes = kernel(piece.left, piece.right)
+        unit += (piece.rows + piece.columns) / TERMS_CUT * torch.finfo(torch.float32).eps
     else:
-        inner, left_sizes, right_sizes = _in_strips(left, right)
+        right = _wide(piece.right)
+        left = piece.left if piece.sparse else _wide(piece.left)
+        if piece.tokens == 1:
+            return _one_token(piece, left, right, lengths)
+        inner, left_sizes, right_sizes = (_whole if piece.tokens < STRIPS_FROM else _in_strips)(left, right)
     left_sizes, right_sizes = left_sizes.double(), right_sizes.double()
     terms = left_sizes * right_sizes
-    doubt = _unit(piece) * terms.sum(1) + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
+    doubt = unit * terms.sum(1) + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
     return Squares(inner, doubt, terms.clamp(min=0.0).sqrt().sum(1) if lengths else None)
+
+
+def _kernel_for(piece: Outer) -> Gram | None:
+    """In half precision alone: in fp32 the products take longer than what the kernel saves."""
+    halves = not piece.sparse and piece.left.dtype.itemsize == piece.right.dtype.itemsize == 2
+    return _kernel() if halves and piece.tokens > 1 and piece.right.device.type in KERNEL_DEVICES else None
+
+
+@cache
+def _kernel() -> Gram | None:
+    """Some builds of PyTorch come without Triton."""
+    if find_spec("triton") is None:
+        return None
+    from train.clip_gram_kernel import gram
+
+    return gram
 
 
 def _one_token(piece: Outer, left: Tensor, right: Tensor, lengths: bool) -> Squares:
@@ -131,6 +155,12 @@ def _one_token(piece: Outer, left: Tensor, right: Tensor, lengths: bool) -> Squa
     left_sizes = torch.ones_like(right_sizes) if piece.sparse else squared_length(left).squeeze(1)
     square = left_sizes * right_sizes
     return Squares(square, _lost(piece, left_sizes, right_sizes), square.sqrt() if lengths else None)
+
+
+def _whole(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    lefts, rights = _products(left, left, right.dtype), right @ right.transpose(1, 2)
+    left_sizes, right_sizes = _diagonal(lefts), _diagonal(rights)
+    return lefts.mul_(rights).sum(dim=(1, 2)).double(), left_sizes, right_sizes
 
 
 def _in_strips(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,83 @@
+"""The kernel for GPUs, as far as it can be seen without one: its numbers by Triton's interpreter, its code by ptxas."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="this build of PyTorch comes without Triton")
+ROUNDING = 1e-6
+# What a program may share on the smallest of the cards that bf16 runs on (compute capability 8.6).
+MOST_SHARED = 99 << 10
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("gram_kernel_worker.py"))],
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULTS ")), None)
+    assert line is not None, done.stdout + done.stderr
+    return json.loads(line.removeprefix("RESULTS "))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_sums_and_diagonals_are_those_of_the_products_at_every_border_of_tiles(
+    found: dict[str, Any], precision: str
+) -> None:
+    rows = found[precision]
+    assert len(rows) == 8
+    for row in rows:
+        assert max(row["inner"], row["left"], row["right"]) <= ROUNDING, row
+
+
+def test_only_half_precision_takes_the_kernel_and_then_counts_with_numbers_cut_off(found: dict[str, Any]) -> None:
+    for row in found["fp32"]:
+        assert row["measured"] == 0 and row["doubt"] == 1, "the same operations, to the bit"
+    for row in found["fp16"]:
+        assert row["measured"] <= ROUNDING and row["doubt"] > 1, row
+    assert any(row["measured"] > 0 for row in found["fp16"]), "other operations do not agree in every bit"
+
+
+@pytest.mark.parametrize("model", ["mae", "caption"])
+def test_clipped_sums_with_the_kernel_are_those_without(found: dict[str, Any], model: str) -> None:
+    seen = found["clipped"][model]
+    assert seen["calls"] >= 5, "once for every layer with tokens"
+    assert seen["sum"] <= ROUNDING and seen["norms"] <= ROUNDING
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("kind", "tile"), [("bf16", 16), ("bf16", 64), ("fp16", 64)])
+def test_it_compiles_for_cards_to_tensor_cores_without_spilling(kind: str, tile: int, capability: int) -> None:
+    """By Triton's compiler and NVIDIA's assembler, which need no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from train.clip_gram_kernel import STAGES, WARPS, _tile_pair
+
+    pointers = {"left": kind, "right": kind, "inner": "fp32", "left_sizes": "fp32", "right_sizes": "fp32"}
+    constants = {"TILE": tile, "DEPTH": 64}
+    names: list[str] = _tile_pair.arg_names
+    signature = {name: f"*{pointers[name]}" if name in pointers else "i32" for name in names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    # As at run time, where widths and strides are multiples of 16.
+    aligned = {
+        (place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name not in {*constants, "tokens"}
+    }
+    compiled = triton.compile(
+        ASTSource(_tile_pair, signature, constants, aligned),
+        target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS, "num_stages": STAGES},
+    )  # fmt: skip
+    code = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in code or "mma.sync" in code
+    assert capability < 90 or tile < 64 or "wgmma.mma_async" in code, "Hopper's own instruction, from 64 rows on"
+    assert compiled.metadata.shared <= MOST_SHARED
+    assert ".local" not in code and len(compiled.asm["cubin"]) > 1000

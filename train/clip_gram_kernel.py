@@ -1,0 +1,76 @@
+"""The Gram form of squared norms as one kernel for GPUs: Σ (AAᵀ ∘ GGᵀ) of every record, and the diagonals of both.
+
+As separate operations, two matrices [T, T] per record go to memory and come back three times, which costs more than
+their arithmetic. Here a pair of tiles stays in registers until it is one number. Tiles above the diagonal are left
+out, since both matrices are symmetric. Sums are taken in a fixed order, so that a replayed step finds the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+TILES = (16, 32, 64)
+WARPS, STAGES = 4, 3
+
+
+@triton.jit
+def _products(base, own, other, tokens, width, stride, TILE: tl.constexpr, DEPTH: tl.constexpr):  # pyright: ignore
+    """[TILE, TILE]: products of the rows `own` and `other` of one matrix, accumulated in fp32."""
+    total = tl.zeros([TILE, TILE], tl.float32)
+    for start in range(0, width, DEPTH):
+        along = start + tl.arange(0, DEPTH)
+        one = tl.load(
+            base + own[:, None] * stride + along[None, :],
+            mask=(own[:, None] < tokens) & (along[None, :] < width), other=0.0,
+        )  # fmt: skip
+        two = tl.load(
+            base + other[None, :] * stride + along[:, None],
+            mask=(other[None, :] < tokens) & (along[:, None] < width), other=0.0,
+        )  # fmt: skip
+        total = tl.dot(one, two, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _tile_pair(  # pyright: ignore
+    left, right, inner, left_sizes, right_sizes, tokens, rows, columns,
+    left_record, left_token, right_record, right_token, TILE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One program takes one pair of tiles (own ≥ other) of one record."""
+    record, pair, pairs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) * 0.5).to(tl.int32)
+    # The root may be rounded to the wrong side of a whole number.
+    row = tl.where(row * (row + 1) // 2 > pair, row - 1, row)
+    row = tl.where((row + 1) * (row + 2) // 2 <= pair, row + 1, row)
+    column = pair - row * (row + 1) // 2
+    own, other = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
+    lefts = _products(left + record * left_record, own, other, tokens, rows, left_token, TILE, DEPTH)
+    rights = _products(right + record * right_record, own, other, tokens, columns, right_token, TILE, DEPTH)
+    tl.store(inner + record * pairs + pair, tl.sum(tl.sum(lefts * rights, 1), 0) * tl.where(row == column, 1.0, 2.0))
+    if row == column:
+        diagonal = own[:, None] == other[None, :]
+        place = record * tokens + own
+        tl.store(left_sizes + place, tl.sum(tl.where(diagonal, lefts, 0.0), 1), mask=own < tokens)
+        tl.store(right_sizes + place, tl.sum(tl.where(diagonal, rights, 0.0), 1), mask=own < tokens)
+
+
+def gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """left [B, T, rows], right [B, T, columns] -> inner [B] in fp64, squared lengths of both sides' tokens [B, T]."""
+    left, right = (x if x.stride(2) == 1 else x.contiguous() for x in (left, right))
+    records, tokens = right.shape[:2]
+    tile = next((size for size in TILES if tokens <= size), TILES[-1])
+    depth = 32 if torch.float32 in (left.dtype, right.dtype) else 64
+    count = -(-tokens // tile)
+    inner = torch.empty(records, count * (count + 1) // 2, dtype=torch.float32, device=right.device)
+    left_sizes = torch.empty(records, tokens, dtype=torch.float32, device=right.device)
+    right_sizes = torch.empty_like(left_sizes)
+    with torch.cuda.device_of(right):
+        _tile_pair[inner.shape](
+            left, right, inner, left_sizes, right_sizes, tokens, left.shape[2], right.shape[2],
+            left.stride(0), left.stride(1), right.stride(0), right.stride(1),
+            TILE=tile, DEPTH=depth, num_warps=WARPS, num_stages=STAGES,  # pyright: ignore
+        )  # fmt: skip
+    return inner.double().sum(1), left_sizes, right_sizes
