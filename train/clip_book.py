@@ -38,8 +38,7 @@ class Book:
         self._rounded = rounded
         self._doubtful: Tensor | None = None
         shape = (max(group_of.values()) + 1, records)
-        self._squares = torch.zeros(shape, dtype=torch.float64, device=device)
-        self._doubts = torch.zeros_like(self._squares)
+        self._squares, self._doubts = torch.zeros(2, *shape, dtype=torch.float64, device=device).unbind()
         self._roundings = torch.zeros_like(self._squares) if rounded else None
         # Rows by group, as views: a few calls less for every layer.
         self._square_of, self._doubt_of = self._squares.unbind(), self._doubts.unbind()

@@ -58,13 +58,19 @@ class BookKeepingClip:
     def add_clipped(
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
     ) -> Clipped:
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        parameters: dict[str, nn.Parameter] = {}
+        constants = list(model.buffers())
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameters[name] = parameter
+            else:
+                constants.append(parameter)
         group_of = groups_of(parameters, self.rule.grouping)
         rounded = present.is_cuda if self.round_operands is None else self.round_operands
         book = Book(group_of, len(present), self.hold, rounded and self.precision == "bf16", present.device)
         watch = Watch(
             parameters,
-            [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)],
+            constants,
             len(present),
             lambda pieces: book.enter(pieces, watch.used),
             LAYER_RULES,
