@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from train.clip_norms import measure, squared
+from train.clip_norms import Squares, measure, measure_affine, squared
 from train.clip_pieces import CHUNK, Outer, Piece, Through, Weights, Whole, Written, wide
 from train.clip_rule import ClipError
 from train.sums import GradientSums
@@ -44,6 +44,13 @@ class Book:
         self._square_of, self._doubt_of = self._squares.unbind(), self._doubts.unbind()
 
     def enter(self, pieces: list[Piece], uses: Mapping[str, int]) -> None:
+        if self._is_affine(pieces, uses):
+            weight, bias = pieces
+            assert isinstance(weight, Outer)
+            self._pieces[weight.name], self._pieces[bias.name] = [weight], [bias]
+            self._add(weight.name, measure_affine(weight, lengths=self._rounded))
+            self._measured |= {weight.name, bias.name}
+            return
         for piece in pieces:
             own = self._pieces.setdefault(piece.name, [])
             own.append(piece)
@@ -57,14 +64,31 @@ class Book:
         for number, piece in enumerate(own):
             if _only_written(piece) or (len(own) == 1 and self._worth_holding(piece)):
                 own[number] = Whole(name, piece.instances(slice(None), wide(piece.dtype)))
-        found, group = measure(own, lengths=self._rounded), self._group_of[name]
+        self._add(name, measure(own, lengths=self._rounded))
+        self._measured.add(name)
+
+    def _add(self, name: str, found: Squares) -> None:
+        group = self._group_of[name]
         self._square_of[group].add_(found.square)
         if found.doubt is not None:
             self._doubt_of[group].add_(found.doubt)
         if self._roundings is not None and found.length is not None:
             # Elements that round alike, or cancel unrounded, add up: by lengths, not by squares.
             self._roundings[group] += (BF16_ROUNDING * found.length).square()
-        self._measured.add(name)
+
+    def _is_affine(self, pieces: list[Piece], uses: Mapping[str, int]) -> bool:
+        """A weight and its bias, used once, by one token of each record, and clipped together: lengths are shared."""
+        if len(pieces) != 2:
+            return False
+        weight, bias = pieces
+        return (
+            isinstance(weight, Outer) and weight.tokens == 1 and not weight.sparse
+            and isinstance(bias, Whole) and bias.value.data_ptr() == weight.left.data_ptr()
+            and bias.elements == weight.left.shape[2] and bias.dtype == weight.left.dtype
+            and uses[weight.name] == uses[bias.name] == 1
+            and self._group_of[weight.name] == self._group_of[bias.name]
+            and not self._pieces.keys() & {weight.name, bias.name}
+        )  # fmt: skip
 
     def _worth_holding(self, piece: Piece) -> bool:
         if isinstance(piece, Written):

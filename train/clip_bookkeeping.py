@@ -8,7 +8,8 @@ an ordinary weight gradient. No second forward, and no gradient per record in me
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -30,6 +31,38 @@ from train.sums import GradientSums
 HOLD: dict[Literal["lean", "fast"], float] = {"lean": 1.0, "fast": 1.6}
 
 
+@dataclass(frozen=True)
+class Held:
+    """The tensors of a model, found by one walk over its modules: small micro-batches would feel one each."""
+
+    model: nn.Module
+    places: Sequence[tuple[Mapping[str, Tensor | None], str, Tensor, bool]]
+    """Where each tensor was found, and whether it is trained."""
+    parameters: dict[str, nn.Parameter]
+    constants: list[Tensor]
+    group_of: dict[str, int]
+
+    @staticmethod
+    def by(model: nn.Module, rule: ClipRule) -> Held:
+        places = [
+            (place, name, tensor, tensor.requires_grad)
+            for module in model.modules()
+            for place in (module._parameters, module._buffers)  # what named_parameters() and buffers() look into
+            for name, tensor in place.items()
+            if tensor is not None
+        ]
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        constants = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
+        return Held(model, places, parameters, constants, groups_of(parameters, rule.grouping))
+
+    def changed(self, model: nn.Module) -> bool:
+        """Also where an engine put other tensors in the place of these, as FSDP2 does while a layer runs."""
+        return model is not self.model or any(
+            place.get(name) is not tensor or tensor.requires_grad is not trained
+            for place, name, tensor, trained in self.places
+        )
+
+
 class BookKeepingClip:
     """`round_operands`: in bf16, whether the operand that carries the factor is rounded back to bf16, for products at
     full speed; what that may add is taken off each record's factor. None: on GPUs alone, where it pays."""
@@ -43,6 +76,7 @@ class BookKeepingClip:
         self.precision: Precision = precision
         self._scale = LOSS_SCALE[precision]
         self._checked = False
+        self._held: Held | None = None
 
     def prepare(self, model: nn.Module) -> None:
         """Nothing is changed in the model; it must only be one whose gradients can be clipped."""
@@ -52,27 +86,22 @@ class BookKeepingClip:
         halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4]
         if halves:
             raise ClipError(f"{halves[0]} is in half precision, and sums would be rounded; keep parameters in fp32")
-        self._checked = False
+        self._checked, self._held = False, None
         self.rule.require_groups(trainable)
 
     def add_clipped(
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
     ) -> Clipped:
-        parameters: dict[str, nn.Parameter] = {}
-        constants = list(model.buffers())
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameters[name] = parameter
-            else:
-                constants.append(parameter)
-        group_of = groups_of(parameters, self.rule.grouping)
+        if self._held is None or self._held.changed(model):
+            self._held = Held.by(model, self.rule)
+        held = self._held
         rounded = present.is_cuda if self.round_operands is None else self.round_operands
-        book = Book(group_of, len(present), self.hold, rounded and self.precision == "bf16", present.device)
+        book = Book(held.group_of, len(present), self.hold, rounded and self.precision == "bf16", present.device)
         watch = Watch(
-            parameters,
-            constants,
+            held.parameters,
+            held.constants,
             len(present),
-            lambda pieces: book.enter(pieces, watch.used),
+            book.enter,
             LAYER_RULES,
             fallback,
         )

@@ -64,6 +64,11 @@ def measure(pieces: list[Piece], lengths: bool = True) -> Squares:
     return Squares(square, _together(doubts), _total([own.length for own in found]))
 
 
+def measure_affine(weight: Outer, lengths: bool = True) -> Squares:
+    """Of a weight and its bias together, used by one token of each record: |left|² · (|right|² + 1)."""
+    return _one_token(weight, _wide(weight.left), _wide(weight.right), lengths, biased=True)
+
+
 def gram_is_cheaper(piece: Outer) -> bool:
     """By operations, from the shape alone, so that a replayed step takes the same way."""
     return piece.sparse or piece.tokens == 1 or gram_cost(piece.tokens, piece.rows, piece.columns) < piece.elements
@@ -149,12 +154,13 @@ def _kernel() -> Gram | None:
     return gram
 
 
-def _one_token(piece: Outer, left: Tensor, right: Tensor, lengths: bool) -> Squares:
+def _one_token(piece: Outer, left: Tensor, right: Tensor, lengths: bool, biased: bool = False) -> Squares:
     """|left|²·|right|²: no matrix of tokens, nothing to cancel."""
     right_sizes = squared_length(right).squeeze(1)
     left_sizes = torch.ones_like(right_sizes) if piece.sparse else squared_length(left).squeeze(1)
     square = left_sizes * right_sizes
-    return Squares(square, _lost(piece, left_sizes, right_sizes), square.sqrt() if lengths else None)
+    doubt, length = _lost(piece, left_sizes, right_sizes), square.sqrt() if lengths else None
+    return Squares(square + left_sizes if biased else square, doubt, length)
 
 
 def _whole(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:

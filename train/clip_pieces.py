@@ -132,7 +132,7 @@ class Whole:
     def add_weighted(self, weights: Weights, sums: GradientSums) -> None:
         kept = weights.mask(self.value)
         kept = kept.to(wide(kept.dtype))
-        sums.add(self.name, (weights.factors.to(kept.dtype) @ flat(kept)).view(kept.shape[1:]))
+        sums.add_product(self.name, weights.factors.to(kept.dtype).unsqueeze(1), flat(kept))
 
 
 @dataclass(frozen=True)

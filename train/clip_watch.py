@@ -42,14 +42,17 @@ Handler = Callable[..., Any]
 
 
 class Watch(TorchFunctionMode):
-    """For one forward and backward pass of `records` records."""
+    """For one forward and backward pass of `records` records. `report` takes pieces, and how often each weight is used.
+
+    Nothing that it holds may lead back to it: what waits for Python's garbage collector keeps a micro-batch in memory.
+    """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         constants: Iterable[Tensor],
         records: int,
-        report: Callable[[list[Piece]], None],
+        report: Callable[[list[Piece], Mapping[str, int]], None],
         layers: Mapping[Any, Handler],
         fallback: Handler,
     ) -> None:
@@ -111,7 +114,7 @@ class Watch(TorchFunctionMode):
     def report(self, pieces: list[Piece]) -> None:
         # What is done with pieces is no use of a parameter, and need not pass through here.
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-            self._report(pieces)
+            self._report(pieces, self.used)
 
     def per_record(self, source: Source) -> Tensor:
         """[B, *shape]: ordinary autograd goes on from here, record by record."""

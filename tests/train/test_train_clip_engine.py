@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import timm
@@ -34,6 +35,36 @@ def test_a_step_done_again_is_the_same_in_every_bit() -> None:
     first, _ = clipped_totals(BookKeepingClip(FLAT), model, inputs, present)
     again, _ = clipped_totals(BookKeepingClip(FLAT), model, inputs, present)
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("objective", ["mae", "caption"])
+def test_nothing_of_a_micro_batch_waits_for_the_garbage_collector(objective: Literal["mae", "caption"]) -> None:
+    """It would keep the activations in memory, and collecting takes longer than many a step of a last layer."""
+    model, inputs, present = build(SHAPE, objective), nano_inputs(objective, 5), torch.ones(5, dtype=torch.bool)
+    clip = BookKeepingClip(FLAT)
+    clipped_totals(clip, model, inputs, present)
+    gc.collect()
+    gc.disable()
+    try:
+        clipped_totals(clip, model, inputs, present)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_tensors_that_were_exchanged_between_micro_batches_are_seen() -> None:
+    """What the engine remembers of a model is looked up again where another tensor stands in its place."""
+    batch, model = toy_batch(6), Toy()
+    inputs, present = batch.inputs, batch.present
+    clip = BookKeepingClip(FLAT)
+    before, _ = clipped_totals(clip, model, inputs, present)
+    model.first.weight = nn.Parameter(model.first.weight.detach() * 1.5)
+    moved, _ = clipped_totals(clip, model, inputs, present)
+    expected, _ = clipped_totals(BookKeepingClip(FLAT), model, inputs, present)
+    assert apart(moved, expected) == 0 and apart(moved, before) > 1e-3
+    model.first.weight.requires_grad_(False)
+    frozen, _ = clipped_totals(clip, model, inputs, present)
+    assert frozen.keys() == before.keys() - {"first.weight"}
 
 
 def test_an_unknown_function_is_announced_and_right() -> None:

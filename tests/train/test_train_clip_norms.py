@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.clip_norms import STRIPS_FROM, measure
+from train.clip_norms import STRIPS_FROM, measure, measure_affine
 from train.clip_pieces import Outer, Whole, squared_length
 
 
@@ -34,6 +35,19 @@ def test_every_way_to_a_norm_gives_the_norm(
         assert bool(((found.square - expected).abs() <= 4 * found.doubt + 1e-6 * expected).all())
         cancels = len(pieces) > 1 or tokens > 1
         assert not cancels or bool((found.doubt >= 1e-7 * trace).all()), "terms that may cancel leave a doubt"
+
+
+@pytest.mark.parametrize("lengths", [True, False])
+def test_a_weight_and_its_bias_share_what_is_measured(lengths: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    gradient = torch.randn(5, 1, 7, generator=draw)
+    weight = Outer("w", gradient, torch.randn(5, 1, 9, generator=draw), torch.Size((7, 9)))
+    together = measure_affine(weight, lengths)
+    alone, bias = measure([weight], lengths), measure([Whole("b", gradient.squeeze(1))], lengths)
+    assert torch.allclose(together.square, alone.square + bias.square, rtol=1e-12)
+    assert together.doubt is not None and alone.doubt is not None and torch.equal(together.doubt, alone.doubt)
+    assert (together.length is None) is not lengths
+    assert together.length is None or torch.equal(together.length, alone.length)  # pyright: ignore[reportArgumentType]
 
 
 def test_norms_of_millions_of_elements_are_added_up_in_stretches() -> None:
