@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import socket
 import subprocess
@@ -35,7 +36,8 @@ def launch(world: int, model: str, samples: list[int], stages: list[int]) -> dic
         str(ROOT / "benchmarks" / "step_worker.py"), "--model", model, "--samples", *map(str, samples),
         "--stages", *map(str, stages),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
+    # Threads beside the main one ask the environment how many they may use.
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     line = next((line for line in done.stdout.splitlines() if line.startswith("RESULTS ")), None)
     if line is None:
         raise SystemExit(done.stdout + done.stderr)

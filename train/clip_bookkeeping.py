@@ -8,7 +8,9 @@ an ordinary weight gradient. No second forward, and no gradient per record in me
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -122,7 +124,7 @@ class BookKeepingClip:
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], watch: Watch) -> Tensor:
         """Losses [B]; afterwards the book holds the pieces of every trainable parameter."""
-        with watch, torch.enable_grad(), autocast(self.precision, watch.anchor.device):
+        with _uncompiled(), watch, torch.enable_grad(), autocast(self.precision, watch.anchor.device):
             losses = model(inputs)
         if losses.shape != (watch.records,):
             raise ClipError(
@@ -135,9 +137,16 @@ class BookKeepingClip:
         watch.counting = False
         seed = torch.full_like(losses, self._scale)
         # Below `torch.autograd.backward`, which would leave the mode: checkpointed layers run again, and are watched.
-        with watch:
+        with _uncompiled(), watch:
             _engine_run_backward((losses,), (seed,), False, False, (watch.anchor,), True, accumulate_grad=True)
         return losses
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Compiled code calls no function that could be watched: meanwhile it runs as it was written."""
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it would take seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def _refuse_unused(watch: Watch) -> None:
@@ -162,7 +171,7 @@ def _refuse_unseen(watch: Watch, losses: Tensor) -> None:
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) in own:
             raise ClipError(
-                f"{own[id(leaf)]} reaches the loss past the clip engine (compiled or scripted code does so); "
+                f"{own[id(leaf)]} reaches the loss past the clip engine (scripted code does so); "
                 "run that part as ordinary modules"
             )
         waiting += [below for below, _ in node.next_functions]

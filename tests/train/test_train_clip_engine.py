@@ -67,6 +67,27 @@ def test_tensors_that_were_exchanged_between_micro_batches_are_seen() -> None:
     assert frozen.keys() == before.keys() - {"first.weight"}
 
 
+@pytest.mark.parametrize("how", ["blocks", "whole", "function"])
+def test_compiled_parts_run_as_written_while_gradients_are_clipped(how: str) -> None:
+    """To the bit, without a frame compiled; elsewhere they stay compiled."""
+    from torch._dynamo.utils import counters
+
+    model, inputs, present = build(SHAPE, "mae"), nano_inputs("mae", 5), torch.ones(5, dtype=torch.bool)
+    expected, _ = clipped_totals(BookKeepingClip(FLAT), model, inputs, present)
+    if how == "function":
+        model.forward = torch.compile(model.forward, backend="eager")
+    else:
+        for part in model.blocks.children() if how == "blocks" else [model]:
+            part.compile(backend="eager")
+    counters.clear()
+    found, _ = clipped_totals(BookKeepingClip(FLAT), model, inputs, present)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not counters["frames"]
+    model(inputs)
+    assert counters["frames"]["ok"] > 0
+    torch._dynamo.reset()
+
+
 def test_an_unknown_function_is_announced_and_right() -> None:
     model = Body(lambda body, x: torch.einsum("bi,oi->bo", body.first(x).tanh(), body.second.weight) + body.second.bias)
     batch = toy_batch(5)
