@@ -7,7 +7,6 @@ with `present` False and zero inputs; putting another record in its place would 
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ import torch
 from data.augment import KINDS, Kind, drop_key, mask_noise
 from data.decode import SUFFIXES, BadRecord
 from data.decode_pool import DecodePool
+from data.fields import labels_of, weight_of
 from data.index import RecordIndex
 from data.picture import PictureMaker
 from data.shards import Reading, RecordReader, ShardReader, open_source
@@ -27,7 +27,7 @@ from data.text import TextEncoder
 
 EMPTY = -1
 TARGET = "labels"
-_ANY_NUMBER = 1 << 62  # fits into a tensor
+WEIGHT = "record_weight"
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -65,6 +65,7 @@ class DataSpec:
     drop_keys: bool = False  # `drop_key`, for a model that drops units
     labels: tuple[str, ...] = ()  # integer fields of the record's .json; `cls` is its .cls or class folder
     target: str | None = None  # one of `labels`: what a classifier is to say, handed over as "labels"
+    weight: str | None = None  # a number in the record's .json, handed over as WEIGHT
     classes: int = 0  # > 0: a target that is not in 0..classes-1 makes a bad record
     image_suffixes: tuple[str, ...] = SUFFIXES
     text_suffix: str = "txt"
@@ -101,6 +102,7 @@ class _Parts:
     pixels: np.ndarray
     tokens: list[int]
     labels: list[int]
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,7 @@ class BatchReader:
         labels = np.zeros((count, len(spec.labels)), dtype=np.int64)
         noise = np.zeros((count, spec.mask_patches), dtype=np.float32)
         drop_keys = np.zeros(count, dtype=np.int64)
+        weights = np.zeros(count, dtype=np.float32)
         present = np.zeros(count, dtype=bool)
         bad: dict[int, str] = {}
         for row, parts in enumerate(self._all([int(record) for record in ids_row], step)):
@@ -194,7 +197,7 @@ class BatchReader:
                 # Normalised one by one: a picture fits in the processor's cache, a batch does not.
                 np.multiply(parts.pixels.transpose(2, 0, 1), self._scale, out=images[row], dtype=np.float32)
                 images[row] += self._shift
-                tokens[row], labels[row] = parts.tokens, parts.labels
+                tokens[row], labels[row], weights[row] = parts.tokens, parts.labels, parts.weight
                 if spec.mask_patches:
                     noise[row] = mask_noise(self._mask_key, step, int(ids_row[row]), spec.mask_patches)
                 if spec.drop_keys:
@@ -208,6 +211,8 @@ class BatchReader:
             inputs["mask_noise"] = torch.from_numpy(noise)
         if spec.drop_keys:
             inputs["drop_key"] = torch.from_numpy(drop_keys)
+        if spec.weight is not None:
+            inputs[WEIGHT] = torch.from_numpy(weights)
         for column, name in enumerate(spec.labels):
             inputs[TARGET if name == spec.target else name] = torch.from_numpy(labels[:, column].copy())
         if self._pin:
@@ -242,8 +247,10 @@ class BatchReader:
         if suffix is None:
             raise BadRecord(f"no image: the record holds {sorted(members)}")
         # The cheap parts first: a record without a caption needs no decoding.
-        tokens, labels = self._tokens(members), self._labels(members)
-        return _Parts(self._picture(members[suffix], step, record), tokens, labels)
+        spec, tokens = self.spec, self._tokens(members)
+        labels = labels_of(members, spec.labels, spec.target, spec.classes)
+        weight = 1.0 if spec.weight is None else weight_of(members, spec.weight)
+        return _Parts(self._picture(members[suffix], step, record), tokens, labels, weight)
 
     def _tokens(self, members: dict[str, bytes]) -> list[int]:
         if self.text is None:
@@ -254,30 +261,6 @@ class BatchReader:
             return self.text.encode(members[self.spec.text_suffix].decode("utf-8"))
         except UnicodeDecodeError as error:
             raise BadRecord(f"the caption is not UTF-8 ({error.reason})") from error
-
-    def _labels(self, members: dict[str, bytes]) -> list[int]:
-        spec = self.spec
-        if not spec.labels:
-            return []
-        try:
-            fields = json.loads(members["json"]) if set(spec.labels) != {"cls"} else {}
-            found = [_class_number(members["cls"]) if name == "cls" else int(fields[name]) for name in spec.labels]
-        except (KeyError, ValueError, TypeError, OverflowError) as error:
-            raise BadRecord(f"no labels {spec.labels} in the record ({error})") from error
-        # A number that no class has would crash a GPU much later, and say nothing about where it came from.
-        for name, number in zip(spec.labels, found, strict=True):
-            bounded = spec.classes > 0 and name == spec.target
-            low, high = (0, spec.classes) if bounded else (-_ANY_NUMBER, _ANY_NUMBER)
-            if not low <= number < high:
-                raise BadRecord(f"the record's {name} is no number of a class")
-        return found
-
-
-def _class_number(text: bytes) -> int:
-    """Digits alone: int() would take 1_0, and digits of any script."""
-    if not text.strip().isdigit():
-        raise ValueError("its .cls is no class number")
-    return int(text)
 
 
 def iterate(reader: BatchReader, rows: np.ndarray, step: int) -> Iterator[MicroBatch]:

@@ -15,6 +15,7 @@ from model.attention import CausalSelfAttention, CrossAttention
 from model.drop import RowKeys, dropout
 from model.encoder import Encoder, Inputs
 from model.positions import image_positions, text_positions
+from model.record_weight import weighted
 from model.settings import Shape
 from model.sizes import Activation
 
@@ -114,7 +115,7 @@ class Captioner(Encoder):
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Per-caption losses [B]: next-token cross-entropy, mean over the caption's own tokens, in fp32."""
-        return self.row_keys.around(self._losses, inputs)
+        return weighted(self.row_keys.around(self._losses, inputs), inputs)
 
     def _losses(self, inputs: Inputs) -> Tensor:
         tokens = inputs["tokens"]

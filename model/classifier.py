@@ -21,6 +21,7 @@ from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 
 from model.encoder import Encoder, Inputs
+from model.record_weight import weighted
 from model.settings import Loss, SettingsError, Shape
 
 
@@ -59,7 +60,8 @@ class Classifier(nn.Module, ABC):
     def forward(self, inputs: Inputs) -> Tensor:
         """Per-image losses [B]."""
         features = inputs["features"] if "features" in inputs else self.features(inputs["images"])
-        return classification_loss(self.head(features), inputs["labels"], self.shape.head.loss)
+        losses = classification_loss(self.head(features), inputs["labels"], self.shape.head.loss)
+        return weighted(losses, inputs)
 
 
 class TransformerClassifier(Classifier, Encoder):

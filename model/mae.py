@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from model.encoder import Encoder, Inputs, blocks, norm_layer, patchify, take_rows, unpatchify
 from model.positions import image_positions
+from model.record_weight import weighted
 from model.settings import SettingsError, Shape
 
 
@@ -77,7 +78,7 @@ class MaskedAutoencoder(Encoder):
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Per-sample losses [B]: mean over removed patches of the mean squared pixel error, in fp32."""
-        return self.row_keys.around(self._losses, inputs)
+        return weighted(self.row_keys.around(self._losses, inputs), inputs)
 
     def _losses(self, inputs: Inputs) -> Tensor:
         images = inputs["images"]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from accounting.audit_bound import AuditError
 from data.batches import EMPTY, BatchReader, MicroBatch, slots
 from model.drop import DROP_KEY
+from model.record_weight import RECORD_WEIGHT
 from train.clip import ClipEngine, Clipped, clipped_totals
 from train.noise import NoiseMechanism
 from train.precision import Precision
@@ -137,6 +138,8 @@ class CanaryBatches:
             for name, own in self.inputs.items():
                 inputs[name] = inputs[name].clone()
                 inputs[name][there] = own[which[there.numpy()]].to(inputs[name].dtype)
+            if RECORD_WEIGHT in inputs:
+                inputs[RECORD_WEIGHT][there] = 1.0
             if DROP_KEY in inputs:  # of its own at each step, as a record has it
                 keys = [self.reader.drop_key(int(record), step) for record in row[there.numpy()]]
                 inputs[DROP_KEY][there] = torch.tensor(keys, dtype=torch.int64)

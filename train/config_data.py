@@ -54,6 +54,10 @@ class ShardData(Section):
         default=None,
         description="For classifiers: an integer field of the records' .json, or 'cls' for their .cls or class folder.",
     )
+    weight: str | None = Field(
+        default=None,
+        description="A number in the records' .json, from 0 to 1e6, that their loss is multiplied by before clipping.",
+    )
     reading: ReadingSettings = ReadingSettings()
 
     @model_validator(mode="after")
@@ -129,6 +133,10 @@ class StreamData(Section):
     label: str | None = Field(
         default=None,
         description="For classifiers: an integer field of the records' .json, or 'cls' for their .cls or class folder.",
+    )
+    weight: str | None = Field(
+        default=None,
+        description="A number in the records' .json, from 0 to 1e6, that their loss is multiplied by before clipping.",
     )
     reading: ReadingSettings = ReadingSettings()
 

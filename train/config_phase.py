@@ -155,6 +155,8 @@ class Phase(Section):
             return "keeps features and augments its pictures, which change from step to step; drop one of them"
         if isinstance(self.data, ShardData) and self.data.reading.node_shards is not None:
             return "keeps features, which every rank reads of every record; leave data.reading.node_shards out"
+        if getattr(self.data, "weight", None) is not None:
+            return "keeps features, beside which no weights of records are kept; drop one of them"
         if self.mixing is not None:
             return "keeps features and mixes in public pictures; drop one of them"
         if self.monitor is not None:

@@ -111,7 +111,10 @@ class MixingEngine(EngineAround):
         assert mixing is not None and index is not None
         ranks, steps = run.ranks, phase.settings.steps
         reader = BatchReader(
-            index, replace(phase.data_spec(augment=True), augment=mixing.data.augment), phase.text,
+            index, replace(
+                phase.data_spec(augment=True), augment=mixing.data.augment, weight=getattr(mixing.data, "weight", None)
+            ),
+            phase.text,
             augment_key=_key(key, b"augmentation"), mask_key=_key(key, b"masks"), dropout_key=_key(key, b"dropout"),
             reading=reading_options(mixing.data.reading, index), pin_memory=ranks.device.type == "cuda",
         )  # fmt: skip

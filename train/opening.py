@@ -58,6 +58,8 @@ def open_records(data: Data, objective: str, shape: Shape, where: str) -> Record
             f"{where}.path holds single images, which have no captions; train with objective 'mae', or put images "
             "and captions into tar shards"
         )
+    if data.weight is not None and isinstance(index, FolderIndex):
+        raise RecipeError(f"{where}.weight is a number in a record's .json, which single images have not; leave it out")
     if data.public_fraction is None:
         return index
     try:

@@ -90,7 +90,7 @@ class ReadyPhase:
         return data.reading if isinstance(data, READ) else ReadingSettings()
 
     def data_spec(self, augment: bool) -> DataSpec:
-        """With `augment` as training takes records; without, as measurements do, which drop nothing either."""
+        """With `augment` as training takes records; without, as measurements do: nothing dropped, no weights."""
         masks = self.shape.patches if self.settings.objective == "mae" else 0
         data = self.settings.data
         kind = data.augment if augment and isinstance(data, READ) else "center"
@@ -98,7 +98,8 @@ class ReadyPhase:
         labels = () if label is None else (label,)
         return DataSpec(
             self.shape.image_size, augment=kind, mask_patches=masks, drop_keys=augment and self.shape.drops,
-            labels=labels, target=label, classes=self.shape.head.classes if label is not None else 0,
+            labels=labels, target=label, weight=getattr(data, "weight", None) if augment else None,
+            classes=self.shape.head.classes if label is not None else 0,
         )  # fmt: skip
 
 

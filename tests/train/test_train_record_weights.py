@@ -1,0 +1,100 @@
+"""A record's weight multiplies its loss before its gradient is clipped, so that it moves nobody's bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import brute_force
+import numpy as np
+import pytest
+import torch
+from config_base import put
+from drops_world import ready
+from parity_engines import contribution, only, prepared, summed
+from train_helpers import SHAPE, alone, nano_inputs
+
+from data.batches import EMPTY, WEIGHT, MicroBatch
+from model.build import build
+from model.record_weight import RECORD_WEIGHT
+from train.audit_canaries import CanaryBatches
+from train.clip_rule import ClipRule
+from train.config import Config
+from train.forward import PlainForward
+from train.recipe import RecipeError, prepare
+
+WEIGHTS = [1.0, 0.0, 0.03, 2.5, 1e6, 1e-6]
+
+
+def records(objective: Literal["mae", "caption"]) -> tuple[Any, dict[str, torch.Tensor], list[brute_force.Record]]:
+    """A model, weighted inputs, and each record's own gradient times its weight, found without the engine's way."""
+    model, inputs = build(SHAPE, objective), nano_inputs(objective, len(WEIGHTS))
+    found = [
+        replace(one, loss=one.loss * weight, gradient={name: g * weight for name, g in one.gradient.items()})
+        for one, weight in zip(brute_force.records_of(model, inputs), WEIGHTS, strict=True)
+    ]
+    return model, inputs | {RECORD_WEIGHT: torch.tensor(WEIGHTS)}, found
+
+
+@pytest.mark.parametrize("engine", ["book-keeping", "reference"])
+@pytest.mark.parametrize("objective", ["mae", "caption"])
+def test_sums_are_of_weighted_gradients_that_are_clipped_afterwards(
+    objective: Literal["mae", "caption"], engine: str
+) -> None:
+    model, inputs, own = records(objective)
+    bound = own[0].norm()
+    clip, everyone = prepared(engine, ClipRule("flat", bound, 0.0), model), torch.ones(len(WEIGHTS), dtype=torch.bool)
+    totals, (seen,) = summed(clip, model, [(inputs, everyone)])
+    factors = brute_force.factors_of(own, everyone, brute_force.flat(bound))
+    assert brute_force.relative_error(totals, brute_force.clipped_sum(own, factors)) <= 1e-5
+    assert seen.losses.tolist() == pytest.approx([record.loss for record in own], rel=1e-5)
+    added = [contribution(clip, model, inputs, row) / bound for row in range(len(WEIGHTS))]
+    assert max(added) <= 1 + 1e-5 and added[1] == 0.0
+    assert added[3] == pytest.approx(1, abs=1e-4) and added[4] == pytest.approx(1, abs=1e-4), "weight buys no more"
+
+
+def test_without_privacy_losses_are_added_up_by_weight() -> None:
+    model, inputs, own = records("mae")
+    here = torch.tensor([True, True, True, True, False, True])
+    loss = PlainForward(model)(inputs, here).detach()
+    expected = sum(record.loss for record, there in zip(own, here.tolist(), strict=True) if there)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    plain = PlainForward(model)(only(inputs, slice(None)) | {RECORD_WEIGHT: torch.ones(len(WEIGHTS))}, here).detach()
+    assert float(plain) != pytest.approx(expected, rel=0.1)
+
+
+def test_training_reads_them_and_measurements_do_not(loaded: Callable[..., Config]) -> None:
+    known = ready()
+    settings = loaded(put("phases.0.data.weight", "score")).phases[0]
+    phase = replace(known, settings=settings)
+    assert phase.data_spec(augment=True).weight == "score" and phase.data_spec(augment=False).weight is None
+    assert known.data_spec(augment=True).weight is None and WEIGHT == RECORD_WEIGHT
+
+
+def test_single_images_have_none(loaded: Callable[..., Config], tmp_path: Path) -> None:
+    from PIL import Image
+
+    from data.folders import build_folder
+
+    (tmp_path / "images" / "class").mkdir(parents=True)
+    for number in range(3):
+        Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / "images" / "class" / f"{number}.png")
+    build_folder(tmp_path / "images")
+    change = [put("phases.0.data.path", str(tmp_path / "images")), put("phases.0.batch", 2)]
+    with pytest.raises(RecipeError, match=r"phases.0.data.weight is a number in a record's .json"):
+        prepare(loaded(*change, put("phases.0.data.weight", "score")))
+
+
+class Weighted:
+    def read(self, row: np.ndarray, step: int) -> MicroBatch:
+        here = torch.from_numpy(row != EMPTY)
+        return MicroBatch({"images": torch.ones(len(row), 3, 4, 4), RECORD_WEIGHT: 0.5 * here}, here)
+
+
+def test_an_input_canary_has_the_weight_of_one_record() -> None:
+    own = {"images": torch.full((2, 3, 4, 4), 7.0)}
+    batches = CanaryBatches(Weighted(), alone(), 4, 10, np.array([True, False]), own)  # pyright: ignore
+    (batch,) = batches(np.array([8, 9, 10, 11]), 1)
+    assert batch.inputs[RECORD_WEIGHT].tolist() == [0.5, 0.5, 1.0, 0.0]
