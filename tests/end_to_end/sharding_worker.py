@@ -36,6 +36,7 @@ from train.sums import ExactSums  # noqa: E402
 
 RECORDS, MICRO_BATCH, C, STEPS = 48, 4, 3.0, (1, 2, 3)
 EMPTY_STEP = 2
+LONG = 2000
 Layout = Literal[0, 1, 2, 3, "fsdp2"]
 LAYOUTS: tuple[Layout, ...] = (0, 1, 2, 3, "fsdp2")
 # Of a size at which three steps move the weights by far more than fp32 rounds them.
@@ -191,6 +192,40 @@ def sharded(ranks, layout: Layout, kind: str, precision: str, offload: str | Non
     return weights
 
 
+class Straight(nn.Module):
+    """Whose gradient of a record is the record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(37))
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return (inputs["x"] * self.weight).sum(1)
+
+
+def straight(number: int) -> MicroBatch:
+    """Two records: one that nearly all share, and one that is its opposite every other time."""
+    draw = torch.Generator().manual_seed(number)
+    x = torch.cat([torch.ones(1, 37), torch.full((1, 37), (-1.0) ** number)]) + torch.randn(2, 37, generator=draw)
+    return MicroBatch({"x": x * 10}, torch.ones(2, dtype=torch.bool))
+
+
+def error_of_a_long_sum(ranks, layout: Layout) -> float:
+    """In units of C: from the clipped sum of many micro-batches to what moved the weights, at rate and divisor 1."""
+    model = Straight()
+    optimizer = make_optimizer(Optimizer.model_validate({"type": "SGD"}), model.named_parameters(), 0.0)
+    forward = PrivateForward(model, BookKeepingClip(ClipRule("flat", C, 0.0)))
+    engine = engine_of(ranks, layout, forward, optimizer)
+    for number in range(ranks.rank, LONG, ranks.world):
+        engine.accumulate(straight(number))
+    engine.update(NoisyUpdate(NoiseMechanism(b"n" * 32, 1e-9, 1.0), 1), 1.0)
+    found = engine.whole_weights()["weight"].double()
+    engine.close()
+    every = torch.cat([straight(number).inputs["x"] for number in range(LONG)]).double()
+    exact = (every * (C / every.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
+    return float((found + exact).norm()) / C
+
+
 def main() -> None:
     ranks = start_ranks()
     initial = {name: p.detach().double() for name, p in trainable(build(SHAPE, "caption")).items()}
@@ -211,7 +246,8 @@ def main() -> None:
     counts = [
         [int((slots(drawn(s), r, ranks.world, MICRO_BATCH) >= 0).sum()) for r in range(ranks.world)] for s in STEPS
     ]
-    answer(ranks, {"results": results, "records_per_rank": counts})
+    errors = {str(layout): error_of_a_long_sum(ranks, layout) for layout in LAYOUTS}
+    answer(ranks, {"results": results, "records_per_rank": counts, "errors_of_long_sums": errors})
 
 
 if __name__ == "__main__":
