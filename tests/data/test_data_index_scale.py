@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _COUNT, _PER_SHARD = 200_000, 50
 
 _USE = """
-import json, resource, sys
+import json, sys
 from data.index import ShardIndex
 index = ShardIndex.open(sys.argv[1])
 digest = index.manifest_digest
@@ -33,7 +33,8 @@ print(json.dumps({
     "planned": sorted(int(i) for row in rows for i in row.ravel() if i >= 0) == draw.ids.tolist(),
     "located": [(place.name, start, end) for place, start, end in located[:1000]],
     "ids": draw.ids[::10][:1000].tolist(),
-    "mebibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    # Not ru_maxrss, in which the memory of the process that started this one lives on.
+    "mebibytes": int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024,
 }))
 """
 
