@@ -36,7 +36,7 @@ from train.sums import ExactSums  # noqa: E402
 
 RECORDS, MICRO_BATCH, C, STEPS = 48, 4, 3.0, (1, 2, 3)
 EMPTY_STEP = 2
-LONG = 2000
+LONG = 2004  # as many for each of 1, 2 or 3 ranks, which a stage needs that gathers weights
 Layout = Literal[0, 1, 2, 3, "fsdp2"]
 LAYOUTS: tuple[Layout, ...] = (0, 1, 2, 3, "fsdp2")
 # Of a size at which three steps move the weights by far more than fp32 rounds them.
