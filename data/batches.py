@@ -18,7 +18,7 @@ import torch
 from data.augment import KINDS, Kind, drop_key, mask_noise
 from data.decode import SUFFIXES, BadRecord
 from data.decode_pool import DecodePool
-from data.fields import labels_of, weight_of
+from data.fields import numbers_of
 from data.index import RecordIndex
 from data.picture import PictureMaker
 from data.shards import Reading, RecordReader, ShardReader, open_source
@@ -248,8 +248,7 @@ class BatchReader:
             raise BadRecord(f"no image: the record holds {sorted(members)}")
         # The cheap parts first: a record without a caption needs no decoding.
         spec, tokens = self.spec, self._tokens(members)
-        labels = labels_of(members, spec.labels, spec.target, spec.classes)
-        weight = 1.0 if spec.weight is None else weight_of(members, spec.weight)
+        labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight)
         return _Parts(self._picture(members[suffix], step, record), tokens, labels, weight)
 
     def _tokens(self, members: dict[str, bytes]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -40,28 +40,36 @@ class Held:
     model: nn.Module
     places: Sequence[tuple[Mapping[str, Tensor | None], str, Tensor, bool]]
     """Where each tensor was found, and whether it is trained."""
+    lengths: Sequence[tuple[Sized, int]]
+    """Of all these places: a tensor that was not there before makes one longer."""
     parameters: dict[str, nn.Parameter]
     constants: list[Tensor]
     group_of: dict[str, int]
 
     @staticmethod
     def by(model: nn.Module, rule: ClipRule) -> Held:
+        # What named_parameters() and buffers() look into.
+        owners = [place for module in model.modules() for place in (module._parameters, module._buffers)]
         places = [
             (place, name, tensor, tensor.requires_grad)
-            for module in model.modules()
-            for place in (module._parameters, module._buffers)  # what named_parameters() and buffers() look into
+            for place in owners
             for name, tensor in place.items()
             if tensor is not None
         ]
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         constants = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
-        return Held(model, places, parameters, constants, groups_of(parameters, rule.grouping))
+        sizes = [(place, len(place)) for place in owners]
+        return Held(model, places, sizes, parameters, constants, groups_of(parameters, rule.grouping))
 
     def changed(self, model: nn.Module) -> bool:
         """Also where an engine put other tensors in the place of these, as FSDP2 does while a layer runs."""
-        return model is not self.model or any(
-            place.get(name) is not tensor or tensor.requires_grad is not trained
-            for place, name, tensor, trained in self.places
+        return (
+            model is not self.model
+            or any(len(place) != size for place, size in self.lengths)
+            or any(
+                place.get(name) is not tensor or tensor.requires_grad is not trained
+                for place, name, tensor, trained in self.places
+            )
         )
 
 

@@ -167,8 +167,12 @@ class Config(Section):
         watches = self.phases[phase].plateau is not None
         out["evaluation"] = {"path"} if watches else True
         out["monitor"] = True
+        # No weight and a rate of 0 are what a run had that began before there were any; it goes on.
+        if self.phases[phase].weight is None:
+            out["data"] = places | {"weight": True}
+        if (mixing := self.phases[phase].mixing) is not None and mixing.weight is None:
+            out["mixing"] = {"data": places | {"weight": True}}
         own = self.phases[phase].model_dump(exclude=out)
-        # A rate of 0 is what a run had that began before there were rates; it goes on.
         without = {name for name in ("drop_path", "dropout") if not getattr(self.model, name)}
         identity: dict[str, Any] = {
             "model": self.model.model_dump(exclude=without),

@@ -65,6 +65,10 @@ class Mixing(Section):
             raise ValueError("shape 'sample-ratio' has one alpha, from the two batches; leave start, end and steps out")
         return self
 
+    @property
+    def weight(self) -> str | None:
+        return self.data.weight if isinstance(self.data, ShardData) else None
+
 
 class Features(Section):
     """What the frozen part of the model makes of every record, computed once and kept: for training a head alone."""
@@ -155,7 +159,7 @@ class Phase(Section):
             return "keeps features and augments its pictures, which change from step to step; drop one of them"
         if isinstance(self.data, ShardData) and self.data.reading.node_shards is not None:
             return "keeps features, which every rank reads of every record; leave data.reading.node_shards out"
-        if getattr(self.data, "weight", None) is not None:
+        if self.weight is not None:
             return "keeps features, beside which no weights of records are kept; drop one of them"
         if self.mixing is not None:
             return "keeps features and mixes in public pictures; drop one of them"
@@ -181,6 +185,11 @@ class Phase(Section):
         return (
             self.data.label if isinstance(self.data, ShardData | StreamData) and self.objective == "classify" else None
         )
+
+    @property
+    def weight(self) -> str | None:
+        """The number in a record's .json that multiplies its loss."""
+        return self.data.weight if isinstance(self.data, ShardData | StreamData) else None
 
     def _of_objective(self) -> str | None:
         if self.objective == "classify" and self.trains and self.label is None:

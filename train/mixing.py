@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from data.batches import BatchReader, MicroBatch
+from data.batches import BatchReader, DataSpec, MicroBatch
 from data.loader import Loader, PublicOrder
 from data.public import PublicEpochs
 from train.config_phase import Mixing
@@ -111,10 +111,7 @@ class MixingEngine(EngineAround):
         assert mixing is not None and index is not None
         ranks, steps = run.ranks, phase.settings.steps
         reader = BatchReader(
-            index, replace(
-                phase.data_spec(augment=True), augment=mixing.data.augment, weight=getattr(mixing.data, "weight", None)
-            ),
-            phase.text,
+            index, mixed_spec(phase), phase.text,
             augment_key=_key(key, b"augmentation"), mask_key=_key(key, b"masks"), dropout_key=_key(key, b"dropout"),
             reading=reading_options(mixing.data.reading, index), pin_memory=ranks.device.type == "cuda",
         )  # fmt: skip
@@ -135,6 +132,13 @@ class MixingEngine(EngineAround):
     def close_public(self) -> None:
         """The engine itself belongs to the phase."""
         self._close()
+
+
+def mixed_spec(phase: ReadyPhase) -> DataSpec:
+    """As the phase's own records are taken, but augmented and weighted as the data to mix in say."""
+    mixing = phase.settings.mixing
+    assert mixing is not None
+    return replace(phase.data_spec(augment=True), augment=mixing.data.augment, weight=mixing.weight)
 
 
 def _key(key: bytes, purpose: bytes) -> bytes:

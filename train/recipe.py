@@ -98,7 +98,7 @@ class ReadyPhase:
         labels = () if label is None else (label,)
         return DataSpec(
             self.shape.image_size, augment=kind, mask_patches=masks, drop_keys=augment and self.shape.drops,
-            labels=labels, target=label, weight=getattr(data, "weight", None) if augment else None,
+            labels=labels, target=label, weight=self.settings.weight if augment else None,
             classes=self.shape.head.classes if label is not None else 0,
         )  # fmt: skip
 

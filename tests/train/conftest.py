@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from config_base import BASE, Change
+from PIL import Image
 
+from data.folders import build_folder
 from train.config import Config
 from train.loading import load
 
@@ -36,3 +38,14 @@ def loaded(tmp_path: Path) -> Callable[..., Config]:
         return load(path, overrides or [])
 
     return read
+
+
+@pytest.fixture
+def single_images(tmp_path: Path) -> Path:
+    """Three pictures of one class in a folder, without shards."""
+    folder = tmp_path / "images"
+    (folder / "class").mkdir(parents=True)
+    for number in range(3):
+        Image.new("RGB", (40, 40), (number, 0, 0)).save(folder / "class" / f"{number}.png")
+    build_folder(folder)
+    return folder

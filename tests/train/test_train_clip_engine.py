@@ -65,6 +65,9 @@ def test_tensors_that_were_exchanged_between_micro_batches_are_seen() -> None:
     model.first.weight.requires_grad_(False)
     frozen, _ = clipped_totals(clip, model, inputs, present)
     assert frozen.keys() == before.keys() - {"first.weight"}
+    model.first.register_parameter("unused", nn.Parameter(torch.zeros(2)))
+    with pytest.raises(ClipError, match="unused"):
+        clipped_totals(clip, model, inputs, present)
 
 
 @pytest.mark.parametrize("how", ["blocks", "whole", "function"])

@@ -17,7 +17,7 @@ SHAPES: list[tuple[str, Any]] = [
     ("phases.1.schedule.peak", 2e-3), ("phases.1.schedule.warmup", 3), ("phases.1.schedule.shape", "cosine"),
     ("phases.1.schedule.end", 50), ("phases.1.optimizer.params.betas", [0.9, 0.96]),
     ("phases.1.optimizer.params.weight_decay", 0.1), ("phases.1.optimizer.params.eps", 1e-6),
-    ("phases.1.data.augment", "center"), ("phases.1.privacy.clip.norm", 2.0),
+    ("phases.1.data.augment", "center"), ("phases.1.data.weight", "score"), ("phases.1.privacy.clip.norm", 2.0),
     ("phases.1.privacy.clip.kind", "automatic"), ("phases.1.privacy.clip.gamma", 0.5),
     ("phases.1.privacy.clip.groups", "block"), ("run.clip_engine", "reference"), ("run.clip_memory", "fast"),
     ("run.precision", "bf16"),
@@ -50,18 +50,23 @@ def test_the_digest_holds_contents_in_the_place_of_paths(loaded: Callable[..., C
     assert len(digests) == 4 and config.digest(0, CONTENTS) not in digests
 
 
-def test_a_run_from_before_there_were_drops_goes_on(loaded: Callable[..., Config]) -> None:
-    """Its digest knows of no rates, and so must ours while they are 0."""
-    zero, deep = loaded(put("model.dropout", 0.0), put("model.drop_path", 0)), put("model.depth", 2)
+def test_a_run_from_before_there_were_drops_and_weights_goes_on(loaded: Callable[..., Config]) -> None:
+    """Its digest knows of neither, and so must ours while there are none."""
+    mixing, deep = {"data": {"path": "x", "public": True}, "batch": 4}, put("model.depth", 2)
+    zero = loaded(put("model.dropout", 0.0), put("model.drop_path", 0))
     assert zero.digest(1, CONTENTS) == loaded().digest(1, CONTENTS)
     rates = [loaded(deep, put("model.drop_path", rate)).digest(1, CONTENTS) for rate in (0, 0.1, 0.2)]
     assert len(set(rates)) == 3 and rates[0] == loaded(deep).digest(1, CONTENTS)
-    kept: list[str] = []
+    mixed, kept = loaded(put("phases.1.mixing", mixing)), list[str]()
     real = json.dumps
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json, "dumps", lambda value, **options: kept.append(real(value, **options)) or kept[-1])
         zero.digest(1, CONTENTS)
-    assert "mask_ratio" in kept[0] and "drop" not in kept[0]
+        mixed.digest(1, CONTENTS)
+    assert all("mask_ratio" in text and "drop" not in text and '"weight"' not in text for text in kept)
+    assert '"batch": 4' in kept[1]
+    weighted = put("phases.1.mixing", {**mixing, "data": {**mixing["data"], "weight": "score"}})
+    assert loaded(weighted).digest(1, CONTENTS) != mixed.digest(1, CONTENTS)
 
 
 def test_features_of_a_body_that_drops_are_refused(loaded: Callable[..., Config]) -> None:

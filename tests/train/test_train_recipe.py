@@ -94,18 +94,10 @@ def test_a_resumed_plan_takes_its_sigma_from_the_ledger_unless_something_changed
     assert make_plan(longer, phase.privacy, 40, "p", known).noise_multiplier == 7.5
 
 
-def test_captions_are_not_looked_for_in_single_images(loaded: Callable[..., Config], tmp_path: Path) -> None:
-    from PIL import Image
-
-    from data.folders import build_folder
-
-    (tmp_path / "images" / "class").mkdir(parents=True)
-    for number in range(3):
-        Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / "images" / "class" / f"{number}.png")
-    build_folder(tmp_path / "images")
-    change = [put("phases.0.data.path", str(tmp_path / "images")), put("phases.0.batch", 2)]
+def test_captions_are_not_looked_for_in_single_images(loaded: Callable[..., Config], single_images: Path) -> None:
+    change = [put("phases.0.data.path", str(single_images)), put("phases.0.batch", 2)]
     change.append(put("phases.1.data.expected_records", 3))
-    config = loaded(*change, put("phases.1.data.path", str(tmp_path / "images")))
+    config = loaded(*change, put("phases.1.data.path", str(single_images)))
     with pytest.raises(RecipeError, match=r"phases.1.data.path holds single images, which have no captions"):
         prepare(config)
 

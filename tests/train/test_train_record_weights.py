@@ -22,7 +22,10 @@ from model.record_weight import RECORD_WEIGHT
 from train.audit_canaries import CanaryBatches
 from train.clip_rule import ClipRule
 from train.config import Config
+from train.config_data import ShardData
+from train.config_phase import Mixing
 from train.forward import PlainForward
+from train.mixing import mixed_spec
 from train.recipe import RecipeError, prepare
 
 WEIGHTS = [1.0, 0.0, 0.03, 2.5, 1e6, 1e-6]
@@ -73,16 +76,23 @@ def test_training_reads_them_and_measurements_do_not(loaded: Callable[..., Confi
     assert known.data_spec(augment=True).weight is None and WEIGHT == RECORD_WEIGHT
 
 
-def test_single_images_have_none(loaded: Callable[..., Config], tmp_path: Path) -> None:
-    from PIL import Image
+def test_data_to_mix_in_have_a_field_of_their_own() -> None:
+    phase = ready()
+    data = {"path": "x", "public": True}
+    for own in ("phase", None):
+        for mixed in ("mixed", None):
+            mixing = Mixing.model_validate({"data": {**data, "weight": mixed}, "batch": 4})
+            weighted = ShardData.model_validate({**data, "weight": own})
+            settings = phase.settings.model_copy(update={"mixing": mixing, "data": weighted})
+            known = replace(phase, settings=settings)
+            assert known.data_spec(augment=True).weight == own and mixed_spec(known).weight == mixed
+    made = Mixing.model_validate({"data": {"source": "synthetic", "kind": "shapes", "records": 64}, "batch": 8})
+    settings = phase.settings.model_copy(update={"mixing": made, "data": weighted.model_copy(update={"weight": "own"})})
+    assert mixed_spec(replace(phase, settings=settings)).weight is None
 
-    from data.folders import build_folder
 
-    (tmp_path / "images" / "class").mkdir(parents=True)
-    for number in range(3):
-        Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / "images" / "class" / f"{number}.png")
-    build_folder(tmp_path / "images")
-    change = [put("phases.0.data.path", str(tmp_path / "images")), put("phases.0.batch", 2)]
+def test_single_images_have_none(loaded: Callable[..., Config], single_images: Path) -> None:
+    change = [put("phases.0.data.path", str(single_images)), put("phases.0.batch", 2)]
     with pytest.raises(RecipeError, match=r"phases.0.data.weight is a number in a record's .json"):
         prepare(loaded(*change, put("phases.0.data.weight", "score")))
 
