@@ -8,14 +8,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from scipy.stats import t as student
+
 ARMS = {
     "random": "random weights", "warm": "warm start alone", "mae": "+ private MAE, equal cost",
     "small": "+ private captioner, batch / 8", "caption": "+ private captioner",
 }  # fmt: skip
 CLAIMS = {"beats_warm_start": "warm", "beats_mae_of_equal_cost": "mae", "large_batch_beats_small": "small"}
 """What the captioner is to be better than."""
-APART = 2.92
-"""Standard errors from which a difference counts: Student's t for three seeds, once in twenty if nothing differs."""
+DECIDES = "colour"
+"""The axis on which claims are tested, and by which learning rates are chosen; others are told beside it."""
 
 Runs = list[dict[str, dict[str, float]]]
 
@@ -32,7 +34,7 @@ def compared(runs: Runs, axes: Iterable[str], tested: int) -> dict[str, dict[str
     """
     return {
         claim: {
-            axis: _difference(*([run[arm][axis] for run in runs] for arm in ("caption", other)), tested)
+            axis: _difference([run["caption"][axis] for run in runs], [run[other][axis] for run in runs], tested)
             for axis in axes
         }
         for claim, other in CLAIMS.items()
@@ -40,11 +42,12 @@ def compared(runs: Runs, axes: Iterable[str], tested: int) -> dict[str, dict[str
 
 
 def verdicts(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, str]:
-    """Claim -> in one sentence, on which axes it was shown."""
+    """Claim -> in one sentence, whether it was shown on the axis that decides, and on which others."""
     sentences = {}
     for claim, axes in found.items():
-        shown = [axis for axis, difference in axes.items() if difference["holds"]]
-        sentences[claim] = f"shown on {', '.join(shown)} alone" if shown else "not shown on any axis"
+        beside = [axis for axis, difference in axes.items() if difference["holds"] and axis != DECIDES]
+        shown = "shown" if axes[DECIDES]["holds"] else "not shown"
+        sentences[claim] = f"{shown} on {DECIDES}; of the others, on {', '.join(beside) or 'none'}"
     return sentences
 
 
@@ -60,8 +63,13 @@ def _difference(ours: list[float], theirs: list[float], tested: int) -> dict[str
     apart = statistics.mean(differences) / math.hypot(error, sampling)
     return {
         "mean": statistics.mean(differences), "standard_error": error, "sampling_error": sampling,
-        "standard_errors_apart": apart, "holds": apart > APART,
+        "standard_errors_apart": apart, "holds": apart > least_apart(len(differences)),
     }  # fmt: skip
+
+
+def least_apart(seeds: int) -> float:
+    """Standard errors from which a difference counts: Student's t, once in twenty if nothing differs."""
+    return float(student.ppf(0.95, seeds - 1)) if seeds > 1 else math.inf
 
 
 def _std(values: list[float]) -> float:
@@ -70,14 +78,13 @@ def _std(values: list[float]) -> float:
 
 def table(result: Mapping[str, Any]) -> str:
     axes = list(result["setting"]["chance"])
-    lines = ["arm                              " + "".join(f"{axis:>16}" for axis in axes)]
+    lines = [" " * 33 + "".join(f"{axis:>16}" for axis in axes)]
     for arm, name in ARMS.items():
         cells = (result["spread"][arm][axis] for axis in axes)
         lines.append(f"{name:33}" + "".join(f"{cell['mean']:>8.3f} ± {cell['std']:.3f}" for cell in cells))
     for claim, found in result["compared"].items():
         cells = (f"{found[axis]['mean']:>+8.3f} ± {found[axis]['standard_error']:.3f}" for axis in axes)
-        lines.append(f"{claim:33}" + "".join(cells))
-        lines.append(" " * 33 + "".join(f"{'holds' if found[axis]['holds'] else 'not shown':>16}" for axis in axes))
+        lines.append(f"{claim:33}" + "".join(cells) + f"   {result['verdicts'][claim]}")
     return "\n".join(lines)
 
 
@@ -87,23 +94,23 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    size, chance = result["setting"]["size"], result["setting"]["chance"]
-    panels = {"colour": f"colour, {size['fitted']} labels", "colour_few": f"colour, {size['few']} labels"}
-    panels |= {"shape": f"shape, {size['fitted']} labels", "label": f"both, {size['fitted']} labels"}
-    figure, places = plt.subplots(1, len(panels), figsize=(13, 3), sharey=True, layout="constrained")
-    for place, (axis, name) in zip(places, panels.items(), strict=True):
+    setting, runs = result["setting"], result["runs"]
+    panels = {axis: f"{axis}, {setting['size']['fitted']} labels" for axis in ("colour", "shape", "label")}
+    panels["label"] = panels["label"].replace("label,", "both,")
+    panels["colour_few"] = f"colour, {setting['shots']} labels a class"
+    figure, places = plt.subplots(1, len(panels), figsize=(14, 3.2), sharey=True, layout="constrained")
+    for place, (axis, name) in zip(places, sorted(panels.items()), strict=True):
         for row, arm in enumerate(ARMS):
             found = result["spread"][arm][axis]
             place.barh(row, found["mean"], xerr=found["std"], color="#4c72b0" if arm == "caption" else "#b0b8c8")
-            place.plot([run[arm][axis] for run in result["runs"]], [row] * len(result["runs"]), "k.", markersize=4)
-        place.axvline(chance[axis], color="#c44e52", linestyle=":", label="chance")
-        place.set_xlabel(name)
-        values = [result["spread"][arm][axis]["mean"] for arm in ARMS]
-        if min(values) > 0.5:  # else the bars look alike
-            place.set_xlim(0.5, 1)
+            place.plot([run[arm][axis] for run in runs], [row] * len(runs), "k.", markersize=4)
+        values = [run[arm][axis] for run in runs for arm in ARMS]
+        # From near the lowest on, or the bars look alike; chance may lie below.
+        place.set_xlim(0.95 * min(values), min(1.0, 1.02 * max(values)))
+        place.set_xlabel(f"{name} (chance {setting['chance'][axis]:.2f})")
     places[0].set_yticks(range(len(ARMS)), list(ARMS.values()))
-    places[-1].legend(fontsize=7)
-    seeds, epsilon = len(result["runs"]), result["setting"]["epsilon"]
-    figure.suptitle(f"Linear-probe accuracy, ε = {epsilon:g}, {seeds} seeds (bars: mean and standard deviation)")
+    figure.suptitle(
+        f"Linear-probe accuracy, ε = {setting['epsilon']:g}, {len(runs)} seeds (bars: mean and deviation; axes are cut)"
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)

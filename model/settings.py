@@ -7,9 +7,9 @@ code needs (every number present, every divisibility checked). Nothing else in t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from model.sizes import RESNETS, TABLES, Activation, Family, Preset, ResNet, Size, Stack
 
@@ -84,6 +84,11 @@ class Shape:
         return int(self.patches * (1.0 - self.mask_ratio) + 1e-9)
 
 
+def _as_tuple(given: Any) -> Any:
+    """A strict reading of JSON knows no tuples, once a validator has seen the whole object before its fields."""
+    return tuple(given) if isinstance(given, list) else given
+
+
 class ModelSettings(BaseModel):
     """The `model` section of a config."""
 
@@ -129,7 +134,7 @@ class ModelSettings(BaseModel):
         allow_inf_nan=False,
         description="of each class at the start; null: -10 for sigmoid, 0 for softmax",
     )
-    stages: tuple[int, ...] | None = Field(
+    stages: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = Field(
         default=None, min_length=1, max_length=4, description="a ResNet's blocks per stage; `width` is then its stem's"
     )
     drop_path: float = Field(

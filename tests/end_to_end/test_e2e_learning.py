@@ -1,7 +1,6 @@
-"""Private training teaches the encoder something that its warm start did not know, and a test can tell.
+"""Private training teaches the encoder what neither its warm start knew nor a masked autoencoder learns at equal cost.
 
-On colours: shapes are learned by none of the runs at this size. Nor is the captioner better there than a masked
-autoencoder of equal cost, so that is reported and not asserted; see benchmarks/results/learning.json.
+On colours: shapes are learned by none of the runs at this size; see benchmarks/results/learning.json.
 """
 
 from __future__ import annotations
@@ -18,24 +17,21 @@ import pytest
 from tests.end_to_end.conftest import ROOT, environment
 
 SEEDS = 3
-LEAST = {"beats_warm_start": 2.0, "large_batch_beats_small": 0.0}
-"""Standard errors of the difference, of which 3.9 and 2.3 were measured. A swapped order is below both; the second
-asks for the order alone, since runs draw their keys anew and 2.3 would often miss a higher one."""
 
 
 @pytest.mark.slow
-def test_a_private_captioner_beats_its_warm_start_and_the_same_with_a_small_batch(tmp_path: Path) -> None:
+def test_a_private_captioner_beats_its_warm_start_an_autoencoder_and_a_small_batch(tmp_path: Path) -> None:
     out = tmp_path / "learning.json"
-    script = [sys.executable, str(ROOT / "benchmarks" / "learning.py"), "--seeds", str(SEEDS)]
+    script = [sys.executable, str(ROOT / "benchmarks" / "learning.py"), "--seeds", str(SEEDS), "--jobs", "2"]
     done = subprocess.run(
         [*script, "--work", str(tmp_path / "work"), "--out", str(out)],
         capture_output=True, text=True, env=environment(), timeout=6000,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
-    for claim, least in LEAST.items():
-        measured = found["compared"][claim]["colour"]
-        assert measured["standard_errors_apart"] > least, f"{claim}: {measured}\n{done.stdout}"
+    assert set(found["compared"]) == {"beats_warm_start", "beats_mae_of_equal_cost", "large_batch_beats_small"}
+    for claim, axes in found["compared"].items():
+        assert axes["colour"]["holds"], f"{claim}: {axes['colour']}\n{done.stdout}"
     private = [run[arm] for run in found["runs"] for arm in ("caption", "mae", "small")]
     assert len(private) == 3 * SEEDS and all(7.9 < run["epsilon"] <= 8 for run in private)
     arms, flops = found["setting"]["arms"], found["setting"]["flops_per_record"]

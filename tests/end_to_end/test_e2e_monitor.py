@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from accounting.certificate import verify
-from tests.end_to_end.conftest import Launch, ledger_lines
+from tests.end_to_end.conftest import BIN, ROOT, TIMEOUT, Launch, environment, free_port, ledger_lines
 from tests.end_to_end.warm import WarmLauncher
 from train.dry_run import dry_run
 from train.loading import load
@@ -67,6 +69,34 @@ def test_private_records_are_no_data_for_the_monitor(launch: Make) -> None:
     code, output = started.run()
     assert code == 2 and "phases.1.monitor.path" in output and "belongs to the private records" in output
     assert not run_dir.exists()
+
+
+def test_the_four_way_study_as_a_launched_command(launch: Make, tmp_path: Path) -> None:
+    started, _ = launch("studied")
+    folder = tmp_path / "study"
+    options = ["--noise-multiplier", "0.5", "--steps", "4", "--rates", "1e-3", "4e-3", "--records", "32"]
+    command = [str(ROOT / "launch" / "four_way.py"), "--config", str(started.config), "--out", str(folder), *options]
+    launcher = [str(BIN / "deepspeed"), "--master_port", str(free_port()), "--num_gpus", "2"]
+    done = subprocess.run(
+        [*launcher, *command, "--phase", "warm-start"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    study = json.loads((folder / "four_way.json").read_text())
+    assert "NOT PRIVATE" in study["marked"] and study["marked"] in done.stdout
+    assert set(study["best"]) == {"neither", "clipping only", "noise only", "both"}
+    assert len(study["curves"]) == 8 and (folder / "four_way.png").read_bytes()[:4] == b"\x89PNG"
+    refused = subprocess.run(
+        [sys.executable, *command, "--phase", "private"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=TIMEOUT,
+    )
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
 
 
 @pytest.mark.slow

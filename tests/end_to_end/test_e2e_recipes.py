@@ -13,17 +13,20 @@ from typing import Any
 import pytest
 
 from data.synthetic import shape_samples
-from tests.end_to_end.conftest import ROOT, TIMEOUT, Launch, environment, ledger_lines, opened_steps, wait_for
+from tests.end_to_end.conftest import (
+    ROOT,
+    TIMEOUT,
+    Launch,
+    environment,
+    ledger_lines,
+    opened_steps,
+    run_worker,
+    wait_for,
+)
+from tests.end_to_end.toy_recipes import PRIVATE_STEPS, TINY, TINY_MAE, TINY_TEXT
 
 CONFIGS = ROOT / "ds_configs"
-TINY = {
-    "model.size": "custom", "model.image_size": 32, "model.patch_size": 8, "model.width": 32, "model.depth": 1,
-    "model.heads": 2, "run.precision": "fp32", "run.log_every": 1, "run.checkpoint_every": 3,
-    "train_micro_batch_size_per_gpu": 16,
-}  # fmt: skip
-TINY_MAE = {"model.mae_decoder_width": 16, "model.mae_decoder_depth": 1, "model.mae_decoder_heads": 2}
-TINY_TEXT = {"model.decoder_width": 32, "model.decoder_depth": 1, "model.decoder_heads": 2, "model.vocabulary": 64,
-             "model.text_length": 16}  # fmt: skip
+FILES = {path.stem: path for path in sorted(CONFIGS.rglob("*.json")) if path.stem != "schema"}
 
 
 def synthetic_stage(steps: int = 6) -> dict[str, Any]:
@@ -219,3 +222,27 @@ def test_a_phase_is_ended_by_hand_and_claims_what_was_planned(data: Path, tmp_pa
     assert "end_phase names it" in output and len(opened_steps(run_dir)) < 400
     claim = claim_of(run_dir)
     assert claim["private"] and claim["epsilon"] < 7 and claim["epsilon_claimed"] == 8.0
+
+
+@pytest.mark.slow
+def test_every_shipped_recipe_learns_stops_and_goes_on_within_its_budget(data: Path, tmp_path: Path) -> None:
+    """Pre-training comes first: transfers start from its weights, as in the paper."""
+    names = sorted(FILES, key=lambda name: (not name.startswith("pretrain"), name))
+    begun = run_worker("recipes_worker.py", "begin", str(data), str(tmp_path), *names, seconds=20 * TIMEOUT)
+    stopped = [name for name in names if begun[name] == 75]
+    resumed = run_worker("recipes_worker.py", "resume", str(data), str(tmp_path), *stopped, seconds=20 * TIMEOUT)
+    for name in names:
+        *_, last = json.loads(FILES[name].read_text())["phases"]
+        run_dir, private, once = tmp_path / name, "privacy" in last, last.get("steps") == 1
+        if private and not once:
+            assert (begun[name], resumed[name]) == (75, 0), name
+            assert opened_steps(run_dir) == list(range(1, PRIVATE_STEPS + 1)), name
+        else:
+            assert begun[name] == 0, name
+        losses = curve(run_dir, last["name"], "public_loss" if private else "loss")
+        assert losses[-1] < losses[0] and len(losses) > (1 if once else 3), (name, losses)
+        claim = claim_of(run_dir)
+        assert claim["private"] is private, name
+        if private:
+            budget = last["privacy"]["epsilon"]
+            assert 0.98 * budget < claim["epsilon"] <= budget, (name, claim)

@@ -16,8 +16,10 @@ from train_helpers import SHAPE, Toy, nano_inputs, toy_batch
 
 from model.build import build
 from train.clip import clipped_totals
+from train.clip_book import Book
 from train.clip_bookkeeping import HOLD, BookKeepingClip
 from train.clip_opacus import OpacusClip
+from train.clip_pieces import Outer, Whole
 from train.clip_reference import ReferenceClip
 from train.clip_rule import ClipError
 
@@ -159,3 +161,37 @@ def test_opacus_agrees_on_a_vision_transformer() -> None:
     assert torch.allclose(ours.factors.double(), theirs.factors.double(), rtol=1e-5)
     with pytest.raises(ClipError, match="Opacus has no per-record gradients"):
         peer.prepare(build(SHAPE, "mae"))
+
+
+@pytest.mark.parametrize("shared", ["weight and bias", "bias"])
+def test_a_layer_used_twice_by_one_token_of_each_record_is_measured_as_one_gradient(shared: str) -> None:
+    """The shortcut for a weight with its bias is for one use alone; the second would be measured without the first."""
+
+    def act(body: Any, x: Tensor) -> Tensor:
+        hidden = body.first(x).tanh()
+        again = body.second(-2 * hidden) if shared == "weight and bias" else hidden + body.second.bias
+        return body.second(hidden) + again
+
+    batch, model = toy_batch(5), Body(act)
+    found, seen = clipped_totals(BookKeepingClip(FLAT), model, batch.inputs, batch.present)
+    expected, other = clipped_totals(ReferenceClip(FLAT), model, batch.inputs, batch.present)
+    assert apart(found, expected) < 1e-6
+    torch.testing.assert_close(seen.norms, other.norms, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("case", ["bias of other values", "tokens that cancel"])
+def test_only_a_bias_that_is_its_weights_left_side_shares_its_lengths(case: str) -> None:
+    draw = torch.Generator().manual_seed(4)
+    left, right = torch.randn(3, 2, 5, generator=draw), torch.randn(3, 2, 4, generator=draw)
+    if case == "bias of other values":
+        left, right = left[:, :1].clone(), right[:, :1].clone()
+        bias = torch.randn(3, 5, generator=draw)
+    else:
+        bias = left.sum(1)
+        # As if a view of the gradients' memory had been handed on.
+        bias = left.flatten(1)[:, :5].copy_(bias)
+    weights = torch.einsum("bto,bti->boi", left.double(), right.double()).flatten(1)
+    expected = (weights.square().sum(1) + bias.double().square().sum(1)).sqrt()
+    book = Book({"w": 0, "b": 0}, 3, 0.0, False, torch.device("cpu"))
+    book.enter([Outer("w", left, right, torch.Size((5, 4))), Whole("b", bias)], {"w": 1, "b": 1})
+    torch.testing.assert_close(book.norms(torch.ones(3, dtype=torch.bool))[0], expected, rtol=1e-5, atol=0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from config_base import Change, drop, put, refusal
 
+from model.sizes import ResNet
 from train.config import Config
 from train.loading import ConfigError, load
 from train.refusals import PHASE_REFUSED, REFUSED
@@ -37,6 +38,20 @@ HARMFUL: dict[str, Any] = {
     "zero_optimization.offload_optimizer.ratio": 0.5, "zero_optimization.offload_param": {"device": "cpu"},
     "zero_optimization.zero_quantized_gradients": True,
 }  # fmt: skip
+
+
+def first_alone(raw: dict[str, Any]) -> None:
+    del raw["phases"][1:]
+
+
+def test_a_resnet_of_any_stages_can_be_written_in_a_config(loaded: Callable[..., Config]) -> None:
+    model = {"family": "classifier", "image_size": 16, "width": 8, "stages": [1, 2], "classes": 3}
+    phase = [put("phases.0.objective", "classify"), put("phases.0.data.label", "cls"), first_alone]
+    config = loaded(put("model", model), *phase)
+    assert config.model.stages == (1, 2) and config.model.resolved().resnet == ResNet(8, (1, 2))
+    assert loaded(put("model", model), *phase, overrides=["model.stages=[2, 1]"]).model.stages == (2, 1)
+    for wrong in ("[1.0]", '["1"]', "[]", "2"):
+        assert "model.stages" in refusal(loaded, put("model", model), *phase, overrides=[f"model.stages={wrong}"])
 
 
 def test_no_refusal_was_taken_away() -> None:

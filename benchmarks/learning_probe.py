@@ -1,0 +1,64 @@
+"""Linear probes of the learning benchmark: of all labels, and of a few of each class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.batches import BatchReader, DataSpec
+from data.index import ShardIndex
+from data.shapes import COLOURS, SHAPES
+from evaluation.linear_probe import fit, pooled_tokens
+from model.encoder import Encoder
+
+CLASSES = {"label": len(COLOURS) * len(SHAPES), "colour": len(COLOURS), "shape": len(SHAPES)}
+CHANCE = {f"{name}{labels}": 1 / count for labels in ("", "_few") for name, count in CLASSES.items()}
+"""By what is reported: a probe fitted to all records for fitting, and one fitted to a few of them."""
+SHOTS, DRAWS, FEW_PENALTY = 5, 10, 1e-2
+"""Of the probe that has few labels: so many of each class, drawn so many times."""
+
+
+class Judge:
+    """On public labelled pictures. Those by which learning rates are chosen are not those that are tested."""
+
+    def __init__(self, held_out: Path, side: int, counts: tuple[int, int, int]) -> None:
+        """`counts`: records to fit probes to, to choose rates by, and to test."""
+        fitted, chosen_on, tested = counts
+        spec = DataSpec(image_size=side, augment="center", labels=tuple(CLASSES))
+        batch = BatchReader(ShardIndex.open(held_out), spec).read(np.arange(sum(counts)), 0)
+        assert bool(batch.present.all())
+        self.images, self.labels = batch.inputs["images"], {name: batch.inputs[name] for name in CLASSES}
+        self.fitted = fitted
+        self.chosen_on, self.tested = (
+            slice(fitted, fitted + chosen_on),
+            slice(fitted + chosen_on, fitted + chosen_on + tested),
+        )
+
+    def __call__(self, encoder: Encoder) -> dict[str, float]:
+        features = pooled_tokens(encoder, self.images)
+        few = {f"{name}_few": self._few(features, name) for name in CLASSES}
+        return self._all(features, self.tested) | few
+
+    def tuning(self, encoder: Encoder) -> dict[str, float]:
+        return self._all(pooled_tokens(encoder, self.images), self.chosen_on)
+
+    def _all(self, features: Tensor, judged: slice) -> dict[str, float]:
+        found = {}
+        for name, classes in CLASSES.items():
+            labels = self.labels[name]
+            probe = fit(features[: self.fitted], labels[: self.fitted], classes)
+            found[name] = probe.accuracy(features[judged], labels[judged])
+        return found
+
+    def _few(self, features: Tensor, name: str) -> float:
+        """Mean over draws that are the same for every encoder."""
+        labels, found = self.labels[name], []
+        for draw in range(DRAWS):
+            order = torch.randperm(self.fitted, generator=torch.Generator().manual_seed(draw))
+            shown = torch.cat([order[labels[order] == each][:SHOTS] for each in range(CLASSES[name])])
+            probe = fit(features[shown], labels[shown], CLASSES[name], FEW_PENALTY)
+            found.append(probe.accuracy(features[self.tested], labels[self.tested]))
+        return sum(found) / DRAWS

@@ -1,0 +1,95 @@
+"""The learning benchmark's model, sizes and runs, as configs of the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train.config import Config
+from train.planner import counted
+
+EPSILON, SMALLER = 8.0, 8
+MODEL = {
+    "family": "captioner", "size": "custom", "image_size": 32, "patch_size": 8, "width": 96, "depth": 2, "heads": 2,
+    "decoder_width": 96, "decoder_depth": 1, "decoder_heads": 2, "mae_decoder_width": 96, "mae_decoder_depth": 1,
+    "mae_decoder_heads": 2, "text_length": 16, "vocabulary": 64, "qkv_bias": True,
+}  # fmt: skip
+TRIED = {"caption": (4e-3, 1e-2, 2e-2), "mae": (4e-3, 1e-2, 2e-2), "small": (1.2e-3, 4e-3, 1e-2)}
+"""Peak learning rates that `--tune` tries."""
+CHOSEN = {"caption": 1e-2, "mae": 1e-2, "small": 4e-3}
+"""What it chose; used without `--tune`."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the experiment."""
+
+    private: int = 20_000
+    batch: int = 1000
+    steps: int = 50
+    textures: int = 10_000
+    warm_batch: int = 256
+    warm_steps: int = 150
+    fitted: int = 1500
+    chosen_on: int = 4000
+    tested: int = 10_000
+
+
+@dataclass(frozen=True)
+class Arm:
+    objective: str
+    batch: float
+    steps: int
+    peak: float
+    """Of the learning rate."""
+
+
+def arms(size: Size, peaks: dict[str, float]) -> dict[str, Arm]:
+    """The masked autoencoder gets as many steps as its FLOPs per record allow."""
+    equal_cost = round(size.steps * flops("caption") / flops("mae"))
+    return {
+        "mae": Arm("mae", size.batch, equal_cost, peaks["mae"]),
+        "small": Arm("caption", size.batch / SMALLER, size.steps * SMALLER, peaks["small"]),
+        "caption": Arm("caption", size.batch, size.steps, peaks["caption"]),
+    }
+
+
+def phase(arm: Arm, data: Path, shards: Path) -> dict[str, Any]:
+    tokenizer = {"tokenizer": str(data / "tokenizer.json")} if arm.objective == "caption" else {}
+    return {
+        "name": "private", "objective": arm.objective,
+        "data": {"source": "shards", "path": str(shards), "reading": {"workers": 0}, **tokenizer},
+        "privacy": {
+            "epsilon": EPSILON, "delta": "1/(2n)", "expected_batch": arm.batch,
+            "clip": {"kind": "automatic", "norm": 1.0, "gamma": 0.01}, "noise_multiplier": None,
+        },
+        "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.005}},
+        "schedule": {"peak": arm.peak, "warmup": arm.steps // 6, "shape": "cosine"},
+        "steps": arm.steps,
+    }  # fmt: skip
+
+
+def warm_phase(size: Size, data: Path) -> dict[str, Any]:
+    return {
+        "name": "warm-start", "objective": "mae", "batch": size.warm_batch, "steps": size.warm_steps,
+        "data": {
+            "source": "shards", "path": str(data / "textures"), "public": True, "augment": "random_resized_crop",
+            "reading": {"workers": 0},
+        },
+        "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.005}},
+        "schedule": {"peak": 1e-3, "warmup": 20, "shape": "cosine"},
+    }  # fmt: skip
+
+
+def config(phases: list[dict[str, Any]], run_dir: Path, seed: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 64, "zero_optimization": {"stage": 1}, "model": {**MODEL, "init_seed": seed},
+        "phases": phases, "run": {"checkpoint_every": 10_000, "log_every": 10_000, "dir": str(run_dir)},
+    }  # fmt: skip
+
+
+def flops(objective: str) -> float:
+    """Of one record in a private step: both passes and the clipping."""
+    settings = Config.model_validate(config([phase(Arm(objective, 8, 1, 1.0), Path("."), Path("."))], Path("."), 0))
+    return counted(settings, settings.phases[0])[0].private_flops

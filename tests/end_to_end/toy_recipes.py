@@ -1,0 +1,81 @@
+"""Shipped recipes at toy size: the overrides that make one run on a CPU in seconds, and change nothing else of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+TINY = {
+    "model.size": "custom", "model.image_size": 32, "model.patch_size": 8, "model.width": 32, "model.depth": 1,
+    "model.heads": 2, "run.precision": "fp32", "run.log_every": 1, "run.checkpoint_every": 3,
+    "train_micro_batch_size_per_gpu": 16,
+}  # fmt: skip
+TINY_MAE = {"model.mae_decoder_width": 16, "model.mae_decoder_depth": 1, "model.mae_decoder_heads": 2}
+TINY_TEXT = {"model.decoder_width": 32, "model.decoder_depth": 1, "model.decoder_heads": 2, "model.vocabulary": 64,
+             "model.text_length": 16}  # fmt: skip
+TINY_BIT = {"model.width": 8, "model.stages": [1, 1]}
+RECORDS = {"private": 600, "held_out": 64, "protected": 300, "open": 300}
+"""Of the sets that the tests prepare; the last two are single images in class folders."""
+PUBLIC_STEPS, PRIVATE_STEPS, EXPECTED = 6, 12, 60
+PEAKS = {"AdamW": 5e-3, "LAMB": 2e-2}
+
+
+def overrides(recipe: Path, data: Path, runs: Path) -> dict[str, Any]:
+    """`runs` holds the runs of recipes that others start from, by their names."""
+    raw = json.loads(recipe.read_text())
+    found: dict[str, Any] = {"run.dir": str(runs / recipe.stem), **_model(raw["model"])}
+    for number, phase in enumerate(raw["phases"]):
+        found |= {f"phases.{number}.{key}": value for key, value in _phase(recipe.stem, phase, data, runs).items()}
+    return found
+
+
+def _model(model: dict[str, Any]) -> dict[str, Any]:
+    if model["family"] == "classifier":
+        if model["size"].startswith("r"):
+            bit = {
+                key: value
+                for key, value in TINY.items()
+                if key not in ("model.patch_size", "model.depth", "model.heads")
+            }
+            return bit | TINY_BIT | {"model.classes": 8}
+        return TINY | {"model.classes": 8}
+    return TINY | TINY_MAE | (TINY_TEXT if model["family"] == "captioner" else {})
+
+
+def _phase(recipe: str, phase: dict[str, Any], data: Path, runs: Path) -> dict[str, Any]:
+    source, private = phase["data"]["source"], "privacy" in phase
+    if source == "checkpoint":
+        return {"data.path": str(runs / f"pretrain_{recipe.split('_')[1]}")}
+    found: dict[str, Any] = {}
+    if source == "synthetic":
+        found |= {"data.records": 200, "data.size": 32}
+    else:
+        name = _records_for(phase)
+        found |= {"data.path": str(data / name)}
+        if "expected_records" in phase["data"]:
+            found |= {"data.expected_records": RECORDS[name]}
+    if "tokenizer" in phase["data"]:
+        found |= {"data.tokenizer": str(data / "tokenizer.json")}
+    if "evaluation" in phase or private:
+        held = "held_classes" if phase["objective"] == "classify" else "held_out"
+        found |= {"evaluation": {"path": str(data / held), "records": 64}}
+    if "mixing" in phase:
+        found |= {"mixing.data.path": str(data / "open"), "mixing.data.expected_records": 300, "mixing.batch": 32}
+    once = phase.get("steps") == 1
+    found |= {"epochs": None, "steps": 1 if once else PRIVATE_STEPS if private else PUBLIC_STEPS}
+    batch = found["data.expected_records"] if once else EXPECTED
+    found |= {"privacy.expected_batch": batch} if private else {"batch": 24}
+    schedule = phase["schedule"]
+    found |= {f"schedule.{key}": None for key in ("warmup_epochs", "end") if key in schedule}
+    if not once and "warmup_epochs" not in schedule:
+        found |= {"schedule.warmup": 1}
+    return found | {"schedule.peak": PEAKS[phase["optimizer"]["type"]]}
+
+
+def _records_for(phase: dict[str, Any]) -> str:
+    # A public part of a set that is otherwise private lies in that set.
+    public = phase["data"].get("public", False) and "public_fraction" not in phase["data"]
+    if phase["objective"] == "classify":
+        return "open" if public else "protected"
+    return "private" if not public else "textures" if phase["objective"] == "mae" else "held_out"
