@@ -61,13 +61,16 @@ def prepare(folder: Path, size: Size) -> None:
     counts = {"--private": size.private, "--held-out": size.fitted + size.chosen_on + size.tested}
     counts["--textures"] = size.textures
     command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "demo", "--out", str(folder)]
+    command += ["--tint", str(size.tint)]
     command += [str(each) for pair in counts.items() for each in pair]
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def prepare_stand_in(folder: Path, size: Size) -> None:
     if not (folder / "index").is_dir():
-        build_index(write_shards(folder, shape_samples(TUNING_DRAW, size.private, MODEL["image_size"]), 1000))
+        build_index(
+            write_shards(folder, shape_samples(TUNING_DRAW, size.private, MODEL["image_size"], tint=size.tint), 1000)
+        )
 
 
 def train(folder: Path, name: str, phases: list[dict[str, Any]], seed: int) -> Path:

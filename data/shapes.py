@@ -31,6 +31,9 @@ _RADII = ((0.19, 0.23), (0.28, 0.32), (0.38, 0.43))
 # Equal radii would make triangles and stars look small: scaled towards equal area.
 _FILL = (0.92, 0.80, 1.12, 1.18)
 
+# Of backgrounds, per channel: faint, so that colour is never in doubt. Only what is asked for with --tint has more.
+FAINT = 6.0
+
 # "a orange" is on purpose: one article, so that the prompt "a photo of a" is followed by every colour.
 _PROMPTED = (
     "a photo of a {colour} {shape}",
@@ -112,15 +115,17 @@ class _Canvas:
         return self.array((np.arange(self.side, dtype=np.float32) + 0.5) / self.side)
 
 
-def render(scene: Scene, side: int, rng: np.random.Generator, device: torch.device | str = "cpu") -> np.ndarray:
+def render(
+    scene: Scene, side: int, rng: np.random.Generator, device: torch.device | str = "cpu", tint: float = FAINT
+) -> np.ndarray:
     """uint8 [side, side, 3]. Another device than the CPU rounds a little otherwise."""
     where = torch.device(device)
     canvas = _Canvas(side, None if where.type == "cpu" else where)
-    found = _render(scene, canvas, rng)
+    found = _render(scene, canvas, rng, tint)
     return found.astype(np.uint8) if canvas.device is None else found.to(torch.uint8).cpu().numpy()
 
 
-def _render(scene: Scene, canvas: _Canvas, rng: np.random.Generator) -> Any:
+def _render(scene: Scene, canvas: _Canvas, rng: np.random.Generator, tint: float) -> Any:
     grid = canvas.grid()
     low, high = _RADII[scene.size]
     radius = rng.uniform(low, high)
@@ -136,7 +141,7 @@ def _render(scene: Scene, canvas: _Canvas, rng: np.random.Generator) -> Any:
     shade = rng.uniform(0.86, 1.04) + (rng.uniform(-0.12, 0.12) * (x + y))[..., None]
     colour = np.array(COLOURS[list(COLOURS)[scene.colour]], np.float32) + rng.uniform(-8, 8, 3).astype(np.float32)
     paint = canvas.array(colour) * shade
-    back = _background(canvas, scene.background, rng)
+    back = _background(canvas, scene.background, rng, tint)
     return canvas.math.clip(back + cover * (paint - back), 0, 255)
 
 
@@ -170,8 +175,8 @@ def _star(math: Any, x: Any, y: Any, radius: np.float32) -> Any:
     return ((along - float(radius)) * float(dent_across) + across * float(radius - dent_along)) / float(edge)
 
 
-def _background(canvas: _Canvas, kind: int, rng: np.random.Generator) -> Any:
-    """A texture in greys with a faint tint, float32 [side, side, 3]."""
+def _background(canvas: _Canvas, kind: int, rng: np.random.Generator, tint: float) -> Any:
+    """A texture in greys with a tint, float32 [side, side, 3]."""
     math, side = canvas.math, canvas.side
     grey, contrast = rng.uniform(95, 165), rng.uniform(30, 48) * (1 if rng.random() < 0.5 else -1)
     pattern = canvas.array(np.zeros((side, side), np.float32))
@@ -190,8 +195,8 @@ def _background(canvas: _Canvas, kind: int, rng: np.random.Generator) -> Any:
             pattern = wave[None, :] * wave[:, None]
         else:
             pattern = canvas.array(rng.standard_normal((side, side), dtype=np.float32) * np.float32(0.6))
-    tint = rng.uniform(-6, 6, 3).astype(np.float32)
-    return canvas.array(np.float32(grey) + tint) + _float(contrast) * pattern[..., None]
+    hue = rng.uniform(-tint, tint, 3).astype(np.float32)
+    return canvas.array(np.float32(grey) + hue) + _float(contrast) * pattern[..., None]
 
 
 def _steps(math: Any, phase: Any) -> Any:

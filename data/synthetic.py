@@ -21,7 +21,7 @@ from webdataset.writer import TarWriter
 
 from data.index import Place, Shard
 from data.kinds import KINDS, Kind, Texture
-from data.shapes import GRAMMAR_WORDS, caption, draw_scene, render
+from data.shapes import FAINT, GRAMMAR_WORDS, caption, draw_scene, render
 from data.tar import ShardError
 from data.textures import textures
 
@@ -56,28 +56,28 @@ def generator(seed: int, index: int) -> np.random.Generator:
 
 
 def shape_sample(
-    seed: int, index: int, side: int, *, labels: bool = False, device: torch.device | str = "cpu"
+    seed: int, index: int, side: int, *, labels: bool = False, device: torch.device | str = "cpu", tint: float = FAINT
 ) -> Sample:
-    pixels, text, numbers = _shape(seed, index, side, device)
+    pixels, text, numbers = _shape(seed, index, side, device, tint)
     return Sample(f"{index:08d}", jpeg(pixels), text, numbers if labels else None)
 
 
 def _shape(
-    seed: int, index: int, side: int, device: torch.device | str = "cpu"
+    seed: int, index: int, side: int, device: torch.device | str = "cpu", tint: float = FAINT
 ) -> tuple[np.ndarray, str, dict[str, int]]:
     rng = generator(seed, index)
     scene = draw_scene(rng)
     text = caption(scene, rng)
-    return render(scene, side, rng, device), text, scene.labels()
+    return render(scene, side, rng, device, tint), text, scene.labels()
 
 
 def texture_sample(seed: int, index: int, side: int, kind: Texture = "mixed") -> Sample:
     return Sample(f"{index:08d}", jpeg(textures(kind, seed, [index], side)[0].numpy()))
 
 
-def shape_samples(seed: int, count: int, side: int, *, labels: bool = False) -> Iterator[Sample]:
+def shape_samples(seed: int, count: int, side: int, *, labels: bool = False, tint: float = FAINT) -> Iterator[Sample]:
     """Captioned shapes; with `labels`, a .json of colour, shape and class index as well."""
-    return (shape_sample(seed, index, side, labels=labels) for index in range(count))
+    return (shape_sample(seed, index, side, labels=labels, tint=tint) for index in range(count))
 
 
 def texture_samples(seed: int, count: int, side: int) -> Iterator[Sample]:

@@ -37,13 +37,20 @@ def declare(commands: Any) -> None:
     demo.add_argument("--held-out", type=int, default=2_000, help="captioned and labelled public records")
     demo.add_argument("--textures", type=int, default=10_000, help="public textures for the warm start")
     demo.add_argument("--size", type=int, default=32, help="side of the square pictures, in pixels")
+    demo.add_argument(
+        "--tint",
+        type=float,
+        metavar="LEVELS",
+        help="colour backgrounds by up to so many of 255 levels in "
+        "each channel, beside which shapes are harder to make out (default: 6)",
+    )
     demo.add_argument("--force", action="store_true", help="replace folders made with other settings")
 
 
 def _demo(arguments: argparse.Namespace) -> int:
     import torch
 
-    from data.shapes import GRAMMAR_WORDS
+    from data.shapes import FAINT, GRAMMAR_WORDS
     from data.synthetic import VERSION, shape_samples, texture_samples
     from data.text import word_tokenizer
 
@@ -55,11 +62,14 @@ def _demo(arguments: argparse.Namespace) -> int:
     side = arguments.size
     if not 8 <= side <= 1024:
         raise ValueError(f"--size {side}: choose 8 to 1024 pixels")
+    tint = FAINT if arguments.tint is None else arguments.tint
+    if not 0 <= tint <= 95:
+        raise ValueError(f"--tint {tint:g}: choose 0 to 95 levels, or backgrounds would leave the range of a picture")
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     samples: dict[str, Callable[[], Iterable[Sample]]] = {
-        "private": lambda: shape_samples(_SEEDS["private"], counts["private"], side),
-        "held_out": lambda: shape_samples(_SEEDS["held_out"], counts["held_out"], side, labels=True),
+        "private": lambda: shape_samples(_SEEDS["private"], counts["private"], side, tint=tint),
+        "held_out": lambda: shape_samples(_SEEDS["held_out"], counts["held_out"], side, labels=True, tint=tint),
         "textures": lambda: texture_samples(_SEEDS["textures"], counts["textures"], side),
     }
     with (out / ".prepare.lock").open("w") as lock:
@@ -69,6 +79,7 @@ def _demo(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{out}: another prepare.py is writing here; wait until it is done") from None
         for name, make in samples.items():
             request = {"generator": VERSION, "seed": _SEEDS[name], "records": counts[name], "size": side}
+            request |= {"tint": tint} if tint != FAINT and name != "textures" else {}
             _folder(out / name, request, make, force=arguments.force)
         word_tokenizer(GRAMMAR_WORDS, out / "tokenizer.json")
     print(f"ready: {out}")

@@ -17,6 +17,7 @@ from data.index import ShardIndex, build
 from data.shapes import (
     BACKGROUNDS,
     COLOURS,
+    FAINT,
     GRAMMAR_WORDS,
     SHAPES,
     SIZES,
@@ -55,6 +56,18 @@ def test_samples_are_a_pure_function_of_seed_and_index(tmp_path: Path) -> None:
         write_shards(tmp_path / name, shape_samples(5, 6, 32), 4)
         digests.append(build(tmp_path / name).manifest_digest)
     assert digests[0] == digests[1], "the same request yields the same bytes"
+
+
+def test_a_tint_colours_backgrounds_alone() -> None:
+    big_circle = Scene(0, 0, 2, 0)
+    faint, strong = (
+        np.stack([render(big_circle, 32, generator(7, i), tint=tint).astype(float) for i in range(40)])
+        for tint in (FAINT, 60.0)
+    )
+    assert np.abs(faint[:, 16, 16] - strong[:, 16, 16]).max() <= 1, "the shape"
+    spreads = [np.ptp(images[:, 0, 0], axis=1) for images in (faint, strong)]
+    assert spreads[0].max() <= 2 * FAINT + 1 and spreads[1].mean() > 40
+    assert shape_sample(5, 4, 32) == shape_sample(5, 4, 32, tint=FAINT) != shape_sample(5, 4, 32, tint=60.0)
 
 
 def test_captions_stay_inside_the_grammar(tmp_path: Path) -> None:
@@ -144,6 +157,9 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
     refused = _prepare("demo", "--out", str(out), *other)
     assert refused.returncode == 2 and "--force" in refused.stderr and len(refused.stderr.splitlines()) == 1
     assert ShardIndex.open(out / "private").manifest_digest == sets["private"].manifest_digest
+    tinted = _prepare("demo", "--out", str(out), *SMALL, "--tint", "60")
+    assert tinted.returncode == 2 and "--force" in tinted.stderr, "other pictures than those that are there"
+    assert "choose 0 to 95" in _prepare("demo", "--out", str(out), *SMALL, "--tint", "96").stderr
     forced = _prepare("demo", "--out", str(out), *other, "--force")
     assert forced.returncode == 0 and ShardIndex.open(out / "private").records == 70
 
