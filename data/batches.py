@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -231,7 +231,12 @@ class BatchReader:
     def _all(self, records: list[int], step: int) -> Iterable[_Parts | BadRecord | None]:
         if self._pool is None:
             return (self._one(record, step) for record in records)
-        return self._pool.map(self._one, records, [step] * len(records))
+        try:
+            return self._pool.map(self._one, records, [step] * len(records))
+        except RuntimeError:  # closed by another thread between two of them
+            if self._cancelled.is_set():
+                raise CancelledError from None
+            raise
 
     def _one(self, record: int, step: int) -> _Parts | BadRecord | None:
         if record == EMPTY:

@@ -125,7 +125,7 @@ def render(
     return found.astype(np.uint8) if canvas.device is None else found.to(torch.uint8).cpu().numpy()
 
 
-def _render(scene: Scene, canvas: _Canvas, rng: np.random.Generator, tint: float) -> Any:
+def _render(scene: Scene, canvas: _Canvas, rng: np.random.Generator, tint: float = FAINT) -> Any:
     grid = canvas.grid()
     low, high = _RADII[scene.size]
     radius = rng.uniform(low, high)

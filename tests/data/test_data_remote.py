@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
@@ -156,6 +156,19 @@ def test_small_micro_batches_do_not_lower_it(remote: ShardIndex, server: RangeSe
     assert sum(int(batch.present.sum()) for batch in loader.step(1)[1]) == 25
     loader.close()
     assert server.most_in_flight >= 18
+
+
+def test_a_reader_that_is_closed_between_two_records_says_that_it_was_cancelled(remote: ShardIndex) -> None:
+    reader = _batch(remote, in_flight=4)
+
+    class ClosesInBetween(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield 0
+            reader.close()
+            yield 1
+
+    with pytest.raises(CancelledError):
+        list(reader._all(ClosesInBetween([0, 1]), 0))  # pyright: ignore[reportPrivateUsage]
 
 
 def test_closing_does_not_wait_for_a_stalled_server(remote: ShardIndex, server: RangeServer) -> None:
