@@ -50,7 +50,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's shards at toy size, and single images in folders by colour."""
     folder = tmp_path_factory.mktemp("recipes")
     prepare = [sys.executable, str(ROOT / "launch" / "prepare.py")]
-    sizes = ["--private", "600", "--held-out", "64", "--textures", "20"]
+    sizes = ["--private", "600", "--held-out", "64", "--textures", "40"]
     subprocess.run([*prepare, "demo", "--out", str(folder), *sizes], check=True, env=environment())
     for name, seed, count in (("protected", 5, 300), ("open", 6, 300), ("held_classes", 9, 64)):
         for sample in shape_samples(seed, count, 32, labels=True):
