@@ -4,7 +4,7 @@
 
 Each seed warms an encoder up on public textures, and from it trains three runs on private captioned shapes at ε = 8,
 each with the noise calibrated to it: a captioner, a masked autoencoder of equal cost (FLOPs per record by
-`train.planner_cost`, at the same expected batch), and the captioner with a logical batch 8 times smaller at the same
+`train.planner_cost`, at the same expected batch), and the captioner with a logical batch 16 times smaller at the same
 number of sampled records. A linear probe on public labelled pictures then tells colours and shapes apart. Runs go
 through `launch/train.py` with keys from the operating system; a seed is that of the initial weights. `--tune` chooses
 learning rates on another draw of shapes, which stands in for the private one, by records that are not tested.
@@ -54,7 +54,7 @@ from model.encoder import Encoder  # noqa: E402
 from train.checkpoint import Checkpoints  # noqa: E402
 from train.config import Config  # noqa: E402
 
-TUNING_SEED, TUNING_DRAW = 1000, 404
+TUNING_SEEDS, TUNING_DRAW = (1000, 1001), 404
 
 
 def prepare(folder: Path, size: Size) -> None:
@@ -133,18 +133,22 @@ class Experiment:
         return found
 
     def tune(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """The best peak of each arm on the stand-in, and everything that was tried."""
-        self.warm(TUNING_SEED)
-        todo = [(name, arms(self.size, CHOSEN | {name: peak})[name]) for name, peaks in TRIED.items() for peak in peaks]
-        self._at_once([partial(self.private, name, arm, TUNING_SEED, self.stand_in) for name, arm in todo])
+        """The peak of each arm that is best on the stand-in, on average, and everything that was tried."""
+        self._at_once([partial(self.warm, seed) for seed in TUNING_SEEDS])
+        todo = [
+            (name, arms(self.size, CHOSEN | {name: peak})[name], seed)
+            for name, peaks in TRIED.items() for peak in peaks for seed in TUNING_SEEDS
+        ]  # fmt: skip
+        self._at_once([partial(self.private, *each, self.stand_in) for each in todo])
         tried: list[dict[str, Any]] = []
         scores: dict[str, dict[float, float]] = {}
-        for name, arm in todo:
-            run_dir = self.private(name, arm, TUNING_SEED, self.stand_in)
-            found = self.judge.tuning(encoder_of(run_dir, TUNING_SEED)) | _promised(run_dir)
-            _show(f"{name} at {arm.peak:g}", TUNING_SEED, found)
-            tried.append({"arm": name, "peak": arm.peak, **found})
-            scores.setdefault(name, {})[arm.peak] = found[DECIDES]
+        for name, arm, seed in todo:
+            run_dir = self.private(name, arm, seed, self.stand_in)
+            found = self.judge.tuning(encoder_of(run_dir, seed)) | _promised(run_dir)
+            _show(f"{name} at {arm.peak:g}", seed, found)
+            tried.append({"arm": name, "peak": arm.peak, "seed": seed, **found})
+            own = scores.setdefault(name, {})
+            own[arm.peak] = own.get(arm.peak, 0.0) + found[DECIDES] / len(TUNING_SEEDS)
         return {name: max(own, key=lambda peak: own[peak]) for name, own in scores.items()}, tried
 
     def warm(self, seed: int) -> Path:

@@ -39,26 +39,25 @@ class Judge:
 
     def __call__(self, encoder: Encoder) -> dict[str, float]:
         features = pooled_tokens(encoder, self.images)
-        few = {f"{name}_few": self._few(features, name) for name in CLASSES}
-        return self._all(features, self.tested) | few
+        return self._judged(features, self.tested)
 
     def tuning(self, encoder: Encoder) -> dict[str, float]:
-        return self._all(pooled_tokens(encoder, self.images), self.chosen_on)
+        return self._judged(pooled_tokens(encoder, self.images), self.chosen_on)
 
-    def _all(self, features: Tensor, judged: slice) -> dict[str, float]:
-        found = {}
+    def _judged(self, features: Tensor, judged: slice) -> dict[str, float]:
+        found = {f"{name}_few": self._few(features, name, judged) for name in CLASSES}
         for name, classes in CLASSES.items():
             labels = self.labels[name]
             probe = fit(features[: self.fitted], labels[: self.fitted], classes)
             found[name] = probe.accuracy(features[judged], labels[judged])
         return found
 
-    def _few(self, features: Tensor, name: str) -> float:
+    def _few(self, features: Tensor, name: str, judged: slice) -> float:
         """Mean over draws that are the same for every encoder."""
         labels, found = self.labels[name], []
         for draw in range(DRAWS):
             order = torch.randperm(self.fitted, generator=torch.Generator().manual_seed(draw))
             shown = torch.cat([order[labels[order] == each][:SHOTS] for each in range(CLASSES[name])])
             probe = fit(features[shown], labels[shown], CLASSES[name], FEW_PENALTY)
-            found.append(probe.accuracy(features[self.tested], labels[self.tested]))
+            found.append(probe.accuracy(features[judged], labels[judged]))
         return sum(found) / DRAWS

@@ -9,15 +9,15 @@ from typing import Any
 from train.config import Config
 from train.planner import counted
 
-EPSILON, SMALLER = 8.0, 8
+EPSILON, SMALLER = 8.0, 16
 MODEL = {
     "family": "captioner", "size": "custom", "image_size": 32, "patch_size": 8, "width": 96, "depth": 2, "heads": 2,
     "decoder_width": 96, "decoder_depth": 1, "decoder_heads": 2, "mae_decoder_width": 96, "mae_decoder_depth": 1,
     "mae_decoder_heads": 2, "text_length": 16, "vocabulary": 64, "qkv_bias": True,
 }  # fmt: skip
-TRIED = {"caption": (1e-2, 2e-2), "mae": (1e-2, 2e-2, 4e-2), "small": (4e-3, 1e-2, 2e-2)}
+TRIED = {"caption": (6e-3, 1.2e-2, 2.4e-2), "mae": (2e-2, 4e-2, 8e-2), "small": (1.5e-3, 3e-3, 6e-3)}
 """Peak learning rates that `--tune` tries."""
-CHOSEN = {"caption": 2e-2, "mae": 4e-2, "small": 4e-3}
+CHOSEN = {"caption": 1.2e-2, "mae": 4e-2, "small": 3e-3}
 """What it chose; used without `--tune`."""
 
 
@@ -25,11 +25,11 @@ CHOSEN = {"caption": 2e-2, "mae": 4e-2, "small": 4e-3}
 class Size:
     """Of the experiment."""
 
-    private: int = 20_000
+    private: int = 100_000
     tint: float = 60
     """Backgrounds of colours of their own: what captions speak of is then a part of what pictures hold."""
     batch: int = 1000
-    steps: int = 50
+    steps: int = 100
     textures: int = 10_000
     warm_batch: int = 256
     warm_steps: int = 150

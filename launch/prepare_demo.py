@@ -64,7 +64,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--size {side}: choose 8 to 1024 pixels")
     tint = FAINT if arguments.tint is None else arguments.tint
     if not 0 <= tint <= 95:
-        raise ValueError(f"--tint {tint:g}: choose 0 to 95 levels, or backgrounds would leave the range of a picture")
+        raise ValueError(f"--tint {tint:g}: choose 0 to 95 levels")
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     samples: dict[str, Callable[[], Iterable[Sample]]] = {
