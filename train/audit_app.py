@@ -8,7 +8,7 @@ import math
 from accounting.audit_bound import AuditError
 from train.command_line import add_config
 from train.config import Config
-from train.exits import BAD_INPUT, DONE, REFUTED, complain, guarded, joined, leave
+from train.exits import BAD_INPUT, DONE, FROM_THE_START, REFUTED, complain, guarded, joined, leave
 from train.loading import ConfigError, load
 
 
@@ -92,4 +92,4 @@ def _run(arguments: argparse.Namespace, config: Config) -> int:
         ranks.barrier()
         return REFUTED if report.refuted else DONE
 
-    leave(guarded(act, ranks.main))
+    leave(guarded(act, ranks.main, FROM_THE_START))

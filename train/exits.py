@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from train.ranks import Ranks
 
 DONE, BAD_INPUT, BUDGET_SPENT, SELF_TEST_FAILED, REFUSED, REFUTED, RESUME_ME = 0, 2, 3, 4, 5, 6, 75
+FROM_THE_START = "from the start"
+"""Of commands that keep nothing of a run that was stopped."""
 STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -39,8 +41,8 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def guarded(act: Callable[[], int], main_rank: bool) -> int:
-    """The act's own code; or of what went wrong, and one sentence."""
+def guarded(act: Callable[[], int], main_rank: bool, then: str = "to go on") -> int:
+    """The act's own code; or of what went wrong, and one sentence. `then`: what the same command would do next time."""
     from safetensors import SafetensorError
 
     from accounting.accountant import AccountingError
@@ -61,7 +63,7 @@ def guarded(act: Callable[[], int], main_rank: bool) -> int:
         return act()
     except Stopped as stop:
         if main_rank:
-            print(f"stopped by {stop}; start the same command again to go on", flush=True)
+            print(f"stopped by {stop}; start the same command again {then}", flush=True)
         return RESUME_ME
     except BudgetSpent as error:
         return complain(error, BUDGET_SPENT)
@@ -70,7 +72,7 @@ def guarded(act: Callable[[], int], main_rank: bool) -> int:
     except (LedgerError, CheckpointError, KeyFileError, Disagreement) as error:
         return complain(error, REFUSED)
     except UnreadableError as error:
-        print(f"error: {error}, then start the same command again to go on", file=sys.stderr, flush=True)
+        print(f"error: {error}, then start the same command again {then}", file=sys.stderr, flush=True)
         return RESUME_ME
     except (
         RecipeError,
@@ -83,20 +85,20 @@ def guarded(act: Callable[[], int], main_rank: bool) -> int:
     ) as error:
         return complain(error, BAD_INPUT)
     except OSError as error:
-        return complain(storage_sentence(error), BAD_INPUT)
+        return complain(storage_sentence(error, then), BAD_INPUT)
     except RuntimeError as error:
         if not lost_rank(error):
             raise
         return complain(
-            RuntimeError("another rank ended; see its message, then start the same command again"), RESUME_ME
+            RuntimeError(f"another rank ended; see its message, then start the same command again {then}"), RESUME_ME
         )
 
 
-def storage_sentence(error: OSError) -> OSError:
+def storage_sentence(error: OSError, then: str) -> OSError:
     """What a file system says, with the mend: the ledger and the newest checkpoint were synced before."""
     if error.errno not in STORAGE:
         return error
-    mended = OSError(f"{error}; nothing saved is lost: free space or mend the permissions, then start again to go on")
+    mended = OSError(f"{error}; nothing saved is lost: free space or mend the permissions, then start again {then}")
     mended.__dict__.update(error.__dict__)
     return mended
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.command_line import add_config
-from train.exits import BAD_INPUT, DONE, complain, guarded, joined, leave
+from train.exits import BAD_INPUT, DONE, FROM_THE_START, complain, guarded, joined, leave
 from train.loading import ConfigError, load
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         ranks.barrier()
         return DONE
 
-    leave(guarded(act, ranks.main))
+    leave(guarded(act, ranks.main, FROM_THE_START))
 
 
 def write(outcome: Outcome, folder: Path) -> None:
