@@ -15,9 +15,9 @@ MODEL = {
     "decoder_width": 96, "decoder_depth": 1, "decoder_heads": 2, "mae_decoder_width": 96, "mae_decoder_depth": 1,
     "mae_decoder_heads": 2, "text_length": 16, "vocabulary": 64, "qkv_bias": True,
 }  # fmt: skip
-TRIED = {"caption": (6e-3, 1.2e-2, 2.4e-2), "mae": (2e-2, 4e-2, 8e-2), "small": (1.5e-3, 3e-3, 6e-3)}
+TRIED = {"caption": (6e-3, 1.2e-2), "mae": (2e-2, 4e-2, 8e-2), "vip": (1e-2, 2e-2, 4e-2), "small": (1e-3, 2e-3, 4e-3)}
 """Peak learning rates that `--tune` tries."""
-CHOSEN = {"caption": 1.2e-2, "mae": 4e-2, "small": 3e-3}
+CHOSEN = {"caption": 6e-3, "mae": 4e-2, "vip": 2e-2, "small": 2e-3}
 """What it chose; used without `--tune`."""
 
 
@@ -25,14 +25,14 @@ CHOSEN = {"caption": 1.2e-2, "mae": 4e-2, "small": 3e-3}
 class Size:
     """Of the experiment."""
 
-    private: int = 100_000
+    private: int = 50_000
     tint: float = 60
-    """Backgrounds of colours of their own: what captions speak of is then a part of what pictures hold."""
+    """Private shapes stand before colours, public ones before greys."""
     batch: int = 1000
-    steps: int = 100
-    textures: int = 10_000
+    steps: int = 50
+    public: int = 20_000
     warm_batch: int = 256
-    warm_steps: int = 150
+    warm_steps: int = 300
     fitted: int = 1500
     chosen_on: int = 4000
     tested: int = 10_000
@@ -40,6 +40,8 @@ class Size:
 
 @dataclass(frozen=True)
 class Arm:
+    start: str
+    """Objective of its warm start."""
     objective: str
     batch: float
     steps: int
@@ -48,13 +50,19 @@ class Arm:
 
 
 def arms(size: Size, peaks: dict[str, float]) -> dict[str, Arm]:
-    """The masked autoencoder gets as many steps as its FLOPs per record allow."""
-    equal_cost = round(size.steps * flops("caption") / flops("mae"))
+    """`mae` goes on from the captioner's warm start, `vip` from its own, on the same public pictures."""
+    steps = at_equal_cost("mae", size.steps)
     return {
-        "mae": Arm("mae", size.batch, equal_cost, peaks["mae"]),
-        "small": Arm("caption", size.batch / SMALLER, size.steps * SMALLER, peaks["small"]),
-        "caption": Arm("caption", size.batch, size.steps, peaks["caption"]),
+        "mae": Arm("caption", "mae", size.batch, steps, peaks["mae"]),
+        "vip": Arm("mae", "mae", size.batch, steps, peaks["vip"]),
+        "small": Arm("caption", "caption", size.batch / SMALLER, size.steps * SMALLER, peaks["small"]),
+        "caption": Arm("caption", "caption", size.batch, size.steps, peaks["caption"]),
     }
+
+
+def at_equal_cost(objective: str, steps: int) -> int:
+    """As many steps as FLOPs per record allow, where the captioner makes so many."""
+    return round(steps * flops("caption") / flops(objective))
 
 
 def phase(arm: Arm, data: Path, shards: Path) -> dict[str, Any]:
@@ -72,12 +80,15 @@ def phase(arm: Arm, data: Path, shards: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def warm_phase(size: Size, data: Path) -> dict[str, Any]:
+def warm_phase(size: Size, data: Path, objective: str) -> dict[str, Any]:
+    """On synthetic captioned shapes, like `dpcap_init_pairs.json`."""
+    tokenizer = {"tokenizer": str(data / "tokenizer.json")} if objective == "caption" else {}
     return {
-        "name": "warm-start", "objective": "mae", "batch": size.warm_batch, "steps": size.warm_steps,
+        "name": "warm-start", "objective": objective, "batch": size.warm_batch,
+        "steps": at_equal_cost(objective, size.warm_steps),
         "data": {
-            "source": "shards", "path": str(data / "textures"), "public": True, "augment": "random_resized_crop",
-            "reading": {"workers": 0},
+            "source": "synthetic", "kind": "shapes", "records": size.public, "size": MODEL["image_size"],
+            "reading": {"workers": 0}, **tokenizer,
         },
         "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.005}},
         "schedule": {"peak": 1e-3, "warmup": 20, "shape": "cosine"},
@@ -93,5 +104,5 @@ def config(phases: list[dict[str, Any]], run_dir: Path, seed: int) -> dict[str, 
 
 def flops(objective: str) -> float:
     """Of one record in a private step: both passes and the clipping."""
-    settings = Config.model_validate(config([phase(Arm(objective, 8, 1, 1.0), Path("."), Path("."))], Path("."), 0))
+    settings = Config.model_validate(config([phase(Arm("", objective, 8, 1, 1.0), Path("."), Path("."))], Path("."), 0))
     return counted(settings, settings.phases[0])[0].private_flops
