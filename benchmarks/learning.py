@@ -3,12 +3,12 @@
     python benchmarks/learning.py --tune --seeds 3 --jobs 2 --out benchmarks/results/learning.json   # .png beside it
 
 Each seed warms a captioner up on synthetic shapes before grey, and trains it on at ε = 8 on private captioned shapes
-before colours. Beside it run two private masked autoencoders of equal cost (FLOPs per record by `train.planner_cost`,
-at the same expected batch), one from the same warm encoder and one that was a masked autoencoder from the beginning,
-and the captioner with a logical batch 16 times smaller at the same number of sampled records; each with the noise
-calibrated to it. Linear probes on public labelled pictures then tell colours and shapes apart. Runs go through
-`launch/train.py` with keys from the operating system; a seed is that of the initial weights. `--tune` chooses learning
-rates on another draw of shapes, which stands in for the private one, by records that are not tested.
+before colours. From the same warm encoder go a private masked autoencoder of equal cost (FLOPs per record by
+`train.planner_cost`, at the same expected batch), and the captioner with a logical batch 16 times smaller at the same
+number of sampled records; each with the noise calibrated to it. Linear probes on public labelled pictures then tell
+colours and shapes apart. Runs go through `launch/train.py` with keys from the operating system; a seed is that of the
+initial weights. `--tune` chooses learning rates on another draw of shapes, which stands in for the private one, by
+records that are not tested.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ from train.checkpoint import Checkpoints  # noqa: E402
 from train.config import Config  # noqa: E402
 
 TUNING_SEEDS, TUNING_DRAW = (1000,), 404
-STARTS = {"caption": "warm", "mae": "warm_mae"}
-"""Name of the warm start by its objective."""
 
 
 def prepare(folder: Path, size: Size) -> None:
@@ -98,7 +96,7 @@ def train(folder: Path, name: str, phases: list[dict[str, Any]], seed: int) -> P
 
 def encoder_of(run_dir: Path | None, seed: int) -> Encoder:
     """With the weights of the run's end, or of a random start."""
-    settings = Config.model_validate(config([warm_phase(Size(), Path("."), "mae")], Path("."), seed))
+    settings = Config.model_validate(config([warm_phase(Size(), Path("."))], Path("."), seed))
     encoder = build(settings.model, "mae")
     if run_dir is not None:
         loaded = Checkpoints.newest(run_dir / "checkpoints")
@@ -121,12 +119,12 @@ class Experiment:
     def seeds(self, seeds: Iterable[int], peaks: dict[str, float]) -> list[dict[str, dict[str, Any]]]:
         """By seed and arm."""
         seeds, own = list(seeds), arms(self.size, peaks)
-        self._at_once([partial(self.warm, seed, objective) for objective in STARTS for seed in seeds])
+        self._at_once([partial(self.warm, seed) for seed in seeds])
         self._at_once([partial(self.private, name, arm, seed) for seed in seeds for name, arm in own.items()])
         found = []
         for seed in seeds:
             judged: dict[str, dict[str, Any]] = {"random": self.judge(encoder_of(None, seed))}
-            judged |= {name: self.judge(encoder_of(self.warm(seed, each), seed)) for each, name in STARTS.items()}
+            judged["warm"] = self.judge(encoder_of(self.warm(seed), seed))
             for name, arm in own.items():
                 run_dir = self.private(name, arm, seed)
                 judged[name] = self.judge(encoder_of(run_dir, seed)) | _promised(run_dir)
@@ -137,7 +135,7 @@ class Experiment:
 
     def tune(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """The peak of each arm that is best on the stand-in, on average, and everything that was tried."""
-        self._at_once([partial(self.warm, seed, objective) for objective in STARTS for seed in TUNING_SEEDS])
+        self._at_once([partial(self.warm, seed) for seed in TUNING_SEEDS])
         todo = [
             (name, arms(self.size, CHOSEN | {name: peak})[name], seed)
             for name, peaks in TRIED.items() for peak in peaks for seed in TUNING_SEEDS
@@ -154,14 +152,14 @@ class Experiment:
             own[arm.peak] = own.get(arm.peak, 0.0) + found[DECIDES] / len(TUNING_SEEDS)
         return {name: max(own, key=lambda peak: own[peak]) for name, own in scores.items()}, tried
 
-    def warm(self, seed: int, objective: str) -> Path:
-        return train(self.runs, f"{STARTS[objective]}-{seed}", [warm_phase(self.size, self.data, objective)], seed)
+    def warm(self, seed: int) -> Path:
+        return train(self.runs, f"warm-{seed}", [warm_phase(self.size, self.data)], seed)
 
     def private(self, name: str, arm: Arm, seed: int, shards: Path | None = None) -> Path:
         """Trains from this seed's warm start."""
-        start = {"source": "checkpoint", "path": str(self.warm(seed, arm.start)), "public": True}
+        start = {"source": "checkpoint", "path": str(self.warm(seed)), "public": True}
         phases = [
-            {"name": "start", "objective": arm.start, "data": start},
+            {"name": "start", "objective": "caption", "data": start},
             phase(arm, self.data, shards or self.data / "private"),
         ]
         return train(self.runs, f"{name}-{arm.peak:g}-{seed}", phases, seed)

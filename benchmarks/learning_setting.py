@@ -15,9 +15,9 @@ MODEL = {
     "decoder_width": 96, "decoder_depth": 1, "decoder_heads": 2, "mae_decoder_width": 96, "mae_decoder_depth": 1,
     "mae_decoder_heads": 2, "text_length": 16, "vocabulary": 64, "qkv_bias": True,
 }  # fmt: skip
-TRIED = {"caption": (6e-3, 1.2e-2), "mae": (2e-2, 4e-2, 8e-2), "vip": (1e-2, 2e-2, 4e-2), "small": (1e-3, 2e-3, 4e-3)}
+TRIED = {"caption": (6e-3, 1.2e-2), "mae": (2e-2, 4e-2, 8e-2), "small": (1e-3, 2e-3, 4e-3)}
 """Peak learning rates that `--tune` tries."""
-CHOSEN = {"caption": 6e-3, "mae": 4e-2, "vip": 2e-2, "small": 2e-3}
+CHOSEN = {"caption": 6e-3, "mae": 4e-2, "small": 2e-3}
 """What it chose; used without `--tune`."""
 
 
@@ -40,8 +40,6 @@ class Size:
 
 @dataclass(frozen=True)
 class Arm:
-    start: str
-    """Objective of its warm start."""
     objective: str
     batch: float
     steps: int
@@ -50,19 +48,13 @@ class Arm:
 
 
 def arms(size: Size, peaks: dict[str, float]) -> dict[str, Arm]:
-    """`mae` goes on from the captioner's warm start, `vip` from its own, on the same public pictures."""
-    steps = at_equal_cost("mae", size.steps)
+    """The masked autoencoder gets as many steps as its FLOPs per record allow."""
+    equal_cost = round(size.steps * flops("caption") / flops("mae"))
     return {
-        "mae": Arm("caption", "mae", size.batch, steps, peaks["mae"]),
-        "vip": Arm("mae", "mae", size.batch, steps, peaks["vip"]),
-        "small": Arm("caption", "caption", size.batch / SMALLER, size.steps * SMALLER, peaks["small"]),
-        "caption": Arm("caption", "caption", size.batch, size.steps, peaks["caption"]),
+        "mae": Arm("mae", size.batch, equal_cost, peaks["mae"]),
+        "small": Arm("caption", size.batch / SMALLER, size.steps * SMALLER, peaks["small"]),
+        "caption": Arm("caption", size.batch, size.steps, peaks["caption"]),
     }
-
-
-def at_equal_cost(objective: str, steps: int) -> int:
-    """As many steps as FLOPs per record allow, where the captioner makes so many."""
-    return round(steps * flops("caption") / flops(objective))
 
 
 def phase(arm: Arm, data: Path, shards: Path) -> dict[str, Any]:
@@ -80,15 +72,13 @@ def phase(arm: Arm, data: Path, shards: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def warm_phase(size: Size, data: Path, objective: str) -> dict[str, Any]:
+def warm_phase(size: Size, data: Path) -> dict[str, Any]:
     """On synthetic captioned shapes, like `dpcap_init_pairs.json`."""
-    tokenizer = {"tokenizer": str(data / "tokenizer.json")} if objective == "caption" else {}
     return {
-        "name": "warm-start", "objective": objective, "batch": size.warm_batch,
-        "steps": at_equal_cost(objective, size.warm_steps),
+        "name": "warm-start", "objective": "caption", "batch": size.warm_batch, "steps": size.warm_steps,
         "data": {
             "source": "synthetic", "kind": "shapes", "records": size.public, "size": MODEL["image_size"],
-            "reading": {"workers": 0}, **tokenizer,
+            "reading": {"workers": 0}, "tokenizer": str(data / "tokenizer.json"),
         },
         "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.005}},
         "schedule": {"peak": 1e-3, "warmup": 20, "shape": "cosine"},
@@ -104,5 +94,5 @@ def config(phases: list[dict[str, Any]], run_dir: Path, seed: int) -> dict[str, 
 
 def flops(objective: str) -> float:
     """Of one record in a private step: both passes and the clipping."""
-    settings = Config.model_validate(config([phase(Arm("", objective, 8, 1, 1.0), Path("."), Path("."))], Path("."), 0))
+    settings = Config.model_validate(config([phase(Arm(objective, 8, 1, 1.0), Path("."), Path("."))], Path("."), 0))
     return counted(settings, settings.phases[0])[0].private_flops
