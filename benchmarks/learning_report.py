@@ -19,7 +19,7 @@ CLAIMS = {"beats_warm_start": "warm", "beats_mae_of_equal_cost": "mae", "large_b
 DECIDES = "colour_few"
 """The axis on which claims are tested, and by which learning rates are chosen; others are told beside it.
 
-Few labels, as DP-Cap reports: of 1,500, a probe of so narrow an encoder tells colours whatever the encoder learned."""
+Few labels, as DP-Cap reports: with many, a probe makes up for much that the encoder did not learn."""
 
 Runs = list[dict[str, dict[str, float]]]
 
