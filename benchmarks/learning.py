@@ -60,7 +60,7 @@ TUNING_SEEDS, TUNING_DRAW = (1000,), 404
 
 def prepare(folder: Path, size: Size) -> None:
     counts = {"--private": size.private, "--held-out": size.fitted + size.chosen_on + size.tested}
-    counts["--textures"] = 1
+    counts["--textures"] = 1  # none are used
     command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "demo", "--out", str(folder)]
     command += ["--tint", str(size.tint)]
     command += [str(each) for pair in counts.items() for each in pair]
