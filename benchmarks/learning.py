@@ -1,6 +1,6 @@
 """What private training teaches an encoder at toy size: linear probes of captioner, masked autoencoder and small batch.
 
-    python benchmarks/learning.py --tune --seeds 4 --jobs 2 --out benchmarks/results/learning.json   # .png beside it
+    python benchmarks/learning.py --tune --seeds 5 --jobs 2 --out benchmarks/results/learning.json   # .png beside it
 
 Each seed warms a captioner up on synthetic shapes before grey, and trains it on at ε = 8 on private captioned shapes
 before colours. From the same warm encoder go a private masked autoencoder of equal cost (FLOPs per record by
@@ -56,6 +56,8 @@ from train.checkpoint import Checkpoints  # noqa: E402
 from train.config import Config  # noqa: E402
 
 TUNING_SEEDS, TUNING_DRAW = (1000,), 404
+FIRST_SEED = 10
+"""Of those that count. By seeds 0 to 3 and 1000 on, the setting was found: they would flatter it."""
 
 
 def prepare(folder: Path, size: Size) -> None:
@@ -199,17 +201,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="writes this JSON and a PNG beside it")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    size = Size()
+    size, seeds = Size(), range(FIRST_SEED, FIRST_SEED + arguments.seeds)
     with tempfile.TemporaryDirectory() as place:
         experiment = Experiment(arguments.work or Path(place), size, arguments.jobs, arguments.tune)
         peaks, tried = experiment.tune() if arguments.tune else (CHOSEN, [])
-        runs = experiment.seeds(range(arguments.seeds), peaks)
+        runs = experiment.seeds(seeds, peaks)
     flags = " --tune" * arguments.tune
     differences = compared(runs, CHANCE, size.tested)
     result = {
         "command": f"python benchmarks/learning.py{flags} --seeds {arguments.seeds} --jobs {arguments.jobs}",
         "setting": {
-            "size": asdict(size), "model": MODEL, "epsilon": EPSILON, "peaks": peaks,
+            "seeds": list(seeds), "size": asdict(size), "model": MODEL, "epsilon": EPSILON, "peaks": peaks,
             "arms": {name: asdict(arm) for name, arm in arms(size, peaks).items()},
             "flops_per_record": {objective: flops(objective) for objective in ("caption", "mae")},
             "chance": CHANCE, "shots": SHOTS,

@@ -15,9 +15,9 @@ MODEL = {
     "decoder_width": 96, "decoder_depth": 1, "decoder_heads": 2, "mae_decoder_width": 96, "mae_decoder_depth": 1,
     "mae_decoder_heads": 2, "text_length": 16, "vocabulary": 64, "qkv_bias": True,
 }  # fmt: skip
-TRIED = {"caption": (6e-3, 1.2e-2), "mae": (2e-2, 4e-2, 8e-2), "small": (1e-3, 2e-3, 4e-3)}
+TRIED = {"caption": (2.5e-3, 5e-3, 1e-2), "mae": (2e-2, 4e-2, 8e-2), "small": (1e-3, 2e-3, 4e-3)}
 """Peak learning rates that `--tune` tries."""
-CHOSEN = {"caption": 6e-3, "mae": 4e-2, "small": 2e-3}
+CHOSEN = {"caption": 5e-3, "mae": 4e-2, "small": 2e-3}
 """What it chose; used without `--tune`."""
 
 
@@ -25,10 +25,10 @@ CHOSEN = {"caption": 6e-3, "mae": 4e-2, "small": 2e-3}
 class Size:
     """Of the experiment."""
 
-    private: int = 50_000
+    private: int = 100_000
     tint: float = 60
     """Private shapes stand before colours, public ones before greys."""
-    batch: int = 1000
+    batch: int = 2000
     steps: int = 50
     public: int = 20_000
     warm_batch: int = 256
