@@ -28,6 +28,7 @@ class About(Section):
     """For people: what the recipe is, what it costs, what to expect. Not part of the run's identity."""
 
     command: str = ""
+    hardware: str = ""
     cost: str = ""
     expect: str = ""
     source: str = ""
@@ -121,6 +122,14 @@ class Config(Section):
                     f"phase {phase.name!r} carries optimizer state over, but no phase before it trained the same "
                     "weights with the same type of optimizer"
                 )
+            if (
+                phase.optimizer.carry != "none" and before is not None
+                and phase.optimizer.params.ema_decay is not None and before.optimizer.params.ema_decay is None
+            ):  # fmt: skip
+                raise ValueError(
+                    f"phase {phase.name!r} averages its weights and carries the optimizer state of {before.name!r}, "
+                    "which has no average; give ema_decay to both, or to none"
+                )
             if phase.features is not None and (self.model.drop_path or self.model.dropout):
                 raise ValueError(
                     f"phase {phase.name!r} keeps features, which would be others at each step with model.drop_path or "
@@ -168,8 +177,8 @@ class Config(Section):
         out["evaluation"] = {"path"} if watches else True
         out["monitor"] = True
         # No weight and a rate of 0 are what a run had that began before there were any; it goes on.
-        if self.phases[phase].weight is None:
-            out["data"] = places | {"weight": True}
+        data = self.phases[phase].data
+        out["data"] = places | {name: True for name in ("weight", "take_head") if getattr(data, name, None) is None}
         if (mixing := self.phases[phase].mixing) is not None and mixing.weight is None:
             out["mixing"] = {"data": places | {"weight": True}}
         own = self.phases[phase].model_dump(exclude=out)

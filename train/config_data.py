@@ -102,6 +102,11 @@ class CheckpointData(Section):
         description="Your word that nobody's privacy depends on these weights, or that a promise of their own covers "
         "it; false marks the run NOT PRIVATE.",
     )
+    take_head: bool | None = Field(
+        default=None,
+        description="Whether a classifier takes its head from there, too, if that has as many classes; null: from this "
+        "project's own runs and exports alone. false: it starts by model.head_scale and model.head_bias.",
+    )
 
 
 class HeldOutData(Section):

@@ -47,8 +47,8 @@ class Mixing(Section):
         description="How alpha goes from `start` to `end`; cosine: a quarter wave, DPMD with 0 to 1; switch: at once; "
         "sample-ratio: batch / (batch + expected_batch), always.",
     )
-    start: float = Field(default=0.5, ge=0, le=1, description="Alpha at the first step.")
-    end: float | None = Field(default=None, ge=0, le=1, description="Alpha after `steps`; null: as at the start.")
+    start: float | None = Field(default=0.5, ge=0, le=1, description="Alpha at the first step.")
+    end: float | None = Field(default=None, ge=0, le=1, description="Alpha after `steps`; constant has none.")
     steps: int | None = Field(default=None, gt=0, description="Steps on the way to `end`, which follows; null: all.")
 
     @model_validator(mode="after")
@@ -61,8 +61,17 @@ class Mixing(Section):
             raise ValueError(f"shape {self.shape!r} needs `end`, the alpha it goes to")
         if self.shape == "switch" and self.steps is None:
             raise ValueError("shape 'switch' needs `steps`, after which alpha is `end`")
-        if self.shape == "sample-ratio" and self.model_fields_set & {"start", "end", "steps"}:
-            raise ValueError("shape 'sample-ratio' has one alpha, from the two batches; leave start, end and steps out")
+        given = sorted(
+            name for name in self.model_fields_set & {"start", "end", "steps"} if getattr(self, name) is not None
+        )
+        if self.shape == "sample-ratio" and given:
+            raise ValueError(
+                f"shape 'sample-ratio' has one alpha, from the two batches; set {', '.join(given)} to null"
+            )
+        if self.shape == "constant" and set(given) - {"start"}:
+            raise ValueError("shape 'constant' has one alpha, `start`; set end and steps to null")
+        if self.shape != "sample-ratio" and self.start is None:
+            raise ValueError(f"shape {self.shape!r} needs `start`, the alpha of the first step")
         return self
 
     @property

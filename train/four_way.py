@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import nn
 
 from accounting.plan import RATE_DENOMINATOR, threshold_for
 from data.batches import BatchReader, MicroBatch, iterate, slots
@@ -24,6 +25,7 @@ from model.trainable import select
 from train.clip_engines import make_clip
 from train.clip_rule import ClipRule
 from train.config import Config
+from train.config_data import CheckpointData
 from train.engine import ShardedEngine
 from train.engines import make_engine
 from train.forward import PlainForward, PrivateForward
@@ -109,6 +111,7 @@ def run_study(
 ) -> Outcome:  # fmt: skip
     """Four variants at every rate; `say` is told of each when it is done."""
     require_public(phase)
+    require_start(config, phase)
     outcome = Outcome(phase.name, study, float(phase.settings.batch or 1))
     public = _measured_on(phase, study, ranks, config.train_micro_batch_size_per_gpu)
     for variant in VARIANTS:
@@ -129,12 +132,30 @@ def require_public(phase: ReadyPhase) -> None:
         raise RecipeError(f"phases.{phase.number} trains no whole model on records; name a phase that does")
 
 
+def require_start(config: Config, phase: ReadyPhase) -> None:
+    trained = next((other.name for other in config.phases[: phase.number] if other.trains), None)
+    if trained is not None:
+        raise RecipeError(
+            f"phases.{phase.number} goes on from what phase {trained!r} trains, which the study does not do; let a "
+            'phase with "data": {"source": "checkpoint", "path": …} take the place of those before it'
+        )
+
+
+def first_weights(config: Config, phase: ReadyPhase) -> nn.Module:
+    """Those that the phase begins with in a run: fresh ones, or what a phase that loads some gives."""
+    model = build(phase.shape, phase.settings.objective)
+    given = [other.data for other in config.phases[: phase.number] if isinstance(other.data, CheckpointData)]
+    if phase.start is not None:
+        phase.start.fill(model, given[-1].take_head)
+    return model
+
+
 def _one(
     config: Config, phase: ReadyPhase, study: Study, variant: Variant, rate: float, public: list[MicroBatch],
     ranks: Ranks, make: MakeEngine,
 ) -> Curve:  # fmt: skip
     settings, micro_batch = phase.settings, config.train_micro_batch_size_per_gpu
-    model = build(phase.shape, settings.objective)
+    model = first_weights(config, phase)
     select(model, settings.trainable)
     rule = ClipRule(study.clip, study.norm, 0.0, study.gamma) if variant.clipping else ClipRule("flat", UNREACHED, 0.0)
     forward = PrivateForward(model, make_clip(config.run, rule))

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         return complain(error, BAD_INPUT)
     # Heavy imports only now: bad input is answered in a second.
-    from train.four_way import Study, require_public, run_study
+    from train.four_way import Study, require_public, require_start, run_study
     from train.recipe import RecipeError, prepare
 
     try:
@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
             names = ", ".join(phase.name for phase in config.phases)
             raise RecipeError(f"--phase {arguments.phase}: the config has no such phase; choose one of {names}")
         require_public(phase)
+        require_start(config, phase)
         if min(arguments.noise_multiplier, arguments.clip_norm, arguments.records, *(arguments.rates or [1])) <= 0:
             raise RecipeError("noise multiplier, clipping norm, rates and records must be positive numbers")
         peak = phase.settings.schedule.peak

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from train.config_data import DATA_SECTIONS
 from train.refusals import find_refusals, without_harmless
 
 PATH_KEYS = {"path", "tokenizer", "folder", "dir"}
+NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
+"""What JSON does not take for one: .48 and 1."""
 
 
 class ConfigError(ValueError):
@@ -92,14 +95,14 @@ def _is_path(key: str, value: Any) -> bool:
 
 
 def _override(raw: dict[str, Any], text: str) -> None:
-    """`a.b.0.c=value`; the value is JSON, or a plain string where it is not."""
+    """`a.b.0.c=value`; the value is JSON, a number like .48, or a plain string."""
     dotted, separator, literal = text.partition("=")
     if not separator or not dotted:
         raise ConfigError(f"--set takes key=value, for example phases.1.steps=10, but was given {text!r}")
     try:
         new: Any = _parse(literal)
     except json.JSONDecodeError:
-        new = literal
+        new = float(literal) if NUMBER.fullmatch(literal) else literal
     parts = dotted.split(".")
     if parts[-1] in PATH_KEYS and _is_path(parts[-1], new):
         new = str(Path.cwd() / new)

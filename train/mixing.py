@@ -35,6 +35,7 @@ def alpha(mixing: Mixing, step: int, steps: int, expected_batch: float) -> float
     """Weight of the public gradient at step t = 1, 2, … of a phase of so many steps."""
     if mixing.shape == "sample-ratio":
         return mixing.batch / (mixing.batch + expected_batch)
+    assert mixing.start is not None
     if mixing.shape == "constant" or mixing.end is None:
         return mixing.start
     last = mixing.steps or steps

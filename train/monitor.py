@@ -26,6 +26,7 @@ from train.monitor_prediction import (
     best_batch_at_fixed_noise,
     choices,
     predict,
+    said,
     suggest,
     table,
 )  # fmt: skip
@@ -138,8 +139,9 @@ class LossMonitor:
             f"noise's share is {found.decelerator:.3f}, the mean clip factor {values['monitor_clip_factor']:.3g}"
         )
         if "monitor_suggested_batch" in values:
+            batch = said(values["monitor_suggested_batch"], self._affordable(self.plan))
             lines.append(
-                f"for these weights, records go furthest at a batch of {values['monitor_suggested_batch']:,.0f} with "
+                f"for these weights, records go furthest at a batch of {batch} with "
                 f"σ = {values['monitor_suggested_sigma']:.3f} (same ε, same records in all):"
             )
         return lines + table(curvature, mechanism, self.plan, self._affordable(self.plan))

@@ -82,7 +82,7 @@ class Choice:
 
 
 def choices(plan: PrivacyPlan, factors: Sequence[float] = FACTORS) -> list[Choice]:
-    """Around the plan's batch: ε, δ, n and B·T stay as planned; σ is calibrated anew for each B (and its T)."""
+    """Around the plan's batch: the gradients' ε, δ, n and B·T stay as planned; σ is calibrated anew for each B."""
     target = epsilon([Event(plan.sampling_rate, plan.noise_multiplier, plan.steps)], plan.delta)
     found = []
     for factor in factors:
@@ -119,6 +119,12 @@ def suggest(
         if found is not None and (best is None or found.improvement / batch > best[0]):
             best = (found.improvement / batch, batch, sigma)
     return None if best is None else (best[1], best[2])
+
+
+def said(batch: float, known: Sequence[Choice]) -> str:
+    """At the border of what was looked at, the best may lie beyond."""
+    beyond = " or less" if batch <= 1.001 * known[0].batch else ""
+    return f"{batch:,.0f}" + (" or more" if batch >= 0.999 * known[-1].batch else beyond)
 
 
 def table(curvature: Curvature, now: Mechanism, plan: PrivacyPlan, known: Sequence[Choice]) -> list[str]:

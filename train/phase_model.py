@@ -33,8 +33,8 @@ def carry_over(loaded: Loaded, engine: ShardedEngine, how: Carry) -> None:
     Bu et al. (2402.18752) hand AdamW over with its first moment zeroed: it points where public gradients led, while
     the second one is a scale that holds. The step count stays with it, so that no correction inflates it again.
     """
-    if how == "none":
-        return
+    if how == "none" or not loaded.manifest["optimizer_step"]:
+        return  # a phase that was ended by hand before its first step has no state to give
     loaded.restore_optimizer(engine)
     if how == "second-moment":
         for shard in engine.shards():

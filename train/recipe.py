@@ -116,8 +116,11 @@ def prepare(config: Config) -> list[ReadyPhase]:
 
 
 def _keep_apart(phases: list[ReadyPhase]) -> None:
-    """What is used as public, in whichever phase, holds no shard of records that a private phase protects."""
-    owners = [phase for phase in phases if phase.private]
+    """What is used as public, in whichever phase, holds no shard of records that are not.
+
+    That is what a private phase protects, and what its non-private twin trains on.
+    """
+    owners = [phase for phase in phases if phase.private or not phase.settings.data.public]
     for phase in phases:
         uses = [
             (f"phases.{phase.number}.evaluation.path", phase.held_out),
@@ -132,9 +135,12 @@ def _keep_apart(phases: list[ReadyPhase]) -> None:
                 raise RecipeError(
                     f"{where}: {shared.name} belongs to the private records of phase {owner.name!r}; "
                     "name data that are public"
+                    if owner.private
+                    else f"{where}: {shared.name} belongs to the records of phase {owner.name!r}, which are not "
+                    "declared public; name data that are public"
                 )
     for phase, owner in product(phases, owners):
-        if phase.start is not None and owner.index.manifest_digest in phase.start.protected:
+        if phase.start is not None and owner.private and owner.index.manifest_digest in phase.start.protected:
             raise RecipeError(
                 f"{phase.start.path} was trained on the private records of phase {owner.name!r}, and what it spent "
                 "would have to be added; go on with that run, or start from other weights"

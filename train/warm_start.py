@@ -93,12 +93,13 @@ class WarmStart:
         undeclared = None if objection in harmless else objection
         return WarmStart(path, _digest(path), history.protected(), origins, undeclared)
 
-    def fill(self, model: nn.Module) -> Account:
+    def fill(self, model: nn.Module, take_head: bool | None = None) -> Account:
         """Puts the weights into the model, as far as they fit; the account says what became of every tensor."""
         try:
             if self.path.is_dir() and not (self.path / EXPORTED).is_file():
-                return initialise_with(model, _newest(self.path).weights(), {"run": self.path.name})
-            return initialise_from(model, self.path)
+                note = {"run": self.path.name}
+                return initialise_with(model, _newest(self.path).weights(), note, take_head=take_head)
+            return initialise_from(model, self.path, take_head=take_head)
         except WeightsError as error:
             raise WarmStartError(f"{self.path}: {error}") from None
 

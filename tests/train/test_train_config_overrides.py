@@ -20,13 +20,15 @@ SHIPPED = sorted(p for p in (ROOT / "ds_configs").glob("*.json") if p.name != "s
 def test_set_reaches_every_level_and_takes_json_or_text(loaded: Callable[..., Config]) -> None:
     config = loaded(
         overrides=[
-            "phases.1.steps=9", "run.keep_key=true", "phases.1.privacy.clip.kind=automatic", "about.cost=a lot",
+            "phases.1.steps=9", "phases.1.privacy.epsilon=.5", "phases.1.optimizer.params.weight_decay=1.",
+            "about.expect=.5 or 1.e", "run.keep_key=true", "phases.1.privacy.clip.kind=automatic", "about.cost=a lot",
             "phases.1.optimizer.params.betas=[0.5, 0.6]", 'phases.0.schedule={"peak": 0.5}', "phases.1.steps=10",
         ]
     )  # fmt: skip
     private = config.phases[1]
     assert private.steps == 10 and config.run.keep_key and config.about.cost == "a lot"
-    assert private.privacy is not None and private.privacy.clip.kind == "automatic"
+    assert private.optimizer.params.weight_decay == 1.0 and config.about.expect == ".5 or 1.e"
+    assert private.privacy is not None and private.privacy.epsilon == 0.5 and private.privacy.clip.kind == "automatic"
     assert private.optimizer.params.betas == (0.5, 0.6) and config.phases[0].schedule.peak == 0.5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch.nn.functional import cosine_similarity
 from train_helpers import LocalEngine, alone
 
 from model.build import build
+from train.checkpoint import Checkpoints, Keep, Position
 from train.config import Config
-from train.four_way import VARIANTS, Study, _one, run_study  # pyright: ignore[reportPrivateUsage]
+from train.four_way import VARIANTS, Study, _one, first_weights, run_study  # pyright: ignore[reportPrivateUsage]
 from train.four_way_app import main, write
 from train.recipe import RecipeError, prepare
+from train.still_phase import StillEngine
 
 STUDY = Study("flat", 0.05, 0.01, 0.4, [3e-4, 3e-3], 8, 32)
 
@@ -83,6 +86,36 @@ def test_neither_is_plain_training_on_the_same_draws() -> None:
     sure = gradient.abs() > 1e-6  # AdamW's first step is the sign of the gradient, decay apart
     assert float((moved[sure].sign() == gradient[sure].sign()).float().mean()) > 0.999
     assert float(cosine_similarity(moved[sure], gradient[sure].sign(), dim=0)) > 0.99
+
+
+def test_a_phase_begins_with_the_weights_that_it_begins_with_in_a_run(tmp_path: Path) -> None:
+    whole = config()
+    given = build(prepare(whole)[0].shape, "mae")
+    with torch.no_grad():
+        for parameter in given.parameters():
+            parameter.add_(0.1)
+    engine = StillEngine(given, torch.device("cpu"))
+    Checkpoints(tmp_path / "checkpoints", alone(), Keep()).save(Position(0, 0), engine, True, {})
+    start = {"name": "start", "objective": "mae", "data": {"source": "checkpoint", "path": str(tmp_path)}}
+    after = whole.model_dump(by_alias=True, exclude_unset=True)
+    after["phases"].insert(0, start)
+    begun = Config.model_validate(after)
+    once = replace(STUDY, rates=[1e-3], steps=1)
+    found = first_weights(begun, prepare(begun)[1])
+    assert all(torch.equal(found.state_dict()[name], tensor) for name, tensor in given.state_dict().items())
+    losses = [
+        run_study(each, prepare(each)[-1], once, alone(), lambda _: None, local).curves[0].losses[0][1]
+        for each in (whole, begun)
+    ]
+    assert losses[0] != losses[1]
+
+
+def test_a_phase_that_goes_on_from_a_trained_one_is_refused() -> None:
+    phases = config().model_dump(by_alias=True, exclude_unset=True)
+    phases["phases"].insert(0, phases["phases"][0] | {"name": "before"})
+    whole = Config.model_validate(phases)
+    with pytest.raises(RecipeError, match="goes on from what phase 'before' trains"):
+        run_study(whole, prepare(whole)[1], STUDY, alone(), lambda _: None, local)
 
 
 def test_private_or_undeclared_data_are_refused_in_one_sentence(

@@ -37,6 +37,7 @@ def test_alpha_follows_its_shape() -> None:
     assert over(mixing(shape="switch", start=1.0, end=0.0, steps=5)) == [1.0, 0.0, 0.0]
     assert over(mixing(shape="switch", start=1.0, end=0.0, steps=6)) == [1.0, 1.0, 0.0]
     assert over(mixing(shape="sample-ratio")) == [0.25, 0.25, 0.25]
+    assert over(mixing(shape="sample-ratio", start=None, end=None)) == [0.25, 0.25, 0.25]
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine", "switch"])
@@ -74,7 +75,9 @@ def test_a_step_that_is_dropped_is_dropped_by_the_engine_within() -> None:
     ("more", "message"),
     [
         ({"shape": "linear"}, "needs `end`"), ({"shape": "switch", "end": 0.0}, "needs `steps`"),
-        ({"shape": "sample-ratio", "start": 0.1}, "has one alpha"),
+        ({"shape": "sample-ratio", "start": 0.1, "end": 1.0}, "set end, start to null"),
+        ({"start": 0.0, "end": 1.0}, "'constant' has one alpha"), ({"steps": 3}, "'constant' has one alpha"),
+        ({"start": None}, "needs `start`"), ({"shape": "linear", "start": None, "end": 1.0}, "needs `start`"),
         ({"data": ShardData(path="x")}, "not declared public"),
     ],
 )  # fmt: skip

@@ -26,6 +26,7 @@ from train.monitor_prediction import (
     best_batch_at_fixed_noise,
     choices,
     predict,
+    said,
     suggest,
     table,
 )  # fmt: skip
@@ -239,5 +240,8 @@ def test_the_suggested_batch_is_the_best_of_a_brute_search_with_sigma_calibrated
     best = max(known, key=per_record)
     assert best.batch / 4 < found[0] < best.batch * 4
     assert known[0].batch < found[0] < known[-1].batch, "a batch at the edge would be no search"
+    for trace, words in ((1e12, " or more"), (1e-3, " or less"), (6e5, "")):
+        edge = suggest(Curvature(100, 1.0, 2.0, trace, 5.0), now, plan, known)
+        assert edge is not None and said(edge[0], known) == f"{edge[0]:,.0f}{words}"
     rows = table(curvature, now, plan, known)
     assert len(rows) == 1 + len(known) and f"{best.batch:,.0f}" in rows[1 + known.index(best)]

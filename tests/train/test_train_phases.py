@@ -18,6 +18,9 @@ from accounting.journal import Journal
 from accounting.ledger import Ledger
 from data.split import SplitIndex, apart, public_share
 from data.synthetic import SyntheticIndex
+from model.build import build
+from model.settings import ModelSettings
+from train.checkpoint import Checkpoints, Keep, Loaded, Position
 from train.config import Config
 from train.forward import PlainForward
 from train.gradient import PlainUpdate
@@ -43,7 +46,17 @@ def test_a_start_has_no_steps_and_the_objective_of_what_follows(loaded: Read, tm
     assert config.phases[0].data.path == str(tmp_path / "weights")  # pyright: ignore[reportAttributeAccessIssue]
 
 
+FEATURES: list[Change] = [
+    put("phases.1.objective", "classify"), put("phases.1.data.label", "kind"), put("phases.1.trainable", "head"),
+    drop("phases.1.evaluation"), put("phases.1.features", {}), put("phases.1.data.augment", "center"),
+]  # fmt: skip
 REFUSED: list[tuple[list[Change], str]] = [
+    ([*FEATURES, put("phases.1.data.augment", "random_resized_crop")], "keeps features and augments its pictures"),
+    ([*FEATURES, put("phases.1.data.augment", "inception_crop")], "keeps features and augments its pictures"),
+    ([*FEATURES, put("phases.1.monitor", {"path": "x"})], "keeps features and has `monitor`"),
+    ([*FEATURES, put("phases.1.data.reading", {"node_shards": "{rank}"})], "keeps features, which every rank reads"),
+    ([*FEATURES, put("phases.1.mixing", {"data": {"source": "shards", "path": "x", "public": True}, "batch": 4})],
+     "keeps features and mixes in public pictures"),
     ([first(START | {"steps": 3})], "phase 'start' trains nothing, so steps mean nothing there"),
     ([put("phases.1.data", START["data"])], "trains nothing, so"),
     ([put("phases.0.epochs", 2.0)], "has steps and epochs; give one of steps, epochs and until_budget"),
@@ -55,6 +68,8 @@ REFUSED: list[tuple[list[Change], str]] = [
       put("phases.1.features", {}), put("phases.1.data.augment", "none"), put("phases.1.data.weight", "score")],
      "keeps features, beside which no weights of records are kept"),
     ([put("phases.1.optimizer.carry", "all")], "no phase before it trained the same weights"),
+    ([put("phases.1.objective", "mae"), drop("phases.1.evaluation"), put("phases.1.optimizer.carry", "all"),
+      put("phases.1.optimizer.params.ema_decay", 0.9)], "give ema_decay to both, or to none"),
     ([put("phases.0.optimizer", {"type": "SGD", "carry": "second-moment"})], "SGD has no second moment"),
     ([put("phases.1.mixing", {"data": {"path": "x"}, "batch": 4})], "not declared public"),
     ([put("phases.0.objective", "classify")], "needs data.label"),
@@ -96,24 +111,32 @@ def test_steps_follow_from_epochs_and_from_the_budget(loaded: Read) -> None:
     assert planned_epsilon(plans[0]) <= 8.0 < planned_epsilon(plans[1])
 
 
-@pytest.mark.parametrize("how", ["none", "second-moment", "all"])
-def test_optimizer_state_is_handed_over_as_the_config_says(how: Any) -> None:
-    def engine() -> LocalEngine:
-        return LocalEngine(PlainForward(Toy()), alone(), replicated=True)
+def plain_engine() -> LocalEngine:
+    return LocalEngine(PlainForward(Toy()), alone(), replicated=True)
 
-    before, after = engine(), engine()
+
+def saved(engine: LocalEngine, folder: Path) -> Loaded:
+    Checkpoints(folder, alone(), Keep()).save(Position(0, engine.optimizer_step()), engine, True, {})
+    loaded = Checkpoints(folder, alone(), Keep()).latest()
+    assert loaded is not None
+    return loaded
+
+
+@pytest.mark.parametrize("how", ["second-moment", "all"])
+def test_a_phase_that_ended_before_its_first_step_has_no_state_to_hand_over(how: Any, tmp_path: Path) -> None:
+    after = plain_engine()
+    carry_over(saved(plain_engine(), tmp_path), after, how)
+    assert after.optimizer_step() == 0 and not any(shard.state for shard in after.shards())
+
+
+@pytest.mark.parametrize("how", ["none", "second-moment", "all"])
+def test_optimizer_state_is_handed_over_as_the_config_says(how: Any, tmp_path: Path) -> None:
+    """From a checkpoint; by DeepSpeed and FSDP2: tests/end_to_end/test_e2e_transfers.py."""
+    before, after = plain_engine(), plain_engine()
     for step in (1, 2):
         before.accumulate(toy_batch(4, seed=step))
         before.update(PlainUpdate(4), 1e-3)
-
-    class Saved:
-        def restore_optimizer(self, into: LocalEngine) -> None:
-            into.set_optimizer_step(before.optimizer_step())
-            for mine, theirs in zip(into.shards(), before.shards(), strict=True):
-                for name, tensor in mine.state.items():
-                    tensor.copy_(theirs.state[name])
-
-    carry_over(Saved(), after, how)  # pyright: ignore[reportArgumentType]
+    carry_over(saved(before, tmp_path), after, how)
     assert after.optimizer_step() == (0 if how == "none" else 2), "bias corrections go on, or begin anew"
     for mine, theirs in zip(after.shards(), before.shards(), strict=True):
         if how == "none":
@@ -173,6 +196,21 @@ def test_weights_carry_what_their_run_protected_and_why_it_was_not_private(
     start = WarmStart.at(tmp_path if named == "folder" else tmp_path / "model.safetensors")
     assert start.protected == {"protected records"}
     assert start.undeclared is None if why is None else why in (start.undeclared or "")
+
+
+@pytest.mark.parametrize(("take_head", "bias"), [(None, 0.5), (True, 0.5), (False, -10.0)])
+def test_a_head_is_taken_from_an_own_run_unless_the_config_says_otherwise(
+    tmp_path: Path, take_head: bool | None, bias: float
+) -> None:
+    sizes = {"size": "custom", "image_size": 8, "patch_size": 4, "width": 8, "depth": 1, "heads": 2, "classes": 3}
+    shape = ModelSettings.model_validate({"family": "classifier", "classify_loss": "sigmoid", **sizes})
+    given, taken = build(shape, "classify"), build(shape, "classify")
+    torch.nn.init.constant_(given.head.bias, 0.5)
+    engine = StillEngine(given, torch.device("cpu"))
+    Checkpoints(tmp_path / "checkpoints", alone(), Keep()).save(Position(0, 0), engine, True, {})
+    WarmStart.at(tmp_path).fill(taken, take_head)
+    assert bool((taken.head.bias == bias).all())
+    assert torch.equal(taken.state_dict()["norm.weight"], given.state_dict()["norm.weight"])
 
 
 def test_between_models_alike_every_tensor_is_handed_over() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from config_base import Change, put
+from config_base import Change, drop, put
 from safetensors.torch import save_file
 from train_helpers import plan_for
 
@@ -53,6 +53,10 @@ def test_phases_open_their_data(real: Callable[..., Config]) -> None:
         ([put("phases.1.evaluation.path", "private")], r"phases.1.evaluation.path: .* belongs to the private records"),
         ([put("phases.0.evaluation", {"path": "private"})], r"0.evaluation.path: .* belongs to the private records"),
         ([put("phases.0.data.path", "private")], r"phases.0.data.path: .* belongs to the private records of phase"),
+        ([drop("phases.1.privacy"), put("phases.1.batch", 4), put("phases.1.evaluation.path", "private")],
+         "belongs to the records of phase 'private', which are not declared public"),
+        ([drop("phases.1.privacy"), put("phases.1.batch", 4), put("phases.1.monitor", {"path": "private"})],
+         r"phases.1.monitor.path: .* which are not declared public"),
         ([put("phases.0.batch", 17)], "phases.0.batch = 17 exceeds the 16 records"),
         ([put("model.image_size", 33)], "model.image_size 33 does not divide"),
     ],

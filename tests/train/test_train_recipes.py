@@ -74,7 +74,7 @@ def test_the_table_names_every_shipped_recipe() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_recipe_says_what_it_is_and_its_command_is_its_own(name: str) -> None:
     about = load(FILES[name], []).about
-    assert all((about.command, about.cost, about.expect, about.source))
+    assert all((about.command, about.hardware, about.cost, about.expect, about.source))
     if name != "demo":
         assert str(FILES[name].relative_to(ROOT)) in about.command
 
