@@ -1,7 +1,9 @@
-"""Features of a frozen body: the same steps as over pictures, computed once; and LAMB's first step on a zero head."""
+"""Features of a frozen body: the same steps as over pictures, computed once, by all ranks or by none; and LAMB's first
+step on a zero head. The files have tests of their own."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,20 +15,24 @@ import torch
 from train_helpers import alone, on_ranks
 
 from data.batches import EMPTY, DataSpec, Fetched, MicroBatch, slots
+from data.tar import UnreadableError
 from model.build import build
 from model.settings import ModelSettings
 from model.trainable import select
 from train.clip import clipped_totals
 from train.clip_reference import ReferenceClip
 from train.clip_rule import ClipRule
-from train.features import ABSENT, BAD, HEADER, PRESENT, FeatureReader, FeatureStore, fill, identity_of
+from train.config_phase import Features
+from train.features import FeatureReader, feature_reader, identity_of
+from train.features_folder import ABSENT, BAD, PRESENT, FeatureFolder
 from train.optim import make_optimizer
 from train.optim_settings import Optimizer, OptimizerParams, ParameterRule
-from train.recipe_error import RecipeError
+from train.stop import Stopped, StopRequest
 
 SETTINGS = ModelSettings(
     family="classifier", image_size=16, patch_size=8, width=16, depth=1, heads=2, classes=5, classify_loss="sigmoid",
 )  # fmt: skip
+RESNET = ModelSettings(family="classifier", image_size=16, width=8, stages=(1,), classes=5)
 RECORDS, DAMAGED = 23, 7
 OF: tuple[Any, ...] = ("records", DataSpec(16, labels=("cls",), target="cls"), "fp32")
 IMAGES = torch.randn(RECORDS, 3, 16, 16, generator=torch.Generator().manual_seed(3))
@@ -34,16 +40,23 @@ LABELS = torch.arange(RECORDS) % 5
 
 
 class Pictures:
-    """A reader of pictures, one of which is bad; counts what it was asked for."""
+    """A reader of pictures, one of which is bad; counts what it was asked for and could give."""
 
-    def __init__(self) -> None:
+    def __init__(self, unreadable_after: float = math.inf) -> None:
         self.asked: list[int] = []
+        self.readable, self.closed = unreadable_after, False
+        self.bad_reasons = {DAMAGED: "damaged"}
+
+    def close(self) -> None:
+        self.closed = True
 
     def read(self, ids: np.ndarray, step: int) -> MicroBatch:
         return self.fetch(ids, step).batch
 
     def fetch(self, ids: np.ndarray, step: int) -> Fetched:
         del step
+        if len(self.asked) >= self.readable:
+            raise UnreadableError("shard-3.tar: cannot be read; restore access")
         self.asked += [int(number) for number in ids]
         there = torch.from_numpy((ids != EMPTY) & (ids != DAMAGED))
         rows = torch.from_numpy(np.maximum(ids, 0))
@@ -51,29 +64,56 @@ class Pictures:
         return Fetched(MicroBatch({"images": images, "labels": torch.where(there, LABELS[rows], 0)}, there), {})
 
 
-def head_only() -> Any:
-    model = build(SETTINGS, "classify")
+def head_only(**settings: Any) -> Any:
+    model = build(SETTINGS.model_copy(update=settings), "classify")
     select(model, "head")
     return model
 
 
-def filled(folder: Path, stop_after: int | None = None) -> tuple[FeatureStore, Pictures, Any]:
-    model, pictures = head_only(), Pictures()
-    FeatureStore.create(folder, RECORDS, 16, identity_of(model, *OF))
-    store = FeatureStore.open(folder)
-    missing = store.missing(0, 1)[:stop_after]
-    fill(store, model, pictures, missing, 4, alone(), "fp32")  # pyright: ignore[reportArgumentType]
-    return store, pictures, model
+class Stop:
+    """What is used of a StopRequest, which takes over the signals of its process."""
+
+    ask, check = StopRequest.ask, StopRequest.check
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.asked = 0
+
+    def raised(self) -> str | None:
+        self.asked += 1
+        return self.reason
+
+
+def made(
+    shared: Path, ranks: Any, pictures: Pictures, model: Any = None, stop: Stop | None = None, said: Any = None
+) -> tuple[FeatureReader, Pictures, Any]:
+    """Features as a phase makes them, in micro-batches of 4."""
+    model = model or head_only()
+    digest, spec, precision = OF
+    run: Any = SimpleNamespace(
+        ranks=ranks, stop=stop or Stop(), board=SimpleNamespace(say=said or (lambda text: None)),
+        config=SimpleNamespace(run=SimpleNamespace(precision=precision), train_micro_batch_size_per_gpu=4),
+    )  # fmt: skip
+    phase: Any = SimpleNamespace(
+        name="head", data_spec=lambda augment: spec, index=SimpleNamespace(manifest_digest=digest, records=RECORDS),
+        settings=SimpleNamespace(features=Features(folder=str(shared)), data=SimpleNamespace(public=False)),
+    )  # fmt: skip
+    reader = feature_reader(run, phase, model, pictures)  # pyright: ignore[reportArgumentType]
+    return reader, pictures, model
+
+
+def folder_of(shared: Path, model: Any = None) -> FeatureFolder:
+    return FeatureFolder.within(shared, identity_of(model or head_only(), *OF), RECORDS, 16)
 
 
 def test_a_clipped_sum_over_features_is_the_one_over_pictures(tmp_path: Path) -> None:
-    store, pictures, model = filled(tmp_path / "features")
-    assert (store.state == PRESENT).sum() == RECORDS - 1 and store.state[DAMAGED] == BAD
+    reader, pictures, model = made(tmp_path / "features", alone(), Pictures())
+    assert (reader.stored.state == PRESENT).sum() == RECORDS - 1 and reader.stored.state[DAMAGED] == BAD
     clip = ReferenceClip(ClipRule("flat", 0.5, 0.0))
     shuffled = np.array([[3, 1, 20, 9, 7]])  # begins and ends as five neighbours would
     for ids in (slots(np.arange(RECORDS), 0, 1, 8), slots(np.array([2, 3, 7, 20]), 0, 1, 8), shuffled):
         for row in ids:
-            over_pictures, over_features = pictures.fetch(row, 1).batch, FeatureReader(store).fetch(row, 1).batch
+            over_pictures, over_features = pictures.fetch(row, 1).batch, reader.fetch(row, 1).batch
             assert torch.equal(over_pictures.present, over_features.present)
             sums = [clipped_totals(clip, model, b.inputs, b.present)[0] for b in (over_pictures, over_features)]
             for name, expected in sums[0].items():
@@ -81,83 +121,101 @@ def test_a_clipped_sum_over_features_is_the_one_over_pictures(tmp_path: Path) ->
 
 
 def test_padding_and_bad_records_are_absent_and_zero(tmp_path: Path) -> None:
-    store, _, _ = filled(tmp_path / "features")
-    batch = FeatureReader(store).fetch(np.array([6, 7, 8, EMPTY]), 5).batch
+    reader, pictures, _ = made(tmp_path / "features", alone(), Pictures())
+    batch = reader.fetch(np.array([6, 7, 8, EMPTY]), 5).batch
     assert batch.present.tolist() == [True, False, True, False]
     assert not batch.inputs["features"][~batch.present].any() and batch.inputs["features"][0].any()
     assert batch.inputs["labels"].tolist() == [1, 0, 3, 0]
+    assert pictures.closed and reader.bad_reasons == {DAMAGED: "damaged"}
+
+
+@pytest.mark.parametrize("ids", [[3, 4, 5], [3, 9, 5]])
+def test_a_row_that_was_never_made_is_an_error_and_no_record_without_a_gradient(tmp_path: Path, ids: list[int]) -> None:
+    reader, _, _ = made(tmp_path, alone(), Pictures())
+    with (reader.stored.path / "state.u8").open("rb+") as file:
+        file.seek(5)
+        file.write(bytes([ABSENT]))
+    with pytest.raises(UnreadableError, match=r"the features of record 5 are gone from .*/[0-9a-f]{16}$"):
+        reader.fetch(np.array(ids), 1)
+    assert reader.fetch(np.array([3, 4, EMPTY]), 1).batch.present.tolist() == [True, True, False]
 
 
 def test_a_stopped_run_goes_on_where_a_row_is_missing_and_another_body_begins_anew(tmp_path: Path) -> None:
-    whole, _, _ = filled(tmp_path / "whole")
-    _, first, _ = filled(tmp_path / "broken", stop_after=9)
-    store, second, model = filled(tmp_path / "broken")
-    assert len(first.asked) == 9 and sorted(first.asked + second.asked) == list(range(RECORDS))
-    assert np.array_equal(store.features, whole.features) and np.array_equal(store.labels, whole.labels)
-    assert filled(tmp_path / "broken")[1].asked == [], "nothing is computed twice"
+    whole, _, _ = made(tmp_path / "whole", alone(), Pictures())
+    first = Pictures(unreadable_after=8)
+    with pytest.raises(Stopped, match="records that cannot be read"):
+        made(tmp_path / "broken", alone(), first)
+    assert first.closed
+    reader, second, model = made(tmp_path / "broken", alone(), Pictures())
+    assert len(first.asked) == 8 and sorted(first.asked + second.asked) == list(range(RECORDS))
+    assert np.array_equal(reader.stored.features, whole.stored.features)
+    assert np.array_equal(reader.stored.labels, whole.stored.labels)
+    assert made(tmp_path / "broken", alone(), Pictures())[1].asked == [], "nothing is computed twice"
     with torch.no_grad():
         model.cls_token.add_(1.0)
-    FeatureStore.create(tmp_path / "broken", RECORDS, 16, identity_of(model, *OF))
-    assert len(FeatureStore.open(tmp_path / "broken").missing(0, 1)) == RECORDS
-    other = head_only()
-    with torch.no_grad():
-        other.head.weight.add_(1.0)
+    other, third, _ = made(tmp_path / "broken", alone(), Pictures(), model)
+    assert len(third.asked) == RECORDS and not np.array_equal(other.stored.features, whole.stored.features)
+    assert made(tmp_path / "broken", alone(), Pictures())[1].asked == [], "two bodies keep their features side by side"
+
+
+def test_heads_and_seeds_share_the_features_of_one_body(tmp_path: Path) -> None:
+    """A sweep over `features.folder`: what the body computes is all that counts."""
+    made(tmp_path, alone(), Pictures())
+    sweep = {
+        "init_seed": 5, "head_scale": 1.0, "head_bias": -3.0, "classify_loss": "softmax", "classes": 7,
+        "text_length": 12, "vocabulary": 99, "mask_ratio": 0.5, "decoder_bias": True, "mae_decoder_depth": 2,
+    }  # fmt: skip
+    body = {name: value for name, value in head_only().state_dict().items() if not name.startswith("head.")}
+    for name, value in sweep.items():
+        model = head_only(**{name: value})
+        model.load_state_dict(body, strict=False)
+        assert made(tmp_path, alone(), Pictures(), model)[1].asked == [], name
+
+
+def test_the_identity_is_of_records_pixels_labels_body_and_precision() -> None:
+    other = head_only(head_scale=1.0)
     assert identity_of(other, *OF) == identity_of(head_only(), *OF), "the head is no part"
     digest, spec, precision = OF
-    for changed in (
+    changes: tuple[tuple[Any, ...], ...] = (
         ("others", spec, precision), (digest, replace(spec, augment="center"), precision), (digest, spec, "bf16"),
         (digest, replace(spec, labels=("shape",), target="shape"), precision),
-    ):  # fmt: skip
+        (digest, replace(spec, classes=3), precision),  # decides which records are bad
+    )  # fmt: skip
+    for changed in changes:
         assert identity_of(other, *changed) != identity_of(other, *OF)
-
-
-def test_only_files_of_its_own_are_replaced_and_a_torn_header_begins_anew(tmp_path: Path) -> None:
-    store, _, _ = filled(tmp_path / "features")
-    assert not len(store.missing(0, 1))
-    (tmp_path / "features" / HEADER).write_text('{"identi')
-    (tmp_path / "features" / f".{HEADER}.17.tmp").touch()
-    FeatureStore.create(tmp_path / "features", RECORDS, 16, "another")
-    assert len(FeatureStore.open(tmp_path / "features").missing(0, 1)) == RECORDS
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    with pytest.raises(RecipeError, match=r"holds other things \(thesis.txt\); name a folder of its own"):
-        FeatureStore.create(tmp_path / "mine", RECORDS, 16, "x")
-    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+    # The same weights, and yet other features.
+    for change in ({"heads": 4}, {"pooling": "mean"}):
+        same = head_only(**change)
+        same.load_state_dict(other.state_dict())
+        assert identity_of(same, *OF) != identity_of(other, *OF), change
+    nets = [build(RESNET.model_copy(update=more), "classify") for more in ({}, {"head_scale": 1.0}, {"stages": (2,)})]
+    first, head, deeper = (identity_of(net, *OF) for net in nets)
+    assert first == head != deeper
 
 
 def test_ranks_share_the_rows_and_their_files_are_the_owners_alone(tmp_path: Path) -> None:
-    FeatureStore.create(tmp_path / "features", RECORDS, 16, "x")
-    store = FeatureStore.open(tmp_path / "features")
-    parts = [store.missing(rank, 3).tolist() for rank in range(3)]
-    assert [row for part in parts for row in part] == list(range(RECORDS))
-    assert (tmp_path / "features").stat().st_mode & 0o777 == 0o700
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "features").iterdir()} == {0o600}
+    pictures = [Pictures() for _ in range(3)]
+    readers = on_ranks(3, lambda ranks: made(tmp_path / "features", ranks, pictures[ranks.rank])[0])
+    assert [row for each in pictures for row in each.asked] == list(range(RECORDS))
+    whole = made(tmp_path / "alone", alone(), Pictures())[0].stored
+    for reader in readers:
+        assert np.allclose(reader.stored.features, whole.features, atol=1e-6)
+        assert np.array_equal(reader.stored.state, whole.state)
+    (kept,) = (tmp_path / "features").iterdir()
+    assert (tmp_path / "features").stat().st_mode & 0o777 == kept.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in kept.iterdir()} == {0o600}
 
 
-def test_a_row_is_marked_as_there_after_its_content_lies_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    FeatureStore.create(tmp_path / "features", RECORDS, 16, "x")
-    store = FeatureStore.open(tmp_path / "features")
-    seen: list[tuple[bool, int]] = []
-    monkeypatch.setattr(FeatureStore, "flush", lambda self: seen.append((bool(self.features[3].all()), self.state[3])))
-    store.put(np.array([3]), np.ones((1, 16), np.float32), np.array([2]), np.array([True]))
-    assert seen == [(True, ABSENT)] and store.state[3] == PRESENT
-
-
-def test_ranks_with_fewer_rows_ask_about_a_stop_as_often_as_the_others(tmp_path: Path) -> None:
-    """Asking is a collective act: a rank that is through would leave the others waiting."""
-    FeatureStore.create(tmp_path / "features", RECORDS, 16, "x")
-
-    def asked(ranks: Any) -> int:
-        found: list[Any] = []
-        store = FeatureStore.open(tmp_path / "features")
-        run: Any = SimpleNamespace(stop=SimpleNamespace(check=found.append))
-        pictures: Any = Pictures()
-        fill(store, head_only(), pictures, store.missing(ranks.rank, ranks.world), 11, ranks, "fp32", run)
-        return len(found)
-
-    assert on_ranks(2, asked) == [2, 2], "11 rows are one round, 12 are two"
+def test_files_of_an_older_version_stay_and_are_named(tmp_path: Path) -> None:
+    for name in ("features.json", "features.npy", "labels.npy", "state.npy"):
+        (tmp_path / name).write_text("older")
+    said: list[str] = []
+    made(tmp_path, alone(), Pictures(), said=said.append)
+    assert all((tmp_path / name).read_text() == "older" for name in ("features.json", "features.npy", "state.npy"))
+    assert "are of an older version and are not used; delete them if no older version needs them" in said[-1]
+    said.clear()
+    made(tmp_path / "fresh", alone(), Pictures(), said=said.append)
+    assert len(said) == 1 and "23 are to be made" in said[0]
 
 
 def stepped(kind: str, rules: list[ParameterRule], steps: int = 1) -> list[torch.Tensor]:
