@@ -16,6 +16,7 @@ from train.config_data import CheckpointData
 from train.engines import describe_engine
 from train.opening import known_records
 from train.planner_memory import GIB, memory, weights_of
+from train.planner_notes import simulation
 from train.recipe import clip_rule, make_plan, planned_epsilon, resolve_shape, with_steps
 
 
@@ -70,8 +71,8 @@ def _promise(config: Config, number: int, phase: Phase) -> list[str]:
         f"epsilon       {round_up(spent)} of {plan.epsilon_budget:g} (PLD)",
         f"delta         {plan.delta:.6g}",
     ]
-    if plan.stands_for is not None:
-        found.append(f"note          {plan.stands_for}; ε above is that of what will run")
+    if (note := simulation(plan)) is not None:
+        found.append(f"note          {note}")
     if spent > plan.epsilon_budget:
         found.append("note          the budget ends the phase before its last step")
     return found
@@ -90,7 +91,7 @@ def _memory(config: Config, phase: Phase, model: nn.Module) -> str:
 
     def held(ranks: int) -> float:
         need = memory(weights, 3 if fsdp else zero.stage, ranks, zero.offload_optimizer is not None)
-        return (need.stays + max(need.gathered, need.update)) / GIB
+        return (need.stays + max(need.while_computing, need.update)) / GIB
 
     many = 1 << 20
     fixed, split = held(many), held(1) - held(many)

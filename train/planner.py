@@ -15,9 +15,11 @@ from model.trainable import select
 from train.clip_rule import MOST_ALLOWANCE, rounding_allowance
 from train.config import Config, Phase
 from train.opening import known_records
+from train.planner_advice import advice
 from train.planner_cluster import Cluster, PlannerError
 from train.planner_cost import RecordCost, count
-from train.planner_memory import GIB, Memory, Weights, memory, weights_of
+from train.planner_memory import Memory, Weights, memory, weights_of
+from train.planner_rows import Batch
 from train.planner_time import StepTime, step_time
 from train.probes import synthetic_batch
 from train.recipe import make_plan, resolve_shape, with_steps
@@ -45,12 +47,14 @@ class PhaseForecast:
     objective: str
     weights: Weights
     cost: RecordCost
-    batch: float
+    batch: Batch
+    mixed: int
+    """Public records per step that `phase.mixing` adds."""
     steps: int
     layouts: list[Layout]
     chosen: Layout
     micro_batch: int
-    """The config's if it fits, or the largest that does; 0 if nothing fits."""
+    """The config's if it fits, or one that does and fills its rows evenly; 0 if nothing fits."""
     time: StepTime | None
     plan: PrivacyPlan | None
     epsilons: list[tuple[int, float]]
@@ -84,10 +88,12 @@ def _of_phase(
     records = known_records(phase, where)[0]
     phase = with_steps(phase, records, where)
     plan = make_plan(phase, phase.privacy, records, where) if phase.privacy else None
-    batch = plan.divisor if plan else float(phase.batch or 1)
+    batch = Batch.drawn(plan) if plan else Batch(float(phase.batch or 1))
+    mixed = phase.mixing.batch if phase.mixing else 0
     cost, weights = counted(config, phase)
     per_record = 4.0 * weights.trainable if plan and config.run.clip_engine != "book-keeping" else 0.0
-    wanted, most = config.train_micro_batch_size_per_gpu, math.ceil(batch / cluster.gpus)
+    # A micro-batch as large as a rank's share of nearly every draw; at the mean, half of the draws would need two.
+    wanted, most = config.train_micro_batch_size_per_gpu, math.ceil(batch.most / cluster.gpus)
     if plan:
         most = min(most, _most_exact())
     layouts = []
@@ -98,15 +104,15 @@ def _of_phase(
     own = (config.zero_optimization.stage, config.zero_optimization.offload_optimizer is not None)
     chosen = next(layout for layout in layouts if (layout.stage, layout.offload) == own)
     fits = chosen.peak_bytes <= cluster.usable_bytes
-    micro_batch = wanted if fits else chosen.micro_batch
+    micro_batch = wanted if fits else batch.even(cluster.gpus, chosen.micro_batch)
     time = None
     if micro_batch:
-        time = step_time(cost, weights, cluster, batch, micro_batch, chosen.stage, records_per_second)
+        time = step_time(cost, weights, cluster, batch, micro_batch, chosen.stage, records_per_second, mixed)
     found = PhaseForecast(
-        phase.name, phase.objective, weights, cost, batch, phase.steps, layouts, chosen, micro_batch, time, plan,
-        _epsilons(plan) if plan else [], [],
+        phase.name, phase.objective, weights, cost, batch, mixed, phase.steps, layouts, chosen, micro_batch, time,
+        plan, _epsilons(plan) if plan else [], [],
     )  # fmt: skip
-    return replace(found, advice=_advice(found, wanted, cluster))
+    return replace(found, advice=advice(found, wanted, cluster))
 
 
 def counted(config: Config, phase: Phase) -> tuple[RecordCost, Weights]:
@@ -131,47 +137,3 @@ def _epsilons(plan: PrivacyPlan) -> list[tuple[int, float]]:
     marks = sorted({max(1, round(plan.steps * part / MARKS)) for part in range(1, MARKS + 1)})
     sigma = plan.effective_noise_multiplier
     return [(t, epsilon([Event(plan.sampling_rate, sigma, t)], plan.delta)) for t in marks]
-
-
-def _advice(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
-    if found.chosen.peak_bytes > cluster.usable_bytes:
-        return _to_fit(found, wanted, cluster)
-    assert found.time is not None
-    lines = []
-    rows = math.ceil(found.batch / cluster.gpus / wanted)
-    padding = 1 - found.batch / (rows * wanted * cluster.gpus)
-    if padding > 0.1:
-        better = math.ceil(found.batch / cluster.gpus / rows)
-        lines.append(
-            f"{padding:.0%} of the slots are padding: train_micro_batch_size_per_gpu = {better} wastes less"
-            + (", or use fewer GPUs" if rows == 1 else "")
-        )
-    if found.time.exchange > 0.2 * found.time.seconds:
-        share = found.time.exchange / found.time.seconds
-        other = " or stage 1, which does not gather weights" if found.chosen.stage == 3 else ""
-        lines.append(f"{share:.0%} of a step is exchange: fewer GPUs, a larger batch, a faster link{other}")
-    if found.time.noise > found.time.compute:
-        lines.append('drawing the noise takes longer than computing: run.noise = "philox" draws on the device')
-    if found.plan is not None and found.epsilons[-1][1] > found.plan.epsilon_budget:
-        lines.append("the budget ends the phase before its last step: lower steps, raise noise_multiplier or epsilon")
-    if not lines and found.chosen.micro_batch >= 2 * wanted:
-        lines.append(f"a micro-batch of up to {found.chosen.micro_batch} would fit, too")
-    return lines
-
-
-def _to_fit(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
-    need = found.chosen.peak_bytes / GIB
-    lines = [f"a micro-batch of {wanted} needs {need:.1f} GiB of {cluster.usable_bytes / GIB:.1f} GiB that may be used"]
-    if found.chosen.micro_batch:
-        lines.append(f"set train_micro_batch_size_per_gpu to {found.chosen.micro_batch}")
-    others = [layout for layout in found.layouts if layout.micro_batch > found.chosen.micro_batch]
-    for layout in sorted(others, key=lambda layout: (layout.offload, layout.stage)):
-        offload = ' with zero_optimization.offload_optimizer = {"device": "cpu"}' if layout.offload else ""
-        lines.append(f"zero_optimization.stage = {layout.stage}{offload}: a micro-batch of up to {layout.micro_batch}")
-    if not found.chosen.micro_batch and not others:
-        least = min(layout.memory.peak(1, found.cost) for layout in found.layouts) / (1 - cluster.free_share) / GIB
-        lines.append(
-            f"no stage fits, not even one record at a time: GPUs of at least {least:.1f} GiB, more of them, a smaller "
-            'model, or run.precision = "bf16" for smaller activations'
-        )
-    return lines

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
             raise PlannerError(f"--rate must be a positive number of records per second, but is {arguments.rate}")
         cluster = Cluster(
             arguments.gpus, arguments.memory, arguments.tflops, arguments.link or 1.0,
-            arguments.noise_rate or _measured_noise_rate(), arguments.free,
+            arguments.noise_rate or measured_noise_rate(), arguments.free,
         )  # fmt: skip
         phases = forecast(config, cluster, arguments.rate)
     except (RecipeError, PlannerError) as error:
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     return DONE
 
 
-def _measured_noise_rate() -> float:
+def measured_noise_rate() -> float:
     from train.noise import PIECE, NoiseMechanism
 
     mechanism = NoiseMechanism(b"p" * 32, 1.0, 1.0)

@@ -29,6 +29,8 @@ class Weights:
     """Bytes of optimizer state per trainable weight, its copy of the weight apart."""
     private: bool
     optimizer_copy: int = 4
+    mixed: bool = False
+    """Whether public gradients are mixed in (phase.mixing)."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +46,34 @@ class Memory:
     update: float
     """What only the update needs, when no micro-batch is there."""
     host: float
+    public: float = 0.0
+    """Public gradients that are mixed in, while their micro-batches run: the sum so far, and those of one."""
 
     @property
     def stays(self) -> float:
         return self.weights + self.sums + self.gradients + self.optimizer
 
+    @property
+    def while_computing(self) -> float:
+        """What a micro-batch finds beside what stays."""
+        return self.gathered + self.public
+
     def peak(self, micro_batch: int, cost: RecordCost, per_record: float = 0.0) -> float:
         """The larger of the two moments; `per_record` are gradients that an engine for checking keeps."""
-        return self.stays + max(self.gathered + micro_batch * (cost.bytes + per_record), self.update)
+        return self.stays + max(self.while_computing + micro_batch * (cost.bytes + per_record), self.update)
 
     def micro_batch(self, room: float, cost: RecordCost, per_record: float = 0.0) -> int:
         """The largest that fits; 0 if none does."""
         if self.stays + self.update > room:
             return 0
-        return max(0, int((room - self.stays - self.gathered) // (cost.bytes + per_record)))
+        return max(0, int((room - self.stays - self.while_computing) // (cost.bytes + per_record)))
 
 
 def weights_of(model: nn.Module, phase: Phase) -> Weights:
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
     frozen = sum(p.numel() for p in model.parameters()) - sum(trained)
-    return Weights(sum(trained), frozen, max(trained), moment_bytes(phase.optimizer), phase.privacy is not None)
+    private, mixed = phase.privacy is not None, phase.mixing is not None
+    return Weights(sum(trained), frozen, max(trained), moment_bytes(phase.optimizer), private, mixed=mixed)
 
 
 def moment_bytes(optimizer: Optimizer) -> int:
@@ -75,19 +85,20 @@ def moment_bytes(optimizer: Optimizer) -> int:
 
 def memory(weights: Weights, stage: int, ranks: int, offload: bool) -> Memory:
     n, private = weights.trainable, weights.private
+    mixed = 4.0 * n if weights.mixed else 0.0  # on every rank, at every stage
     own = 4 * (n + weights.frozen)
     sums = 8.0 * n if private else 0.0
     state = (weights.optimizer_copy + weights.moments) * n / ranks
     exact = 8 if private else 0  # the exact total in place of the reduced gradient
     if stage == 0:
-        update = 8 * n + exact * weights.largest
-        return Memory(own, sums, 4.0 * n, weights.moments * n, 0.0, update + (4 * n if private else 0), 0.0)
+        update = 8 * n + exact * weights.largest + (4 * n if private else 0) + mixed
+        return Memory(own, sums, 4.0 * n, weights.moments * n, 0.0, update, 0.0, 2 * mixed)
     # A private phase hands its gradient over in the update alone; otherwise it adds up over the micro-batches.
     kept = 0.0 if private else 4.0 * n / (1 if stage == 1 else ranks)
-    handed = 4.0 * n + (0 if offload else (4 + exact) * n / ranks)
+    handed = 4.0 * n + (0 if offload else (4 + exact) * n / ranks) + mixed
     host = state + 4.0 * n / ranks + 4.0 * n + 8.0 * weights.largest if offload else 0.0
     if stage < 3:
-        return Memory(own, sums, kept, 0.0 if offload else state, 0.0, handed, host)
+        return Memory(own, sums, kept, 0.0 if offload else state, 0.0, handed, host, 2 * mixed)
     partition = 8.0 * n / ranks
     optimizer = (0.0 if offload else state) + partition
-    return Memory(own / ranks, sums, kept, optimizer, own, handed, host)
+    return Memory(own / ranks, sums, kept, optimizer, own, handed, host, 2 * mixed)

@@ -10,6 +10,7 @@ from accounting.accountant import round_up
 from train.planner import PhaseForecast
 from train.planner_cluster import Cluster
 from train.planner_memory import GIB
+from train.planner_notes import simulation
 
 
 def as_json(phases: list[PhaseForecast], cluster: Cluster) -> str:
@@ -21,7 +22,8 @@ def as_json(phases: list[PhaseForecast], cluster: Cluster) -> str:
             place["memory"]["stays"] = layout.memory.stays
         if phase.time is not None:
             value["time"] |= {"seconds": phase.time.seconds}
-        value |= {"days": phase.days, "gpu_hours": phase.gpu_hours(cluster)}
+        value |= {"batch": phase.batch.mean, "batch_spread": phase.batch.spread}
+        value |= {"days": phase.days, "gpu_hours": phase.gpu_hours(cluster), "note": _note(phase)}
         found.append(value)
     whole = {
         "gpu_hours": _sum([phase.gpu_hours(cluster) for phase in phases]),
@@ -45,7 +47,8 @@ def as_text(phases: list[PhaseForecast], cluster: Cluster) -> str:
 
 
 def _phase(phase: PhaseForecast, cluster: Cluster) -> list[str]:
-    kind = "private" if phase.plan else "non-private"
+    note = _note(phase)
+    kind = "non-private" if phase.plan is None else "a simulation" if note else "private"
     cost, own = phase.cost, phase.weights
     flops = cost.private_flops if phase.plan else cost.step_flops
     lines = [
@@ -64,8 +67,10 @@ def _phase(phase: PhaseForecast, cluster: Cluster) -> list[str]:
         )
     if phase.time is not None and phase.days is not None:
         time = phase.time
+        mixed = f" and {phase.mixed:,} public ones mixed in" if phase.mixed else ""
         lines += [
-            f"  micro-batch   {phase.micro_batch}, {phase.batch:,.0f} records per step",
+            f"  micro-batch   {phase.micro_batch}; {phase.batch.mean:,.0f} records{mixed} per step, "
+            f"{time.rows:.4g} rows on average",
             f"  step          {_seconds(time.seconds)}: {_seconds(time.compute)} compute, {_seconds(time.exchange)} "
             f"exchange, noise {_seconds(time.noise)} beside it; reading is not counted",
             f"  all {phase.steps:,} steps  {phase.days:.3g} days, {phase.gpu_hours(cluster):,.1f} GPU-hours",
@@ -74,7 +79,13 @@ def _phase(phase: PhaseForecast, cluster: Cluster) -> list[str]:
         lines.append(f"  σ             {phase.plan.noise_multiplier:g}, δ {phase.plan.delta:.3g}")
         shown = ", ".join(f"{step:,}: {round_up(value):g}" for step, value in phase.epsilons)
         lines.append(f"  ε by step     {shown} (budget {phase.plan.epsilon_budget:g})")
+    if note is not None:
+        lines.append(f"  note          {note}")
     return lines + [f"  to change     {text}" for text in phase.advice]
+
+
+def _note(phase: PhaseForecast) -> str | None:
+    return simulation(phase.plan) if phase.plan else None
 
 
 def _gib(size: float) -> str:

@@ -1,4 +1,4 @@
-"""Seconds of one logical step: arithmetic of the expected batch, exchange over the links, noise of a rank's share."""
+"""Seconds of one logical step: arithmetic of the expected rows, exchange over the links, noise of a rank's share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from train.planner_cluster import Cluster
 from train.planner_cost import RecordCost
 from train.planner_memory import Weights
+from train.planner_rows import Batch
 
 # ZeRO-3 brings all weights together for the forward pass and again for the backward pass of every micro-batch. Twice
 # that is counted, since the clip engine's taps may ask for them as well (tests/end_to_end/test_e2e_planner.py).
@@ -20,6 +21,10 @@ class StepTime:
     exchange: float
     noise: float
     """Drawn on the processor while the micro-batches compute: only what is longer than that is waited for."""
+    rows: float
+    """Micro-batches of each rank, on average over the steps; public records that are mixed in have their own."""
+    public: float = 0.0
+    """What of `compute` is for public records that are mixed in."""
 
     @property
     def seconds(self) -> float:
@@ -27,19 +32,24 @@ class StepTime:
 
 
 def step_time(
-    cost: RecordCost, weights: Weights, cluster: Cluster, batch: float, micro_batch: int, stage: int,
-    records_per_second: float | None = None,
+    cost: RecordCost, weights: Weights, cluster: Cluster, batch: Batch, micro_batch: int, stage: int,
+    records_per_second: float | None = None, mixed: int = 0,
 ) -> StepTime:  # fmt: skip
     """`records_per_second` of one GPU, where it was measured, takes the place of the counted arithmetic.
 
-    Rows of micro-batches are the same on every rank, so the last one may be part padding, which costs like records.
+    `mixed` public records beside the batch are a fixed number, cost no clipping, and have a mean gradient of their own
+    that is summed over the ranks in fp32.
     """
-    rows = max(1, math.ceil(batch / cluster.gpus / micro_batch))
+    rows = batch.rows(cluster.gpus, micro_batch)
     flops = cost.private_flops if weights.private else cost.step_flops
     rate = records_per_second or cluster.tflops * 1e12 / flops
-    compute = rows * micro_batch / rate
+    public = 0.0
+    if mixed:
+        public = Batch(mixed).rows(cluster.gpus, micro_batch) * micro_batch / rate * cost.step_flops / flops
+    compute = rows * micro_batch / rate + public
     n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
     exchange = cluster.all_reduce_seconds(8.0 * n) if weights.private else 0.0
+    exchange += cluster.all_reduce_seconds(4.0 * n) if mixed else 0.0
     if stage < 3:
         exchange += cluster.all_reduce_seconds(4.0 * n)
         exchange += cluster.gather_seconds(4.0 * n) if stage else 0.0
@@ -47,4 +57,5 @@ def step_time(
         exchange += cluster.gather_seconds(4.0 * n)
         exchange += rows * GATHERS_PER_MICRO_BATCH * cluster.gather_seconds(whole)
     share = n if stage == 0 else math.ceil(n / cluster.gpus)
-    return StepTime(compute, exchange, share / cluster.noise_per_second if weights.private else 0.0)
+    noise = share / cluster.noise_per_second if weights.private else 0.0
+    return StepTime(compute, exchange, noise, rows, public)

@@ -22,12 +22,14 @@ from train.planner_app import main
 from train.planner_cluster import Cluster
 from train.planner_cost import RecordCost, count
 from train.planner_memory import Memory, Weights, memory
+from train.planner_rows import Batch
 from train.planner_time import step_time
 from train.probes import synthetic_batch
 
 SHAPES = {
     objective: ModelSettings(
-        family=family, image_size=96, patch_size=8, width=96, depth=2, heads=4, decoder_width=96, decoder_depth=1,
+        family=family,  # pyright: ignore[reportArgumentType]
+        image_size=96, patch_size=8, width=96, depth=2, heads=4, decoder_width=96, decoder_depth=1,
         decoder_heads=4, mae_decoder_width=64, mae_decoder_depth=1, mae_decoder_heads=4, text_length=16,
         vocabulary=512, qkv_bias=True,
     ).resolved()
@@ -65,7 +67,7 @@ def peak_of(act: Any) -> int:
     events = recorded.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     memory = [event for event in events if event.name() == "[memory]"]
     held = peak = 0
-    for _, _, change in sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(memory)):
+    for _, _, change in sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(memory)):  # pyright: ignore[reportAttributeAccessIssue]
         held += change
         peak = max(peak, held)
     return peak
@@ -88,24 +90,24 @@ def test_time_is_arithmetic_rings_and_whole_micro_batches() -> None:
     weights = Weights(trainable=100_000_000, frozen=0, largest=1, moments=8, private=True)
     cost = RecordCost(1e9, 3e9, 1e9, 1e6, 0.0)
     # 1000 records on 4 ranks are 250 each: 4 rows of 64, of which 6 slots are padding.
-    found = step_time(cost, weights, CLUSTER, 1000.0, 64, stage=1)
+    found = step_time(cost, weights, CLUSTER, Batch(1000), 64, stage=1)
     assert found.compute == pytest.approx(256 * 4e9 / 10e12)
     one = 0.75 / 5e9  # seconds per byte that passes the ring once
     assert found.exchange == pytest.approx(one * (2 * 8e8 + 2 * 4e8 + 4e8))
     assert found.noise == pytest.approx(0.25) and found.seconds == pytest.approx(found.exchange + found.noise)
-    partitioned = step_time(cost, weights, CLUSTER, 1000.0, 64, stage=3)
+    partitioned = step_time(cost, weights, CLUSTER, Batch(1000), 64, stage=3)
     assert partitioned.exchange == pytest.approx(one * (2 * 8e8 + 4e8 + 4 * 4 * 4e8))
-    assert step_time(cost, weights, CLUSTER, 1000.0, 64, 1, records_per_second=64.0).compute == pytest.approx(4.0)
+    assert step_time(cost, weights, CLUSTER, Batch(1000), 64, 1, records_per_second=64.0).compute == pytest.approx(4.0)
     public = Weights(100_000_000, 0, 1, 8, private=False)
-    assert step_time(cost, public, CLUSTER, 1000.0, 64, 1).compute == pytest.approx(256 * 3e9 / 10e12)
+    assert step_time(cost, public, CLUSTER, Batch(1000), 64, 1).compute == pytest.approx(256 * 3e9 / 10e12)
 
 
 def test_frozen_weights_are_gathered_too_and_whole_weights_get_all_their_noise_on_every_rank() -> None:
     weights = Weights(trainable=100_000_000, frozen=100_000_000, largest=1, moments=8, private=True)
     cost, one = RecordCost(1e9, 3e9, 1e9, 1e6, 0.0), 0.75 / 5e9
-    partitioned = step_time(cost, weights, CLUSTER, 1000.0, 64, stage=3)
+    partitioned = step_time(cost, weights, CLUSTER, Batch(1000), 64, stage=3)
     assert partitioned.exchange == pytest.approx(one * (2 * 8e8 + 4e8 + 4 * 4 * 8e8))
-    assert step_time(cost, weights, CLUSTER, 1000.0, 64, stage=0).noise == pytest.approx(1.0)
+    assert step_time(cost, weights, CLUSTER, Batch(1000), 64, stage=0).noise == pytest.approx(1.0)
     assert CLUSTER.usable_bytes == pytest.approx(0.9 * 16 * 2**30)
 
 
