@@ -172,6 +172,8 @@ class Config(Section):
         """
         places = {"path": True, "tokenizer": True, "reading": True}
         out = {"data": places, "mixing": {"data": places}, "features": {"folder"}}
+        if self.phases[phase].optimizer.params.gradient_norm is None:  # nor had older runs any
+            out["optimizer"] = {"params": {"gradient_norm"}}
         # What is measured decides nothing, unless the phase may end by it.
         watches = self.phases[phase].plateau is not None
         out["evaluation"] = {"path"} if watches else True

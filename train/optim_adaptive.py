@@ -32,7 +32,7 @@ class AdamW(FlatOptimizer):
         self.params = params
         self.kernel: Kernel | None = None
         self._noise_variance = gradient_noise**2
-        super().__init__(parameters, policies, params.ema_decay)
+        super().__init__(parameters, policies, params.ema_decay, params.gradient_norm)
 
     def update(self, flats: Sequence[Flat]) -> None:
         for flat in flats:

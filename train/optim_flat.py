@@ -71,13 +71,15 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
     """Whether fragments must be told apart; if not, neighbours under one policy are worked on together."""
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], policies: Mapping[str, Policy], ema_decay: float | None
-    ) -> None:
+        self, parameters: Iterable[tuple[str, nn.Parameter]], policies: Mapping[str, Policy],
+        ema_decay: float | None = None, most: float | None = None,
+    ) -> None:  # fmt: skip
+        """`most`: no gradient is longer, all parameters together. It has its noise by now, so this promises nothing."""
         named = dict(parameters)
         super().__init__(list(named.values()), {"lr": 0.0})
         self._policies = dict(policies)
         self._numbers = {name: number for number, name in enumerate(named)}
-        self._ema_decay = ema_decay
+        self._ema_decay, self._most = ema_decay, most
         self.bind(whole_parameters(named), None)
 
     def bind(self, layout: Layout, add: Add | None) -> None:
@@ -110,6 +112,8 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             raise OptimizerError("a closure would compute a gradient that got no noise; call step() without one")
         flats = [self._flat(tensor, group["lr"]) for group in self.param_groups for tensor in group["params"]]
+        if self._most is not None:
+            self._shorten(flats, self._most)
         self.update(flats)
         for flat in flats:
             if self._ema_decay is not None:
@@ -129,6 +133,17 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
         moments = {name: state[name] for name in self.moments}
         step, stretches = int(state["step"]), self._stretches[id(tensor)]
         return Flat(tensor, tensor.grad, moments, step, float(learning_rate), stretches)
+
+    def _shorten(self, flats: Sequence[Flat], most: float) -> None:
+        """As torch.nn.utils.clip_grad_norm_, over the shards of all ranks; padding has no part in it."""
+        pieces = [g for flat in flats for stretch in flat.stretches for _, g, _ in flat.chunks(stretch)]
+        square = torch.zeros(1, dtype=torch.float64, device=flats[0].weights.device)
+        for gradient in pieces:
+            square += gradient.double().square().sum()
+        norm = (square if self._add is None else self._add(square)).sqrt()
+        factor = (most / (norm + 1e-6)).clamp(max=1.0).float()
+        for gradient in pieces:
+            gradient.mul_(factor)
 
     @abstractmethod
     def update(self, flats: Sequence[Flat]) -> None:

@@ -20,7 +20,7 @@ class SGD(FlatOptimizer):
     ) -> None:
         self.params = params
         self.moments = ("momentum_buffer",) if params.momentum else ()
-        super().__init__(parameters, policies, params.ema_decay)
+        super().__init__(parameters, policies, params.ema_decay, params.gradient_norm)
 
     def update(self, flats: Sequence[Flat]) -> None:
         for flat in flats:

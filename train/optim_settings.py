@@ -10,7 +10,7 @@ from train.section import Section
 
 Carry = Literal["none", "second-moment", "all"]
 OptimizerType = Literal["AdamW", "LAMB", "LARS", "SGD"]
-FOR_ALL = {"weight_decay", "ema_decay", "rules"}
+FOR_ALL = {"weight_decay", "ema_decay", "gradient_norm", "rules"}
 ADAPTIVE = {"betas", "eps", "bias_correction", "noise_floor"}
 TAKES: dict[OptimizerType, set[str]] = {
     "AdamW": FOR_ALL | ADAPTIVE,
@@ -55,6 +55,12 @@ class OptimizerParams(Section):
     ema_decay: float | None = Field(
         default=None, gt=0, lt=1, description="Keeps a moving average of the weights, saved with the checkpoint."
     )
+    gradient_norm: float | None = Field(
+        default=None,
+        gt=0,
+        description="A longer mean gradient is scaled down to it, as pre-training does; in a private phase after the "
+        "noise, so it bounds no record's part: that is privacy.clip.",
+    )
     rules: list[ParameterRule] = Field(default=[], description="What is different for some parameters.")
 
     @field_validator("betas")
@@ -91,6 +97,8 @@ class Optimizer(Section):
     def _of_this_type(self) -> Optimizer:
         if self.carry == "second-moment" and "betas" not in TAKES[self.type]:
             raise ValueError(f"{self.type} has no second moment to carry over; carry 'all' or 'none'")
+        if self.params.gradient_norm is not None and self.params.noise_floor is not None:
+            raise ValueError("noise_floor subtracts the noise as it was drawn, and gradient_norm scales it; drop one")
         if self.carry != "none" and self.params.noise_floor is not None:
             raise ValueError("noise_floor subtracts the noise of every step, and carried moments have none of it")
         foreign = sorted(self.params.model_fields_set - TAKES[self.type])

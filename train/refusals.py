@@ -23,7 +23,8 @@ def _not(*allowed: Any) -> Callable[[Any], bool]:
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "gradient_clipping": (
         _not(0, 0.0),
-        "it would clip the noised mean, after the noise; per-record clipping is phases[].privacy.clip, so set it to 0",
+        "it would clip the noised mean, after the noise; per-record clipping is phases[].privacy.clip, and a bound on "
+        "the mean phases[].optimizer.params.gradient_norm, so set it to 0",
     ),
     "gradient_accumulation_steps": (
         _not(1),

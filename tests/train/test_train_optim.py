@@ -99,6 +99,29 @@ def test_torch_and_timm_move_alike(mine: Optimizer, theirs: Any) -> None:
     assert off(found, {name: p.detach() for name, p in parameters.items()}) < 1e-5
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_a_long_gradient_is_scaled_down_as_torch_does_over_all_shards(kind: str, world: int) -> None:
+    """Steps 1 to 3 have other norms, of which the bound meets some."""
+    norms = [torch.cat([gradient(step, name).flatten() for name in SHAPES]).norm() for step in (1, 2, 3)]
+    most = float(sorted(norms)[1]) * 1.001
+    parameters = {name: nn.Parameter(weights) for name, weights in initial().items()}
+    weights = list(parameters.values())
+    theirs = torch.optim.AdamW(weights, weight_decay=0.0) if kind == "AdamW" else torch.optim.SGD(weights, momentum=0.9)
+    ours = {name: nn.Parameter(weights) for name, weights in initial().items()}
+    alone = make_optimizer(settings(kind, gradient_norm=most), ours.items(), 0.0)
+    for step in (1, 2, 3):
+        for name in SHAPES:
+            parameters[name].grad, ours[name].grad = gradient(step, name), gradient(step, name)
+        torch.nn.utils.clip_grad_norm_(weights, most)
+        theirs.param_groups[0]["lr"] = alone.param_groups[0]["lr"] = rate(step)
+        theirs.step(), alone.step()
+    expected = {name: p.detach() for name, p in parameters.items()}
+    assert off({name: p.detach() for name, p in ours.items()}, expected) < 1e-5, "whole parameters on every rank"
+    assert off(on_shards(settings(kind, gradient_norm=most), world)[0], expected) < 1e-5
+    assert off(on_shards(settings(kind), world)[0], expected) > 1e-3, "the bound meets something"
+
+
 def test_lamb_from_zero_weights_takes_adams_first_step() -> None:
     """Mehta et al.: a zero last layer has trust ratio 1, and its first step is that of a sign."""
     start = {name: weights * 0 for name, weights in initial().items()}

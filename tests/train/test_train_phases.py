@@ -70,6 +70,8 @@ REFUSED: list[tuple[list[Change], str]] = [
     ([put("phases.1.optimizer.carry", "all")], "no phase before it trained the same weights"),
     ([put("phases.1.objective", "mae"), drop("phases.1.evaluation"), put("phases.1.optimizer.carry", "all"),
       put("phases.1.optimizer.params.ema_decay", 0.9)], "give ema_decay to both, or to none"),
+    ([put("phases.1.optimizer.params.gradient_norm", 1.0), put("phases.1.optimizer.params.noise_floor", 0.1)],
+     "gradient_norm scales it; drop one"),
     ([put("phases.0.optimizer", {"type": "SGD", "carry": "second-moment"})], "SGD has no second moment"),
     ([put("phases.1.mixing", {"data": {"path": "x"}, "batch": 4})], "not declared public"),
     ([put("phases.0.objective", "classify")], "needs data.label"),
