@@ -1,6 +1,6 @@
 """What private training teaches an encoder at toy size: linear probes of captioner, masked autoencoder and small batch.
 
-    python benchmarks/learning.py --tune --seeds 5 --jobs 2 --out benchmarks/results/learning.json   # .png beside it
+    python benchmarks/learning.py --tune --seeds 4 --jobs 2 --out benchmarks/results/learning.json   # .png beside it
 
 Each seed warms a captioner up on synthetic shapes before grey, and trains it on at ε = 8 on private captioned shapes
 before colours. From the same warm encoder go a private masked autoencoder of equal cost (FLOPs per record by

@@ -1,7 +1,8 @@
 """Private captions teach an encoder what its warm start did not know, and large batches more than small ones.
 
-On colours, told from five labels of each: see benchmarks/results/learning.json. The captioner is not shown to be better
-than a masked autoencoder of equal cost there: that is reported and not asserted.
+On colours, told from five labels of each: see benchmarks/results/learning.json. There the lead over a masked autoencoder
+of equal cost is 2.5 standard errors where 2.35 are asked for, which new noise may miss; so a lead is asserted, of more
+than one standard error, and the other two claims in full.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ CLAIMS = {"beats_mae_of_equal_cost"} | SHOWN
 
 
 @pytest.mark.slow
-def test_a_private_captioner_beats_its_warm_start_and_a_small_batch(tmp_path: Path) -> None:
+def test_a_private_captioner_beats_its_warm_start_a_masked_autoencoder_and_a_small_batch(tmp_path: Path) -> None:
     out = tmp_path / "learning.json"
     script = [sys.executable, str(ROOT / "benchmarks" / "learning.py"), "--seeds", str(SEEDS), "--jobs", "2"]
     done = subprocess.run(
         [*script, "--work", str(tmp_path / "work"), "--out", str(out)],
-        capture_output=True, text=True, env=environment(), timeout=6000,
+        capture_output=True, text=True, env=environment(), timeout=9000,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
@@ -36,6 +37,7 @@ def test_a_private_captioner_beats_its_warm_start_and_a_small_batch(tmp_path: Pa
     for claim in SHOWN:
         measured = found["compared"][claim]["colour_few"]
         assert measured["holds"], f"{claim}: {measured}\n{done.stdout}"
+    assert found["compared"]["beats_mae_of_equal_cost"]["colour_few"]["standard_errors_apart"] > 1, done.stdout
     private = [run[arm] for run in found["runs"] for arm in ("caption", "mae", "small")]
     assert len(private) == 3 * SEEDS and all(7.9 < run["epsilon"] <= 8 for run in private)
     arms, flops = found["setting"]["arms"], found["setting"]["flops_per_record"]
