@@ -1,8 +1,8 @@
 """Private captions teach an encoder what its warm start did not know, and large batches more than small ones.
 
-On colours, told from five labels of each: see benchmarks/results/learning.json. There the lead over a masked autoencoder
-of equal cost is 2.5 standard errors where 2.35 are asked for, which new noise may miss; so a lead is asserted, of more
-than one standard error, and the other two claims in full.
+On colours, told from five labels of each: see benchmarks/results/learning.json. There the lead over a masked
+autoencoder of equal cost is 2.5 standard errors where 2.35 are asked for, which new noise may miss; so a lead is
+asserted, of more than one standard error, and the other two claims in full.
 """
 
 from __future__ import annotations
