@@ -25,7 +25,7 @@ from data.durable import sync
 from train.checkpoint_keep import Entry, Keep, pointer_text, read_pointer
 from train.checkpoint_read import FIXED, FORMAT, WEIGHTS, CheckpointError, Loaded, Position, hash_of
 from train.engine import ShardedEngine
-from train.ranks import Ranks, spoken_for
+from train.ranks import Ranks, on_all, spoken_for
 
 __all__ = ["FORMAT", "CheckpointError", "Checkpoints", "Keep", "Loaded", "Position", "StorageError"]
 
@@ -186,17 +186,8 @@ class Checkpoints:
         return self._opened(entries[0]) if entries else None
 
     def _opened(self, entry: Entry) -> Loaded:
-        found: Loaded | None = None
-        error: CheckpointError | None = None
-        try:
-            found = Loaded.open(self.folder / entry.folder, entry.manifest_sha256, (self.ranks.rank, self.ranks.world))
-        except CheckpointError as damage:
-            error = damage
-        errors = [each for each in self.ranks.gather(error) if each is not None]
-        if errors:
-            raise spoken_for(errors[0])
-        assert found is not None
-        return found
+        folder, share = self.folder / entry.folder, (self.ranks.rank, self.ranks.world)
+        return on_all(self.ranks, lambda: Loaded.open(folder, entry.manifest_sha256, share), CheckpointError)
 
     def fall_back(self) -> Loaded:
         """The newest checkpoint that is whole. The pointer swings to it; what is damaged stays under another name."""

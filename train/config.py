@@ -172,13 +172,13 @@ class Config(Section):
         """
         places = {"path": True, "tokenizer": True, "reading": True}
         out = {"data": places, "mixing": {"data": places}, "features": {"folder"}}
-        if self.phases[phase].optimizer.params.gradient_norm is None:  # nor had older runs any
-            out["optimizer"] = {"params": {"gradient_norm"}}
         # What is measured decides nothing, unless the phase may end by it.
         watches = self.phases[phase].plateau is not None
         out["evaluation"] = {"path"} if watches else True
         out["monitor"] = True
-        # No weight and a rate of 0 are what a run had that began before there were any; it goes on.
+        # No weight, no bound and a rate of 0 are what a run had that began before there were any; it goes on.
+        if self.phases[phase].optimizer.params.gradient_norm is None:
+            out["optimizer"] = {"params": {"gradient_norm"}}
         data = self.phases[phase].data
         out["data"] = places | {name: True for name in ("weight", "take_head") if getattr(data, name, None) is None}
         if (mixing := self.phases[phase].mixing) is not None and mixing.weight is None:

@@ -8,10 +8,8 @@ row is missing. Features of private records are private like the records: owner'
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,14 +23,15 @@ from train.features_folder import PRESENT, FeatureFolder, FeatureRows, RowWriter
 from train.fingerprint import bytes_of
 from train.modes import evaluating
 from train.precision import Precision, autocast
-from train.ranks import Ranks, spoken_for
+from train.ranks import Ranks, on_all
 from train.reading import until_unreadable
 from train.recipe import ReadyPhase
 from train.recipe_error import RecipeError
 from train.run_context import RunContext
 from train.stop import StopRequest
 
-T = TypeVar("T")
+ENDING = (OSError, RecipeError)
+"""What ends all ranks with one sentence: a full disk, a folder that another run fills."""
 
 
 class FeatureReader:
@@ -50,9 +49,10 @@ class FeatureReader:
         if len(rows) and ids_row[0] >= 0 and bool((np.diff(ids_row) == 1).all()):
             rows = slice(int(rows[0]), int(rows[-1]) + 1)  # neighbours, as in a step over all records: no gathering
         state, wanted = stored.state[rows], ids_row != EMPTY
-        if len(gone := ids_row[wanted & ~settled(state)]):
+        if bool((wanted & ~settled(state)).any()):
             # All were there when they were opened. Without an error the record would count as one without a gradient.
-            raise UnreadableError(f"the features of record {gone[0]} are gone from {stored.path}")
+            # No record is named: it is one of those that the step drew.
+            raise UnreadableError(f"features that were made are gone from {stored.path}; have them made again")
         present = wanted & (state == PRESENT)
         features = np.where(present[:, None], stored.features[rows], np.float32(0))
         labels = np.where(present, stored.labels[rows], 0)
@@ -79,13 +79,15 @@ def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader:
     with ExitStack() as until_made:
         until_made.callback(reader.close)
         some = ranks.on_main(lambda: until_made.enter_context(folder.claimed()))
-        missing = together(ranks, lambda: folder.missing(ranks.rank, ranks.world)) if some else np.empty(0, np.int64)
+        missing = np.empty(0, np.int64)
+        if some:
+            missing = on_all(ranks, lambda: folder.missing(ranks.rank, ranks.world), *ENDING)
         _announce(run, phase, folder, ranks.sum(len(missing)))
         if some:
-            with closing(together(ranks, lambda: RowWriter(folder))) as writer:
+            with closing(on_all(ranks, lambda: RowWriter(folder), *ENDING)) as writer:
                 fill(writer, model, reader, missing, run.config.train_micro_batch_size_per_gpu, ranks, precision,
                      run.stop)  # fmt: skip
-        return FeatureReader(together(ranks, folder.rows), reader.bad_reasons)
+        return FeatureReader(on_all(ranks, folder.rows, *ENDING), reader.bad_reasons)
 
 
 def _announce(run: RunContext, phase: ReadyPhase, folder: FeatureFolder, missing: int) -> None:
@@ -123,22 +125,8 @@ def fill(
     for number in range(max(ranks.gather(-(-len(missing) // micro_batch)))):
         stop.check(ranks)
         ids = missing[number * micro_batch : (number + 1) * micro_batch]
-        together(ranks, lambda ids=ids: make(ids) if len(ids) else None)
+        on_all(ranks, lambda ids=ids: make(ids) if len(ids) else None, *ENDING)
     stop.check(ranks)
-
-
-def together(ranks: Ranks, act: Callable[[], T]) -> T:
-    """What the act gives on this rank; where it fails on one, all of them end with its error and nobody waits."""
-    kept: list[T] = []
-    trouble = None
-    try:
-        kept.append(act())
-    except (OSError, RecipeError) as error:
-        trouble = error
-    for found in ranks.gather(trouble):
-        if found is not None:
-            raise spoken_for(found)
-    return kept[0]
 
 
 def identity_of(model: Classifier, manifest_digest: str, spec: DataSpec, precision: Precision) -> str:

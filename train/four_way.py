@@ -25,7 +25,6 @@ from model.trainable import select
 from train.clip_engines import make_clip
 from train.clip_rule import ClipRule
 from train.config import Config
-from train.config_data import CheckpointData
 from train.engine import ShardedEngine
 from train.engines import make_engine
 from train.forward import PlainForward, PrivateForward
@@ -141,12 +140,11 @@ def require_start(config: Config, phase: ReadyPhase) -> None:
         )
 
 
-def first_weights(config: Config, phase: ReadyPhase) -> nn.Module:
+def first_weights(phase: ReadyPhase) -> nn.Module:
     """Those that the phase begins with in a run: fresh ones, or what a phase that loads some gives."""
     model = build(phase.shape, phase.settings.objective)
-    given = [other.data for other in config.phases[: phase.number] if isinstance(other.data, CheckpointData)]
     if phase.start is not None:
-        phase.start.fill(model, given[-1].take_head)
+        phase.start.fill(model)
     return model
 
 
@@ -155,7 +153,7 @@ def _one(
     ranks: Ranks, make: MakeEngine,
 ) -> Curve:  # fmt: skip
     settings, micro_batch = phase.settings, config.train_micro_batch_size_per_gpu
-    model = first_weights(config, phase)
+    model = first_weights(phase)
     select(model, settings.trainable)
     rule = ClipRule(study.clip, study.norm, 0.0, study.gamma) if variant.clipping else ClipRule("flat", UNREACHED, 0.0)
     forward = PrivateForward(model, make_clip(config.run, rule))

@@ -34,7 +34,7 @@ def open_data(phase: Phase, shape: Shape, where: str) -> RecordIndex:
 
 def open_start(data: CheckpointData, where: str) -> WarmStart:
     try:
-        start = WarmStart.at(Path(data.path))
+        start = WarmStart.at(Path(data.path), data.take_head)
     except (WarmStartError, OSError) as error:
         raise RecipeError(f"{where}.path: {error}") from None
     if data.public and start.undeclared is not None:

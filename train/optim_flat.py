@@ -72,7 +72,7 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], policies: Mapping[str, Policy],
-        ema_decay: float | None = None, most: float | None = None,
+        ema_decay: float | None, most: float | None,
     ) -> None:  # fmt: skip
         """`most`: no gradient is longer, all parameters together. It has its noise by now, so this promises nothing."""
         named = dict(parameters)

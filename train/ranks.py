@@ -88,6 +88,20 @@ class Ranks:
         return kept[0] if self.main else None
 
 
+def on_all(ranks: Ranks, act: Callable[[], T], *errors: type[Exception]) -> T:
+    """What the act gives on this rank; where it fails so on one, every rank has its error and nobody waits."""
+    kept: list[T] = []
+    trouble = None
+    try:
+        kept.append(act())
+    except errors as error:
+        trouble = error
+    for found in ranks.gather(trouble):
+        if found is not None:
+            raise spoken_for(found)
+    return kept[0]
+
+
 def lost_rank(error: BaseException) -> bool:
     """Whether a collective act failed because another rank is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())

@@ -65,7 +65,7 @@ def stand_still(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     ranks.on_main(lambda: declare(run, phase))
     model = build(phase.shape, phase.settings.objective)
     if phase.start is not None and isinstance(phase.settings.data, CheckpointData):
-        account = phase.start.fill(model, phase.settings.data.take_head)
+        account = phase.start.fill(model)
         run.board.say(f"{phase.name}  starts from {phase.start.path.name}\n{account}")
     elif loaded is not None:
         hand_over(loaded.weights(), model)

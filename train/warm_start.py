@@ -68,16 +68,18 @@ class WarmStart:
     """Those runs, as this one's ledger will name them."""
     undeclared: str | None
     """Why its own run was not private by what it trained on; None where nothing of the kind is known."""
+    take_head: bool | None = None
+    """Whether a classifier takes its head from there, too (model.warm_start)."""
 
     @staticmethod
-    def at(path: Path) -> WarmStart:
+    def at(path: Path, take_head: bool | None = None) -> WarmStart:
         if not path.exists():
             raise WarmStartError(f"{path} does not exist; name a run directory, an export, or a file of weights")
         if path.is_dir() and not (path / EXPORTED).is_file() and not RunDir(path).checkpoints.is_dir():
             raise WarmStartError(f"{path} holds neither checkpoints nor {EXPORTED}; name a run directory or an export")
         ledger = path / "ledger.jsonl" if path.is_dir() else path.parent / "ledger.jsonl"
         if not ledger.is_file():
-            return WarmStart(path, _digest(path), frozenset(), (), None)
+            return WarmStart(path, _digest(path), frozenset(), (), None, take_head)
         try:
             history, entries = History.read(ledger)
             objection = history.why_not_private()
@@ -91,15 +93,15 @@ class WarmStart:
         except LedgerError as error:
             raise WarmStartError(f"{path}: {error}") from None
         undeclared = None if objection in harmless else objection
-        return WarmStart(path, _digest(path), history.protected(), origins, undeclared)
+        return WarmStart(path, _digest(path), history.protected(), origins, undeclared, take_head)
 
-    def fill(self, model: nn.Module, take_head: bool | None = None) -> Account:
+    def fill(self, model: nn.Module) -> Account:
         """Puts the weights into the model, as far as they fit; the account says what became of every tensor."""
         try:
             if self.path.is_dir() and not (self.path / EXPORTED).is_file():
                 note = {"run": self.path.name}
-                return initialise_with(model, _newest(self.path).weights(), note, take_head=take_head)
-            return initialise_from(model, self.path, take_head=take_head)
+                return initialise_with(model, _newest(self.path).weights(), note, take_head=self.take_head)
+            return initialise_from(model, self.path, take_head=self.take_head)
         except WeightsError as error:
             raise WarmStartError(f"{self.path}: {error}") from None
 

@@ -101,7 +101,7 @@ def test_a_phase_begins_with_the_weights_that_it_begins_with_in_a_run(tmp_path: 
     after["phases"].insert(0, start)
     begun = Config.model_validate(after)
     once = replace(STUDY, rates=[1e-3], steps=1)
-    found = first_weights(begun, prepare(begun)[1])
+    found = first_weights(prepare(begun)[1])
     assert all(torch.equal(found.state_dict()[name], tensor) for name, tensor in given.state_dict().items())
     losses = [
         run_study(each, prepare(each)[-1], once, alone(), lambda _: None, local).curves[0].losses[0][1]

@@ -22,8 +22,10 @@ from model.build import build
 from model.settings import ModelSettings
 from train.checkpoint import Checkpoints, Keep, Loaded, Position
 from train.config import Config
+from train.config_data import CheckpointData
 from train.forward import PlainForward
 from train.gradient import PlainUpdate
+from train.opening import open_start
 from train.phase_model import carry_over
 from train.recipe import make_plan, planned_epsilon, with_steps
 from train.still_phase import StillEngine
@@ -210,7 +212,7 @@ def test_a_head_is_taken_from_an_own_run_unless_the_config_says_otherwise(
     torch.nn.init.constant_(given.head.bias, 0.5)
     engine = StillEngine(given, torch.device("cpu"))
     Checkpoints(tmp_path / "checkpoints", alone(), Keep()).save(Position(0, 0), engine, True, {})
-    WarmStart.at(tmp_path).fill(taken, take_head)
+    open_start(CheckpointData(source="checkpoint", path=str(tmp_path), take_head=take_head), "phases.0").fill(taken)
     assert bool((taken.head.bias == bias).all())
     assert torch.equal(taken.state_dict()["norm.weight"], given.state_dict()["norm.weight"])
 
