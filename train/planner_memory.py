@@ -1,13 +1,13 @@
 """Bytes that one rank holds, by ZeRO stage: what stays, what one micro-batch needs and what the update needs.
 
-The terms are those of this trainer on DeepSpeed 0.19, each found again in the record of allocations of real runs
+The terms are those of this trainer on DeepSpeed 0.19, each found again in what real runs allocate
 (tests/end_to_end/test_e2e_planner.py): fp32 weights; in a private phase fp64 totals of all trainable weights on every
 rank, whatever the stage; the optimizer's fp32 copy and moments, split over N ranks from stage 1 on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -16,6 +16,8 @@ from train.optim_settings import Optimizer
 from train.planner_cost import RecordCost
 
 GIB = 2**30
+EXCHANGED_AT_ONCE = 4.0 * 500_000_000
+"""Bytes that DeepSpeed adds up over the ranks in one go at stage 0."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,11 @@ class Memory:
     """What ZeRO-3 brings together while a micro-batch runs."""
     update: float
     """What only the update needs, when no micro-batch is there."""
-    host: float
     public: float = 0.0
     """Public gradients that are mixed in, while their micro-batches run: the sum so far, and those of one."""
+    host: float = 0.0
+    host_update: float = 0.0
+    """What only the update needs there."""
 
     @property
     def stays(self) -> float:
@@ -85,20 +89,39 @@ def moment_bytes(optimizer: Optimizer) -> int:
 
 def memory(weights: Weights, stage: int, ranks: int, offload: bool) -> Memory:
     n, private = weights.trainable, weights.private
-    mixed = 4.0 * n if weights.mixed else 0.0  # on every rank, at every stage
-    own = 4 * (n + weights.frozen)
-    sums = 8.0 * n if private else 0.0
+    own, whole = 4.0 * (n + weights.frozen), 4.0 * n
+    shard = whole / ranks
     state = (weights.optimizer_copy + weights.moments) * n / ranks
-    exact = 8 if private else 0  # the exact total in place of the reduced gradient
+    device = Memory(
+        weights=own / ranks if stage == 3 else own,
+        sums=2 * whole if private else 0.0,
+        gradients=_gradients(stage, private, whole, shard, offload),
+        optimizer=weights.moments * n if stage == 0 else 0.0 if offload else state,
+        gathered=own if stage == 3 else 0.0,
+        update=_update(stage, weights, whole, shard, offload) + (whole if weights.mixed else 0.0),
+        public=2 * whole if weights.mixed else 0.0,  # on every rank, at every stage
+    )
+    if not offload:
+        return device
+    copies = 8.0 * weights.largest if stage < 3 else 0.0
+    return replace(device, host=state + 2 * shard + copies, host_update=3 * shard if private else 0.0)
+
+
+def _gradients(stage: int, private: bool, whole: float, shard: float, offload: bool) -> float:
+    """A private phase hands its gradient over in the update alone; otherwise it adds up over the micro-batches."""
+    if stage == 3:
+        return 0.0 if offload else shard
+    if private:
+        return 0.0
+    return whole if stage < 2 else shard
+
+
+def _update(stage: int, weights: Weights, whole: float, shard: float, offload: bool) -> float:
+    """Private: the gradient is handed over whole; then each shard's exact fp64 total takes the reduced one's place."""
     if stage == 0:
-        update = 8 * n + exact * weights.largest + (4 * n if private else 0) + mixed
-        return Memory(own, sums, 4.0 * n, weights.moments * n, 0.0, update, 0.0, 2 * mixed)
-    # A private phase hands its gradient over in the update alone; otherwise it adds up over the micro-batches.
-    kept = 0.0 if private else 4.0 * n / (1 if stage == 1 else ranks)
-    handed = 4.0 * n + (0 if offload else (4 + exact) * n / ranks) + mixed
-    host = state + 4.0 * n / ranks + 4.0 * n + 8.0 * weights.largest if offload else 0.0
-    if stage < 3:
-        return Memory(own, sums, kept, 0.0 if offload else state, 0.0, handed, host, 2 * mixed)
-    partition = 8.0 * n / ranks
-    optimizer = (0.0 if offload else state) + partition
-    return Memory(own / ranks, sums, kept, optimizer, own, handed, host, 2 * mixed)
+        exchanged = min(whole, EXCHANGED_AT_ONCE)
+        return whole + max(exchanged, 8.0 * weights.largest) if weights.private else exchanged
+    if not weights.private:
+        return 0.0 if offload else shard
+    handed = 2 * whole if stage == 3 else whole + shard  # ZeRO-3 gathers the weights to hand their gradient over
+    return handed if offload else max(handed, 5 * shard)

@@ -55,14 +55,14 @@ def _phase(phase: PhaseForecast, cluster: Cluster) -> list[str]:
         f"phase {phase.name} ({phase.objective}, {kind}): {own.trainable:,} trainable, {own.frozen:,} frozen weights",
         f"  one record    {flops / 1e9:.3g} GFLOP, {cost.bytes / 2**20:.1f} MiB of activations"
         + (f" (clipping adds {cost.clipping_flops / cost.step_flops:.1%} to the arithmetic)" if phase.plan else ""),
-        f"  {'memory/rank':15} {'stays':>9} {'+ update':>9} {'host':>9}   largest micro-batch",
+        f"  {'memory/rank':16} {'stays':>9} {'+ update':>9} {'host':>9}   largest micro-batch",
     ]
     for layout in phase.layouts:
         name = f"stage {layout.stage}" + (" + offload" if layout.offload else "")
         marked = "  <- config" if layout == phase.chosen else ""
         need = layout.memory
         lines.append(
-            f"  {name:<17}{_gib(need.stays):>8} {_gib(need.update):>9} {_gib(need.host):>9}   "
+            f"  {name:<18}{_gib(need.stays):>8} {_gib(need.update):>9} {_gib(need.host + need.host_update):>9}   "
             f"{layout.micro_batch or 'does not fit'}{marked}"
         )
     if phase.time is not None and phase.days is not None:

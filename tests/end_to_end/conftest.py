@@ -85,13 +85,19 @@ class Launch:
 
 
 def run_worker(
-    name: str, *arguments: str, ranks: int = 2, seconds: float = TIMEOUT, launcher: str = "deepspeed"
+    name: str,
+    *arguments: str,
+    ranks: int = 2,
+    seconds: float = TIMEOUT,
+    launcher: str = "deepspeed",
+    preload: Path | None = None,
 ) -> Any:
     """Starts a worker script of this folder and gives what it printed behind RESULTS, as JSON."""
     script = [str(Path(__file__).with_name(name)), *arguments]
     count = {"deepspeed": "--num_gpus", "torchrun": "--nproc_per_node"}[launcher]
     command = [str(BIN / launcher), "--master_port", str(free_port()), count, str(ranks), *script]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=seconds)
+    env = environment() | ({"LD_PRELOAD": str(preload)} if preload else {})
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=seconds)
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULTS "))
     return json.loads(line.removeprefix("RESULTS "))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import statistics
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,21 +16,39 @@ NEAR = 2**0.5
 """What a planned step may be off by, either way: then a plan for twice the batch cannot pass for this one."""
 
 
+SCRATCH = 2.5e6
+"""Bytes that gloo and DeepSpeed's buckets take whatever the model's size. The model's weights alone are 12e6."""
+
+
 @pytest.mark.slow
-def test_what_stays_and_what_the_update_needs_is_what_real_engines_allocate() -> None:
-    rows = run_worker("planner_worker.py", ranks=2, seconds=3 * TIMEOUT)
-    assert [row["stage"] for row in rows] == [0, 1, 1, 2, 3]
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_stays_and_what_the_update_needs_is_what_real_engines_allocate(tmp_path: Path, ranks: int) -> None:
+    counting = tmp_path / "allocations.so"
+    source = Path(__file__).with_name("allocations.cpp")
+    subprocess.run(["g++", "-O2", "-shared", "-fPIC", "-o", str(counting), str(source)], check=True)
+    rows = run_worker("planner_worker.py", ranks=ranks, seconds=4 * TIMEOUT, preload=counting)
+    assert len(rows) == 12
     for row in rows:
-        weights = Weights(row["elements"], 0, row["largest"], 8, True)
+        weights = Weights(row["elements"], 0, row["largest"], 8, row["private"])
         planned = memory(weights, row["stage"], row["world"], row["offload"])
-        # A CPU has one memory: host and device together.
-        stays, most = planned.stays + planned.host, 1.08 if row["offload"] else 1.02
-        assert stays / most < row["stays"] < stays * most, row
-        if not row["offload"]:
-            assert planned.update / 1.12 < row["update"] < planned.update * 1.03, row
+        private, exact = row["private"], planned.host_update > 0
+        assert private or not exact
+        # A CPU has one memory: host and device together. Gradients of a public batch add up between updates; ZeRO-3
+        # leaves weights of a clipped micro-batch gathered, which the update finds there.
+        stays = row["stays"] + (0 if private else row["kept"])
+        assert _near(stays, planned.stays + planned.host, 1.01), row
+        assert not private or row["kept"] < planned.gathered + SCRATCH, row
+        update = row["update"] + (row["kept"] if private else 0)
+        handed = 4 * row["elements"] / row["world"] if exact else 0
+        needed = max(planned.update, planned.host_update + handed)
+        assert _near(update, needed, 1.12 if row["stage"] == 3 else 1.01), row
         # Smaller micro-batches need less, so that the slope is one of activations.
         small, large = row["accumulate"]
         assert 0 < small < large
+
+
+def _near(measured: float, planned: float, within: float) -> bool:
+    return planned / within < measured < planned * 1.01 + SCRATCH
 
 
 @pytest.mark.slow

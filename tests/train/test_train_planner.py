@@ -132,19 +132,28 @@ def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
 def test_memory_is_what_each_stage_holds() -> None:
     """The terms that test_e2e_planner.py finds in real allocations: 80 weights, the largest of 30, 8 ranks."""
 
-    def held(stage: int, private: bool, offload: bool = False) -> Memory:
-        return memory(Weights(trainable=80, frozen=20, largest=30, moments=8, private=private), stage, 8, offload)
+    def held(stage: int, private: bool, offload: bool = False, ranks: int = 8) -> Memory:
+        weights = Weights(trainable=80, frozen=20, largest=30, moments=8, private=private)
+        return memory(weights, stage, ranks, offload)
 
-    assert held(0, True) == Memory(400, 640, 320, 640, 0, 640 + 240 + 320, 0)
-    assert held(0, False) == Memory(400, 0, 320, 640, 0, 640, 0)
-    assert held(1, True) == Memory(400, 640, 0, 120, 0, 320 + 120, 0)
-    assert held(1, False) == Memory(400, 0, 320, 120, 0, 320 + 40, 0)
-    assert held(2, False) == Memory(400, 0, 40, 120, 0, 320 + 40, 0)
-    assert held(3, True) == Memory(50, 640, 0, 120 + 80, 400, 320 + 120, 0)
-    assert held(1, True, offload=True) == Memory(400, 640, 0, 0, 0, 320, 120 + 40 + 320 + 240)
+    assert held(0, True) == Memory(400, 640, 0, 640, 0, 320 + 320)
+    assert held(0, False) == Memory(400, 0, 320, 640, 0, 320)
+    assert held(1, True) == held(2, True) == Memory(400, 640, 0, 120, 0, 320 + 40)
+    assert held(1, True, ranks=2) == Memory(400, 640, 0, 480, 0, 5 * 160)
+    assert held(1, False) == Memory(400, 0, 320, 120, 0, 40)
+    assert held(2, False) == Memory(400, 0, 40, 120, 0, 40)
+    assert held(3, True) == Memory(50, 640, 40, 120, 400, 2 * 320)
+    assert held(3, False) == Memory(50, 0, 40, 120, 400, 40)
+    assert held(1, True, offload=True) == Memory(400, 640, 0, 0, 0, 320 + 40, 0, 120 + 80 + 240, 120)
+    assert held(1, False, offload=True) == Memory(400, 0, 320, 0, 0, 0, 0, 120 + 80 + 240, 0)
+    assert held(3, True, offload=True) == Memory(50, 640, 0, 0, 400, 2 * 320, 0, 120 + 80, 120)
+    few = memory(Weights(trainable=80, frozen=0, largest=70, moments=8, private=True), 0, 8, False)
+    assert few.update == 320 + 8 * 70
+    huge = memory(Weights(trainable=10**9, frozen=0, largest=70, moments=8, private=True), 0, 8, False)
+    assert huge.update == 4e9 + 2e9
     cost = RecordCost(1.0, 1.0, 1.0, 7.0, 3.0)
-    assert held(3, True).peak(2, cost) == 50 + 640 + 200 + 440 and held(3, True).peak(9, cost, 1.0) == 890 + 400 + 99
-    assert held(3, True).micro_batch(890 + 400 + 99, cost, 1.0) == 9 and held(3, True).stays == 890
+    assert held(3, True).peak(2, cost) == 850 + 640 and held(3, True).peak(90, cost, 1.0) == 850 + 400 + 990
+    assert held(3, True).micro_batch(850 + 400 + 990, cost, 1.0) == 90 and held(3, True).stays == 850
 
 
 def config(tmp_path: Path, **changes: Any) -> Path:
@@ -199,7 +208,7 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, capsys: pytest.Captur
     said = capsys.readouterr().out
     assert "a micro-batch of 128 needs" in said and "zero_optimization.stage = 1" in said
     assert "does not fit  <- config" in said and "GPU-hours" not in said, "not even one record at a time"
-    assert ask(small, "--memory", "24") == 0
+    assert ask(small, "--memory", "20") == 0
     said = capsys.readouterr().out
     assert "does not fit" not in said and "a micro-batch of 128 needs" in said and "GPU-hours" in said
     assert ask(small, "--memory", "4") == 0
