@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,16 +203,21 @@ def test_weights_carry_what_their_run_protected_and_why_it_was_not_private(
     assert start.undeclared is None if why is None else why in (start.undeclared or "")
 
 
+@pytest.mark.parametrize("source", ["run", "export"])
 @pytest.mark.parametrize(("take_head", "bias"), [(None, 0.5), (True, 0.5), (False, -10.0)])
-def test_a_head_is_taken_from_an_own_run_unless_the_config_says_otherwise(
-    tmp_path: Path, take_head: bool | None, bias: float
+def test_a_head_is_taken_from_own_weights_unless_the_config_says_otherwise(
+    tmp_path: Path, source: str, take_head: bool | None, bias: float
 ) -> None:
     sizes = {"size": "custom", "image_size": 8, "patch_size": 4, "width": 8, "depth": 1, "heads": 2, "classes": 3}
     shape = ModelSettings.model_validate({"family": "classifier", "classify_loss": "sigmoid", **sizes})
     given, taken = build(shape, "classify"), build(shape, "classify")
     torch.nn.init.constant_(given.head.bias, 0.5)
-    engine = StillEngine(given, torch.device("cpu"))
-    Checkpoints(tmp_path / "checkpoints", alone(), Keep()).save(Position(0, 0), engine, True, {})
+    if source == "run":
+        engine = StillEngine(given, torch.device("cpu"))
+        Checkpoints(tmp_path / "checkpoints", alone(), Keep()).save(Position(0, 0), engine, True, {})
+    else:
+        save_file(given.state_dict(), tmp_path / "model.safetensors")
+        (tmp_path / "export.json").write_text(json.dumps({"objective": "classify", "shapes": {}}))
     open_start(CheckpointData(source="checkpoint", path=str(tmp_path), take_head=take_head), "phases.0").fill(taken)
     assert bool((taken.head.bias == bias).all())
     assert torch.equal(taken.state_dict()["norm.weight"], given.state_dict()["norm.weight"])
