@@ -59,11 +59,23 @@ def test_a_run_from_before_there_were_drops_and_weights_goes_on(loaded: Callable
     rates = [loaded(deep, put("model.drop_path", rate)).digest(1, CONTENTS) for rate in (0, 0.1, 0.2)]
     assert len(set(rates)) == 3 and rates[0] == loaded(deep).digest(1, CONTENTS)
     mixed, kept = loaded(put("phases.1.mixing", mixing)), list[str]()
+    begun = []
+    for more in ({}, {"take_head": False}):
+        start = {"source": "checkpoint", "path": "x", "public": True} | more
+        begun.append(
+            loaded(
+                lambda raw, start=start: raw["phases"].insert(
+                    0, {"name": "start", "objective": "caption", "data": start}
+                )
+            )
+        )
+    assert begun[0].digest(0, CONTENTS) != begun[1].digest(0, CONTENTS)
     real = json.dumps
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json, "dumps", lambda value, **options: kept.append(real(value, **options)) or kept[-1])
         zero.digest(1, CONTENTS)
         mixed.digest(1, CONTENTS)
+        begun[0].digest(0, CONTENTS)
     new = ("drop", '"weight"', "take_head", "gradient_norm")
     assert all("mask_ratio" in text and not any(name in text for name in new) for text in kept)
     assert '"batch": 4' in kept[1]

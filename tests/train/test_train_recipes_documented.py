@@ -66,6 +66,8 @@ def test_the_baselines_of_mixing_are_what_their_table_says() -> None:
         mixing = load(FILES["mixed_base"], overrides).phases[0].mixing
         ends = mixing and tuple(alpha(mixing, step, 4000, 131072.0) for step in (1, 4001))
         assert ends == expected if expected is None else ends == pytest.approx(expected), overrides
+    shipped = load(FILES["mixed_base"], []).phases[0].mixing
+    assert shipped is not None and alpha(shipped, 2001, 4000, 131072.0) == pytest.approx(1 - math.sqrt(0.5))
     switch = load(FILES["mixed_base"], runs[3][1]).phases[0].mixing
     assert switch is not None and [alpha(switch, step, 4000, 131072.0) for step in (1000, 1001)] == [1.0, 0.0]
 
