@@ -5,10 +5,10 @@
 Each seed warms a captioner up on synthetic shapes before grey, and trains it on at ε = 8 on private captioned shapes
 before colours. From the same warm encoder go a private masked autoencoder of equal cost (FLOPs per record by
 `train.planner_cost`, at the same expected batch), and the captioner with a logical batch 16 times smaller at the same
-number of sampled records; each with the noise calibrated to it. Linear probes on public labelled pictures then tell
-colours and shapes apart. Runs go through `launch/train.py` with keys from the operating system; a seed is that of the
-initial weights. `--tune` chooses learning rates on another draw of shapes, which stands in for the private one, by
-records that are not tested.
+number of sampled records (not of nano); each with the noise calibrated to it. Linear probes on public labelled
+pictures then tell colours and shapes apart. Runs go through `launch/train.py` with keys from the operating system; a
+seed is that of the initial weights. `--tune` chooses learning rates on another draw of shapes, which stands in for the
+private one, by records that are not tested.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ import torch  # noqa: E402
 from learning_probe import CHANCE, SHOTS, Judge  # noqa: E402
 from learning_report import DECIDES, compared, plot, spread, table, verdicts  # noqa: E402
 from learning_setting import (  # noqa: E402
-    CHOSEN,
     EPSILON,
-    MODEL,
-    TRIED,
+    SETTINGS,
     Arm,
+    Setting,
     Size,
     arms,
     config,
@@ -69,23 +68,21 @@ def prepare(folder: Path, size: Size) -> None:
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def prepare_stand_in(folder: Path, size: Size) -> None:
+def prepare_stand_in(folder: Path, size: Size, side: int) -> None:
     if not (folder / "index").is_dir():
-        build_index(
-            write_shards(folder, shape_samples(TUNING_DRAW, size.private, MODEL["image_size"], tint=size.tint), 1000)
-        )
+        build_index(write_shards(folder, shape_samples(TUNING_DRAW, size.private, side, tint=size.tint), 1000))
 
 
-def train(folder: Path, name: str, phases: list[dict[str, Any]], seed: int) -> Path:
+def train(folder: Path, name: str, raw: dict[str, Any]) -> Path:
     """One finished run; one that is there already is not trained again."""
-    run_dir, path = folder / name, folder / f"{name}.json"
+    run_dir, path = Path(raw["run"]["dir"]), folder / f"{name}.json"
     state = run_dir / "run_state.json"
     if state.is_file() and json.loads(state.read_text())["status"] == "done":
         return run_dir
-    path.write_text(json.dumps(config(phases, run_dir, seed), indent=1))
+    path.write_text(json.dumps(raw, indent=1))
     began = time.perf_counter()
     environment = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    # One thread: two get in each other's way at this width.
+    # One thread: two get in each other's way in models this small.
     done = subprocess.run(
         [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(path)],
         env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
@@ -96,9 +93,9 @@ def train(folder: Path, name: str, phases: list[dict[str, Any]], seed: int) -> P
     return run_dir
 
 
-def encoder_of(run_dir: Path | None, seed: int) -> Encoder:
+def encoder_of(setting: Setting, run_dir: Path | None, seed: int) -> Encoder:
     """With the weights of the run's end, or of a random start."""
-    settings = Config.model_validate(config([warm_phase(Size(), Path("."))], Path("."), seed))
+    settings = Config.model_validate(config(setting.model, [warm_phase(setting, Path("."))], Path("."), seed))
     encoder = build(settings.model, "mae")
     if run_dir is not None:
         loaded = Checkpoints.newest(run_dir / "checkpoints")
@@ -110,26 +107,27 @@ def encoder_of(run_dir: Path | None, seed: int) -> Encoder:
 class Experiment:
     """`jobs` runs at a time, each a process of its own with one thread."""
 
-    def __init__(self, folder: Path, size: Size, jobs: int, tuning: bool) -> None:
+    def __init__(self, folder: Path, setting: Setting, jobs: int, tuning: bool) -> None:
         self.data, self.stand_in, self.runs = folder / "data", folder / "tuning", folder / "runs"
-        self.size, self.jobs = size, jobs
+        self.setting, self.jobs = setting, jobs
         self.runs.mkdir(parents=True, exist_ok=True)
-        stand_in = [partial(prepare_stand_in, self.stand_in, size)] if tuning else []
+        size, side = setting.size, setting.model["image_size"]
+        stand_in = [partial(prepare_stand_in, self.stand_in, size, side)] if tuning else []
         self._at_once([partial(prepare, self.data, size), *stand_in])
-        self.judge = Judge(self.data / "held_out", MODEL["image_size"], (size.fitted, size.chosen_on, size.tested))
+        self.judge = Judge(self.data / "held_out", side, (size.fitted, size.chosen_on, size.tested))
 
     def seeds(self, seeds: Iterable[int], peaks: dict[str, float]) -> list[dict[str, dict[str, Any]]]:
         """By seed and arm."""
-        seeds, own = list(seeds), arms(self.size, peaks)
+        seeds, own = list(seeds), arms(self.setting, peaks)
         self._at_once([partial(self.warm, seed) for seed in seeds])
         self._at_once([partial(self.private, name, arm, seed) for seed in seeds for name, arm in own.items()])
         found = []
         for seed in seeds:
-            judged: dict[str, dict[str, Any]] = {"random": self.judge(encoder_of(None, seed))}
-            judged["warm"] = self.judge(encoder_of(self.warm(seed), seed))
+            judged: dict[str, dict[str, Any]] = {"random": self.judge(self._encoder(None, seed))}
+            judged["warm"] = self.judge(self._encoder(self.warm(seed), seed))
             for name, arm in own.items():
                 run_dir = self.private(name, arm, seed)
-                judged[name] = self.judge(encoder_of(run_dir, seed)) | _promised(run_dir)
+                judged[name] = self.judge(self._encoder(run_dir, seed)) | _promised(run_dir)
             for name, each in judged.items():
                 _show(name, seed, each)
             found.append(judged)
@@ -139,15 +137,15 @@ class Experiment:
         """The peak of each arm that is best on the stand-in, on average, and everything that was tried."""
         self._at_once([partial(self.warm, seed) for seed in TUNING_SEEDS])
         todo = [
-            (name, arms(self.size, CHOSEN | {name: peak})[name], seed)
-            for name, peaks in TRIED.items() for peak in peaks for seed in TUNING_SEEDS
+            (name, arms(self.setting, {name: peak})[name], seed)
+            for name, peaks in self.setting.tried.items() for peak in peaks for seed in TUNING_SEEDS
         ]  # fmt: skip
         self._at_once([partial(self.private, *each, self.stand_in) for each in todo])
         tried: list[dict[str, Any]] = []
         scores: dict[str, dict[float, float]] = {}
         for name, arm, seed in todo:
             run_dir = self.private(name, arm, seed, self.stand_in)
-            found = self.judge.tuning(encoder_of(run_dir, seed)) | _promised(run_dir)
+            found = self.judge.tuning(self._encoder(run_dir, seed)) | _promised(run_dir)
             _show(f"{name} at {arm.peak:g}", seed, found)
             tried.append({"arm": name, "peak": arm.peak, "seed": seed, **found})
             own = scores.setdefault(name, {})
@@ -155,7 +153,7 @@ class Experiment:
         return {name: max(own, key=lambda peak: own[peak]) for name, own in scores.items()}, tried
 
     def warm(self, seed: int) -> Path:
-        return train(self.runs, f"warm-{seed}", [warm_phase(self.size, self.data)], seed)
+        return self._train(f"warm-{seed}", [warm_phase(self.setting, self.data)], seed)
 
     def private(self, name: str, arm: Arm, seed: int, shards: Path | None = None) -> Path:
         """Trains from this seed's warm start."""
@@ -164,7 +162,13 @@ class Experiment:
             {"name": "start", "objective": "caption", "data": start},
             phase(arm, self.data, shards or self.data / "private"),
         ]
-        return train(self.runs, f"{name}-{arm.peak:g}-{seed}", phases, seed)
+        return self._train(f"{name}-{arm.peak:g}-{seed}", phases, seed)
+
+    def _train(self, name: str, phases: list[dict[str, Any]], seed: int) -> Path:
+        return train(self.runs, name, config(self.setting.model, phases, self.runs / name, seed))
+
+    def _encoder(self, run_dir: Path | None, seed: int) -> Encoder:
+        return encoder_of(self.setting, run_dir, seed)
 
     def _at_once(self, todo: list[Callable[[], object]]) -> None:
         with ThreadPoolExecutor(self.jobs) as pool:
@@ -194,6 +198,7 @@ def _show(name: str, seed: int, found: dict[str, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(SETTINGS), default="cheap", help="nano is DP-Cap's, without `small`")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tune", action="store_true", help="choose the learning rates anew, on a public stand-in")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
@@ -201,19 +206,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="writes this JSON and a PNG beside it")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    size, seeds = Size(), range(FIRST_SEED, FIRST_SEED + arguments.seeds)
+    setting, seeds = SETTINGS[arguments.model], range(FIRST_SEED, FIRST_SEED + arguments.seeds)
     with tempfile.TemporaryDirectory() as place:
-        experiment = Experiment(arguments.work or Path(place), size, arguments.jobs, arguments.tune)
-        peaks, tried = experiment.tune() if arguments.tune else (CHOSEN, [])
+        experiment = Experiment(arguments.work or Path(place), setting, arguments.jobs, arguments.tune)
+        peaks, tried = experiment.tune() if arguments.tune else (setting.chosen, [])
         runs = experiment.seeds(seeds, peaks)
-    flags = " --tune" * arguments.tune
-    differences = compared(runs, CHANCE, size.tested)
+    flags = f" --model {arguments.model}" * (arguments.model != "cheap") + " --tune" * arguments.tune
+    differences = compared(runs, CHANCE, setting.size.tested)
     result = {
         "command": f"python benchmarks/learning.py{flags} --seeds {arguments.seeds} --jobs {arguments.jobs}",
         "setting": {
-            "seeds": list(seeds), "size": asdict(size), "model": MODEL, "epsilon": EPSILON, "peaks": peaks,
-            "arms": {name: asdict(arm) for name, arm in arms(size, peaks).items()},
-            "flops_per_record": {objective: flops(objective) for objective in ("caption", "mae")},
+            "seeds": list(seeds), "size": asdict(setting.size), "model": setting.model, "epsilon": EPSILON,
+            "peaks": peaks, "arms": {name: asdict(arm) for name, arm in arms(setting, peaks).items()},
+            "flops_per_record": {objective: flops(setting.model, objective) for objective in ("caption", "mae")},
             "chance": CHANCE, "shots": SHOTS,
         },
         "tuning": tried, "runs": runs, "spread": spread(runs, CHANCE),

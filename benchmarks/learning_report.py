@@ -40,6 +40,7 @@ def compared(runs: Runs, axes: Iterable[str], tested: int) -> dict[str, dict[str
             for axis in axes
         }
         for claim, other in CLAIMS.items()
+        if other in runs[0]
     }
 
 
@@ -74,6 +75,10 @@ def least_apart(seeds: int) -> float:
     return float(student.ppf(0.95, seeds - 1)) if seeds > 1 else math.inf
 
 
+def _arms(runs: Runs) -> dict[str, str]:
+    return {arm: name for arm, name in ARMS.items() if arm in runs[0]}
+
+
 def _std(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
@@ -81,7 +86,7 @@ def _std(values: list[float]) -> float:
 def table(result: Mapping[str, Any]) -> str:
     axes = list(result["setting"]["chance"])
     lines = [" " * 33 + "".join(f"{axis:>16}" for axis in axes)]
-    for arm, name in ARMS.items():
+    for arm, name in _arms(result["runs"]).items():
         cells = (result["spread"][arm][axis] for axis in axes)
         lines.append(f"{name:33}" + "".join(f"{cell['mean']:>8.3f} ± {cell['std']:.3f}" for cell in cells))
     for claim, found in result["compared"].items():
@@ -97,20 +102,21 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     setting, runs = result["setting"], result["runs"]
+    arms = _arms(runs)
     panels = {axis: f"{axis}, {setting['size']['fitted']} labels" for axis in ("colour", "shape", "label")}
     panels["label"] = panels["label"].replace("label,", "both,")
     panels["colour_few"] = f"colour, {setting['shots']} labels a class"
     figure, places = plt.subplots(1, len(panels), figsize=(14, 3.2), sharey=True, layout="constrained")
     for place, (axis, name) in zip(places, sorted(panels.items()), strict=True):
-        for row, arm in enumerate(ARMS):
+        for row, arm in enumerate(arms):
             found = result["spread"][arm][axis]
             place.barh(row, found["mean"], xerr=found["std"], color="#4c72b0" if arm == "caption" else "#b0b8c8")
             place.plot([run[arm][axis] for run in runs], [row] * len(runs), "k.", markersize=4)
-        values = [run[arm][axis] for run in runs for arm in ARMS]
+        values = [run[arm][axis] for run in runs for arm in arms]
         # From near the lowest on, or the bars look alike; chance may lie below.
         place.set_xlim(0.95 * min(values), min(1.0, 1.02 * max(values)))
         place.set_xlabel(f"{name} (chance {setting['chance'][axis]:.2f})")
-    places[0].set_yticks(range(len(ARMS)), list(ARMS.values()))
+    places[0].set_yticks(range(len(arms)), list(arms.values()))
     figure.suptitle(
         f"Linear-probe accuracy, ε = {setting['epsilon']:g}, {len(runs)} seeds (bars: mean and deviation; axes are cut)"
     )

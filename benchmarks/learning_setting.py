@@ -10,15 +10,12 @@ from train.config import Config
 from train.planner import counted
 
 EPSILON, SMALLER = 8.0, 16
-MODEL = {
+CHEAP = {
     "family": "captioner", "size": "custom", "image_size": 32, "patch_size": 8, "width": 96, "depth": 2, "heads": 2,
     "decoder_width": 96, "decoder_depth": 1, "decoder_heads": 2, "mae_decoder_width": 96, "mae_decoder_depth": 1,
     "mae_decoder_heads": 2, "text_length": 16, "vocabulary": 64, "qkv_bias": True,
 }  # fmt: skip
-TRIED = {"caption": (2.5e-3, 5e-3, 1e-2), "mae": (2e-2, 4e-2, 8e-2), "small": (1e-3, 2e-3, 4e-3)}
-"""Peak learning rates that `--tune` tries."""
-CHOSEN = {"caption": 5e-3, "mae": 4e-2, "small": 2e-3}
-"""What it chose; used without `--tune`."""
+NANO = {"family": "captioner", "size": "nano", "image_size": 32, "patch_size": 8, "text_length": 14, "vocabulary": 64}
 
 
 @dataclass(frozen=True)
@@ -33,9 +30,35 @@ class Size:
     public: int = 20_000
     warm_batch: int = 256
     warm_steps: int = 300
+    warm_peak: float = 1e-3
     fitted: int = 1500
     chosen_on: int = 4000
     tested: int = 10_000
+
+
+@dataclass(frozen=True)
+class Setting:
+    model: dict[str, Any]
+    size: Size
+    tried: dict[str, tuple[float, ...]]
+    """Peak learning rates that `--tune` tries, by arm."""
+    chosen: dict[str, float]
+    """What it chose; used without `--tune`."""
+
+
+SETTINGS = {
+    "cheap": Setting(
+        CHEAP, Size(),
+        {"caption": (2.5e-3, 5e-3, 1e-2), "mae": (2e-2, 4e-2, 8e-2), "small": (1e-3, 2e-3, 4e-3)},
+        {"caption": 5e-3, "mae": 4e-2, "small": 2e-3},
+    ),
+    # DP-Cap's nano, and the masked autoencoder of ViP's that has its encoder.
+    "nano": Setting(
+        NANO, Size(batch=1000, warm_steps=200, warm_peak=5e-4),
+        {"caption": (5e-4, 7e-4, 1.5e-3), "mae": (3e-4, 1e-3, 3e-3)},
+        {"caption": 7e-4, "mae": 1e-3},
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,14 +70,16 @@ class Arm:
     """Of the learning rate."""
 
 
-def arms(size: Size, peaks: dict[str, float]) -> dict[str, Arm]:
-    """The masked autoencoder gets as many steps as its FLOPs per record allow."""
-    equal_cost = round(size.steps * flops("caption") / flops("mae"))
-    return {
-        "mae": Arm("mae", size.batch, equal_cost, peaks["mae"]),
-        "small": Arm("caption", size.batch / SMALLER, size.steps * SMALLER, peaks["small"]),
-        "caption": Arm("caption", size.batch, size.steps, peaks["caption"]),
+def arms(setting: Setting, peaks: dict[str, float]) -> dict[str, Arm]:
+    """Those that have a learning rate. The masked autoencoder gets as many steps as its FLOPs per record allow."""
+    size, model = setting.size, setting.model
+    equal_cost = round(size.steps * flops(model, "caption") / flops(model, "mae"))
+    sizes = {
+        "mae": ("mae", size.batch, equal_cost),
+        "small": ("caption", size.batch / SMALLER, size.steps * SMALLER),
+        "caption": ("caption", size.batch, size.steps),
     }
+    return {name: Arm(*each, peaks[name]) for name, each in sizes.items() if name in peaks}
 
 
 def phase(arm: Arm, data: Path, shards: Path) -> dict[str, Any]:
@@ -72,27 +97,30 @@ def phase(arm: Arm, data: Path, shards: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def warm_phase(size: Size, data: Path) -> dict[str, Any]:
+def warm_phase(setting: Setting, data: Path) -> dict[str, Any]:
     """On synthetic captioned shapes, like `dpcap_init_pairs.json`."""
+    size, model = setting.size, setting.model
     return {
         "name": "warm-start", "objective": "caption", "batch": size.warm_batch, "steps": size.warm_steps,
         "data": {
-            "source": "synthetic", "kind": "shapes", "records": size.public, "size": MODEL["image_size"],
+            "source": "synthetic", "kind": "shapes", "records": size.public, "size": model["image_size"],
             "reading": {"workers": 0}, "tokenizer": str(data / "tokenizer.json"),
         },
         "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.005}},
-        "schedule": {"peak": 1e-3, "warmup": 20, "shape": "cosine"},
+        "schedule": {"peak": size.warm_peak, "warmup": 20, "shape": "cosine"},
     }  # fmt: skip
 
 
-def config(phases: list[dict[str, Any]], run_dir: Path, seed: int) -> dict[str, Any]:
+def config(model: dict[str, Any], phases: list[dict[str, Any]], run_dir: Path, seed: int) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 64, "zero_optimization": {"stage": 1}, "model": {**MODEL, "init_seed": seed},
+        "train_micro_batch_size_per_gpu": 64, "zero_optimization": {"stage": 1}, "model": {**model, "init_seed": seed},
         "phases": phases, "run": {"checkpoint_every": 10_000, "log_every": 10_000, "dir": str(run_dir)},
     }  # fmt: skip
 
 
-def flops(objective: str) -> float:
+def flops(model: dict[str, Any], objective: str) -> float:
     """Of one record in a private step: both passes and the clipping."""
-    settings = Config.model_validate(config([phase(Arm(objective, 8, 1, 1.0), Path("."), Path("."))], Path("."), 0))
+    settings = Config.model_validate(
+        config(model, [phase(Arm(objective, 8, 1, 1.0), Path("."), Path("."))], Path("."), 0)
+    )
     return counted(settings, settings.phases[0])[0].private_flops
