@@ -45,7 +45,9 @@ class Board:
             self._write(self._private, self._private_log, phase, step, values, None)
 
     def bad_records(self, phase: str, rank: int, reasons: dict[int, str]) -> None:
-        """Private: which records of the data set are unusable says something about them."""
+        """Those that this rank met. Private: which records of the data set are unusable says something about them."""
+        if not reasons:
+            return
         with open_private(self._run_dir.private_log.parent / f"bad-records-rank{rank}.jsonl") as file:
             for record, reason in reasons.items():
                 file.write(json.dumps({"phase": phase, "record": record, "reason": reason}) + "\n")

@@ -39,9 +39,10 @@ class FeatureReader:
 
     in_flight = 1
 
-    def __init__(self, stored: FeatureRows, bad_reasons: dict[int, str] | None = None) -> None:
+    def __init__(self, stored: FeatureRows) -> None:
         self.stored = stored
-        self.bad_reasons = bad_reasons or {}
+        self.bad_reasons: dict[int, str] = {}
+        """None of this reader's own: they were told when the pictures were read."""
 
     def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
         del step
@@ -78,6 +79,8 @@ def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader:
     folder = FeatureFolder.within(shared, identity, phase.index.records, model.head.in_features)
     with ExitStack() as until_made:
         until_made.callback(reader.close)
+        # Also where it is stopped: a row that says bad is not asked for its reason a second time.
+        until_made.callback(lambda: run.board.bad_records(phase.name, ranks.rank, reader.bad_reasons))
         some = ranks.on_main(lambda: until_made.enter_context(folder.claimed()))
         missing = np.empty(0, np.int64)
         if some:
@@ -87,7 +90,7 @@ def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader:
             with closing(on_all(ranks, lambda: RowWriter(folder), *ENDING)) as writer:
                 fill(writer, model, reader, missing, run.config.train_micro_batch_size_per_gpu, ranks, precision,
                      run.stop)  # fmt: skip
-        return FeatureReader(on_all(ranks, folder.rows, *ENDING), reader.bad_reasons)
+        return FeatureReader(on_all(ranks, folder.rows, *ENDING))
 
 
 def _announce(run: RunContext, phase: ReadyPhase, folder: FeatureFolder, missing: int) -> None:

@@ -12,7 +12,7 @@ from train.board import Pace
 from train.checkpoint import Loaded
 from train.clip_engines import make_clip
 from train.engines import make_engine, replicated
-from train.features import FeatureReader, feature_reader
+from train.features import feature_reader
 from train.forward import PlainForward, PrivateForward
 from train.mixing import MixingEngine
 from train.monitor import LossMonitor
@@ -106,7 +106,7 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
             mixing.close_public()
         loader.close()
         engine.close()
-        _report_bad(run, phase, reader)
+        run.board.bad_records(phase.name, ranks.rank, reader.bad_reasons)
 
 
 def _reader(run: RunContext, phase: ReadyPhase, derive: Callable[[Purpose], bytes]) -> BatchReader:
@@ -115,9 +115,3 @@ def _reader(run: RunContext, phase: ReadyPhase, derive: Callable[[Purpose], byte
         augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
         reading=reading_options(phase.reading, phase.index), pin_memory=run.ranks.device.type == "cuda",
     )  # fmt: skip
-
-
-def _report_bad(run: RunContext, phase: ReadyPhase, reader: BatchReader | FeatureReader) -> None:
-    """A private report: which records could not be used, and why. Every rank writes what it met."""
-    if reader.bad_reasons:
-        run.board.bad_records(phase.name, run.ranks.rank, reader.bad_reasons)

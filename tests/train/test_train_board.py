@@ -83,6 +83,8 @@ def test_private_values_reach_private_sinks_alone(boarded: Any, capsys: pytest.C
     board.public("private", 3, {"lr": 0.5, "epsilon": 1.25})
     board.private("private", 3, {"loss": 7.125, "records": 977.0})
     board.bad_records("private", 0, {11: "no caption"})
+    board.bad_records("private", 1, {})
+    assert not (run_dir.root / "logs" / "bad-records-rank1.jsonl").exists(), "nothing bad, nothing told"
     board.say("step 3")
     board.close()
     assert scalars(run_dir.public_board) == {"private/lr": [(3, 0.5)], "private/epsilon": [(3, 1.25)]}

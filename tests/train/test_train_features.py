@@ -85,13 +85,20 @@ class Stop:
 
 
 def made(
-    shared: Path, ranks: Any, pictures: Pictures, model: Any = None, stop: Stop | None = None, said: Any = None
+    shared: Path,
+    ranks: Any,
+    pictures: Pictures,
+    model: Any = None,
+    stop: Stop | None = None,
+    said: Any = None,
+    bad: Any = None,
 ) -> tuple[FeatureReader, Pictures, Any]:
     """Features as a phase makes them, in micro-batches of 4."""
     model = model or head_only()
     digest, spec, precision = OF
+    board = SimpleNamespace(say=said or (lambda text: None), bad_records=bad or (lambda *told: None))
     run: Any = SimpleNamespace(
-        ranks=ranks, stop=stop or Stop(), board=SimpleNamespace(say=said or (lambda text: None)),
+        ranks=ranks, stop=stop or Stop(), board=board,
         config=SimpleNamespace(run=SimpleNamespace(precision=precision), train_micro_batch_size_per_gpu=4),
     )  # fmt: skip
     phase: Any = SimpleNamespace(
@@ -126,7 +133,7 @@ def test_padding_and_bad_records_are_absent_and_zero(tmp_path: Path) -> None:
     assert batch.present.tolist() == [True, False, True, False]
     assert not batch.inputs["features"][~batch.present].any() and batch.inputs["features"][0].any()
     assert batch.inputs["labels"].tolist() == [1, 0, 3, 0]
-    assert pictures.closed and reader.bad_reasons == {DAMAGED: "damaged"}
+    assert pictures.closed and not reader.bad_reasons
 
 
 @pytest.mark.parametrize("ids", [[3, 4, 5], [3, 9, 5]])
@@ -145,10 +152,10 @@ def test_a_row_that_was_never_made_is_an_error_and_no_record_without_a_gradient(
 
 def test_a_stopped_run_goes_on_where_a_row_is_missing_and_another_body_begins_anew(tmp_path: Path) -> None:
     whole, _, _ = made(tmp_path / "whole", alone(), Pictures())
-    first = Pictures(unreadable_after=8)
+    first, told = Pictures(unreadable_after=8), list[Any]()
     with pytest.raises(Stopped, match="records that cannot be read"):
-        made(tmp_path / "broken", alone(), first)
-    assert first.closed
+        made(tmp_path / "broken", alone(), first, bad=lambda *reasons: told.append(reasons))
+    assert first.closed and told == [("head", 0, {DAMAGED: "damaged"})], "nobody reads that record again"
     reader, second, model = made(tmp_path / "broken", alone(), Pictures())
     assert len(first.asked) == 8 and sorted(first.asked + second.asked) == list(range(RECORDS))
     assert np.array_equal(reader.stored.features, whole.stored.features)
