@@ -54,7 +54,7 @@ SETTINGS = {
     ),
     # DP-Cap's nano, and the masked autoencoder of ViP's that has its encoder.
     "nano": Setting(
-        NANO, Size(batch=1000, warm_steps=200, warm_peak=5e-4),
+        NANO, Size(batch=1000, steps=40, warm_steps=200, warm_peak=5e-4),
         {"caption": (5e-4, 7e-4, 1.5e-3), "mae": (3e-4, 1e-3, 3e-3)},
         {"caption": 7e-4, "mae": 1e-3},
     ),
