@@ -19,7 +19,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -111,6 +113,7 @@ class Experiment:
         self.data, self.stand_in, self.runs = folder / "data", folder / "tuning", folder / "runs"
         self.setting, self.jobs = setting, jobs
         self.runs.mkdir(parents=True, exist_ok=True)
+        self._warming = defaultdict[int, threading.Lock](threading.Lock)
         size, side = setting.size, setting.model["image_size"]
         stand_in = [partial(prepare_stand_in, self.stand_in, size, side)] if tuning else []
         self._at_once([partial(prepare, self.data, size), *stand_in])
@@ -119,8 +122,8 @@ class Experiment:
     def seeds(self, seeds: Iterable[int], peaks: dict[str, float]) -> list[dict[str, dict[str, Any]]]:
         """By seed and arm."""
         seeds, own = list(seeds), arms(self.setting, peaks)
-        self._at_once([partial(self.warm, seed) for seed in seeds])
-        self._at_once([partial(self.private, name, arm, seed) for seed in seeds for name, arm in own.items()])
+        warm = [partial(self.warm, seed) for seed in seeds]
+        self._at_once([*warm, *(partial(self.private, name, arm, seed) for seed in seeds for name, arm in own.items())])
         found = []
         for seed in seeds:
             judged: dict[str, dict[str, Any]] = {"random": self.judge(self._encoder(None, seed))}
@@ -135,12 +138,12 @@ class Experiment:
 
     def tune(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """The peak of each arm that is best on the stand-in, on average, and everything that was tried."""
-        self._at_once([partial(self.warm, seed) for seed in TUNING_SEEDS])
         todo = [
             (name, arms(self.setting, {name: peak})[name], seed)
             for name, peaks in self.setting.tried.items() for peak in peaks for seed in TUNING_SEEDS
         ]  # fmt: skip
-        self._at_once([partial(self.private, *each, self.stand_in) for each in todo])
+        warm = [partial(self.warm, seed) for seed in TUNING_SEEDS]
+        self._at_once([*warm, *(partial(self.private, *each, self.stand_in) for each in todo)])
         tried: list[dict[str, Any]] = []
         scores: dict[str, dict[float, float]] = {}
         for name, arm, seed in todo:
@@ -153,7 +156,8 @@ class Experiment:
         return {name: max(own, key=lambda peak: own[peak]) for name, own in scores.items()}, tried
 
     def warm(self, seed: int) -> Path:
-        return self._train(f"warm-{seed}", [warm_phase(self.setting, self.data)], seed)
+        with self._warming[seed]:  # private runs that start from it wait here
+            return self._train(f"warm-{seed}", [warm_phase(self.setting, self.data)], seed)
 
     def private(self, name: str, arm: Arm, seed: int, shards: Path | None = None) -> Path:
         """Trains from this seed's warm start."""
