@@ -1,8 +1,8 @@
 """Private captions teach an encoder what its warm start did not know, and large batches more than small ones.
 
-On colours, told from five labels of each: see benchmarks/results/learning.json. There the lead over a masked
-autoencoder of equal cost is 2.5 standard errors where 2.35 are asked for, which new noise may miss; so a lead is
-asserted, of more than one standard error, and the other two claims in full.
+On colours, told from five labels of each: see benchmarks/results/learning.json. There the lead of the cheap model over
+a masked autoencoder of equal cost is 2.5 standard errors where 2.35 are asked for, which new noise may miss; so a lead
+is asserted, of more than one standard error, and the other two claims in full.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ def learned(folder: Path, *arguments: str, seconds: float) -> dict[str, Any]:
     private = [run[arm] for run in found["runs"] for arm in arms]
     assert all(7.9 < run["epsilon"] <= 8 for run in private)
     cost = {name: arm["steps"] * arm["batch"] * flops[arm["objective"]] for name, arm in arms.items()}
-    assert (
-        cost["mae"] == pytest.approx(cost["caption"], rel=0.02)
-        and cost.get("small", cost["caption"]) == cost["caption"]
-    )
+    half_a_step = arms["mae"]["batch"] * flops["mae"] / 2
+    assert abs(cost["mae"] - cost["caption"]) <= half_a_step and cost.get("small", cost["caption"]) == cost["caption"]
     assert out.with_suffix(".png").stat().st_size > 10_000
     return found
 
