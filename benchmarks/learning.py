@@ -124,17 +124,20 @@ class Experiment:
         seeds, own = list(seeds), arms(self.setting, peaks)
         warm = [partial(self.warm, seed) for seed in seeds]
         self._at_once([*warm, *(partial(self.private, name, arm, seed) for seed in seeds for name, arm in own.items())])
-        found = []
-        for seed in seeds:
-            judged: dict[str, dict[str, Any]] = {"random": self.judge(self._encoder(None, seed))}
-            judged["warm"] = self.judge(self._encoder(self.warm(seed), seed))
-            for name, arm in own.items():
-                run_dir = self.private(name, arm, seed)
-                judged[name] = self.judge(self._encoder(run_dir, seed)) | _promised(run_dir)
-            for name, each in judged.items():
-                _show(name, seed, each)
-            found.append(judged)
+        found: list[dict[str, dict[str, Any]]] = [{name: {} for name in ("random", "warm", *own)} for _ in seeds]
+        each = [(judged, name, seed) for seed, judged in zip(seeds, found, strict=True) for name in judged]
+        self._at_once([partial(self._judged, judged, name, own.get(name), seed) for judged, name, seed in each])
+        for seed, judged in zip(seeds, found, strict=True):
+            for name, values in judged.items():
+                _show(name, seed, values)
         return found
+
+    def _judged(self, found: dict[str, dict[str, Any]], name: str, arm: Arm | None, seed: int) -> None:
+        if arm is not None:
+            run_dir = self.private(name, arm, seed)
+            found[name] = self.judge(self._encoder(run_dir, seed)) | _promised(run_dir)
+        else:
+            found[name] = self.judge(self._encoder(self.warm(seed) if name == "warm" else None, seed))
 
     def tune(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """The peak of each arm that is best on the stand-in, on average, and everything that was tried."""
