@@ -106,6 +106,19 @@ def test_hugging_faces_transformer_in_memory_and_from_its_folder(tmp_path: Path)
     assert initialise_with(classifier(), bare).keys("ignored") == ["pooler.dense.weight"]
 
 
+def timm_bit() -> nn.Module:
+    return moved(
+        ResNetV2(
+            layers=[1, 1], channels=(32, 64), num_classes=5, stem_chs=8, stem_type="fixed",
+            norm_layer=partial(GroupNormAct, num_groups=8), conv_layer=partial(StdConv2d, eps=1e-8),
+        )
+    )  # fmt: skip
+
+
+def resnet() -> Classifier:
+    return build(ModelSettings(family="classifier", classes=5, image_size=16, width=8, stages=(1, 1)), "classify")
+
+
 def test_hugging_faces_masked_autoencoder_gives_its_encoder() -> None:
     sizes: dict[str, Any] = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {
@@ -126,13 +139,7 @@ def test_hugging_faces_masked_autoencoder_gives_its_encoder() -> None:
 
 
 def test_timms_big_transfer() -> None:
-    theirs = moved(
-        ResNetV2(
-            layers=[1, 1], channels=(32, 64), num_classes=5, stem_chs=8, stem_type="fixed",
-            norm_layer=partial(GroupNormAct, num_groups=8), conv_layer=partial(StdConv2d, eps=1e-8),
-        )
-    )  # fmt: skip
-    ours = build(ModelSettings(family="classifier", classes=5, image_size=16, width=8, stages=(1, 1)), "classify")
+    theirs, ours = timm_bit(), resnet()
     account = initialise_with(ours, theirs.state_dict(), take_head=True)
     torch.testing.assert_close(ours.logits(IMAGES), theirs(IMAGES), rtol=1e-4, atol=1e-5)
     assert len(account.keys("taken")) + len(account.keys("transformed")) == len(theirs.state_dict())
