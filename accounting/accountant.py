@@ -1,7 +1,8 @@
 """Epsilon of what was released: Poisson-subsampled Gaussian steps, composed.
 
-PLD is the default: a pessimistic discretisation (dp_accounting's connect-the-dots, interval 1e-4) whose
-result is an upper bound. RDP stands beside it as a second opinion. Steps with q = 1 alone are a plain
+The default composes privacy loss distributions (PLD): each step is discretised pessimistically (`loss_lattice`), the
+composition is a tilted Fourier transform whose rounding is bounded and added to delta (`composition`), so the result is
+an upper bound on every processor. RDP stands beside it as a second opinion. Steps with q = 1 alone are a plain
 Gaussian mechanism and are answered in closed form. A result that did not converge is an error, never a guess.
 """
 
@@ -20,18 +21,21 @@ import numpy as np
 from dp_accounting.pld import privacy_loss_distribution as pld
 from dp_accounting.rdp import RdpAccountant
 
+from accounting.composition import MOST_ERROR, Composition
 from accounting.gaussian import AccountingError, gaussian_delta, gaussian_epsilon, gaussian_mu
+from accounting.loss_lattice import LossLattice, lower, upper
 
 __all__ = [
-    "Accountant", "AccountingError", "Event", "delta_at", "describe", "epsilon", "gaussian_epsilon", "gdp_mu", "merge",
-    "round_up",
+    "Accountant", "AccountingError", "Event", "delta_at", "describe", "epsilon", "epsilon_below", "gaussian_epsilon",
+    "gdp_mu", "merge", "round_up",
 ]  # fmt: skip
 
 Accountant = Literal["pld", "rdp"]
 INTERVAL = 1e-4
-TAIL_MASS = 1e-15
-# The mass that a discretisation cuts off is charged to delta; above this share of it, the answer is not trusted.
-MOST_TAIL_SHARE = 1e-3
+# A finer lattice is laid where the sum of all losses spreads over fewer intervals than this.
+LEAST_SPREAD = 2000
+# A lower bound takes a finer lattice where rounding the losses would take more than this off their sum.
+MOST_ROUNDED = 3e-4
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,9 @@ def describe(accountant: Accountant) -> dict[str, object]:
     """What the ledger records about the method, so that a reader can repeat it."""
     settings: dict[str, object] = {"accountant": accountant, "dp_accounting": version("dp-accounting")}
     if accountant == "pld":
-        settings |= {"interval": INTERVAL, "tail_mass": TAIL_MASS, "estimate": "pessimistic"}
+        settings |= {
+            "interval": INTERVAL, "estimate": "pessimistic", "composition": "tilted-fft", "most_error": MOST_ERROR,
+        }  # fmt: skip
     return settings
 
 
@@ -88,10 +94,33 @@ def epsilon(events: Sequence[Event], delta: float, accountant: Accountant = "pld
     elif (sigma := _plain_sigma(merged)) is not None:
         value = gaussian_epsilon(sigma, delta)
     else:
-        value = float(_composed(merged, delta).get_epsilon_for_delta(delta))
+        value = _pld_epsilon(tuple(merged), delta)
     if not math.isfinite(value) or value < 0:
         raise AccountingError(f"the {accountant} accountant did not converge (epsilon = {value}) for {merged}")
     return value
+
+
+def epsilon_below(events: Sequence[Event], delta: float) -> float | None:
+    """A lower bound of the epsilon at `delta`, so that a reader sees how tight `epsilon` is; None for capped batches.
+
+    It looks at one of the two neighbours (the record's presence), which a lower bound may.
+    """
+    merged = merge(events)
+    if not merged:
+        return 0.0
+    if any(event.cap is not None for event in merged):
+        return None
+    if (sigma := _plain_sigma(merged)) is not None:
+        return max(0.0, gaussian_epsilon(sigma, delta) - 1e-9)
+    counts = tuple(event.count for event in merged)
+    interval, best = _interval(merged, delta), (math.inf, ())
+    for finer in (1, 2, 4):
+        lattices = tuple(lower(event.rate, event.sigma, interval / finer) for event in merged)
+        rounded = sum(n * lattice.rounded for n, lattice in zip(counts, lattices, strict=True))
+        best = min(best, (rounded, lattices), key=lambda found: found[0])
+        if rounded < MOST_ROUNDED:
+            break
+    return Composition(best[1], counts).epsilon_below(delta)
 
 
 def delta_at(events: Sequence[Event], epsilon: float) -> float:
@@ -103,11 +132,7 @@ def delta_at(events: Sequence[Event], epsilon: float) -> float:
         return 0.0
     if (sigma := _plain_sigma(merged)) is not None:
         return gaussian_delta(sigma, epsilon)
-    composed = _composed(merged)
-    value = float(composed.get_delta_for_epsilon(epsilon))
-    if not 0 <= value <= 1:
-        raise AccountingError(f"the pld accountant did not converge (delta = {value}) for {merged}")
-    return value
+    return _curve(merged, [epsilon], _interval(merged, 1e-6))[0]
 
 
 def gdp_mu(events: Sequence[Event], delta: float, points: int = 64) -> float:
@@ -121,9 +146,8 @@ def gdp_mu(events: Sequence[Event], delta: float, points: int = 64) -> float:
         return 0.0
     if (sigma := _plain_sigma(merged)) is not None:
         return 1 / sigma
-    composed = _composed(merged, delta)
-    grid = np.linspace(0.0, float(composed.get_epsilon_for_delta(delta)), points)
-    curve = [float(composed.get_delta_for_epsilon(e)) for e in grid]
+    grid = np.linspace(0.0, epsilon(merged, delta), points)
+    curve = _curve(merged, [float(e) for e in grid], _interval(merged, delta))
     return max(gaussian_mu(float(e), d) for e, d in zip(grid, curve, strict=True) if 0 < d < 1)
 
 
@@ -148,40 +172,49 @@ def _plain_sigma(events: Sequence[Event]) -> float | None:
     return sum(e.count / e.sigma**2 for e in events) ** -0.5
 
 
-@lru_cache(maxsize=64)
-def _one_step(kind: Event) -> pld.PrivacyLossDistribution:
-    if kind.cap is not None and kind.records is not None:
-        return pld.from_truncated_subsampled_gaussian_mechanism(
+@lru_cache(maxsize=256)
+def _pld_epsilon(events: tuple[Event, ...], delta: float) -> float:
+    present, absent = _compositions(events, _interval(events, delta))
+    value = present.epsilon(delta)
+    return value if absent.delta_is_below(delta, value) else max(value, absent.epsilon(delta))
+
+
+def _curve(events: Sequence[Event], epsilons: Sequence[float], interval: float) -> list[float]:
+    """Delta at each epsilon: the larger one of the two neighbours."""
+    both = (composition.deltas(epsilons) for composition in _compositions(events, interval))
+    return [max(pair) for pair in zip(*both, strict=True)]
+
+
+def _interval(events: Sequence[Event], delta: float) -> float:
+    """1e-4, or a power of two less where the losses are so small that this would be coarse."""
+    if any(event.cap is not None for event in events):
+        return INTERVAL
+    spread = _compositions(events, INTERVAL)[0].spread_at(delta)
+    return INTERVAL / 2 ** min(12, max(0, math.ceil(math.log2(LEAST_SPREAD * INTERVAL / spread))))
+
+
+def _compositions(events: Sequence[Event], interval: float) -> tuple[Composition, Composition]:
+    """All steps together, for a record that is there and for one that is not."""
+    pairs = [_capped(replace(e, count=1)) if e.cap is not None else upper(e.rate, e.sigma, interval) for e in events]
+    counts = tuple(event.count for event in events)
+    return Composition(tuple(x for x, _ in pairs), counts), Composition(tuple(x for _, x in pairs), counts)
+
+
+@lru_cache(maxsize=8)
+def _capped(kind: Event) -> tuple[LossLattice, LossLattice]:
+    """dp_accounting's discretisation, whose masses are differences: one step's delta is taken to be right to 2^-52."""
+    assert kind.cap is not None and kind.records is not None
+    try:
+        found = pld.from_truncated_subsampled_gaussian_mechanism(
             kind.records, kind.rate, kind.cap, kind.sigma, value_discretization_interval=INTERVAL
         )
-    return pld.from_gaussian_mechanism(
-        kind.sigma, sampling_prob=kind.rate, value_discretization_interval=INTERVAL, pessimistic_estimate=True
-    )
-
-
-@lru_cache(maxsize=16)
-def _composed_part(event: Event) -> pld.PrivacyLossDistribution:
-    return _one_step(replace(event, count=1)).self_compose(event.count, TAIL_MASS)
-
-
-def _composed(events: Sequence[Event], delta: float | None = None) -> pld.PrivacyLossDistribution:
-    if delta is not None and 2 * TAIL_MASS * len(events) > MOST_TAIL_SHARE * delta:
-        least = 2 * TAIL_MASS * len(events) / MOST_TAIL_SHARE
-        raise AccountingError(f"delta = {delta} is too small for PLD accounting; use at least {least:g}")
-    total: pld.PrivacyLossDistribution | None = None
-    try:
-        for event in events:
-            part = _composed_part(event)
-            total = part if total is None else total.compose(part, TAIL_MASS)
     except (ValueError, MemoryError, OverflowError) as error:
-        raise AccountingError(f"the pld accountant cannot discretise {events}: {error}; use more noise") from None
-    assert total is not None
-    lost = float(total.get_delta_for_epsilon(1e9))
-    if delta is not None and not lost <= MOST_TAIL_SHARE * delta:
-        raise AccountingError(
-            f"PLD accounting did not converge: it lost a mass of {lost:g}, more than delta / 1000; use more noise"
-        )
-    return total
+        raise AccountingError(f"the pld accountant cannot discretise {kind}: {error}; use more noise") from None
+    pair = []
+    for dense in (found._pmf_remove.to_dense_pmf(), found._pmf_add.to_dense_pmf()):
+        masses = np.maximum(np.asarray(dense._probs, dtype=np.float64), 0.0)
+        pair.append(LossLattice(INTERVAL, dense._lower_loss, masses, infinite=dense._infinity_mass, absolute=2.0**-52))
+    return pair[0], pair[1]
 
 
 def _rdp_epsilon(events: Sequence[Event], delta: float) -> float:

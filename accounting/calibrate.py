@@ -10,6 +10,8 @@ from accounting.accountant import Accountant, AccountingError, Event, epsilon
 from accounting.plan import RATE_DENOMINATOR, threshold_for
 
 DIGITS = 5
+# Processors round differently: what is calibrated on one keeps its budget on all others.
+MARGIN = 1e-8
 MOST_STEPS = 10**9
 
 
@@ -34,7 +36,7 @@ def calibrate_sigma(
             return math.inf
         ratio = math.log(max(spent, 1e-12) / target)
         # The logarithm may round an excess away; the comparison itself decides.
-        return max(ratio, 1e-300) if spent > target else min(ratio, 0.0)
+        return min(ratio, 0.0) if _within(spent, target) else max(ratio, 1e-300)
 
     # RDP is quick and pessimistic: its crossing is a close upper bracket for PLD as well.
     try:
@@ -103,7 +105,7 @@ def affordable_steps(
     """How many of `wanted` further steps fit the budget after `charged`."""
 
     def fits(count: int) -> bool:
-        return epsilon([*charged, Event(rate, sigma, count)], delta, accountant) <= budget
+        return _within(epsilon([*charged, Event(rate, sigma, count)], delta, accountant), budget)
 
     if wanted <= 0 or not fits(1):
         return 0
@@ -117,10 +119,14 @@ def _require_target(target: float) -> None:
         raise AccountingError(f"the target epsilon must be finite and positive, but is {target}")
 
 
+def _within(spent: float, target: float) -> bool:
+    return spent <= target * (1 - MARGIN)
+
+
 def _at_most(events: list[Event], target: float, delta: float, by: Accountant) -> bool:
     """Where an accountant does not answer, the events count as too expensive: the safe side of a search."""
     try:
-        return epsilon(events, delta, by) <= target
+        return _within(epsilon(events, delta, by), target)
     except AccountingError:
         return False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from accounting.accountant import AccountingError, Event, epsilon
+from accounting.accountant import AccountingError, Event, epsilon, epsilon_below
 from accounting.calibrate import calibrate_batch, calibrate_sigma, calibrate_steps
 from accounting.cli_epsilon import setting, summary
 from accounting.plan import PlanError, parse_delta
@@ -40,5 +40,7 @@ def calibrate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         **setting(n, batch, steps, arguments.delta, by), **found,
         "unknown": unknown, "target_epsilon": target, "epsilon": value,
     }  # fmt: skip
+    if arguments.json and by == "pld":
+        values["epsilon_lower"] = epsilon_below([Event(rate, sigma, steps)], delta)
     letter = {"sigma": "σ", "steps": "T", "batch": "expected batch"}[unknown]
     return values, f"{letter} = {found[unknown]} gives ε = {value:.6f} ≤ {target:g}\n{summary(values)}"

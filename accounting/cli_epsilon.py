@@ -6,7 +6,16 @@ import argparse
 import math
 from typing import Any
 
-from accounting.accountant import AccountingError, Event, delta_at, describe, epsilon, gdp_mu, round_up
+from accounting.accountant import (
+    AccountingError,
+    Event,
+    delta_at,
+    describe,
+    epsilon,
+    epsilon_below,
+    gdp_mu,
+    round_up,
+)  # fmt: skip
 from accounting.cross_check import opacus_epsilon
 from accounting.gaussian import gaussian_epsilon, participations
 from accounting.plan import RATE_DENOMINATOR, PlanError, parse_delta, threshold_for
@@ -41,6 +50,8 @@ def epsilon_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
     events += [_phase(text) for text in arguments.phase]
     value = epsilon(events, values["delta"], arguments.accountant)
     values |= {"sampling": "poisson", "epsilon": value, "epsilon_rounded_up": round_up(value)}
+    if arguments.json and arguments.accountant == "pld":
+        values["epsilon_lower"] = epsilon_below(events, values["delta"])
     lines = [f"ε = {round_up(value)} (rounded up)", summary(values)]
     for text in arguments.phase:
         lines.append(f"and a phase n,batch,σ,steps = {text}")
@@ -101,7 +112,8 @@ def _cap_note(n: int, rate: float, cap: int) -> str:
 
 
 def summary(values: dict[str, Any]) -> str:
+    method = "PLD" if values["accountant"] == "pld" else f"RDP, dp-accounting {values['dp_accounting']}"
     return (
         f"σ = {values['sigma']!r}, q = {values['rate']:.8g} = {values['threshold']}/2^32, T = {values['steps']}, "
-        f"δ = {values['delta']:.6g}; {values['accountant'].upper()}, dp-accounting {values['dp_accounting']}"
+        f"δ = {values['delta']:.6g}; {method}"
     )

@@ -1,0 +1,311 @@
+"""Many steps together: delta and epsilon of a composition, between bounds that no rounding breaks.
+
+The losses of independent steps add up, so their distributions are convolved, by Fourier transforms. The error of a
+transform is absolute, while a small delta lives far out in the tail and would drown in it. So the distribution is
+tilted first, by exp(θ·loss), such that its bulk lies at the epsilon in question, and tilted back afterwards. What the
+tilted transforms may still be off is bounded from the spectrum at hand and added to delta (below: subtracted). An
+answer in which all these bounds together exceed a thousandth of delta is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from accounting.gaussian import AccountingError
+from accounting.loss_lattice import UNIT, Array, LossLattice
+
+# The share of delta that the bounds of all errors may come to.
+MOST_ERROR = 1e-3
+# Twice the constant of Higham's error bound for fast Fourier transforms (Accuracy and Stability of Numerical
+# Algorithms, theorem 24.2), per level of the transform.
+PER_LEVEL = 16 * UNIT
+MOST_POINTS = 2**25
+# How many standard deviations of the tilted sum fit on either side of its mean; half of it is tried first.
+SPREADS = 9.0
+# Coefficients below this size are taken as zero, which is charged as an error.
+FAINT = 1e-40
+
+
+class NotConverged(AccountingError):
+    """The bounds of the errors are too wide for a trustworthy answer."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The tilted sum of all losses: the log of what tilting multiplies all masses with, mean and standard deviation."""
+
+    log_scale: float
+    mean: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class Composition:
+    """`counts[i]` independent steps of `lattices[i]`, which share one interval."""
+
+    lattices: tuple[LossLattice, ...]
+    counts: tuple[int, ...]
+
+    def epsilon(self, delta: float) -> float:
+        """Upper bound of the epsilon at `delta`."""
+        if self.lost > MOST_ERROR * delta:
+            raise NotConverged(
+                f"delta = {delta:g} is too small for PLD accounting: {self.lost:.3g} of it is lost to rounding; use a "
+                "larger delta or more noise"
+            )
+        tilt = self._tilt_for(delta)
+        try:
+            return max(0.0, _Window(self, tilt, SPREADS / 2).epsilon(delta))
+        except NotConverged:
+            return max(0.0, _Window(self, tilt, 2 * SPREADS).epsilon(delta))
+
+    def epsilon_below(self, delta: float) -> float:
+        """Lower bound of the epsilon at `delta`, if the lattices bound their steps from below."""
+        tilt, spreads = self._tilt_for(delta), SPREADS
+        window = _Window(self, tilt, spreads)
+        while (outside := window.outside()) > 1e-7 and spreads < 8 * SPREADS:
+            spreads *= 2
+            window = _Window(self, tilt, spreads)
+        return max(0.0, window.epsilon_below(delta, outside))
+
+    def delta_is_below(self, delta: float, epsilon: float) -> bool:
+        """Whether Chernoff's bound alone shows that delta(epsilon) is smaller than `delta`."""
+        tilts = self._tilt_with_mean(epsilon) * np.array([1.0, 0.8, 0.5])
+        best = min(self.moments(tilt).log_scale - tilt * (epsilon - self.slack) for tilt in tilts)
+        return self.lost + 2 * math.exp(min(0.0, best)) < delta
+
+    def spread_at(self, delta: float) -> float:
+        return self._moments_about(self._tilt_for(delta)).spread
+
+    def deltas(self, epsilons: Iterable[float]) -> list[float]:
+        """Upper bounds of delta at each epsilon."""
+        windows: list[_Window] = []
+        found = []
+        for value in epsilons:
+            near = [w for w in windows if abs(value - w.moments.mean) <= 2 * w.moments.spread]
+            if not near:
+                near = [_Window(self, self._tilt_with_mean(value), SPREADS)]
+                windows += near
+            found.append(min(1.0, near[0].delta(value)))
+        return found
+
+    @cached_property
+    def lost(self) -> float:
+        """What is charged to delta directly: masses at infinity and absolute errors of single steps."""
+        return sum(n * (x.infinite + x.absolute) for x, n in zip(self.lattices, self.counts, strict=True))
+
+    @cached_property
+    def slack(self) -> float:
+        return sum(n * x.slack for x, n in zip(self.lattices, self.counts, strict=True))
+
+    @property
+    def interval(self) -> float:
+        return self.lattices[0].interval
+
+    def moments(self, tilt: float) -> Moments:
+        return _moments([(x.log_masses, x.losses, n) for x, n in zip(self.lattices, self.counts, strict=True)], tilt)
+
+    @cached_property
+    def _thinned(self) -> list[tuple[Array, Array, int]]:
+        """Log masses, losses and counts of lattices with fewer points, for searches that need no bound."""
+        found = []
+        for lattice, count in zip(self.lattices, self.counts, strict=True):
+            width = max(1, len(lattice.masses) // 8192)
+            starts = np.arange(0, len(lattice.masses), width)
+            masses = np.add.reduceat(lattice.masses, starts)
+            kept = masses > 0
+            losses = np.add.reduceat(lattice.masses * lattice.losses, starts)[kept] / masses[kept]
+            found.append((np.log(masses[kept]), losses, count))
+        return found
+
+    def _moments_about(self, tilt: float) -> Moments:
+        return _moments(self._thinned, tilt)
+
+    def _tilt_for(self, delta: float) -> float:
+        """The tilt whose mean lies about where `delta` is reached (a saddle-point estimate, no bound)."""
+
+        def excess(log_tilt: float) -> float:
+            tilt = math.exp(log_tilt)
+            at = self._moments_about(tilt)
+            width = 1 + math.sqrt(2 * math.pi) * tilt * (1 + tilt) * at.spread
+            return at.log_scale - tilt * at.mean - math.log(width) - math.log(delta)
+
+        return _root(excess)
+
+    def _tilt_with_mean(self, epsilon: float) -> float:
+        return _root(lambda log_tilt: epsilon - self._moments_about(math.exp(log_tilt)).mean)
+
+
+def _moments(parts: Iterable[tuple[Array, Array, int]], tilt: float) -> Moments:
+    log_scale = mean = variance = 0.0
+    for log_masses, losses, count in parts:
+        weights, scale = tilted(log_masses, losses, tilt)
+        middle = float(weights @ losses)
+        log_scale, mean = log_scale + count * scale, mean + count * middle
+        variance += count * float(weights @ (losses - middle) ** 2)
+    return Moments(log_scale, mean, math.sqrt(variance))
+
+
+def tilted(log_masses: Array, losses: Array, tilt: float) -> tuple[Array, float]:
+    """Masses times exp(tilt·loss), scaled to sum to 1, and the log of the scale."""
+    exponents = log_masses + tilt * losses
+    largest = float(exponents.max())
+    weights = np.exp(exponents - largest)
+    total = float(weights.sum())
+    return weights / total, largest + math.log(total)
+
+
+class _Window:
+    """The composed distribution around the mean of its tilted form, as masses with a bound of their error."""
+
+    def __init__(self, parts: Composition, tilt: float, spreads: float) -> None:
+        self.parts, self.tilt = parts, tilt
+        self.moments = parts.moments(tilt)
+        interval = parts.interval
+        needed = 2 * spreads * self.moments.spread / interval + 64
+        if not needed < MOST_POINTS:
+            raise NotConverged("the privacy losses spread too far for PLD accounting; use more noise or fewer steps")
+        self.points = max(2**12, 2 ** math.ceil(math.log2(needed)))
+        spectrum, error = self._spectrum()
+        masses = np.fft.irfft(spectrum, self.points)
+        self.error = error + PER_LEVEL * math.log2(self.points) * float(np.linalg.norm(masses))
+        offset = sum(n * x.offset for x, n in zip(parts.lattices, parts.counts, strict=True))
+        lowest = round((self.moments.mean - offset) / interval) - self.points // 2
+        self.losses = offset + interval * np.arange(lowest, lowest + self.points, dtype=np.float64)
+        self.masses = np.roll(masses, -(lowest % self.points))
+        # Tilting back; the factor belongs to the masses and to their error alike. No delta needs those above e^700.
+        self.factors = np.exp(np.minimum(self.moments.log_scale - tilt * self.losses, 700.0))
+
+    def epsilon(self, delta: float) -> float:
+        target = (delta - self.parts.lost - self._beyond()) / self._growth()
+        weights = self.factors * (np.maximum(self.masses, 0.0) + self.error)
+        value = self._solve(weights, target) + self.parts.slack
+        errors = self._beyond() + self.parts.lost + delta * (1 - 1 / self._growth())
+        errors += _hockey_stick(self.losses, self.factors * self.error, value)
+        if not errors <= MOST_ERROR * delta:
+            raise NotConverged(
+                f"PLD accounting did not converge: rounding may account for {errors / delta:.2g} of delta = {delta:g}; "
+                "use more noise or a larger delta"
+            )
+        return value
+
+    def epsilon_below(self, delta: float, outside: float) -> float:
+        weights = self.factors * np.maximum(self.masses - self.error, 0.0)
+        value = self._solve(weights, delta * self._growth())
+        # Tilted mass outside the window was counted within it, at losses above the answer.
+        lost = outside * math.exp(self.moments.log_scale - self.tilt * (value - 0.1))
+        value = min(value, self._solve(weights, (delta + lost) * self._growth()))
+        return value - self.parts.slack - 2e-12 * (1 + abs(value))
+
+    def delta(self, epsilon: float) -> float:
+        weights = self.factors * (np.maximum(self.masses, 0.0) + self.error)
+        inside = _hockey_stick(self.losses, weights, epsilon - self.parts.slack)
+        return inside * self._growth() + self._beyond() + self.parts.lost
+
+    def _spectrum(self) -> tuple[Array, float]:
+        """Coefficients of the composed, tilted distribution, and what they may move any of its masses by."""
+        levels = math.log2(self.points)
+        log_largest = np.zeros(self.points // 2 + 1)
+        relative = np.zeros(self.points // 2 + 1)
+        factors = []
+        for lattice, count in zip(self.parts.lattices, self.parts.counts, strict=True):
+            weights, _ = tilted(lattice.log_masses, lattice.losses, self.tilt)
+            places = np.arange(lattice.first, lattice.first + len(weights)) % self.points
+            folded = np.bincount(places, weights=weights, minlength=self.points)
+            coefficients = np.fft.rfft(folded)
+            # The transform's error in the Euclidean norm bounds that of each coefficient.
+            error = PER_LEVEL * levels * math.sqrt(self.points) * float(np.linalg.norm(folded))
+            largest = np.abs(coefficients) + error
+            log_largest += count * np.log(largest)
+            # (x + e)^n - x^n <= (x + e)^n · n·e / (x + e); the products round n times besides.
+            relative += count * (error / largest + 4 * UNIT)
+            factors.append((coefficients, count))
+        kept = log_largest > math.log(FAINT)
+        product = np.zeros(len(kept), dtype=np.complex128)
+        product[kept] = 1.0
+        for coefficients, count in factors:
+            product[kept] *= _power(coefficients[kept], count)
+        largest = np.exp(log_largest[kept])
+        error = 2 / self.points * float((largest * np.minimum(relative[kept], 2.0)).sum()) + FAINT
+        return product, error
+
+    def _growth(self) -> float:
+        """What the relative errors of all masses may come to as a factor."""
+        exponent = UNIT * self.points + 16 * UNIT * (
+            abs(self.moments.log_scale) + self.tilt * np.abs(self.losses).max()
+        )
+        for lattice, count in zip(self.parts.lattices, self.parts.counts, strict=True):
+            largest = 1000 + self.tilt * float(np.abs(lattice.losses).max())
+            folds = len(lattice.masses) / self.points + 1
+            exponent += count * (lattice.error + UNIT * (8 * largest + folds))
+        return math.exp(exponent) if exponent < 1 else math.inf
+
+    def _beyond(self) -> float:
+        """Bound of the mass above the window (Chernoff's, the best of a few tilts)."""
+        return 2 * math.exp(min(0.0, self._log_tail(+1) + self.moments.log_scale - self.tilt * self.losses[-1]))
+
+    def outside(self) -> float:
+        """Bound of the tilted mass outside the window."""
+        return 2 * (math.exp(min(0.0, self._log_tail(+1))) + math.exp(min(0.0, self._log_tail(-1))))
+
+    def _log_tail(self, side: int) -> float:
+        """Log of a bound of the tilted mass above (or below) the window."""
+        end = self.losses[-1] if side > 0 else self.losses[0]
+        steepest = abs(end - self.moments.mean) / self.moments.spread**2
+        found = 0.0
+        for share in (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01):
+            moved = side * share * steepest
+            log_scale = self.parts.moments(self.tilt + moved).log_scale
+            found = min(found, log_scale - self.moments.log_scale - moved * end)
+        return found
+
+    def _solve(self, weights: Array, target: float) -> float:
+        """The epsilon at which the weights' delta is `target`, to the last digits upwards."""
+        if not target > 0:
+            raise NotConverged("PLD accounting did not converge: rounding may account for all of delta; use more noise")
+        decays = np.exp(np.clip(self.moments.mean - self.losses, -700, 700))
+        above = np.append(np.cumsum(weights[::-1])[::-1], 0.0)
+        above_q = np.append(np.cumsum((weights * decays)[::-1])[::-1], 0.0)
+        curve = above[1:] - above_q[1:] / decays
+        point = int(np.argmax(curve <= target))
+        # Between two points delta falls linearly in exp(epsilon); all terms of this sum are positive.
+        at = _hockey_stick(self.losses, weights, float(self.losses[point]))
+        slope = above_q[point] / decays[point]
+        step = math.log1p(max(-0.999, (at - target) / slope)) if slope > 0 else 0.0
+        value = float(self.losses[point]) + step
+        value += 1e-12 * (1 + abs(value))
+        if not _hockey_stick(self.losses, weights, value) <= target:
+            raise NotConverged("PLD accounting did not converge: the privacy losses spread too far; use more noise")
+        return value
+
+
+def _hockey_stick(losses: Array, weights: Array, epsilon: float) -> float:
+    """Sum of (1 - exp(epsilon - loss)) over the losses above epsilon."""
+    above = int(np.searchsorted(losses, epsilon))
+    return float(weights[above:] @ -np.expm1(epsilon - losses[above:]))
+
+
+def _power(base: Array, count: int) -> Array:
+    """By squaring: its rounding is bounded, that of a library's complex power is not."""
+    result = np.ones_like(base)
+    while count:
+        if count & 1:
+            result = result * base
+        count >>= 1
+        if count:
+            base = base * base
+    return result
+
+
+def _root(falling: Callable[[float], float]) -> float:
+    """The tilt at whose logarithm a falling function becomes zero, about; or the nearer end of a wide range."""
+    low, high = math.log(1e-4), math.log(1e6)
+    for _ in range(24):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
+    return math.exp(0.5 * (low + high))
