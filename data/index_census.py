@@ -65,7 +65,8 @@ def remarks(census: Census) -> Iterator[str]:
         known = " ".join(f".{suffix}" for suffix in SUFFIXES)
         yield f"records without a picture ({known}): {bare}; where a run needs one they are bad records"
     if 0 < (captioned := members[CAPTION]) < records:
-        yield f"records without a caption (.{CAPTION}): {records - captioned}; where a run needs one they are bad records"
+        bare = records - captioned
+        yield f"records without a caption (.{CAPTION}): {bare}; where a run needs one they are bad records"
     if census.loose:
         yield f"files that belong to no record: {census.loose}; members of records are named like 000123.jpg"
 

@@ -67,7 +67,7 @@ def _shards(arguments: argparse.Namespace) -> int:
     print(f"{index.records} records in {len(index.shards)} shards, index in {index.folder}")
     print(f"scanned {len(index.shards) - known} shards, {known} were known")
     print(f"manifest {index.manifest_digest}")
-    print(*(f"note: {remark}\n" for remark in remarks), sep="", end="", file=sys.stderr)
+    print(*(f"{remark}\n" for remark in remarks), sep="", end="")
     if unread := sum(not shard.sha256 for shard in index.shards):
         print(f"{unread} shards were indexed on trust: the manifest does not pin their contents", file=sys.stderr)
     return 0
