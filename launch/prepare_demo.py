@@ -120,8 +120,10 @@ def _folder(target: Path, request: dict[str, Any], make: Callable[[], Iterable[S
 
 
 def _receipt(folder: Path) -> dict[str, Any] | None:
+    from data.index_files import read_json
+
     try:
-        return json.loads((folder / _RECEIPT).read_bytes())
+        return read_json(folder / _RECEIPT)
     except (OSError, ValueError):
         return None
 
