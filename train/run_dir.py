@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,8 @@ class RunDir:
         sync(self.key.parent)
 
     def write_state(self, **state: object) -> None:
+        """No two states are the same text, so that launch scripts can tell this one from that of an earlier start."""
+        state["id"] = secrets.token_hex(8)
         temporary = self.root / ".run_state.tmp"
         temporary.write_text(json.dumps(state, indent=2) + "\n")
         temporary.replace(self.root / "run_state.json")
