@@ -8,7 +8,7 @@ from typing import Any
 
 from accounting.certificate import markdown
 from train.config import Config, Phase
-from train.run_dir import RunDir, whole_lines
+from train.run_dir import RunDir, measurements
 
 BLUE, ORANGE, GREY = "#2563a8", "#d9772b", "#8a8f98"
 
@@ -44,10 +44,9 @@ def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], s
 def read_curves(run_dir: RunDir) -> dict[str, dict[str, dict[int, float]]]:
     """phase -> quantity -> step -> value; a step logged twice (resume) counts once."""
     curves: dict[str, dict[str, dict[int, float]]] = {}
-    for entry in whole_lines(run_dir.public_log):
-        for name, value in entry.items():
-            if name not in ("phase", "step"):
-                curves.setdefault(entry["phase"], {}).setdefault(name, {})[entry["step"]] = value
+    for phase, step, values in measurements(run_dir.public_log):
+        for name, value in values.items():
+            curves.setdefault(phase, {}).setdefault(name, {})[step] = value
     return curves
 
 
