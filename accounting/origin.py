@@ -23,9 +23,7 @@ class Origin:
 
     def __post_init__(self) -> None:
         if not (self.epsilon >= 0 and 0 <= self.delta < 1):
-            raise ValueError(
-                f"an origin promised epsilon = {self.epsilon} and delta = {self.delta}, which is no promise"
-            )
+            raise ValueError(f"epsilon = {self.epsilon} with delta = {self.delta} is no promise of an earlier run")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"protected": list(self.protected)}

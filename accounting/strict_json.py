@@ -19,6 +19,10 @@ class JsonError(ValueError):
     """Continues a sentence that begins with the name of the file: "... is not valid JSON: ..."."""
 
 
+class NotJson(JsonError):
+    """The text is not JSON at all."""
+
+
 def parse(content: bytes | str) -> Any:
     """The value, nested no deeper than MOST_DEPTH, with integers of at most 64 bits and finite numbers alone."""
     try:
@@ -27,7 +31,7 @@ def parse(content: bytes | str) -> Any:
             text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_constant
         )
     except json.JSONDecodeError as error:
-        raise JsonError(f"is not valid JSON: {error.msg} at line {error.lineno}") from None
+        raise NotJson(f"is not valid JSON: {error.msg} at line {error.lineno}") from None
     except UnicodeDecodeError:
         raise JsonError("is not UTF-8 text") from None
     except RecursionError:
