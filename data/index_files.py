@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -13,10 +12,10 @@ from typing import IO, Any
 
 import numpy as np
 
+from accounting.strict_json import parse
 from data.durable import atomic
 from data.tar import ShardError
 
-_MOST_DIGITS = 20
 _AGAIN = "then give the same command again"
 _FIXES = {
     errno.ENOSPC: f"free some space there, {_AGAIN}",
@@ -57,22 +56,8 @@ def open_regular(path: Path) -> int:
 
 
 def read_json(path: Path) -> Any:
-    """What the file holds; see `parse_json`. OSError where it cannot be read."""
-    return parse_json(path.read_bytes())
-
-
-def parse_json(raw: bytes) -> Any:
-    """ValueError for all that is no JSON, for nesting too deep for Python's parser, and for numbers of many digits."""
-    try:
-        return json.loads(raw, parse_int=_integer)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
+    """What the file holds, read strictly. OSError where it cannot be read, ValueError for all that is no JSON."""
+    return parse(path.read_bytes())
 
 
 def open_npy(path: Path) -> np.ndarray:

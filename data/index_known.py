@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from accounting.strict_json import parse
 from data.index_census import Census
-from data.index_files import cannot_write, index_file, open_npy, parse_json, read_json
+from data.index_files import cannot_write, index_file, open_npy, read_json
 from data.index_format import OFFSETS, SHARDS, Place, Shard, join, read_manifest, shard_of
 from data.index_scan import Scan, Stamp, stamp_of
 from data.tar import ShardError
@@ -64,7 +65,7 @@ class WorkArea:
         """None for what is not there, not whole, or about another place."""
         try:
             head, _, raw = self._file(name).read_bytes().partition(b"\n")
-            facts = parse_json(head)
+            facts = parse(head)
             shard = shard_of(facts["shard"])
             if facts["place"] != str(self.place(name)) or hashlib.sha256(raw).hexdigest() != shard.offsets_sha256:
                 return None

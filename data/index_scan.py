@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from accounting.strict_json import parse
 from data.index_census import Census
-from data.index_files import open_regular, parse_json
+from data.index_files import open_regular
 from data.index_format import Place
 from data.tar import Member, Read, ShardError, shown, split_name, walk
 
@@ -177,7 +178,7 @@ def check_stats(path: Path, records: int) -> str | None:
     try:
         if stats.stat().st_size > _LARGEST_STATS:
             raise ValueError("it is far too large")
-        expected = parse_json(stats.read_bytes())["successes"]
+        expected = parse(stats.read_bytes())["successes"]
         if type(expected) is not int:
             raise ValueError("its successes are no count")
     except OSError as error:

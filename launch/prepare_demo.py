@@ -123,7 +123,8 @@ def _receipt(folder: Path) -> dict[str, Any] | None:
     from data.index_files import read_json
 
     try:
-        return read_json(folder / _RECEIPT)
+        found = read_json(folder / _RECEIPT)
+        return found if isinstance(found, dict) else None
     except (OSError, ValueError):
         return None
 

@@ -20,12 +20,8 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in listed.splitlines() if (ROOT / name).is_file()]
 
 
-def test_every_source_file_can_be_read_in_one_sitting() -> None:
-    folders = (*PACKAGES, "tests", "benchmarks")
-    long = {str(path): len(path.read_text().splitlines()) for p in folders for path in (ROOT / p).rglob("*.py")}
-    assert not {name: lines for name, lines in long.items() if lines > 300}
-    assert len((ROOT / "train" / "step.py").read_text().splitlines()) <= 70
-    assert not list(ROOT.rglob("[a-z]*/utils.py")) or all(".venv" in str(p) for p in ROOT.rglob("utils.py"))
+def test_no_file_is_called_utils() -> None:
+    assert not [str(path) for path in tracked() if path.name == "utils.py"]
 
 
 def test_every_source_file_says_what_it_is_for() -> None:

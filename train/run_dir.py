@@ -131,7 +131,7 @@ def whole_lines(log: Path) -> list[dict[str, Any]]:
     found = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
-            entry = json.loads(line)
+            entry = json.loads(line)  # and not strictly: a loss may be NaN
             if isinstance(entry, dict):
                 found.append(entry)
     return found
