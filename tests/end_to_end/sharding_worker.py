@@ -2,6 +2,11 @@
 
 The draws are Poisson, so ranks get uneven numbers of records and padding, and one step draws nothing at all. The
 textbook holds whole tensors in one process, loops over single records in fp32 and knows nothing of shards.
+
+Each of its gradients is taken at the weights that the engine has at that step. The two keep weights in different
+precision, so theirs differ in the last bit of fp32. bf16 passes that on as it is, or turns it into 2^-8 of an
+activation, where the activation lies at the edge between two bf16 numbers. Which of them do depends on the kernel.
+At equal weights equal operands meet in equal kernels, and bf16 sums are as exact as fp32 ones.
 """
 
 from __future__ import annotations
@@ -39,6 +44,11 @@ EMPTY_STEP = 2
 LONG = 2004  # as many for each of 1, 2 or 3 ranks, which a stage needs that gathers weights
 Layout = Literal[0, 1, 2, 3, "fsdp2"]
 LAYOUTS: tuple[Layout, ...] = (0, 1, 2, 3, "fsdp2")
+# fp32 rounds to nearest: by at most so much of a number, on any processor.
+UNIT_ROUNDOFF = 2.0**-24
+# How often at most an optimizer rounds, in each step, the weights themselves (decayed, then moved) and what moves them
+# (gradient, moments with their constants, root, quotients, trust ratio; some are carried from step to step).
+ROUNDINGS_OF_WEIGHTS, ROUNDINGS_OF_MOVES = 4, 32
 # Of a size at which three steps move the weights by far more than fp32 rounds them.
 RATES = {"AdamW": 1e-2, "SGD": 0.3, "LAMB": 1e-2, "LARS": 1e-2}
 SHAPE = ModelSettings(
@@ -105,20 +115,24 @@ def in_one_process(model: nn.Module, clip: BookKeepingClip, ids, world: int) -> 
 
 
 class Textbook:
-    """Whole tensors, fp64 moments, formulas as printed in the papers."""
+    """Whole tensors, fp64 weights and moments, formulas as printed in the papers."""
 
     def __init__(self, kind: str, parameters: dict[str, nn.Parameter]) -> None:
-        self.kind, self.parameters, self.count = kind, parameters, 0
-        self.weights = {name: p.detach().double().clone() for name, p in parameters.items()}
+        self.kind, self.count = kind, 0
+        self.initial = {name: p.detach().double() for name, p in parameters.items()}
+        self.weights = {name: w.clone() for name, w in self.initial.items()}
         self.first = {name: torch.zeros_like(w) for name, w in self.weights.items()}
         self.second = {name: torch.zeros_like(w) for name, w in self.weights.items()}
+        self.rounding = 0.0
+        """How far fp32 may have led an optimizer away by now."""
 
     def step(self, gradients: dict[str, Tensor]) -> None:
         self.count += 1
+        before = {name: weight.clone() for name, weight in self.weights.items()}
         for name, weight in self.weights.items():
             weight.sub_(RATES[self.kind] * self._direction(name, weight, gradients[name]))
-            self.parameters[name].data.copy_(weight)
-            weight.copy_(self.parameters[name].data)  # weights are fp32 between steps, as in any training
+        moves = ROUNDINGS_OF_MOVES * distance(self.weights, before)
+        self.rounding += UNIT_ROUNDOFF * (ROUNDINGS_OF_WEIGHTS * length(before) + moves)
 
     def _direction(self, name: str, weight: Tensor, gradient: Tensor) -> Tensor:
         decay = 0.1 * weight
@@ -139,21 +153,42 @@ def _ratio(weight: Tensor, update: Tensor) -> Tensor:
     return weight / update if float(weight) > 0 and float(update) > 0 else torch.ones_like(weight)
 
 
-def textbook(kind: str, precision: str, world: int) -> dict[str, Tensor]:
-    model = build(SHAPE, "caption")
-    named = trainable(model)
-    optimizer = Textbook(kind, named)
-    clip = BookKeepingClip(ClipRule("flat", C, 0.0), precision)  # pyright: ignore[reportArgumentType]
-    clip.prepare(model)
-    for step in STEPS:
-        ids = drawn(step)
-        total = brute_force(model, ids) if precision == "fp32" else in_one_process(model, clip, ids, world)
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return sum(float((one[name] - other[name]).square().sum()) for name in other) ** 0.5
+
+
+def length(tensors: dict[str, Tensor]) -> float:
+    return sum(float(tensor.square().sum()) for tensor in tensors.values()) ** 0.5
+
+
+class Teacher:
+    """The textbook beside one engine: its gradients are taken at the engine's weights, its steps are its own."""
+
+    def __init__(self, kind: str, precision: str, world: int) -> None:
+        self.model, self.precision, self.world = build(SHAPE, "caption"), precision, world
+        self.clip = BookKeepingClip(ClipRule("flat", C, 0.0), precision)  # pyright: ignore[reportArgumentType]
+        self.clip.prepare(self.model)
+        self.textbook = Textbook(kind, trainable(self.model))
+
+    def step(self, step: int, weights: dict[str, Tensor]) -> None:
+        named, ids = trainable(self.model), drawn(step)
+        for name, p in named.items():
+            p.data.copy_(weights[name])
+        if self.precision == "fp32":
+            total = brute_force(self.model, ids)
+        else:
+            total = in_one_process(self.model, self.clip, ids, self.world)
         gradients = {}
         for number, (name, p) in enumerate(named.items()):
             random = torch.from_numpy(noise().draw(step, number, 0, p.numel())).double().view(p.shape)
             gradients[name] = (total[name].double() + random) / PLAN.divisor
-        optimizer.step(gradients)
-    return optimizer.weights
+        self.textbook.step(gradients)
+
+    def compare(self, weights: dict[str, Tensor]) -> dict[str, float]:
+        """The distance from the textbook's weights, and how far fp32 may lead, over the distance that they moved."""
+        book = self.textbook
+        moved = distance(book.weights, book.initial)
+        return {"drift": distance(weights, book.weights) / moved, "bound": book.rounding / moved}
 
 
 def engine_of(ranks, layout: Layout, forward: PrivateForward | PlainForward, optimizer, offload: str | None = None):
@@ -176,7 +211,8 @@ def spoil_padding(engine) -> None:
             shard.weights.view(-1)[behind] = float("nan")
 
 
-def sharded(ranks, layout: Layout, kind: str, precision: str, offload: str | None = None) -> dict[str, Tensor]:
+def sharded(ranks, layout: Layout, kind: str, precision: str, offload: str | None = None) -> dict[str, float]:
+    teacher = Teacher(kind, precision, ranks.world) if ranks.main else None
     model = build(SHAPE, "caption")
     optimizer = make_optimizer(OPTIMIZERS[kind], model.named_parameters(), 0.0)
     clip = BookKeepingClip(ClipRule("flat", C, 0.0), precision)  # pyright: ignore[reportArgumentType]
@@ -184,12 +220,15 @@ def sharded(ranks, layout: Layout, kind: str, precision: str, offload: str | Non
     if ranks.world == 3:  # where sizes do not divide evenly
         spoil_padding(engine)
     for step in STEPS:
+        weights = engine.whole_weights()
+        if teacher is not None:
+            teacher.step(step, weights)
         for row in slots(drawn(step), ranks.rank, ranks.world, MICRO_BATCH):
             engine.accumulate(rows_of(row))
         engine.update(NoisyUpdate(noise(), step), RATES[kind])
     weights = {name: tensor.double() for name, tensor in engine.whole_weights().items() if name in engine.shapes}
     engine.close()
-    return weights
+    return {} if teacher is None else teacher.compare(weights)
 
 
 class Straight(nn.Module):
@@ -228,21 +267,17 @@ def error_of_a_long_sum(ranks, layout: Layout) -> float:
 
 def main() -> None:
     ranks = start_ranks()
-    initial = {name: p.detach().double() for name, p in trainable(build(SHAPE, "caption")).items()}
     results = []
     for precision in ("fp32", "bf16"):
         for kind in OPTIMIZERS:
-            expected = textbook(kind, precision, ranks.world) if ranks.main else initial
-            moved = sum(float((expected[name] - initial[name]).square().sum()) for name in initial) ** 0.5
             layouts: list[tuple[Layout, str | None]] = [(layout, None) for layout in LAYOUTS]
             if "--offload" in sys.argv and kind in ("AdamW", "LAMB") and precision == "fp32":
                 layouts += [(stage, "torch") for stage in (1, 2, 3)]
                 layouts += [(stage, "deepspeed") for stage in (1, 2, 3) if kind == "AdamW"]
             for layout, offload in layouts:
                 found = sharded(ranks, layout, kind, precision, offload)
-                apart = sum(float((found[name] - expected[name]).square().sum()) for name in initial) ** 0.5
                 results.append({"layout": layout, "optimizer": kind, "precision": precision, "world": ranks.world,
-                                "offload": offload, "drift": apart / moved if ranks.main else 0.0})  # fmt: skip
+                                "offload": offload} | found)  # fmt: skip
     counts = [
         [int((slots(drawn(s), r, ranks.world, MICRO_BATCH) >= 0).sum()) for r in range(ranks.world)] for s in STEPS
     ]
