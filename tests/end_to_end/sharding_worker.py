@@ -42,6 +42,7 @@ from train.sums import ExactSums  # noqa: E402
 RECORDS, MICRO_BATCH, C, STEPS = 48, 4, 3.0, (1, 2, 3)
 EMPTY_STEP = 2
 LONG = 2004  # as many for each of 1, 2 or 3 ranks, which a stage needs that gathers weights
+NOISE_KEY = b"n" * 32
 Layout = Literal[0, 1, 2, 3, "fsdp2"]
 LAYOUTS: tuple[Layout, ...] = (0, 1, 2, 3, "fsdp2")
 # fp32 rounds to nearest: by at most so much of a number, on any processor.
@@ -89,8 +90,10 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def noise() -> NoiseMechanism:
-    return NoiseMechanism.of(b"n" * 32, PLAN)
+def noise(times: float = 1.0, more: float = 0.0) -> NoiseMechanism:
+    """The plan's; faults are planted by another standard deviation or divisor."""
+    planned = NoiseMechanism.of(NOISE_KEY, PLAN)
+    return NoiseMechanism(NOISE_KEY, planned.std * times, planned.divisor + more)
 
 
 def brute_force(model: nn.Module, ids) -> dict[str, Tensor]:
@@ -211,11 +214,15 @@ def spoil_padding(engine) -> None:
             shard.weights.view(-1)[behind] = float("nan")
 
 
-def sharded(ranks, layout: Layout, kind: str, precision: str, offload: str | None = None) -> dict[str, float]:
+def sharded(
+    ranks, layout: Layout, kind: str, precision: str, offload: str | None = None, *,
+    mechanism: NoiseMechanism | None = None, norm: float = C, lost: int = 0,
+) -> dict[str, float]:  # fmt: skip
+    """The engine against its teacher, who knows nothing of another mechanism, another norm or lost records."""
     teacher = Teacher(kind, precision, ranks.world) if ranks.main else None
     model = build(SHAPE, "caption")
     optimizer = make_optimizer(OPTIMIZERS[kind], model.named_parameters(), 0.0)
-    clip = BookKeepingClip(ClipRule("flat", C, 0.0), precision)  # pyright: ignore[reportArgumentType]
+    clip = BookKeepingClip(ClipRule("flat", norm, 0.0), precision)  # pyright: ignore[reportArgumentType]
     engine = engine_of(ranks, layout, PrivateForward(model, clip), optimizer, offload)
     if ranks.world == 3:  # where sizes do not divide evenly
         spoil_padding(engine)
@@ -223,9 +230,9 @@ def sharded(ranks, layout: Layout, kind: str, precision: str, offload: str | Non
         weights = engine.whole_weights()
         if teacher is not None:
             teacher.step(step, weights)
-        for row in slots(drawn(step), ranks.rank, ranks.world, MICRO_BATCH):
+        for row in slots(drawn(step)[lost:], ranks.rank, ranks.world, MICRO_BATCH):
             engine.accumulate(rows_of(row))
-        engine.update(NoisyUpdate(noise(), step), RATES[kind])
+        engine.update(NoisyUpdate(mechanism or noise(), step), RATES[kind])
     weights = {name: tensor.double() for name, tensor in engine.whole_weights().items() if name in engine.shapes}
     engine.close()
     return {} if teacher is None else teacher.compare(weights)
@@ -257,7 +264,7 @@ def error_of_a_long_sum(ranks, layout: Layout) -> float:
     engine = engine_of(ranks, layout, forward, optimizer)
     for number in range(ranks.rank, LONG, ranks.world):
         engine.accumulate(straight(number))
-    engine.update(NoisyUpdate(NoiseMechanism(b"n" * 32, 1e-9, 1.0), 1), 1.0)
+    engine.update(NoisyUpdate(NoiseMechanism(NOISE_KEY, 1e-9, 1.0), 1), 1.0)
     found = engine.whole_weights()["weight"].double()
     engine.close()
     every = torch.cat([straight(number).inputs["x"] for number in range(LONG)]).double()
@@ -278,11 +285,21 @@ def main() -> None:
                 found = sharded(ranks, layout, kind, precision, offload)
                 results.append({"layout": layout, "optimizer": kind, "precision": precision, "world": ranks.world,
                                 "offload": offload} | found)  # fmt: skip
+    faults = {
+        "noise": {"mechanism": noise(times=1.001)}, "divisor": {"mechanism": noise(more=1.0)},
+        "clipping": {"norm": 1e9}, "clip norm": {"norm": 1.001 * C}, "lost record": {"lost": 1},
+    }  # fmt: skip
+    planted = {
+        f"{fault}, {precision}": sharded(ranks, 0, "SGD", precision, **given)
+        for fault, given in faults.items()
+        for precision in ("fp32", "bf16")
+    }
     counts = [
         [int((slots(drawn(s), r, ranks.world, MICRO_BATCH) >= 0).sum()) for r in range(ranks.world)] for s in STEPS
     ]
     errors = {str(layout): error_of_a_long_sum(ranks, layout) for layout in LAYOUTS}
-    answer(ranks, {"results": results, "records_per_rank": counts, "errors_of_long_sums": errors})
+    answer(ranks, {"results": results, "records_per_rank": counts, "errors_of_long_sums": errors,
+                   "planted": planted})  # fmt: skip
 
 
 if __name__ == "__main__":

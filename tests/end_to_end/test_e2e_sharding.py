@@ -42,6 +42,8 @@ def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> 
             same = [r for r in results if (r["optimizer"], r["precision"]) == (optimizer, precision)]
             drifts = {r["drift"] for r in same if not by_kernel(r)}
             assert max(drifts) - min(drifts) <= 1e-9, (optimizer, precision)
+    # What the bounds leave room for is far less than any of these mistakes moves the weights.
+    assert all(result["drift"] > 10 * result["bound"] for result in found["planted"].values()), found["planted"]
     # Two thousand micro-batches: from the clipped sums to the weights, in units of C.
     errors = found["errors_of_long_sums"]
     assert len(errors) == 5 and all(error <= 1e-3 for error in errors.values()), errors
