@@ -289,11 +289,7 @@ def main() -> None:
         "noise": {"mechanism": noise(times=1.001)}, "divisor": {"mechanism": noise(more=1.0)},
         "clipping": {"norm": 1e9}, "clip norm": {"norm": 1.001 * C}, "lost record": {"lost": 1},
     }  # fmt: skip
-    planted = {
-        f"{fault}, {precision}": sharded(ranks, 0, "SGD", precision, **given)
-        for fault, given in faults.items()
-        for precision in ("fp32", "bf16")
-    }
+    planted = {fault: sharded(ranks, 0, "SGD", "bf16", **given) for fault, given in faults.items()}
     counts = [
         [int((slots(drawn(s), r, ranks.world, MICRO_BATCH) >= 0).sum()) for r in range(ranks.world)] for s in STEPS
     ]
