@@ -2,6 +2,11 @@
 
 The draws are Poisson, so ranks get uneven numbers of records and padding, and one step draws nothing at all. The
 textbook holds whole tensors in one process, loops over single records in fp32 and knows nothing of shards.
+
+Each of its gradients is taken at the weights that the engine has at that step. The two keep weights in different
+precision, so theirs differ in the last bit of fp32. bf16 passes that on as it is, or turns it into 2^-8 of an
+activation, where the activation lies at the edge between two bf16 numbers. Which of them do depends on the kernel.
+At equal weights equal operands meet in equal kernels, and bf16 sums are as exact as fp32 ones.
 """
 
 from __future__ import annotations
@@ -37,8 +42,14 @@ from train.sums import ExactSums  # noqa: E402
 RECORDS, MICRO_BATCH, C, STEPS = 48, 4, 3.0, (1, 2, 3)
 EMPTY_STEP = 2
 LONG = 2004  # as many for each of 1, 2 or 3 ranks, which a stage needs that gathers weights
+NOISE_KEY = b"n" * 32
 Layout = Literal[0, 1, 2, 3, "fsdp2"]
 LAYOUTS: tuple[Layout, ...] = (0, 1, 2, 3, "fsdp2")
+# fp32 rounds to nearest: by at most so much of a number, on any processor.
+UNIT_ROUNDOFF = 2.0**-24
+# How often at most an optimizer rounds, in each step, the weights themselves (decayed, then moved) and what moves them
+# (gradient, moments with their constants, root, quotients, trust ratio; some are carried from step to step).
+ROUNDINGS_OF_WEIGHTS, ROUNDINGS_OF_MOVES = 4, 32
 # Of a size at which three steps move the weights by far more than fp32 rounds them.
 RATES = {"AdamW": 1e-2, "SGD": 0.3, "LAMB": 1e-2, "LARS": 1e-2}
 SHAPE = ModelSettings(
@@ -79,8 +90,10 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def noise() -> NoiseMechanism:
-    return NoiseMechanism.of(b"n" * 32, PLAN)
+def noise(times: float = 1.0, more: float = 0.0) -> NoiseMechanism:
+    """The plan's; faults are planted by another standard deviation or divisor."""
+    planned = NoiseMechanism.of(NOISE_KEY, PLAN)
+    return NoiseMechanism(NOISE_KEY, planned.std * times, planned.divisor + more)
 
 
 def brute_force(model: nn.Module, ids) -> dict[str, Tensor]:
@@ -105,20 +118,24 @@ def in_one_process(model: nn.Module, clip: BookKeepingClip, ids, world: int) -> 
 
 
 class Textbook:
-    """Whole tensors, fp64 moments, formulas as printed in the papers."""
+    """Whole tensors, fp64 weights and moments, formulas as printed in the papers."""
 
     def __init__(self, kind: str, parameters: dict[str, nn.Parameter]) -> None:
-        self.kind, self.parameters, self.count = kind, parameters, 0
-        self.weights = {name: p.detach().double().clone() for name, p in parameters.items()}
+        self.kind, self.count = kind, 0
+        self.initial = {name: p.detach().double() for name, p in parameters.items()}
+        self.weights = {name: w.clone() for name, w in self.initial.items()}
         self.first = {name: torch.zeros_like(w) for name, w in self.weights.items()}
         self.second = {name: torch.zeros_like(w) for name, w in self.weights.items()}
+        self.rounding = 0.0
+        """How far fp32 may have led an optimizer away by now."""
 
     def step(self, gradients: dict[str, Tensor]) -> None:
         self.count += 1
+        before = {name: weight.clone() for name, weight in self.weights.items()}
         for name, weight in self.weights.items():
             weight.sub_(RATES[self.kind] * self._direction(name, weight, gradients[name]))
-            self.parameters[name].data.copy_(weight)
-            weight.copy_(self.parameters[name].data)  # weights are fp32 between steps, as in any training
+        moves = ROUNDINGS_OF_MOVES * distance(self.weights, before)
+        self.rounding += UNIT_ROUNDOFF * (ROUNDINGS_OF_WEIGHTS * length(before) + moves)
 
     def _direction(self, name: str, weight: Tensor, gradient: Tensor) -> Tensor:
         decay = 0.1 * weight
@@ -139,21 +156,42 @@ def _ratio(weight: Tensor, update: Tensor) -> Tensor:
     return weight / update if float(weight) > 0 and float(update) > 0 else torch.ones_like(weight)
 
 
-def textbook(kind: str, precision: str, world: int) -> dict[str, Tensor]:
-    model = build(SHAPE, "caption")
-    named = trainable(model)
-    optimizer = Textbook(kind, named)
-    clip = BookKeepingClip(ClipRule("flat", C, 0.0), precision)  # pyright: ignore[reportArgumentType]
-    clip.prepare(model)
-    for step in STEPS:
-        ids = drawn(step)
-        total = brute_force(model, ids) if precision == "fp32" else in_one_process(model, clip, ids, world)
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return sum(float((one[name] - other[name]).square().sum()) for name in other) ** 0.5
+
+
+def length(tensors: dict[str, Tensor]) -> float:
+    return sum(float(tensor.square().sum()) for tensor in tensors.values()) ** 0.5
+
+
+class Teacher:
+    """The textbook beside one engine: its gradients are taken at the engine's weights, its steps are its own."""
+
+    def __init__(self, kind: str, precision: str, world: int) -> None:
+        self.model, self.precision, self.world = build(SHAPE, "caption"), precision, world
+        self.clip = BookKeepingClip(ClipRule("flat", C, 0.0), precision)  # pyright: ignore[reportArgumentType]
+        self.clip.prepare(self.model)
+        self.textbook = Textbook(kind, trainable(self.model))
+
+    def step(self, step: int, weights: dict[str, Tensor]) -> None:
+        named, ids = trainable(self.model), drawn(step)
+        for name, p in named.items():
+            p.data.copy_(weights[name])
+        if self.precision == "fp32":
+            total = brute_force(self.model, ids)
+        else:
+            total = in_one_process(self.model, self.clip, ids, self.world)
         gradients = {}
         for number, (name, p) in enumerate(named.items()):
             random = torch.from_numpy(noise().draw(step, number, 0, p.numel())).double().view(p.shape)
             gradients[name] = (total[name].double() + random) / PLAN.divisor
-        optimizer.step(gradients)
-    return optimizer.weights
+        self.textbook.step(gradients)
+
+    def compare(self, weights: dict[str, Tensor]) -> dict[str, float]:
+        """The distance from the textbook's weights, and how far fp32 may lead, over the distance that they moved."""
+        book = self.textbook
+        moved = distance(book.weights, book.initial)
+        return {"drift": distance(weights, book.weights) / moved, "bound": book.rounding / moved}
 
 
 def engine_of(ranks, layout: Layout, forward: PrivateForward | PlainForward, optimizer, offload: str | None = None):
@@ -176,20 +214,28 @@ def spoil_padding(engine) -> None:
             shard.weights.view(-1)[behind] = float("nan")
 
 
-def sharded(ranks, layout: Layout, kind: str, precision: str, offload: str | None = None) -> dict[str, Tensor]:
+def sharded(
+    ranks, layout: Layout, kind: str, precision: str, offload: str | None = None, *,
+    mechanism: NoiseMechanism | None = None, norm: float = C, lost: int = 0,
+) -> dict[str, float]:  # fmt: skip
+    """The engine against its teacher, who knows nothing of another mechanism, another norm or lost records."""
+    teacher = Teacher(kind, precision, ranks.world) if ranks.main else None
     model = build(SHAPE, "caption")
     optimizer = make_optimizer(OPTIMIZERS[kind], model.named_parameters(), 0.0)
-    clip = BookKeepingClip(ClipRule("flat", C, 0.0), precision)  # pyright: ignore[reportArgumentType]
+    clip = BookKeepingClip(ClipRule("flat", norm, 0.0), precision)  # pyright: ignore[reportArgumentType]
     engine = engine_of(ranks, layout, PrivateForward(model, clip), optimizer, offload)
     if ranks.world == 3:  # where sizes do not divide evenly
         spoil_padding(engine)
     for step in STEPS:
-        for row in slots(drawn(step), ranks.rank, ranks.world, MICRO_BATCH):
+        weights = engine.whole_weights()
+        if teacher is not None:
+            teacher.step(step, weights)
+        for row in slots(drawn(step)[lost:], ranks.rank, ranks.world, MICRO_BATCH):
             engine.accumulate(rows_of(row))
-        engine.update(NoisyUpdate(noise(), step), RATES[kind])
+        engine.update(NoisyUpdate(mechanism or noise(), step), RATES[kind])
     weights = {name: tensor.double() for name, tensor in engine.whole_weights().items() if name in engine.shapes}
     engine.close()
-    return weights
+    return {} if teacher is None else teacher.compare(weights)
 
 
 class Straight(nn.Module):
@@ -218,7 +264,7 @@ def error_of_a_long_sum(ranks, layout: Layout) -> float:
     engine = engine_of(ranks, layout, forward, optimizer)
     for number in range(ranks.rank, LONG, ranks.world):
         engine.accumulate(straight(number))
-    engine.update(NoisyUpdate(NoiseMechanism(b"n" * 32, 1e-9, 1.0), 1), 1.0)
+    engine.update(NoisyUpdate(NoiseMechanism(NOISE_KEY, 1e-9, 1.0), 1), 1.0)
     found = engine.whole_weights()["weight"].double()
     engine.close()
     every = torch.cat([straight(number).inputs["x"] for number in range(LONG)]).double()
@@ -228,26 +274,28 @@ def error_of_a_long_sum(ranks, layout: Layout) -> float:
 
 def main() -> None:
     ranks = start_ranks()
-    initial = {name: p.detach().double() for name, p in trainable(build(SHAPE, "caption")).items()}
     results = []
     for precision in ("fp32", "bf16"):
         for kind in OPTIMIZERS:
-            expected = textbook(kind, precision, ranks.world) if ranks.main else initial
-            moved = sum(float((expected[name] - initial[name]).square().sum()) for name in initial) ** 0.5
             layouts: list[tuple[Layout, str | None]] = [(layout, None) for layout in LAYOUTS]
             if "--offload" in sys.argv and kind in ("AdamW", "LAMB") and precision == "fp32":
                 layouts += [(stage, "torch") for stage in (1, 2, 3)]
                 layouts += [(stage, "deepspeed") for stage in (1, 2, 3) if kind == "AdamW"]
             for layout, offload in layouts:
                 found = sharded(ranks, layout, kind, precision, offload)
-                apart = sum(float((found[name] - expected[name]).square().sum()) for name in initial) ** 0.5
                 results.append({"layout": layout, "optimizer": kind, "precision": precision, "world": ranks.world,
-                                "offload": offload, "drift": apart / moved if ranks.main else 0.0})  # fmt: skip
+                                "offload": offload} | found)  # fmt: skip
+    faults = {
+        "noise": {"mechanism": noise(times=1.001)}, "divisor": {"mechanism": noise(more=1.0)},
+        "clipping": {"norm": 1e9}, "clip norm": {"norm": 1.001 * C}, "lost record": {"lost": 1},
+    }  # fmt: skip
+    planted = {fault: sharded(ranks, 0, "SGD", "bf16", **given) for fault, given in faults.items()}
     counts = [
         [int((slots(drawn(s), r, ranks.world, MICRO_BATCH) >= 0).sum()) for r in range(ranks.world)] for s in STEPS
     ]
     errors = {str(layout): error_of_a_long_sum(ranks, layout) for layout in LAYOUTS}
-    answer(ranks, {"results": results, "records_per_rank": counts, "errors_of_long_sums": errors})
+    answer(ranks, {"results": results, "records_per_rank": counts, "errors_of_long_sums": errors,
+                   "planted": planted})  # fmt: skip
 
 
 if __name__ == "__main__":
