@@ -58,11 +58,17 @@ class Composition:
                 f"delta = {delta:g} is too small for PLD accounting: {self.lost:.3g} of it is lost to rounding; use a "
                 "larger delta or more noise"
             )
-        tilt = self._tilt_for(delta)
-        try:
-            return max(0.0, _Window(self, tilt, SPREADS / 2).epsilon(delta))
-        except NotConverged:
-            return max(0.0, _Window(self, tilt, 2 * SPREADS).epsilon(delta))
+        tilt, value, errors = self._tilt_for(delta), 0.0, math.inf
+        for spreads in (SPREADS / 2, SPREADS, 2 * SPREADS):
+            value, errors = _Window(self, tilt, spreads).epsilon(delta)
+            if errors <= MOST_ERROR * delta:
+                return max(0.0, value)
+            # Chernoff's tilt, the one whose mean is the answer, makes the errors least.
+            tilt = self._tilt_with_mean(value)
+        raise NotConverged(
+            f"PLD accounting did not converge: rounding may account for {errors / delta:.2g} of delta = {delta:g}; use "
+            "more noise or a larger delta"
+        )
 
     def epsilon_below(self, delta: float) -> float:
         """Lower bound of the epsilon at `delta`, if the lattices bound their steps from below."""
@@ -173,6 +179,7 @@ class _Window:
         self.points = max(2**12, 2 ** math.ceil(math.log2(needed)))
         spectrum, error = self._spectrum()
         masses = np.fft.irfft(spectrum, self.points)
+        # In the Euclidean norm over all masses.
         self.error = error + PER_LEVEL * math.log2(self.points) * float(np.linalg.norm(masses))
         offset = sum(n * x.offset for x, n in zip(parts.lattices, parts.counts, strict=True))
         lowest = round((self.moments.mean - offset) / interval) - self.points // 2
@@ -180,59 +187,65 @@ class _Window:
         self.masses = np.roll(masses, -(lowest % self.points))
         # Tilting back; the factor belongs to the masses and to their error alike. No delta needs those above e^700.
         self.factors = np.exp(np.minimum(self.moments.log_scale - tilt * self.losses, 700.0))
+        self.weights = self.factors * np.maximum(self.masses, 0.0)
 
-    def epsilon(self, delta: float) -> float:
-        target = (delta - self.parts.lost - self._beyond()) / self._growth()
-        weights = self.factors * (np.maximum(self.masses, 0.0) + self.error)
-        value = self._solve(weights, target) + self.parts.slack
-        errors = self._beyond() + self.parts.lost + delta * (1 - 1 / self._growth())
-        errors += _hockey_stick(self.losses, self.factors * self.error, value)
-        if not errors <= MOST_ERROR * delta:
-            raise NotConverged(
-                f"PLD accounting did not converge: rounding may account for {errors / delta:.2g} of delta = {delta:g}; "
-                "use more noise or a larger delta"
-            )
-        return value
+    def epsilon(self, delta: float) -> tuple[float, float]:
+        """Upper bound of the epsilon, and how much of delta the bounds of all errors come to."""
+        growth, lost = self._growth(), self._beyond() + self.parts.lost
+        value = self._solve(delta / growth)
+        moved = self._moved(value)
+        # Where errors may be all of delta there is no bound; one for a larger delta tells at least where to look.
+        value = max(value, self._solve(max((delta - lost) / growth - moved, 0.1 * delta)))
+        return value + self.parts.slack, lost + moved + delta * (1 - 1 / growth)
 
     def epsilon_below(self, delta: float, outside: float) -> float:
-        weights = self.factors * np.maximum(self.masses - self.error, 0.0)
-        value = self._solve(weights, delta * self._growth())
-        # Tilted mass outside the window was counted within it, at losses above the answer.
-        lost = outside * math.exp(self.moments.log_scale - self.tilt * (value - 0.1))
-        value = min(value, self._solve(weights, (delta + lost) * self._growth()))
-        return value - self.parts.slack - 2e-12 * (1 + abs(value))
+        value, lost, growth = self._solve(delta), 0.0, self._growth()
+        for _ in range(3):
+            # What rounding may have added at epsilons down to 0.1 below; and tilted mass outside the window was counted
+            # within it, at losses above the answer.
+            floor = value - 0.1
+            lost = self._moved(floor) + outside * math.exp(self.moments.log_scale - self.tilt * floor)
+            value = self._solve((delta + lost) * growth)
+            if value >= floor:
+                return value - self.parts.slack - 2e-12 * (1 + abs(value))
+        return 0.0
 
     def delta(self, epsilon: float) -> float:
-        weights = self.factors * (np.maximum(self.masses, 0.0) + self.error)
-        inside = _hockey_stick(self.losses, weights, epsilon - self.parts.slack)
+        epsilon -= self.parts.slack
+        inside = _hockey_stick(self.losses, self.weights, epsilon) + self._moved(epsilon)
         return inside * self._growth() + self._beyond() + self.parts.lost
 
+    def _moved(self, epsilon: float) -> float:
+        """Bound of what the transforms' errors move delta(epsilon) by (Cauchy and Schwarz)."""
+        above = int(np.searchsorted(self.losses, epsilon))
+        return self.error * float(np.linalg.norm(self.factors[above:] * -np.expm1(epsilon - self.losses[above:])))
+
     def _spectrum(self) -> tuple[Array, float]:
-        """Coefficients of the composed, tilted distribution, and what they may move any of its masses by."""
+        """Coefficients of the composed, tilted distribution, and what they may move its masses by (Euclidean norm)."""
         levels = math.log2(self.points)
-        log_largest = np.zeros(self.points // 2 + 1)
-        relative = np.zeros(self.points // 2 + 1)
+        log_product = np.zeros(self.points // 2 + 1)
         factors = []
         for lattice, count in zip(self.parts.lattices, self.parts.counts, strict=True):
             weights, _ = tilted(lattice.log_masses, lattice.losses, self.tilt)
             places = np.arange(lattice.first, lattice.first + len(weights)) % self.points
             folded = np.bincount(places, weights=weights, minlength=self.points)
             coefficients = np.fft.rfft(folded)
-            # The transform's error in the Euclidean norm bounds that of each coefficient.
-            error = PER_LEVEL * levels * math.sqrt(self.points) * float(np.linalg.norm(folded))
-            largest = np.abs(coefficients) + error
-            log_largest += count * np.log(largest)
-            # (x + e)^n - x^n <= (x + e)^n · n·e / (x + e); the products round n times besides.
-            relative += count * (error / largest + 4 * UNIT)
-            factors.append((coefficients, count))
-        kept = log_largest > math.log(FAINT)
+            # As if the transform preserved the norm; its errors together bound each of them.
+            error = PER_LEVEL * levels * float(np.linalg.norm(folded))
+            largest = np.abs(coefficients) + math.sqrt(self.points) * error
+            log_product += count * np.log(largest)
+            factors.append((coefficients, np.log(largest), error, count))
+        kept = log_product > math.log(FAINT)
         product = np.zeros(len(kept), dtype=np.complex128)
         product[kept] = 1.0
-        for coefficients, count in factors:
+        moved = FAINT
+        for coefficients, log_largest, error, count in factors:
             product[kept] *= _power(coefficients[kept], count)
-        largest = np.exp(log_largest[kept])
-        error = 2 / self.points * float((largest * np.minimum(relative[kept], 2.0)).sum()) + FAINT
-        return product, error
+            # (x + e)^n - x^n <= n·e·(x + e)^(n - 1), where the other factors are no larger than their own bounds.
+            moved += count * error * math.exp(float((log_product - log_largest).max()))
+        # A product of n factors rounds n times.
+        rounded = 4 * UNIT * sum(self.parts.counts) * float(np.linalg.norm(np.exp(log_product[kept])))
+        return product, moved + rounded * math.sqrt(2 / self.points)
 
     def _growth(self) -> float:
         """What the relative errors of all masses may come to as a factor."""
@@ -264,22 +277,22 @@ class _Window:
             found = min(found, log_scale - self.moments.log_scale - moved * end)
         return found
 
-    def _solve(self, weights: Array, target: float) -> float:
-        """The epsilon at which the weights' delta is `target`, to the last digits upwards."""
-        if not target > 0:
-            raise NotConverged("PLD accounting did not converge: rounding may account for all of delta; use more noise")
-        decays = np.exp(np.clip(self.moments.mean - self.losses, -700, 700))
+    def _solve(self, target: float) -> float:
+        """The epsilon at which delta, by the masses as computed, is `target`; to the last digits upwards."""
+        # Only near the mean, so that no factor overflows.
+        start = int(np.searchsorted(self.losses, self.moments.mean - 600 / (1 + self.tilt)))
+        losses, weights = self.losses[start:], self.weights[start:]
+        decays = np.exp(np.clip(self.moments.mean - losses, -700, 700))
         above = np.append(np.cumsum(weights[::-1])[::-1], 0.0)
         above_q = np.append(np.cumsum((weights * decays)[::-1])[::-1], 0.0)
-        curve = above[1:] - above_q[1:] / decays
-        point = int(np.argmax(curve <= target))
+        point = int(np.argmax(above[1:] - above_q[1:] / decays <= target))
         # Between two points delta falls linearly in exp(epsilon); all terms of this sum are positive.
-        at = _hockey_stick(self.losses, weights, float(self.losses[point]))
+        at = _hockey_stick(losses, weights, float(losses[point]))
         slope = above_q[point] / decays[point]
         step = math.log1p(max(-0.999, (at - target) / slope)) if slope > 0 else 0.0
-        value = float(self.losses[point]) + step
+        value = float(losses[point]) + step
         value += 1e-12 * (1 + abs(value))
-        if not _hockey_stick(self.losses, weights, value) <= target:
+        if not _hockey_stick(losses, weights, value) <= target:
             raise NotConverged("PLD accounting did not converge: the privacy losses spread too far; use more noise")
         return value
 

@@ -38,7 +38,7 @@ WIDEST = 0.25
 MOST_CELLS = 2**24
 # How many cells on either side of the fullest one get walls of their own.
 NEAR = 1000
-RELAXING = 300
+RELAXING = 150
 
 
 @dataclass(frozen=True)

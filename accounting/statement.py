@@ -29,15 +29,18 @@ GENERATOR_DEVIATIONS = {
 }
 
 
-def compose(history: History, entries: list[Entry], extra: dict[str, Any]) -> dict[str, Any]:
+def compose(
+    history: History, entries: list[Entry], extra: dict[str, Any], epsilon_found: float | None = None
+) -> dict[str, Any]:
     """Everything a reader needs to recompute the claim. `extra` holds what the ledger does not know: hashes, the
-    deviations of this trainer, `siblings` (other runs on the same records)."""
+    deviations of this trainer, `siblings` (other runs on the same records). The epsilon is computed unless it is given,
+    as one that another method found."""
     added = dict(extra)
     deviations = added.pop("known_deviations", [])
     private = bool(history.plans)
     objection = history.why_not_private()
     chargeable = private and not history.faults
-    spent = history.epsilon() if chargeable else None
+    spent = (history.epsilon() if epsilon_found is None else epsilon_found) if chargeable else None
     basis = history.why_budget_is_claimed() if chargeable else None
     claimed = None if spent is None else max(spent, history.budget()) if basis else spent
     delta = history.delta() if private else None

@@ -18,9 +18,11 @@ from accounting.accountant import AccountingError, Event, epsilon, show_delta
 from accounting.certificate import CertificateError, compose, html_page, markdown, verify
 from accounting.escaping import printable
 from accounting.explain import attack_power, best_guess, explain
+from accounting.history import History
 from accounting.ledger import LedgerError
 from accounting.pages import model_card
 from accounting.tuning import Declared, Tuning, tuned_epsilon
+from accounting.verify import EARLIER_METHOD
 
 
 def certified(folder: Path, extra: dict | None = None, tuned: Declared | None = None) -> dict:
@@ -58,7 +60,7 @@ def test_three_files_and_one_claim(tmp_path: Path) -> None:
         (("ledger", "length"), 2), (("ledger", "length"), 99), (("ledger", "head"), "0" * 64), (("format",), "x"),
         (("claim",), None), (("ledger",), {}), (("phases", 0, "events", 0, "sigma"), 30.0), (("run",), "another"),
         (("claim", "claimed_because"), "trust me"), (("phases", 0, "plan", "clip_norm"), 0.1),
-        (("known_deviations",), ["none"]), (("claim", "method", "tail_mass"), 0.0), (("claim", "method"), None),
+        (("known_deviations",), ["none"]), (("claim", "method", "most_error"), 1.0), (("claim", "method"), None),
         (("tuned_on_private_data",), ["nothing"]),
     ],
     ids=str,
@@ -289,3 +291,18 @@ def test_late_plans_do_not_shrink_the_claim(tmp_path: Path) -> None:
     assert document["claim"]["delta_claimed"] == 2 * PLAN.delta
     assert show_delta(2 * PLAN.delta) in document["claim"]["statement"]
     assert f"delta: {show_delta(2 * PLAN.delta)}" in model_card(document)
+
+
+@pytest.mark.parametrize(("apart", "stands"), [(5e-6, True), (-5e-6, True), (2e-5, False), (-3e-3, False)])
+def test_a_certificate_of_the_unbounded_method_stands_where_the_bound_agrees(tmp_path, apart, stands) -> None:
+    document = copy.deepcopy(certified(tmp_path))
+    history, entries = History.read(tmp_path / "ledger.jsonl")
+    found = history.epsilon() + apart
+    document["claim"] = compose(history, entries, {}, found)["claim"]
+    document["claim"]["method"] = {**EARLIER_METHOD, "dp_accounting": "0.6.0"}
+    (tmp_path / "certificate.json").write_text(json.dumps(document))
+    if stands:
+        assert verify(tmp_path).certified == found
+    else:
+        with pytest.raises(CertificateError, match="the smallest bound that can be proved"):
+            verify(tmp_path)

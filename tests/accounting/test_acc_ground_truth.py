@@ -16,13 +16,13 @@ LAION, IMAGENET = 233_000_000, 1_281_167
 DPCAP = 233_804_767
 
 ROWS = [
-    # name, n, B, sigma, T, delta·n, RDP, PLD
-    ("vip", LAION, 98_304, 0.48, 6000, 0.5, 7.9963, 6.8315),
+    # name, n, B, sigma, T, delta·n, RDP, PLD (by a transform whose rounding does not matter at four digits)
+    ("vip", LAION, 98_304, 0.48, 6000, 0.5, 7.9963, 6.8316),
     ("vip+1", LAION, 98_304, 0.48, 6001, 0.5, 7.9964, 6.8316),
     ("vip-23M", LAION / 10, 98_304, 0.66, 6000, 0.5, 8.1513, 7.2982),
     ("vip-2.3M", LAION / 100, 98_304, 2.5, 6000, 0.5, 7.9354, 7.4699),
-    ("vip-32k", LAION, 32_768, 0.45, 18_000, 0.5, 7.8394, 6.6895),
-    ("vip-text", LAION, 81_920, 0.5, 10_000, 0.5, 6.9955, 5.9789),
+    ("vip-32k", LAION, 32_768, 0.45, 18_000, 0.5, 7.8394, 6.6893),
+    ("vip-text", LAION, 81_920, 0.5, 10_000, 0.5, 6.9955, 5.9785),
     ("dpcap", DPCAP, 1_310_720, 0.728, 5708, 1.0, 8.0499, 7.3370),
     ("dpcap-half", DPCAP, 1_310_720, 0.728, 5708, 0.5, 8.2585, 7.5391),
     ("dpcap-eps2", DPCAP, 1_310_720, 1.18, 2854, 1.0, 1.9928, 1.7768),
@@ -36,7 +36,7 @@ def test_row(name, n, batch, sigma, steps, share, rdp, pld) -> None:
     events, delta = [Event(batch / n, sigma, steps)], share / n
     by_rdp, by_pld = epsilon(events, delta, "rdp"), epsilon(events, delta)
     assert abs(by_rdp - rdp) <= 1e-4
-    assert abs(by_pld - pld) <= 1e-3 * pld
+    assert abs(by_pld - pld) <= 2e-4
     assert by_pld <= by_rdp
 
 
@@ -178,7 +178,7 @@ def test_no_event_without_noise_or_rate(rate: float, sigma: float, count: int) -
 
 def test_what_cannot_be_answered_is_refused() -> None:
     with pytest.raises(AccountingError, match="too small"):
-        epsilon([Event(0.1, 1.0, 1)], 1e-14)
+        epsilon([Event(0.1, 1.0, 1)], 1e-38)
     with pytest.raises(AccountingError, match="delta"):
         epsilon([Event(0.1, 1.0, 1)], 0.0)
     with pytest.raises(AccountingError):
