@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from decimal import Context, Decimal, localcontext
 from typing import TYPE_CHECKING
 
+from accounting.typed import CLOSED
+
 if TYPE_CHECKING:
     from accounting.facts import StepFacts
 
@@ -31,6 +33,7 @@ class AdaptiveError(ValueError):
 class AdaptiveRule:
     """C_{t+1} = C_t · exp(learning_rate · (share over C_t - (1 - quantile))), kept within [lowest, highest]."""
 
+    __pydantic_config__ = CLOSED
     quantile: float
     learning_rate: float
     lowest: float

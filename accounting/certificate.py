@@ -22,7 +22,8 @@ def write(certificate: dict[str, Any], run_dir: Path) -> None:
         ("certificate.json", json.dumps(certificate, indent=2, ensure_ascii=False) + "\n"),
     ):
         temporary = run_dir / f".{name}.tmp"
-        with temporary.open("w", encoding="utf-8") as file:
+        # Halves of characters, which names of files may hold, are written as JSON writes them.
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -9,6 +9,7 @@ from typing import Any
 from accounting.accountant import Event, epsilon, round_up, show_delta
 from accounting.certificate import verify
 from accounting.cli_epsilon import setting
+from accounting.escaping import printable
 from accounting.explain import attack_power, best_guess, explain
 from accounting.plan import UNIT, PlanError, parse_delta
 
@@ -29,7 +30,7 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         lines.append("there is no certificate yet")
     if verdict.objection:
         lines.append(verdict.objection)
-    return asdict(verdict), "\n".join(lines)
+    return asdict(verdict), "\n".join(printable(line) for line in lines)
 
 
 def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -53,7 +54,7 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
         spent = epsilon([Event(values["rate"], arguments.sigma, arguments.steps)], delta, arguments.accountant)
     else:
         raise PlanError("explain needs a RUN_DIR, or --epsilon and --delta, or --n, --batch, --steps and --sigma")
-    text = explain(round_up(spent), delta, UNIT, objection)
+    text = explain(round_up(spent), delta, UNIT, printable(objection) if objection else None)
     values = {
         "private": objection is None,
         "epsilon": None if objection else round_up(spent),

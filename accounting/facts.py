@@ -8,7 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from accounting.accountant import AccountingError, Event
-from accounting.plan import RATE_DENOMINATOR
+from accounting.adaptive import ROUNDING
+from accounting.plan import RATE_DENOMINATOR, PrivacyPlan
+from accounting.typed import CLOSED
+
+RULES = ("flat", "automatic")
+GENERATORS = ("aes-256-ctr", "philox4x32-10")
 
 
 @dataclass(frozen=True, order=True)
@@ -22,6 +27,7 @@ class StepId:
 class SamplingFact:
     """By the sampler: who could take part, how likely, and a keyed digest of who did."""
 
+    __pydantic_config__ = CLOSED
     threshold: int
     records: int
     digest: str
@@ -31,6 +37,7 @@ class SamplingFact:
 class ClippingFact:
     """By the clip engine: the most that one record moves the sum."""
 
+    __pydantic_config__ = CLOSED
     rule: str
     sensitivity: float
 
@@ -40,6 +47,7 @@ class NoiseFact:
     """By the noise mechanism: the deviation it drew and from which random bits, the elements that got a draw, the
     constant it divided by."""
 
+    __pydantic_config__ = CLOSED
     std: float
     divisor: float
     elements: int
@@ -50,6 +58,7 @@ class NoiseFact:
 class MetricFact:
     """By whoever releases a noised metric of the same draw: its name, what one record moves it by, its noise."""
 
+    __pydantic_config__ = CLOSED
     name: str
     sensitivity: float
     std: float
@@ -57,6 +66,7 @@ class MetricFact:
 
 @dataclass(frozen=True)
 class StepFacts:
+    __pydantic_config__ = CLOSED
     sampling: SamplingFact
     clipping: ClippingFact
     noise: NoiseFact
@@ -67,18 +77,35 @@ class StepFacts:
         metrics = list(value.pop("metrics"))
         return {**value, "metrics": metrics} if metrics else value
 
-    @staticmethod
-    def from_dict(value: dict[str, Any]) -> StepFacts:
-        return StepFacts(
-            SamplingFact(**value["sampling"]), ClippingFact(**value["clipping"]), NoiseFact(**value["noise"]),
-            tuple(MetricFact(**metric) for metric in value.get("metrics", [])),
-        )  # fmt: skip
-
     def event(self) -> Event:
         """The mechanism that these facts describe; a step without noise is no mechanism at all."""
         released = [(self.clipping.sensitivity, self.noise.std)]
         released += [(metric.sensitivity, metric.std) for metric in self.metrics]
         return Event(self.sampling.threshold / RATE_DENOMINATOR, combined_sigma(released), 1)
+
+    def departure_from(self, plan: PrivacyPlan) -> str | None:
+        """Where an announced step contradicts its frozen plan. Where C adapts, C and its noise are `NormTrail`'s."""
+        if self.clipping.rule not in RULES:
+            return f"clips by the rule {self.clipping.rule!r}, of which nothing is known; read it with a newer version"
+        if self.noise.generator not in GENERATORS:
+            return f"draws noise from {self.noise.generator!r}, of which nothing is known; read it with a newer version"
+        if self.noise.elements < 1:
+            return "announces noise for no element"
+        fixed: list[tuple[str, float, float]] = [
+            ("K", self.sampling.threshold, plan.threshold),
+            ("n", self.sampling.records, plan.records),
+            ("the divisor", self.noise.divisor, plan.divisor),
+        ]
+        if plan.adaptive is None:
+            fixed.append(("the deviation of the noise", self.noise.std, plan.noise_std))
+        for name, stated, planned in fixed:
+            if stated != planned:
+                return f"states {name} = {stated}, but its plan says {planned}"
+        if plan.adaptive is None and abs(self.clipping.sensitivity - plan.clip_norm) > ROUNDING * plan.clip_norm:
+            return f"states the sensitivity {self.clipping.sensitivity}, but its plan says {plan.clip_norm}"
+        if [(m.name, m.sensitivity, m.std) for m in self.metrics] != [(m.name, m.bound, m.std) for m in plan.metrics]:
+            return "publishes metrics of its records otherwise than its plan"
+        return None
 
     def fault_of(self, done: StepFacts) -> str | None:
         """What puts a step that was announced so outside any accounting; weaker noise alone is charged instead."""
@@ -88,9 +115,11 @@ class StepFacts:
             return f"put noise on {done.noise.elements} elements and not on the announced {self.noise.elements}"
         if done.noise.divisor != self.noise.divisor:
             return "was divided by another number than was announced"
+        if (done.clipping.rule, done.noise.generator) != (self.clipping.rule, self.noise.generator):
+            return "used another clipping rule or source of noise than was announced"
         try:
             done.event()
-        except AccountingError as error:
+        except (AccountingError, ArithmeticError) as error:
             return f"was not a noised step ({error})"
         return None
 
@@ -111,6 +140,7 @@ def combined_sigma(released: Sequence[tuple[float, float]]) -> float:
 class Segment:
     """A stretch of steps that share their keys and everything that shapes a release."""
 
+    __pydantic_config__ = CLOSED
     phase: int
     number: int
     salt: str
@@ -126,6 +156,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class CheckpointMark:
+    __pydantic_config__ = CLOSED
     phase: int
     segment: int
     step: int

@@ -6,17 +6,31 @@ Every opened step is charged, committed or not, in whichever segment; a step rep
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from accounting.accountant import Accountant, Event, epsilon, merge
-from accounting.adaptive import METRIC, ROUNDING, NormTrail
+from accounting.adaptive import ROUNDING, NormTrail
 from accounting.facts import CheckpointMark, Segment, StepFacts, StepId
 from accounting.ledger import FORMAT, Entry, LedgerError, parse
+from accounting.lines import (
+    LINES,
+    ChoiceLine,
+    FinishLine,
+    NonprivateLine,
+    PlanLine,
+    ReasonLine,
+    RecoveredLine,
+    ResumeLine,
+    RunLine,
+    StepLine,
+    TuningLine,
+)  # fmt: skip
 from accounting.origin import Origin
-from accounting.plan import PrivacyPlan
+from accounting.plan import ADJACENCY, UNIT, PrivacyPlan
 from accounting.tuning import Declared
+from accounting.typed import read
 
 NOTHING_PRIVATE = "NOT PRIVATE: no phase of this run was private"
 
@@ -46,6 +60,8 @@ class History:
     origins: list[Origin] = field(default_factory=list)  # runs whose weights this one began from
     finished: bool = False
     _line: int = 0
+    _acting: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
+    """Clipping rule and trained elements of each segment, which its config fixes."""
     segment_lines: dict[tuple[int, int], int] = field(default_factory=dict)
     """How long the ledger was before each segment: what was written before belongs to an earlier one."""
     marks_before: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -65,10 +81,12 @@ class History:
         if not path.is_file():
             raise LedgerError(f"there is no ledger at {path}; name the run directory that holds ledger.jsonl")
         entries = parse(path.read_bytes(), path.name)
+        if not entries:
+            raise LedgerError(f"{path} is empty, so it tells of no run; restore it, or name another run directory")
         return History.of(entries), entries
 
     def take(self, entry: Entry) -> None:
-        if entry.kind not in KINDS:
+        if entry.kind not in LINES:
             raise LedgerError(f"line {entry.index + 1}: unknown kind {entry.kind!r}; read it with a newer version")
         if (entry.kind == "run") != (entry.index == 0):
             raise LedgerError(f"line {entry.index + 1}: a ledger starts with exactly one run entry")
@@ -76,76 +94,79 @@ class History:
         try:
             if self.finished and entry.kind in ("plan", "nonprivate", "origin", "segment", "open", "commit", "finish"):
                 raise ValueError("the run was finished before")
-            getattr(self, f"_{entry.kind}")(entry.fields)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            getattr(self, f"_{entry.kind}")(read(LINES[entry.kind], entry.fields))
+        except (ValueError, ArithmeticError) as error:
             raise LedgerError(f"line {entry.index + 1}: malformed {entry.kind!r} entry: {error}") from None
 
-    def _run(self, fields: dict[str, Any]) -> None:
-        if fields["format"] != FORMAT:
-            raise ValueError(f"format {fields['format']!r} is not {FORMAT!r}")
-        if not isinstance(fields["debug"], bool):
-            raise ValueError("`debug` must be true or false")
-        self.run = fields
+    def _run(self, line: RunLine) -> None:
+        if line.format != FORMAT:
+            raise ValueError(f"format {line.format!r} is not {FORMAT!r}")
+        self.run = asdict(line)
 
-    def _plan(self, fields: dict[str, Any]) -> None:
-        phase = fields["phase"]
+    def _plan(self, line: PlanLine) -> None:
+        phase, plan = line.phase, line.plan
         if phase in self.plans:
             raise ValueError(f"phase {phase} has a plan already, and a plan is frozen")
         if phase in self.nonprivate:
             raise ValueError(f"phase {phase} was non-private before, so it cannot become private")
+        if (plan.unit, plan.adjacency) != (UNIT, ADJACENCY):
+            raise ValueError(f"the plan promises something for {plan.unit!r} and neighbours {plan.adjacency!r}")
+        Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.steps)  # refused if it is no mechanism
         if self.opened:
             self.late_plans.append(phase)
-        self.plans[phase] = plan = PrivacyPlan(**fields["plan"])
+        self.plans[phase] = plan
         if plan.adaptive is not None:
             self.trails[phase] = NormTrail(plan.adaptive, plan.clip_norm)
-        self.phase_names[phase] = fields["name"]
+        self.phase_names[phase] = line.name
 
-    def _nonprivate(self, fields: dict[str, Any]) -> None:
-        phase = fields["phase"]
+    def _nonprivate(self, line: NonprivateLine) -> None:
+        phase = line.phase
         if phase in self.plans:
             raise ValueError(f"phase {phase} was private before, so it cannot train without noise")
         # One declaration as not public is enough, whatever is said before or after.
-        self.nonprivate[phase] = fields["public_data"] is True and self.nonprivate.get(phase, True)
-        self.public_manifests.setdefault(phase, set()).add(fields["manifest_digest"])
-        self.phase_names[phase] = fields["name"]
+        self.nonprivate[phase] = line.public_data and self.nonprivate.get(phase, True)
+        self.public_manifests.setdefault(phase, set()).add(line.manifest_digest)
+        self.phase_names[phase] = line.name
 
-    def _segment(self, fields: dict[str, Any]) -> None:
-        segment = Segment(**fields)
+    def _segment(self, segment: Segment) -> None:
         if segment.phase not in self.plans:
             raise ValueError(f"phase {segment.phase} has no plan")
         if segment.number != len(self.segments_of(segment.phase)):
             raise ValueError(f"segment {segment.number} is out of order")
+        if not 0 <= segment.from_step <= self.plans[segment.phase].steps:
+            raise ValueError(f"segment {segment.number} begins after step {segment.from_step}, which its plan has not")
         self.marks_before[segment.phase, segment.number] = len(self.checkpoints)
         self.segment_lines[segment.phase, segment.number] = self._line
         self.segments.append(segment)
 
-    def _open(self, fields: dict[str, Any]) -> None:
-        step_id, facts = _step(fields)
+    def _open(self, line: StepLine) -> None:
+        step_id, facts = line.step_id, line.facts
         if step_id in self.opened:
             raise ValueError(f"{step_id} was opened before; a replayed step is not written twice")
         segment = self._require_current(step_id)
         plan = self.plans[step_id.phase]
         if not segment.from_step < step_id.step <= plan.steps:
             raise ValueError(f"{step_id} is outside the steps {segment.from_step + 1} to {plan.steps} of its segment")
-        if (facts.sampling.records, facts.noise.divisor) != (plan.records, plan.divisor):
-            raise ValueError(f"{step_id} has another record count or divisor than its plan")
-        if facts.noise.elements < 1:
-            raise ValueError(f"{step_id} announces noise for no element")
-        facts.event()
+        if (departure := facts.departure_from(plan)) is not None:
+            raise ValueError(f"step {step_id.step} of phase {step_id.phase} {departure}")
+        acting = (facts.clipping.rule, facts.noise.elements)
+        if self._acting.setdefault((segment.phase, segment.number), acting) != acting:
+            raise ValueError(
+                f"step {step_id.step} of phase {step_id.phase} clips by another rule or trains another number of "
+                "weights than the steps before it, which one config cannot do"
+            )
         if (trail := self.trails.get(step_id.phase)) is not None:
-            if [(m.sensitivity, m.std) for m in facts.metrics if m.name == METRIC] != plan.counted:
-                raise ValueError(f"{step_id} counts clipped records otherwise than its plan")
             trail.opened(step_id.segment, step_id.step, segment.from_step, plan.noise_multiplier, facts)
         self.opened[step_id] = facts
 
-    def _commit(self, fields: dict[str, Any]) -> None:
-        step_id, facts = _step(fields)
+    def _commit(self, line: StepLine) -> None:
+        step_id, facts = line.step_id, line.facts
         if step_id not in self.opened or step_id in self.committed:
             raise ValueError(f"{step_id} was committed without being open, or twice")
         self._require_current(step_id)
         if step_id.phase in self.trails:
-            self.trails[step_id.phase].committed(step_id.segment, step_id.step, fields["share"])
-            self.shares[step_id] = fields["share"]
+            self.trails[step_id.phase].committed(step_id.segment, step_id.step, line.share)
+            self.shares[step_id] = line.share
         self.committed[step_id] = facts
         if (fault := self.opened[step_id].fault_of(facts)) is not None:
             self.faults.append(f"step {step_id.step} of phase {step_id.phase} {fault}")
@@ -156,30 +177,29 @@ class History:
             raise ValueError(f"{step_id} is outside the current segment")
         return self.segments[-1]
 
-    def _checkpoint(self, fields: dict[str, Any]) -> None:
-        self.checkpoints.append(CheckpointMark(**fields))
+    def _checkpoint(self, mark: CheckpointMark) -> None:
+        self.checkpoints.append(mark)
 
-    def _copied(self, fields: dict[str, Any]) -> None:
-        if not isinstance(fields["reason"], str):
-            raise ValueError("a reason is a text")
+    def _copied(self, line: ReasonLine) -> None:
+        del line
         self.copied = len(self.segments)
 
-    def _resume(self, fields: dict[str, Any]) -> None:
-        del fields  # tells a reader where the run went on; nothing is charged or credited for it
+    def _resume(self, line: ResumeLine | RecoveredLine) -> None:
+        del line  # tells a reader where the run went on; nothing is charged or credited for it
 
     _recovered = _resume
 
-    def _tuning(self, fields: dict[str, Any]) -> None:
-        self.tunings.append(Declared.from_dict(fields))
+    def _tuning(self, line: TuningLine) -> None:
+        self.tunings.append(line.declared())
 
-    def _choice(self, fields: dict[str, Any]) -> None:
-        self.choices.append(str(fields["by"]))
+    def _choice(self, line: ChoiceLine) -> None:
+        self.choices.append(line.by)
 
-    def _origin(self, fields: dict[str, Any]) -> None:
-        self.origins.append(Origin.from_dict(fields))
+    def _origin(self, origin: Origin) -> None:
+        self.origins.append(origin)
 
-    def _finish(self, fields: dict[str, Any]) -> None:
-        del fields
+    def _finish(self, line: FinishLine) -> None:
+        del line
         self.finished = True
 
     def segments_of(self, phase: int) -> list[Segment]:
@@ -281,12 +301,3 @@ class History:
     def budget(self) -> float:
         """Sum of the phases' budgets: basic composition bounds what the phases may spend together."""
         return sum(plan.epsilon_budget for plan in self.plans.values())
-
-
-KINDS = frozenset((
-    "run", "plan", "nonprivate", "tuning", "segment", "open", "commit", "checkpoint", "copied", "resume", "recovered",
-    "choice", "origin", "finish"))  # fmt: skip
-
-
-def _step(fields: dict[str, Any]) -> tuple[StepId, StepFacts]:
-    return StepId(fields["phase"], fields["segment"], fields["step"]), StepFacts.from_dict(fields["facts"])

@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accounting.strict_json import parse
+
 if TYPE_CHECKING:
     from accounting.journal import Journal
 
@@ -35,7 +37,7 @@ def recognise(journal: Journal, secret: Path) -> str | None:
 
 def _why_copied(memory: Path, found: dict[str, list[int]]) -> str | None:
     try:
-        known = json.loads(memory.read_text())
+        known = parse(memory.read_bytes())
     except FileNotFoundError:
         return f"{NAME} is missing from the secret folder, so it may be a copy"
     except (OSError, ValueError):

@@ -119,13 +119,10 @@ class Journal:
             raise LedgerError(
                 f"step {step} of phase {phase} cannot begin while step {unfinished[0].step} is open; finish that first"
             )
-        event = self.history.event(phase, facts)
         plan = self.history.plans[phase]
-        if (facts.sampling.records, facts.noise.divisor) != (plan.records, plan.divisor):
-            raise LedgerError(
-                f"step {step} of phase {phase} would use n = {facts.sampling.records} and divisor "
-                f"{facts.noise.divisor:g}, but the plan says {plan.records} and {plan.divisor:g}"
-            )
+        if (departure := facts.departure_from(plan)) is not None:
+            raise LedgerError(f"step {step} of phase {phase} {departure}")
+        event = self.history.event(phase, facts)
         key = (event.rate, event.sigma)
         if self._credit.get(key, 0) < 1:
             self._credit = {key: self._affordable(phase, event, max(1, plan.steps - step + 1))}

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accounting.strict_json import JsonError
+from accounting.strict_json import parse as parse_json
+
 FORMAT = "murmuration-ledger/1"
 GENESIS = "0" * 64
 
@@ -61,19 +64,16 @@ def parse(content: bytes, name: str = "ledger.jsonl") -> list[Entry]:
     for index, raw in enumerate(lines):
         where = f"{name} line {index + 1}"
         try:
-            value = json.loads(raw)
-        except (ValueError, RecursionError):
-            raise LedgerError(f"{where}: not a JSON line, so it was changed after it was written") from None
+            value = parse_json(raw)
+        except JsonError as error:
+            raise LedgerError(f"{where}: the line {error}; it was changed after it was written") from None
         known = isinstance(value, dict) and {"index", "kind", "previous", "hash"} <= value.keys()
         if not known or not isinstance(value["kind"], str):
             raise LedgerError(f"{where}: not a ledger entry")
         fields = {k: v for k, v in value.items() if k not in ("index", "kind", "previous", "hash")}
         if value["index"] != index or value["previous"] != previous:
             raise LedgerError(f"{where}: does not follow the line before it; a line was removed, added or changed")
-        try:
-            entry = make_entry(index, value["kind"], fields, previous)
-        except ValueError:
-            raise LedgerError(f"{where}: holds a number that is not finite, which no ledger contains") from None
+        entry = make_entry(index, value["kind"], fields, previous)
         if entry.hash != value["hash"] or entry.line() != raw + b"\n":
             raise LedgerError(f"{where}: its content does not match its hash, so it was changed after it was written")
         entries.append(entry)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from accounting.typed import CLOSED
+
 
 @dataclass(frozen=True)
 class Origin:
     """A run that is known by its ledger; `protected` are digests of its records, and of those of runs before it."""
 
+    __pydantic_config__ = CLOSED
     run: str
     id: str
     """Of the ledger's first line."""
@@ -18,12 +21,9 @@ class Origin:
     delta: float
     protected: tuple[str, ...]
 
-    @staticmethod
-    def from_dict(fields: dict[str, Any]) -> Origin:
-        epsilon, delta, protected = float(fields["epsilon"]), float(fields["delta"]), tuple(fields["protected"])
-        if not (epsilon >= 0 and 0 <= delta < 1 and all(isinstance(digest, str) for digest in protected)):
-            raise ValueError("an origin has an epsilon, a delta and digests of its records")
-        return Origin(str(fields["run"]), str(fields["id"]), epsilon, delta, protected)
+    def __post_init__(self) -> None:
+        if not (self.epsilon >= 0 and 0 <= self.delta < 1):
+            raise ValueError(f"epsilon = {self.epsilon} with delta = {self.delta} is no promise of an earlier run")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"protected": list(self.protected)}

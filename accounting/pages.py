@@ -8,25 +8,44 @@ from __future__ import annotations
 
 import html
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from accounting.accountant import show_delta
+from accounting.escaping import markdown_text, printable_leaves
 from accounting.explain import explain
 
 Table = list[list[str]]
-Block = str | list[str] | Table
+
+
+@dataclass(frozen=True)
+class Strong:
+    text: str
+
+
+@dataclass(frozen=True)
+class Code:
+    """Lines shown as they are; none of them may begin with a fence."""
+
+    text: str
+    language: str = ""
+
+
+# Texts are plain: what looks like markup in them came with a name, and is shown as it stands.
+Block = str | Strong | Code | list[str] | Table
 
 
 def markdown(certificate: dict[str, Any]) -> str:
     out: list[str] = []
-    for title, blocks in _sections(certificate):
-        out += [f"{'#' if not out else '##'} {title}", ""]
+    for title, blocks in _sections(printable_leaves(certificate)):
+        out += [f"{'#' if not out else '##'} {markdown_text(title)}", ""]
         for block in blocks:
             out += [*_markdown_block(block), ""]
     return "\n".join(out).rstrip() + "\n"
 
 
 def html_page(certificate: dict[str, Any]) -> str:
+    certificate = printable_leaves(certificate)
     body: list[str] = []
     for title, blocks in _sections(certificate):
         tag = "h2" if body else "h1"
@@ -38,7 +57,7 @@ def _sections(certificate: dict[str, Any]) -> list[tuple[str, list[Block]]]:
     claim = certificate["claim"]
     ledger = certificate["ledger"]
     found: list[tuple[str, list[Block]]] = [
-        (f"Privacy certificate: {certificate['run']}", [f"**{claim['statement']}**", _facts(certificate)]),
+        (f"Privacy certificate: {certificate['run']}", [Strong(claim["statement"]), _facts(certificate)]),
         ("Steps", [_phase_table(certificate)]),
         ("What this means", list(_meaning(claim, certificate["unit"]))),
         ("Evaluation after NIST SP 800-226", [_nist(certificate)]),
@@ -46,10 +65,10 @@ def _sections(certificate: dict[str, Any]) -> list[tuple[str, list[Block]]]:
     ]
     if certificate.get("siblings"):
         found.append(("Other runs on the same records", [[_sibling(s) for s in certificate["siblings"]]]))
-    found.append(("Model card block", ["```yaml\n" + model_card(certificate) + "```"]))
+    found.append(("Model card block", [Code(model_card(certificate), "yaml")]))
     found.append(
-        ("Check it", [f"Ledger: {ledger['length']} lines, head `{ledger['head']}`.",
-                      "Recompute everything from the ledger alone: `python launch/account.py verify RUN_DIR`"])
+        ("Check it", [f"Ledger: {ledger['length']} lines, head {ledger['head']}.",
+                      "Recompute everything from the ledger alone:", Code(VERIFY)])
     )  # fmt: skip
     return found
 
@@ -101,7 +120,7 @@ def _nist(certificate: dict[str, Any]) -> Table:
         ["What else was trained on?", f"non-private phases: {', '.join(public) or 'none'}"],
         ["Was anything tuned on the private data?", _tuned(certificate["tuned_on_private_data"])],
         ["What is not covered?", "side channels of the machine, private logs, several runs on the same records"],
-        ["How can it be checked?", "hash-chained ledger; `python launch/account.py verify RUN_DIR`"],
+        ["How can it be checked?", f"hash-chained ledger; {VERIFY}"],
     ]
 
 
@@ -133,9 +152,14 @@ def model_card(certificate: dict[str, Any]) -> str:
         lines += [f"  epsilon: {claim['epsilon_claimed']}", f"  delta: {show_delta(_delta(claim))}"]
         lines += ["  unit: one record", "  neighbours: zero-out", "  accountant: PLD", "  sampling: Poisson"]
     else:
-        lines.append(f"  reason: {json.dumps(claim['statement'])}")
+        lines.append(f"  reason: {_quoted(claim['statement'])}")
     lines.append(f"  ledger_head: {certificate['ledger']['head']}")
     return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """For YAML inside a page: characters that a page could take for its own markup are written as their numbers."""
+    return "".join(f"\\u{ord(each):04x}" if each in "`<>&" else each for each in json.dumps(text))
 
 
 def _show(value: float | str | None) -> str:
@@ -148,20 +172,24 @@ def _is_table(block: Block) -> bool:
 
 def _markdown_block(block: Block) -> list[str]:
     if isinstance(block, str):
-        return [block]
+        return [markdown_text(block)]
+    if isinstance(block, Strong):
+        return [f"**{markdown_text(block.text)}**"]
+    if isinstance(block, Code):
+        return [f"```{block.language}", *block.text.splitlines(), "```"]
     if not _is_table(block):
-        return [f"- {item}" for item in block]
-    rows = [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in block]
+        return [f"- {markdown_text(str(item))}" for item in block]
+    rows = [f"| {' | '.join(markdown_text(str(cell)) for cell in row)} |" for row in block]
     return [rows[0], "|" + "---|" * len(block[0]), *rows[1:]]
 
 
 def _html_block(block: Block) -> str:
     if isinstance(block, str):
-        if block.startswith("```"):
-            return f"<pre>{html.escape(block.removeprefix('```yaml').strip('`').strip())}</pre>"
-        if block.startswith("**"):
-            return f"<p class='claim'>{html.escape(block.strip('*'))}</p>"
         return f"<p>{html.escape(block)}</p>"
+    if isinstance(block, Strong):
+        return f"<p class='claim'>{html.escape(block.text)}</p>"
+    if isinstance(block, Code):
+        return f"<pre>{html.escape(block.text.strip())}</pre>"
     if not _is_table(block):
         return "<ul>" + "".join(f"<li>{html.escape(str(item))}</li>" for item in block) + "</ul>"
     rows = []
@@ -171,6 +199,7 @@ def _html_block(block: Block) -> str:
     return "<table>" + "".join(rows) + "</table>"
 
 
+VERIFY = "python launch/account.py verify RUN_DIR"
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title>

@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
+from accounting.typed import CLOSED
 
 RATE_DENOMINATOR = 2**32
 UNIT = "one record (an image, or an image with its caption)"
@@ -33,6 +34,7 @@ def threshold_for(records: int, expected_batch: float) -> int:
 class PlannedMetric:
     """A number that is published with noise at every step: each record adds at most `bound` to it."""
 
+    __pydantic_config__ = CLOSED
     name: str
     bound: float
     std: float
@@ -46,6 +48,7 @@ class PlannedMetric:
 class StandIn:
     """Of a TAN simulation: the budget of the run that it stands for, and what batch and noise were divided by."""
 
+    __pydantic_config__ = CLOSED
     epsilon: float
     scale: float
 
@@ -57,6 +60,7 @@ class StandIn:
 class PrivacyPlan:
     """Public constants of one private phase."""
 
+    __pydantic_config__ = CLOSED
     records: int
     threshold: int
     clip_norm: float

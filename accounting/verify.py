@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accounting.accountant import Accountant
+from accounting.accountant import Accountant, AccountingError
 from accounting.history import History
-from accounting.ledger import Entry, LedgerError
+from accounting.ledger import Entry
 from accounting.statement import FORMAT, compose, deviations_of
+from accounting.strict_json import JsonError, parse
 
 AGREEMENT = 1e-6
 # What follows from the ledger alone; everything else in a certificate is somebody's word.
@@ -19,6 +20,8 @@ DERIVED_CLAIMS = (
     "private", "statement", "epsilon", "epsilon_rounded_up", "epsilon_claimed", "claimed_because", "delta",
     "epsilon_budget", "epsilon_rdp",
 )  # fmt: skip
+# Only some claims have these, and then the pages tell them.
+OPTIONAL_CLAIMS = ("delta_claimed", "stands_for")
 
 
 class CertificateError(ValueError):
@@ -50,8 +53,6 @@ def verify(target: Path, accountant: Accountant = "pld") -> Verdict:
     named = target if target.is_file() and target.suffix == ".json" else None
     certificate_path = named or run_dir / "certificate.json"
     history, entries = History.read(run_dir / "ledger.jsonl")
-    if not entries:
-        raise LedgerError(f"{run_dir / 'ledger.jsonl'} is empty; there is nothing to verify")
     checkpoints = _check_checkpoints(run_dir, entries)
     private = bool(history.plans)
     # A run whose ledger tells of a fault has no epsilon: this raises, and says which step.
@@ -61,13 +62,15 @@ def verify(target: Path, accountant: Accountant = "pld") -> Verdict:
     certified = claimed = because = None
     if certificate_path.is_file():
         try:
-            certificate = json.loads(certificate_path.read_text(encoding="utf-8"))
+            certificate = parse(certificate_path.read_bytes())
             certified = _compare(certificate, history, entries)
             claimed, because = certificate["claim"]["epsilon_claimed"], certificate["claim"]["claimed_because"]
-        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-            if isinstance(error, CertificateError):
-                raise
-            raise CertificateError(f"{certificate_path.name} is damaged: {error!r}") from None
+        except (CertificateError, AccountingError):
+            raise
+        except JsonError as error:
+            raise CertificateError(f"{certificate_path} {error}; restore it") from None
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError, ArithmeticError) as error:
+            raise CertificateError(f"{certificate_path} is damaged ({error!r}); restore it") from None
     return Verdict(
         run=history.run["name"], objection=history.why_not_private(), epsilon=spent,
         delta=history.delta() if private else None, budget=history.budget() if private else 0.0,
@@ -81,7 +84,7 @@ def _check_checkpoints(run_dir: Path, entries: list[Entry]) -> int:
     manifests = sorted(run_dir.glob("checkpoints/phase*-step*/manifest.json"))
     for manifest in manifests:
         try:
-            stored = json.loads(manifest.read_text(encoding="utf-8"))["ledger"]
+            stored = parse(manifest.read_bytes())["ledger"]
             length, head = int(stored["length"]), stored["head"]
         except (OSError, KeyError, TypeError, ValueError):
             raise CertificateError(f"{manifest} is damaged, so it cannot vouch for the ledger; restore it") from None
@@ -110,18 +113,26 @@ def _compare(certificate: dict[str, Any], history: History, entries: list[Entry]
     expected = compose(history, entries, {})
     pairs = [(key, certificate[key], expected[key]) for key in DERIVED]
     pairs += [(f"claim.{key}", certificate["claim"][key], expected["claim"][key]) for key in DERIVED_CLAIMS]
+    pairs.append(("claim", _optional(certificate), _optional(expected)))
     # Another version of the accounting package may do the check; everything else of the method is fixed.
     found_method, method = dict(certificate["claim"]["method"]), dict(expected["claim"]["method"])
     pairs.append(("claim.method", {**found_method, "dp_accounting": ""}, {**method, "dp_accounting": ""}))
     for name, found, recomputed in pairs:
         # Through JSON and back, as the certificate went.
         if not _same(found, json.loads(json.dumps(recomputed))):
-            raise CertificateError(f"the certificate says {name} = {found}, but the ledger gives {recomputed}")
+            raise CertificateError(f"the certificate says {name} = {found!s:.200}, but the ledger gives {recomputed}")
+    for name in ("known_deviations", "siblings"):
+        if not isinstance(certificate.get(name, []), list):
+            raise CertificateError(f"the certificate's {name} are not a list; restore it")
     left_out = set(deviations_of(history)) - set(certificate["known_deviations"])
     if left_out:
         raise CertificateError(f"the certificate leaves out a known deviation: {left_out.pop()}")
     claimed = certificate["claim"]["epsilon"]
     return None if claimed is None else float(claimed)
+
+
+def _optional(certificate: dict[str, Any]) -> dict[str, Any]:
+    return {key: certificate["claim"][key] for key in OPTIONAL_CLAIMS if key in certificate["claim"]}
 
 
 def _same(found: Any, expected: Any) -> bool:

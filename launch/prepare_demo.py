@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accounting.strict_json import parse
 from data.progress import Progress
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ def _folder(target: Path, request: dict[str, Any], make: Callable[[], Iterable[S
 
 def _receipt(folder: Path) -> dict[str, Any] | None:
     try:
-        return json.loads((folder / _RECEIPT).read_bytes())
+        found = parse((folder / _RECEIPT).read_bytes())
+        return found if isinstance(found, dict) else None
     except (OSError, ValueError):
         return None
 

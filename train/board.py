@@ -11,6 +11,7 @@ import logging
 import time
 from typing import Any
 
+from accounting.escaping import printable_lines
 from train.run_dir import RunDir, end_line, open_private
 
 RATE_STEPS = 100
@@ -55,7 +56,7 @@ class Board:
     def say(self, text: str) -> None:
         """The console is a public sink."""
         if self._main:
-            print(text, flush=True)
+            print(printable_lines(text), flush=True)
 
     def close(self) -> None:
         if self._main:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,7 +17,9 @@ class ZeroShot(Section):
     """Labels scored as the next words of a caption; the records' .json holds the true number under the axis's name."""
 
     prompt: str = "a photo of a"
-    axes: dict[str, list[str]] = Field(min_length=1, description="Asked in order, each after the words found so far.")
+    axes: dict[str, Annotated[list[str], Field(min_length=1)]] = Field(
+        min_length=1, description="Asked in order, each after the words found so far."
+    )
 
 
 class Evaluation(Section):

@@ -18,6 +18,7 @@ from torch import Tensor
 from accounting.certificate import CertificateError, verify
 from accounting.certificate import write as write_certificate
 from accounting.history import History
+from accounting.strict_json import parse
 from train.checkpoint import CheckpointError, Checkpoints, Keep, Loaded
 from train.export_deepspeed import read_deepspeed, write_deepspeed
 from train.optim_flat import AVERAGE
@@ -49,7 +50,7 @@ def export(root: Path, out: Path, form: str = "safetensors", best: bool = False)
     loaded = Checkpoints.newest(run_dir.checkpoints)
     if loaded is None:
         raise ExportError(f"{root} has no checkpoint")
-    document = json.loads((root / "certificate.json").read_text(encoding="utf-8"))
+    document = parse((root / "certificate.json").read_bytes())
     _belongs(loaded, document)
     if best:
         loaded = _best(run_dir)

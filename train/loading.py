@@ -10,15 +10,18 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from accounting.escaping import printable
+from accounting.strict_json import MOST_DEPTH, JsonError, NotJson, parse, require_shallow
 from data.index_format import is_url
 from data.text import is_built_in
 from train.config import Config
 from train.config_data import DATA_SECTIONS
-from train.refusals import find_refusals, without_harmless
+from train.refusals import find_refusals, short, without_harmless
 
 PATH_KEYS = {"path", "tokenizer", "folder", "dir"}
 NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
 """What JSON does not take for one: .48 and 1."""
+UNUSABLE = re.compile("[\0\ud800-\udfff]")
 
 
 class ConfigError(ValueError):
@@ -28,44 +31,46 @@ class ConfigError(ValueError):
 def load(path: Path, overrides: list[str]) -> Config:
     """Paths in the file are relative to the file's folder, paths in overrides (and run.dir) to the current one."""
     try:
-        raw = _parse(path.read_text())
+        raw = parse(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}; name one of ds_configs/*.json") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error.msg} at line {error.lineno}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except JsonError as error:
+        raise ConfigError(printable(f"{path} {error}")) from None
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read as a config: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold one JSON object")
     _absolute_paths(raw, path.resolve().parent)
     for override in overrides:
         _override(raw, override)
+    try:
+        require_shallow(raw)
+    except JsonError as error:
+        raise ConfigError(f"{path} with what --set adds {error}") from None
+    _require_text(raw)
     _objectives_of_starts(raw.get("phases"))
     refused = find_refusals(raw)
     if refused:
-        raise ConfigError("\n".join(refused))
+        raise ConfigError("\n".join(printable(sentence) for sentence in refused))
     raw = without_harmless(raw, {field.alias or name for name, field in Config.model_fields.items()})
     try:
         # As JSON and strict: "8" is no number, 2.0 no count, true no 1.
         return Config.model_validate_json(json.dumps(raw), strict=True)
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(fault) for fault in error.errors())) from None
+        raise ConfigError("\n".join(printable(_sentence(fault)) for fault in error.errors())) from None
 
 
-def _parse(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_infinity)
-
-
-def _no_infinity(constant: str) -> Any:
-    raise ConfigError(f"{constant} is not a number that a run can use; give a finite one")
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ConfigError(f"the key {key!r} stands twice in one object; remove one of them")
-    return dict(pairs)
+def _require_text(value: Any, where: str = "the config") -> None:
+    """Neither a file's name nor a page can hold a zero byte or half a character."""
+    if isinstance(value, str) and UNUSABLE.search(value):
+        raise ConfigError(f"{printable(where)} holds {value!r:.60}, a zero byte or half a character; write plain text")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _require_text(key, where)
+            _require_text(item, key)
+    if isinstance(value, list):
+        for item in value:
+            _require_text(item, where)
 
 
 def _absolute_paths(value: Any, folder: Path) -> None:
@@ -99,11 +104,15 @@ def _override(raw: dict[str, Any], text: str) -> None:
     dotted, separator, literal = text.partition("=")
     if not separator or not dotted:
         raise ConfigError(f"--set takes key=value, for example phases.1.steps=10, but was given {text!r}")
-    try:
-        new: Any = _parse(literal)
-    except json.JSONDecodeError:
-        new = float(literal) if NUMBER.fullmatch(literal) else literal
     parts = dotted.split(".")
+    if len(parts) > MOST_DEPTH:
+        raise ConfigError(f"--set {printable(dotted[:40])}... goes {len(parts)} levels deep; no section is there")
+    try:
+        new: Any = parse(literal)
+    except NotJson:
+        new = float(literal) if NUMBER.fullmatch(literal) else literal
+    except JsonError as error:
+        raise ConfigError(printable(f"the value of --set {dotted} {error}")) from None
     if parts[-1] in PATH_KEYS and _is_path(parts[-1], new):
         new = str(Path.cwd() / new)
     holder: Any = raw
@@ -111,9 +120,9 @@ def _override(raw: dict[str, Any], text: str) -> None:
         try:
             holder = holder[int(part)] if isinstance(holder, list) else holder.setdefault(part, {})
         except (IndexError, ValueError, AttributeError):
-            raise ConfigError(f"--set {dotted}: there is no {part!r} to set anything in") from None
+            raise ConfigError(f"--set {printable(dotted)}: there is no {part!r} to set anything in") from None
     if not isinstance(holder, dict):
-        raise ConfigError(f"--set {dotted}: only keys of an object can be set")
+        raise ConfigError(f"--set {printable(dotted)}: only keys of an object can be set")
     if parts[-1] == "privacy" and new is None and isinstance(holder.get("privacy"), dict):
         # The non-private twin of a recipe keeps its batch.
         expected = holder["privacy"].get("expected_batch")
@@ -137,7 +146,7 @@ def _sentence(fault: Any) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return f"{where}: {message}" if where else message
-    return f"{where} = {fault['input']!r} is not usable: {message[:1].lower()}{message[1:]}"
+    return f"{where} = {short(fault['input'])} is not usable: {message[:1].lower()}{message[1:]}"
 
 
 def _known_keys(location: list[str | int]) -> list[str]:

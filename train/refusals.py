@@ -103,7 +103,7 @@ def find_refusals(raw: dict[str, Any]) -> list[str]:
     for dotted, (refused, reason) in REFUSED.items():
         present, value = _get(raw, dotted)
         if present and refused(value):
-            found.append(f"{dotted} = {_short(value)} is refused: {reason}")
+            found.append(f"{dotted} = {short(value)} is refused: {reason}")
     phases = raw.get("phases")
     for index, phase in enumerate(phases if isinstance(phases, list) else []):
         for section in (phase, phase.get("data"), phase.get("privacy")) if isinstance(phase, dict) else ():
@@ -134,6 +134,6 @@ def _get(raw: dict[str, Any], dotted: str) -> tuple[bool, Any]:
     return True, value
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."

@@ -7,6 +7,7 @@ import io
 from typing import Any
 
 from accounting.certificate import markdown
+from accounting.escaping import printable
 from train.config import Config, Phase
 from train.run_dir import RunDir, whole_lines
 
@@ -45,9 +46,12 @@ def read_curves(run_dir: RunDir) -> dict[str, dict[str, dict[int, float]]]:
     """phase -> quantity -> step -> value; a step logged twice (resume) counts once."""
     curves: dict[str, dict[str, dict[int, float]]] = {}
     for entry in whole_lines(run_dir.public_log):
+        phase, step = entry.get("phase"), entry.get("step")
+        if not (isinstance(phase, str) and isinstance(step, int)):
+            continue  # a line that a kill tore in two
         for name, value in entry.items():
-            if name not in ("phase", "step"):
-                curves.setdefault(entry["phase"], {}).setdefault(name, {})[entry["step"]] = value
+            if name not in ("phase", "step") and isinstance(value, int | float):
+                curves.setdefault(phase, {}).setdefault(name, {})[step] = value
     return curves
 
 
@@ -101,14 +105,19 @@ def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
 
 def _zero_shot(axis: Any, phase: Phase, points: dict[str, dict[int, float]], names: list[str]) -> None:
     settings = phase.evaluation.zero_shot if phase.evaluation else None
-    for name, colour in zip(names, (BLUE, ORANGE, GREY), strict=False):
+    labels = [name.removeprefix("zero_shot_") for name in names]
+    lines = []
+    for name, label, colour in zip(names, labels, (BLUE, ORANGE, GREY), strict=False):
         steps, values = zip(*sorted(points[name].items()), strict=True)
-        label = name.removeprefix("zero_shot_")
-        axis.plot(steps, values, color=colour, marker="o", markersize=3, label=label)
+        lines += axis.plot(steps, values, color=colour, marker="o", markersize=3)
         if settings is not None and label in settings.axes:
             axis.axhline(1 / len(settings.axes[label]), color=colour, linestyle=":", linewidth=1)
     axis.set(title="zero-shot accuracy\n(dotted: chance)", xlabel="step", ylim=(0, 1))
-    axis.legend(frameon=False, fontsize=8)
+    # Set as plain texts: a legend hides labels that begin with _ and takes what stands between two $ for a formula.
+    legend = axis.legend(lines, [str(number) for number in range(len(lines))], frameon=False, fontsize=8)
+    for text, label in zip(legend.get_texts(), labels, strict=False):
+        text.set_text(printable(label))
+        text.set_parse_math(False)
 
 
 TITLES = {

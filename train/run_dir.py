@@ -127,8 +127,8 @@ def whole_lines(log: Path) -> list[dict[str, Any]]:
         return []
     found = []
     for line in lines:
-        with contextlib.suppress(ValueError):
-            entry = json.loads(line)
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line)  # and not strictly: a loss may be NaN
             if isinstance(entry, dict):
                 found.append(entry)
     return found

@@ -77,5 +77,9 @@ def asked_for(file: Path, name: str) -> bool:
 
 def measured_before(log: Path, name: str, done: int) -> dict[int, float]:
     """Measurements of the phase up to a step, in the public log; of a step measured twice, the last one."""
-    ours = (entry for entry in whole_lines(log) if entry.get("phase") == name and METRIC in entry)
-    return {entry["step"]: entry[METRIC] for entry in ours if entry["step"] <= done}
+    found: dict[int, float] = {}
+    for entry in whole_lines(log):
+        step, loss = entry.get("step"), entry.get(METRIC)
+        if entry.get("phase") == name and isinstance(step, int) and isinstance(loss, int | float) and step <= done:
+            found[step] = loss
+    return found

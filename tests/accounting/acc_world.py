@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from accounting.accountant import describe
 from accounting.facts import ClippingFact, NoiseFact, SamplingFact, StepFacts
 from accounting.journal import Journal
-from accounting.ledger import Ledger
+from accounting.ledger import GENESIS, Ledger, make_entry
 from accounting.plan import PrivacyPlan
 
 # q = 1: every epsilon is exact and takes no time, so that histories can be tried by the thousand.
@@ -56,3 +59,17 @@ def whole_run(folder: Path, steps: int = 3) -> Journal:
     journal.checkpointed(0, steps, "digest")
     journal.finish()
     return journal
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """The ledger with some lines changed and every hash made anew, as a forger would do it."""
+    path = folder / "ledger.jsonl"
+    previous, lines = GENESIS, []
+    for index, raw in enumerate(path.read_text().splitlines()):
+        fields = {k: v for k, v in json.loads(raw).items() if k not in ("index", "kind", "previous", "hash")}
+        fields["kind"] = json.loads(raw)["kind"]
+        change(fields)
+        entry = make_entry(index, fields.pop("kind"), fields, previous)
+        previous = entry.hash
+        lines.append(entry.line())
+    path.write_bytes(b"".join(lines))

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from acc_world import CONFIG, DATA, PLAN, begin, facts, reopen
+from acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, rewritten
 
 from accounting.accountant import Event, epsilon
 from accounting.adaptive import METRIC, AdaptiveError, AdaptiveRule
 from accounting.certificate import compose, verify
 from accounting.facts import ClippingFact, MetricFact, NoiseFact, StepFacts
 from accounting.journal import Journal
-from accounting.ledger import GENESIS, LedgerError, make_entry
+from accounting.ledger import LedgerError
 from accounting.plan import PlanError, PlannedMetric, PrivacyPlan
 
 RULE = AdaptiveRule(quantile=0.6, learning_rate=0.5, lowest=0.01, highest=100.0)
@@ -123,20 +123,6 @@ def test_a_step_with_another_norm_is_never_opened(tmp_path: Path, part: str, wro
         with pytest.raises((LedgerError, ValueError), match=r"share|JSON compliant"):
             journal.commit_step(0, 4, at(4, norm), share)
     assert journal.ledger.length == length + 1
-
-
-def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """The ledger with some lines changed and every hash made anew, as a forger would do it."""
-    path = folder / "ledger.jsonl"
-    previous, lines = GENESIS, []
-    for index, raw in enumerate(path.read_text().splitlines()):
-        fields = {k: v for k, v in json.loads(raw).items() if k not in ("index", "kind", "previous", "hash")}
-        fields["kind"] = json.loads(raw)["kind"]
-        change(fields)
-        entry = make_entry(index, fields.pop("kind"), fields, previous)
-        previous = entry.hash
-        lines.append(entry.line())
-    path.write_bytes(b"".join(lines))
 
 
 def louder(fields: dict[str, Any]) -> None:

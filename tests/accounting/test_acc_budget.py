@@ -32,30 +32,14 @@ def test_the_budget_is_never_passed(tmp_path: Path) -> None:
         again.open_step(0, 1, facts(1))
 
 
-def test_weaker_noise_midway_shrinks_what_is_affordable(tmp_path: Path) -> None:
-    plan = replace(PLAN, epsilon_budget=0.4)
-    journal = begin(tmp_path, plan)
-    train(journal, range(1, 3), plan)
-    with pytest.raises(BudgetSpent):
-        for step in range(3, 41):
-            journal.open_step(0, step, facts(step, std=8.0))
-            journal.commit_step(0, step, facts(step, std=8.0))
-    assert journal.history.epsilon() <= 0.4
-
-
-@pytest.mark.parametrize("how", ["opened so", "committed so"])
-def test_one_weaker_step_among_honest_ones_shrinks_what_is_affordable(tmp_path: Path, how: str) -> None:
+def test_one_weaker_step_among_honest_ones_shrinks_what_is_affordable(tmp_path: Path) -> None:
     """What was found affordable before it holds no longer, for the same honest steps either."""
     plan = replace(PLAN, epsilon_budget=0.4)
     journal = begin(tmp_path, plan)
     train(journal, range(1, 2), plan)
-    weaker = facts(2, std=8.0)
-    journal.open_step(0, 2, weaker if how == "opened so" else facts(2))
-    if how == "opened so":
-        journal.commit_step(0, 2, weaker)
-    else:
-        with pytest.raises(LedgerError, match="had announced"):
-            journal.commit_step(0, 2, weaker)
+    journal.open_step(0, 2, facts(2))
+    with pytest.raises(LedgerError, match="had announced"):
+        journal.commit_step(0, 2, facts(2, std=8.0))
     with pytest.raises(BudgetSpent):
         train(journal, range(3, 41), plan)
     assert len(journal.history.opened) > 2 and journal.history.epsilon() <= 0.4

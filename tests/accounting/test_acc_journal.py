@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, train, whole_run
+from acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, rewritten, train, whole_run
 
 from accounting.accountant import Event, describe, epsilon
 from accounting.certificate import compose, verify
-from accounting.facts import MetricFact, combined_sigma
+from accounting.facts import MetricFact, StepFacts, combined_sigma
 from accounting.ledger import LedgerError
+from accounting.plan import PlannedMetric, PrivacyPlan
+from accounting.typed import read
+
+MEASURED = replace(PLAN, metrics=(PlannedMetric("loss", 2.0, 80.0),))
+
+
+def measured(plan: PrivacyPlan) -> tuple[MetricFact, ...]:
+    return tuple(MetricFact(metric.name, metric.bound, metric.std) for metric in plan.metrics)
 
 
 def test_a_step_is_opened_before_it_is_committed(tmp_path: Path) -> None:
@@ -84,25 +94,84 @@ def test_a_commit_outside_any_accounting_makes_the_run_not_private(tmp_path: Pat
         verify(tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"threshold": 2**31}, {"sensitivity": 1.5}, {"std": 12.0}, {"std": 30.0}])
-def test_what_acting_parts_do_is_charged_and_not_what_the_plan_says(tmp_path: Path, change: dict) -> None:
-    journal = begin(tmp_path)
+CONTRADICTIONS: dict[str, tuple[PrivacyPlan, Callable[[StepFacts], StepFacts], str]] = {
+    "rate": (PLAN, lambda f: replace(f, sampling=replace(f.sampling, threshold=1)), "states K = 1"),
+    "n": (PLAN, lambda f: replace(f, sampling=replace(f.sampling, records=99)), "states n = 99"),
+    "divisor": (PLAN, lambda f: replace(f, noise=replace(f.noise, divisor=97.0)), "states the divisor = 97"),
+    "noise": (PLAN, lambda f: replace(f, noise=replace(f.noise, std=1e9)), "states the deviation of the noise = 1000"),
+    "less noise": (PLAN, lambda f: replace(f, noise=replace(f.noise, std=19.0)), "states the deviation of the noise"),
+    "sensitivity": (
+        PLAN, lambda f: replace(f, clipping=replace(f.clipping, sensitivity=1e-9)), "states the sensitivity 1e-09",
+    ),
+    "rule": (PLAN, lambda f: replace(f, clipping=replace(f.clipping, rule="none")), "clips by the rule 'none'"),
+    "generator": (PLAN, lambda f: replace(f, noise=replace(f.noise, generator="rand()")), "draws noise from 'rand"),
+    "elements": (PLAN, lambda f: replace(f, noise=replace(f.noise, elements=0)), "noise for no element"),
+    "a metric more": (PLAN, lambda f: replace(f, metrics=(MetricFact("loss", 2.0, 80.0),)), "otherwise than its plan"),
+    "a metric less": (MEASURED, lambda f: replace(f, metrics=()), "otherwise than its plan"),
+    "a metric's noise": (
+        MEASURED, lambda f: replace(f, metrics=(MetricFact("loss", 2.0, 1e9),)), "otherwise than its plan",
+    ),
+    "a metric's bound": (
+        MEASURED, lambda f: replace(f, metrics=(MetricFact("loss", 1e-9, 80.0),)), "otherwise than its plan",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_step_that_contradicts_its_plan_is_neither_opened_nor_believed(tmp_path: Path, name: str) -> None:
+    """Refused by the journal; a forged ledger that is consistent in itself is refused by every reader."""
+    plan, change, sentence = CONTRADICTIONS[name]
+    journal = begin(tmp_path, plan)
     for step in (1, 2):
-        journal.open_step(0, step, facts(step, **change))
-        journal.commit_step(0, step, facts(step, **change))
-    done = facts(1, **change).event()
-    assert journal.history.epsilon() == epsilon([replace(done, count=2)], PLAN.delta)
-    assert journal.history.epsilon() != epsilon([Event(1.0, 20.0, 2)], PLAN.delta)
+        honest = replace(facts(step, plan), metrics=measured(plan))
+        journal.open_step(0, step, honest)
+        journal.commit_step(0, step, honest)
+    with pytest.raises(LedgerError, match=sentence):
+        journal.open_step(0, 3, change(replace(facts(3, plan), metrics=measured(plan))))
+    assert len(journal.history.opened) == 2
+    journal.ledger.close()
+    assert verify(tmp_path).opened == 2
+
+    def forge(fields: dict[str, Any]) -> None:
+        if fields["kind"] in ("open", "commit"):
+            forged = change(replace(facts(fields["step"], plan), metrics=measured(plan)))
+            fields["facts"] = forged.as_dict()
+
+    rewritten(tmp_path, forge)
+    with pytest.raises(LedgerError, match=f"line 4: .*{sentence}"):
+        verify(tmp_path)
+    with pytest.raises(LedgerError, match="line 4"):
+        reopen(tmp_path)
 
 
-def test_another_divisor_or_record_count_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [{"elements": 9}, {"rule": "automatic"}])
+def test_within_a_segment_the_clipping_rule_and_the_trained_weights_stay_the_same(tmp_path: Path, change: dict) -> None:
     journal = begin(tmp_path)
-    with pytest.raises(LedgerError, match="divisor"):
-        journal.open_step(0, 1, facts(1, divisor=97.0))
-    honest = facts(1)
-    with pytest.raises(LedgerError, match="n = 99"):
-        journal.open_step(0, 1, replace(honest, sampling=replace(honest.sampling, records=99)))
-    assert not journal.history.opened
+    train(journal, range(1, 3))
+    other = facts(3, elements=change.get("elements", 10))
+    other = replace(other, clipping=replace(other.clipping, rule=change.get("rule", "flat")))
+    with pytest.raises(LedgerError, match="which one config cannot do"):
+        journal.open_step(0, 3, other)
+    journal.begin_segment(0, "config-2", DATA, 2, "declared")
+    journal.open_step(0, 3, other)
+
+
+@pytest.mark.parametrize("from_step", [-1, 41])
+def test_a_segment_begins_within_its_plan(tmp_path: Path, from_step: int) -> None:
+    journal = begin(tmp_path)
+    with pytest.raises(LedgerError, match="which its plan has not"):
+        journal.begin_segment(0, CONFIG, DATA, from_step, "rolled back")
+
+
+def test_a_plan_that_promises_something_else_is_not_read(tmp_path: Path) -> None:
+    journal = reopen(tmp_path)
+    journal.start_run("tiny", "check", False, {})
+    for plan in (replace(PLAN, unit="one person"), replace(PLAN, adjacency="add or remove")):
+        with pytest.raises(LedgerError, match="the plan promises something for"):
+            journal.declare_plan(0, "private", plan, describe("pld"))
+    with pytest.raises(LedgerError, match="malformed 'plan'"):
+        tiny = replace(PLAN, noise_multiplier=1e-300, metrics=(PlannedMetric("loss", 1e300, 1e-300),))
+        journal.declare_plan(0, "private", tiny, describe("pld"))
 
 
 @pytest.mark.parametrize("change", [{"std": 0.0}, {"sensitivity": 0.0}, {"sensitivity": -1.0}, {"elements": 0}])
@@ -251,14 +320,14 @@ def test_a_stop_in_mid_step_and_a_kill_before_its_checkpoints_line_cost_nothing(
 
 
 def test_noised_metrics_of_a_draw_are_one_event_with_its_gradient(tmp_path: Path) -> None:
-    journal = begin(tmp_path)
+    journal = begin(tmp_path, MEASURED)
     both = replace(facts(1), metrics=(MetricFact("loss", 2.0, 80.0),))
     journal.open_step(0, 1, both)
     journal.commit_step(0, 1, both)
     expected = (1 / 20.0**2 + (2 / 80.0) ** 2) ** -0.5
     (event,) = journal.history.charged()
     assert event.count == 1 and event.sigma == pytest.approx(expected)
-    assert both.from_dict(both.as_dict()) == both and "metrics" not in facts(1).as_dict()
+    assert read(StepFacts, both.as_dict()) == both and "metrics" not in facts(1).as_dict()
     assert combined_sigma([(1.0, 3.0)]) == pytest.approx(3.0)
     with pytest.raises((LedgerError, ValueError)):
         journal.open_step(0, 2, replace(facts(2), metrics=(MetricFact("loss", 1.0, 0.0),)))

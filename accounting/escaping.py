@@ -1,0 +1,44 @@
+"""Names and other texts from files, made harmless for the place where people read them.
+
+A run's name, a phase's or an axis's may hold anything: a line feed and an escape sequence in a name would write a
+verdict of its own on the screen, and Markdown or HTML in it would do so in a certificate.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# Entities where a backslash helps in some dialects of Markdown only; the rest is escaped as all of them have it.
+ENTITY = {each: f"&#{ord(each)};" for each in "|~$@:."} | {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+INLINE = re.compile(r"[\\`*\[\]&<>|~$@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.", re.IGNORECASE)
+AT_START = re.compile(r"^(\d*)([#+=-]|[.)](?=\s|$))")
+
+
+def printable(text: str) -> str:
+    """One line without control characters, changes of the writing direction or halves of characters."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same for a text whose line feeds are its own."""
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def printable_leaves(value: Any) -> Any:
+    """Every text inside a JSON value."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [printable_leaves(each) for each in value]
+    if isinstance(value, dict):
+        return {printable(str(key)): printable_leaves(each) for key, each in value.items()}
+    return value
+
+
+def markdown_text(text: str) -> str:
+    """What Markdown shows as exactly this line of text: no markup, no link, no HTML, no further cell of a table."""
+    marked = INLINE.sub(lambda found: ENTITY.get(found[0], f"\\{found[0]}"), printable(text).strip())
+    return AT_START.sub(r"\1\\\2", marked)

@@ -1,0 +1,87 @@
+"""JSON from a file that anybody may have written: read strictly, or refused with the end of a sentence.
+
+`json.loads` by itself accepts NaN and 1e999, keeps the last of two equal keys, and has errors of other kinds for
+integers of 5,000 digits and for deep nesting. No file of ours holds any of these.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+MOST_DEPTH = 100
+SMALLEST, LARGEST = -(2**63), 2**64 - 1
+LONGEST = len(str(SMALLEST))
+
+
+class JsonError(ValueError):
+    """Continues a sentence that begins with the name of the file: "... is not valid JSON: ..."."""
+
+
+class NotJson(JsonError):
+    """The text is not JSON at all."""
+
+
+def parse(content: bytes | str) -> Any:
+    """The value, nested no deeper than MOST_DEPTH, with integers of at most 64 bits and finite numbers alone."""
+    try:
+        text = content.decode() if isinstance(content, bytes) else content
+        value = json.loads(
+            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_constant
+        )
+    except json.JSONDecodeError as error:
+        raise NotJson(f"is not valid JSON: {error.msg} at line {error.lineno}") from None
+    except UnicodeDecodeError:
+        raise JsonError("is not UTF-8 text") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if text.count("[") + text.count("{") > MOST_DEPTH:
+        require_shallow(value)
+    return value
+
+
+def require_shallow(value: Any) -> None:
+    """What is nested deeper than any file of ours ends json.dumps, repr and == in a RecursionError later on."""
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        containers = [each for each in level if isinstance(each, dict | list)]
+        if not containers:
+            return
+        level = [child for each in containers for child in (each.values() if isinstance(each, dict) else each)]
+    raise _too_deep()
+
+
+def _too_deep() -> JsonError:
+    return JsonError(f"is nested more than {MOST_DEPTH} levels deep; no file of this project is")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise JsonError(f"is ambiguous: the key {twice!r} stands twice in one object; remove one of them")
+    return found
+
+
+def _integer(digits: str) -> int:
+    value = int(digits) if len(digits) <= LONGEST else LARGEST + 1
+    if not SMALLEST <= value <= LARGEST:
+        raise JsonError(f"holds the integer {_shortened(digits)}, which does not fit in 64 bits; give a smaller one")
+    return value
+
+
+def _number(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise JsonError(f"holds {_shortened(digits)}, which is not a number that can be used; give a finite one")
+    return value
+
+
+def _constant(name: str) -> Any:
+    raise JsonError(f"holds {name}, but {name} is not a number that can be used; give a finite one")
+
+
+def _shortened(digits: str) -> str:
+    return digits if len(digits) <= LONGEST else f"{digits[:LONGEST]}..."
