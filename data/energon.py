@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.durable import atomic
+from data.index_files import index_file, open_regular
 from data.index_scan import Scan, settled, stamp_of, unreadable
 from data.tar import BLOCK, Read, ShardError, split_name, walk
 
@@ -26,23 +26,32 @@ def sidecar(path: Path) -> Path:
 
 
 def write_sidecar(path: Path, offsets: np.ndarray) -> None:
-    raw = offsets.astype("<u8").tobytes()
     target = sidecar(path)
-    if not target.is_file() or target.read_bytes() != raw:
-        with atomic(target) as file:
-            file.write(raw)
+    if not _same(target, offsets):
+        with index_file(target) as file:
+            file.write(offsets.astype("<u8").tobytes())
 
 
 def check_sidecar(path: Path, offsets: np.ndarray) -> None:
     """A sidecar that disagrees with the shard means that one of the two is not what its maker saw."""
     target = sidecar(path)
-    if not target.is_file() or target.read_bytes() == offsets.astype("<u8").tobytes():
+    if not target.is_file() or _same(target, offsets):
         return
     claimed = target.stat().st_size // 8 - 1
     raise ShardError(
         f"{target}: does not fit its shard ({claimed} records claimed, {len(offsets) - 1} found); check that the shard "
         "is the right one, then delete the sidecar or replace it with --energon"
     )
+
+
+def _same(target: Path, offsets: np.ndarray) -> bool:
+    """Whether the sidecar holds these offsets; one of another size is not read."""
+    try:
+        if not target.is_file() or target.stat().st_size != offsets.nbytes:
+            return False
+        return target.read_bytes() == offsets.astype("<u8").tobytes()
+    except OSError as error:
+        raise unreadable(target, error) from error
 
 
 def trusted_scan(path: Path) -> Scan:
@@ -54,10 +63,9 @@ def trusted_scan(path: Path) -> Scan:
     target = sidecar(path)
     started = time.time_ns()
     try:
-        raw = target.read_bytes()
-        with path.open("rb", buffering=0) as file:
+        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
             before = os.fstat(file.fileno())
-            offsets = _parsed(raw, before.st_size, target)
+            offsets = _parsed(target, before.st_size)
             _check_records(lambda at, count: os.pread(file.fileno(), count, at), offsets, before.st_size, str(path))
             after = os.fstat(file.fileno())
     except FileNotFoundError as error:
@@ -69,10 +77,12 @@ def trusted_scan(path: Path) -> Scan:
     return Scan(offsets, before.st_size, "", stamp=stamp_of(after) if settled(after, started) else None)
 
 
-def _parsed(raw: bytes, size: int, target: Path) -> np.ndarray:
-    if len(raw) < 8 or len(raw) % 8:
-        raise ShardError(f"{target}: {len(raw)} bytes are no list of offsets; delete it, or replace it with --energon")
-    offsets = np.frombuffer(raw, dtype="<u8")
+def _parsed(target: Path, size: int) -> np.ndarray:
+    count = target.stat().st_size
+    # A shard has no room for more records than blocks, so a list that is longer is not worth reading.
+    if count < 8 or count % 8 or count // 8 > size // BLOCK + 1:
+        raise ShardError(f"{target}: {count} bytes are no list of offsets; delete it, or replace it with --energon")
+    offsets = np.frombuffer(target.read_bytes(), dtype="<u8")
     # The differences of unsigned numbers never are negative, so compare neighbours.
     if np.any(offsets % BLOCK) or np.any(offsets[1:] <= offsets[:-1]) or int(offsets[-1]) > size:
         raise ShardError(f"{target}: offsets out of order or beyond the shard; delete it, or replace it with --energon")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from data.durable import atomic
+from data.index_files import index_file, open_npy, read_json
 from data.tar import ShardError
 
 IDS, FACTS = "exclusions.npy", "exclusions.json"
@@ -47,7 +47,7 @@ class Exclusions:
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Into the index folder. A kill in between leaves files that do not fit together: refused, not misread."""
         target = Path(folder)
-        with atomic(target / IDS, 0o600) as file:
+        with index_file(target / IDS, 0o600) as file:
             np.save(file, self.ids.astype("<u8"))
         facts = {
             "format": FORMAT,
@@ -58,7 +58,7 @@ class Exclusions:
             "distance": self.distance,
             "reason": self.reason,
         }
-        with atomic(target / FACTS, 0o600) as file:
+        with index_file(target / FACTS, 0o600) as file:
             file.write(json.dumps(facts, indent=1).encode() + b"\n")
 
     @classmethod
@@ -72,16 +72,16 @@ class Exclusions:
         if not (target / FACTS).exists() and not (target / IDS).exists():
             return None
         try:
-            facts: dict[str, Any] = json.loads((target / FACTS).read_bytes())
+            facts: dict[str, Any] = read_json(target / FACTS)
             found = cls(
                 facts["manifest_digest"],
-                np.load(target / IDS).astype(np.uint64, casting="equiv"),
+                open_npy(target / IDS).astype(np.uint64, casting="equiv"),
                 tuple(facts["against"]),
                 int(facts["distance"]),
                 str(facts["reason"]),
             )
             damaged = facts["ids_sha256"] != found.digest or facts["format"] != FORMAT
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise ShardError(f"{target / FACTS}: the exclusions cannot be read ({error}); {mend}") from error
         if damaged:
             raise ShardError(f"{target / IDS}: not the ids that {FACTS} was written for; {mend}")

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data.tar import ShardError
+from data.tar import ShardError, shown
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp")
+NO_FILE = "pipe or device"
+_SHOWN = 5
 _SPLITS = {"train", "val", "valid", "validation", "test", "train_mini", "train2017", "val2017", "test2017"}
 
 # auto: what the folder looks like. top: the first folder is the class (torchvision's ImageFolder, ImageNet,
@@ -35,9 +37,12 @@ class ImageFile:
 
 def list_images(root: Path, rule: Rule = "auto") -> tuple[list[ImageFile], bool]:
     """The records, sorted by class and path, and whether they have classes."""
-    found = [(name, size) for name, size in _walk(root) if _is_image(name)]
+    found = [(name, size) for name, size in _walk(root) if size is not None and _is_image(name)]
     if not found:
-        raise ShardError(f"{root}: neither tar shards nor images ({', '.join(IMAGES)}) in this folder; name another")
+        raise ShardError(
+            f"{root}: neither tar shards nor images ({', '.join(IMAGES)}) in this folder{_but(ignored_files(root))}; "
+            "name another"
+        )
     chosen = _recognise(root, [name for name, _ in found]) if rule == "auto" else rule
     files = [ImageFile(_group(name, chosen), name, size) for name, size in found]
     if chosen != "none" and (loose := next((file for file in files if not file.group), None)):
@@ -52,12 +57,29 @@ def list_images(root: Path, rule: Rule = "auto") -> tuple[list[ImageFile], bool]
 
 def ignored_files(root: Path) -> Counter[str]:
     """How many files of which extension are no records."""
-    names = (os.fsdecode(name) for name, _ in _walk(root) if not _is_image(name))
-    return Counter(os.path.splitext(name)[1].lower() or os.path.basename(name) for name in names)
+    others = ((os.fsdecode(name), size) for name, size in _walk(root) if size is None or not _is_image(name))
+    return Counter(NO_FILE if size is None else extension(name) for name, size in others)
 
 
-def _walk(root: Path) -> Iterator[tuple[bytes, int]]:
-    """Paths below the root and sizes of all files that are not hidden."""
+def extension(name: str) -> str:
+    """As it may be printed: `.dcm`, `.tar.gz`, or the whole name where there is none."""
+    stem, last = os.path.splitext(os.path.basename(name).lower())
+    before = os.path.splitext(stem)[1]
+    return shown(before + last if before == ".tar" else last or stem)
+
+
+def most_common(files: Counter[str]) -> str:
+    """How many files, and of which extensions: 3 files (2 .dcm, 1 .csv)."""
+    named = ", ".join(f"{count} {what}" for what, count in files.most_common(_SHOWN))
+    return f"{files.total()} {'file' if files.total() == 1 else 'files'} ({named})"
+
+
+def _but(others: Counter[str]) -> str:
+    return f", but {most_common(others)}" if others else ""
+
+
+def _walk(root: Path) -> Iterator[tuple[bytes, int | None]]:
+    """Paths below the root and sizes of all files that are not hidden; None for a pipe, a socket or a device."""
     folders = {_identity(root.stat()): b""}
     linked: dict[tuple[int, int], bytes] = {}
     waiting = [b""]
@@ -79,6 +101,8 @@ def _walk(root: Path) -> Iterator[tuple[bytes, int]]:
                 if (twin := linked.setdefault(_identity(state), path)) is not path:
                     raise _reached_twice(root, twin, path)
                 yield path, state.st_size
+            else:
+                yield path, None
 
 
 def _identity(state: os.stat_result) -> tuple[int, int]:

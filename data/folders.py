@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.durable import atomic
 from data.folder_files import ImageFile, Rule, list_images
+from data.index_files import index_file, make_folder, open_npy
 from data.index_format import (
     BESIDE,
     FILES,
@@ -27,7 +27,6 @@ from data.index_format import (
     Manifest,
     Place,
     Shard,
-    make_folder,
     mend,
     read_manifest,
     write_manifest,
@@ -52,8 +51,8 @@ def build_folder(
 
     `refuse_twins` refuses two files of equal content and implies `contents`.
     """
-    root = Path(folder).resolve()
-    out = Path(target).resolve() if target is not None else root.with_name(root.name + BESIDE)
+    root = Path(os.path.realpath(folder))
+    out = Path(os.path.realpath(target)) if target is not None else root.with_name(root.name + BESIDE)
     files, labelled = list_images(root, rule)
     paths = [root / os.fsdecode(file.name) for file in files]
     digests = _hash_all(paths, progress or (lambda done, total: None)) if contents or refuse_twins else None
@@ -64,12 +63,12 @@ def build_folder(
     rows["size"] = [file.size for file in files]
     make_folder(out)
     (out / DIGESTS).unlink(missing_ok=True)
-    with atomic(out / NAMES) as file:
+    with index_file(out / NAMES) as file:
         file.write(b"".join(image.name for image in files))
-    with atomic(out / ROWS) as file:
+    with index_file(out / ROWS) as file:
         np.save(file, rows)
     if digests is not None:
-        with atomic(out / DIGESTS) as file:
+        with index_file(out / DIGESTS) as file:
             np.save(file, digests)
     shards = list(_classes(files, digests))
     write_manifest(out, FILES, root, shards, {"labelled": labelled, "contents": digests is not None})
@@ -133,7 +132,7 @@ class FolderIndex:
         self.folder, self.root = manifest.folder, manifest.root
         self.shards = manifest.shards
         self.records = kept.records
-        self.labelled = bool(manifest.head["labelled"])
+        self.labelled = manifest.head["labelled"]
         self._kept, self._names, self._rows, self._digests = kept, names, rows, digests
         self._ends = np.cumsum([shard.records for shard in manifest.shards], dtype=np.int64)
         self._checked = bytearray(len(manifest.shards))
@@ -145,10 +144,12 @@ class FolderIndex:
         if manifest.kind != FILES:
             raise ShardError(f"{manifest.folder}: an index of tar shards, not of single files; name another folder")
         try:
-            rows = np.asarray(np.load(manifest.folder / ROWS, mmap_mode="r"))
+            rows = open_npy(manifest.folder / ROWS)
             names = np.asarray(np.memmap(manifest.folder / NAMES, dtype=np.uint8, mode="r"))
-            hashed = bool(manifest.head["contents"])
-            digests = np.asarray(np.load(manifest.folder / DIGESTS, mmap_mode="r")) if hashed else None
+            hashed, labelled = manifest.head["contents"], manifest.head["labelled"]
+            if not isinstance(manifest.root, Path) or not isinstance(hashed, bool) or not isinstance(labelled, bool):
+                raise ValueError("the manifest is none of a folder of images")
+            digests = open_npy(manifest.folder / DIGESTS) if hashed else None
         except (OSError, ValueError, KeyError) as error:
             raise ShardError(f"{manifest.folder}: the index cannot be read ({error}); {mend(folder)}") from error
         whole = rows.dtype == _ROW and rows.shape == (manifest.records,) and int(rows["end"][-1]) == len(names)

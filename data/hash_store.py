@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +21,14 @@ from data.decode import SUFFIXES, BadRecord
 from data.decode_pool import DecodePool
 from data.durable import atomic
 from data.index import RecordIndex
+from data.index_files import open_npy, read_json
 from data.phash import DECODED, VERSION, perceptual_hashes
 from data.picture import PictureMaker
 from data.shards import Reading, RecordReader, ShardReader, open_source
 
 FOLDER = "phash"
 _ABOUT, _HASHES, _STATES = "about.json", "hashes.npy", "states.npy"
+_KINDS = {_HASHES: np.uint64, _STATES: np.uint8}
 _MISSING, _MADE, _BAD = 0, 1, 2
 _RECORDS_PER_TASK = 128
 
@@ -59,14 +62,10 @@ def hash_index(index: RecordIndex, workers: int, progress: Callable[[int, int], 
 def _open(folder: Path, index: RecordIndex) -> tuple[np.memmap, np.memmap]:
     """The two files as far as an earlier call filled them, or new ones."""
     about = {"version": VERSION, "manifest_digest": index.manifest_digest, "records": index.records}
-    try:
-        known = json.loads((folder / _ABOUT).read_bytes()) == about
-    except (OSError, ValueError):
-        known = False
-    if not known:
+    if not _known(folder, about):
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / _ABOUT).unlink(missing_ok=True)
-        for name, kind in ((_HASHES, np.uint64), (_STATES, np.uint8)):
+        for name, kind in _KINDS.items():
             np.lib.format.open_memmap(folder / name, mode="w+", dtype=kind, shape=(index.records,)).flush()
         with atomic(folder / _ABOUT, 0o600) as file:
             file.write(json.dumps(about).encode())
@@ -74,6 +73,19 @@ def _open(folder: Path, index: RecordIndex) -> tuple[np.memmap, np.memmap]:
         np.lib.format.open_memmap(folder / _HASHES, mode="r+"),
         np.lib.format.open_memmap(folder / _STATES, mode="r+"),
     )
+
+
+def _known(folder: Path, about: dict[str, Any]) -> bool:
+    """Whether the files are whole and of these records; damaged ones are made anew."""
+    try:
+        found = [open_npy(folder / name) for name in _KINDS]
+        whole = all(
+            each.dtype == kind and each.shape == (about["records"],)
+            for each, kind in zip(found, _KINDS.values(), strict=True)
+        )
+        return whole and read_json(folder / _ABOUT) == about
+    except (OSError, ValueError):
+        return False
 
 
 Task = tuple[np.ndarray, np.ndarray, np.ndarray]

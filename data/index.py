@@ -22,6 +22,8 @@ from typing import Protocol
 import numpy as np
 
 from data.index_build import Wanted, write_index
+from data.index_census import beside_shards
+from data.index_files import open_npy
 from data.index_format import (
     FOLDER,
     OFFSETS,
@@ -43,6 +45,8 @@ __all__ = ["Place", "RecordIndex", "Shard", "ShardError", "ShardIndex", "Wanted"
 
 # Offsets up to this size are checked when the index is opened, larger ones shard by shard when they are first used.
 _CHECK_AT_ONCE = 64 << 20
+_DIGITS = re.compile("[0-9]{1,20}")
+_MOST_SHARDS = 10_000_000  # that one range may name
 
 
 class RecordIndex(Protocol):
@@ -96,10 +100,10 @@ def _braces(text: str) -> list[str]:
     first, dots, last = inside.partition("..")
     if not dots:
         choices = inside.split(",")
-    elif first.isdigit() and last.isdigit() and int(first) <= int(last):
+    elif _DIGITS.fullmatch(first) and _DIGITS.fullmatch(last) and 0 <= int(last) - int(first) < _MOST_SHARDS:
         choices = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     else:
-        raise ShardError(f"{text}: '{{{inside}}}' is no range; write it as {{000000..000019}}")
+        raise ShardError(f"{text}: '{{{inside}}}' is no range of shards; write it as {{000000..000019}}")
     return [text[:start] + choice + rest for choice in choices for rest in tail]
 
 
@@ -110,17 +114,25 @@ def build(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     wanted: Wanted | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> ShardIndex:
-    """Index the shards into `folder` (default: `index/` beside them) and open the result."""
-    places = [place.resolve() if isinstance(place, Path) else place for place in expand(shards)]
+    """Index the shards into `folder` (default: `index/` beside them) and open the result.
+
+    `tell` gets sentences about what was found and may not have been meant.
+    """
+    # Not Path.resolve(), which has an error of its own for links that lead in a circle.
+    places = [Path(os.path.realpath(place)) if isinstance(place, Path) else place for place in expand(shards)]
     if not places:
         raise ShardError("no shards given; name a folder or a pattern such as data/{000000..000019}.tar")
     root, names = _common_root(places)
     if folder is None and not isinstance(root, Path):
         raise ShardError(f"{root}: the index of remote shards lies here, not there; name a folder with --out")
-    target = Path(folder).resolve() if folder is not None else Path(root) / FOLDER
-    report = progress or (lambda done, total: None)
-    write_index(root, names, target, wanted or Wanted(workers=workers), report)
+    target = Path(os.path.realpath(folder)) if folder is not None else Path(root) / FOLDER
+    report, said = progress or (lambda done, total: None), tell or (lambda sentence: None)
+    write_index(root, names, target, wanted or Wanted(workers=workers), report, said)
+    if isinstance(shards, str | os.PathLike) and os.path.isdir(shards):
+        for sentence in beside_shards(Path(shards)):
+            said(sentence)
     return ShardIndex.open(target)
 
 
@@ -169,7 +181,7 @@ class ShardIndex:
         if manifest.kind != SHARDS:
             raise ShardError(f"{manifest.folder}: an index of single files, not of tar shards; name another folder")
         try:
-            offsets = np.asarray(np.load(manifest.folder / OFFSETS, mmap_mode="r"))
+            offsets = open_npy(manifest.folder / OFFSETS)
         except (OSError, ValueError) as error:
             raise ShardError(f"{manifest.folder}: the offsets cannot be read ({error}); {mend(folder)}") from error
         if offsets.dtype != np.dtype("<u8") or offsets.shape != (manifest.records + len(manifest.shards),):

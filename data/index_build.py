@@ -21,17 +21,20 @@ from threading import Thread
 
 import numpy as np
 
-from data.durable import atomic
 from data.energon import check_sidecar, sidecar, trusted_scan, write_sidecar
-from data.index_format import OFFSETS, SHARDS, Place, Shard, make_folder, same_content, write_manifest
+from data.index_census import remarks, total
+from data.index_files import index_file, make_folder
+from data.index_format import OFFSETS, SHARDS, Place, Shard, same_content, write_manifest
 from data.index_known import STAMPS, Known, Noted, WorkArea
 from data.index_scan import check_stats, scan
 from data.tar import ShardError
 
 Report = Callable[[int, int], None]
+Tell = Callable[[str], None]
 WORK = ".work"
 # Below this many bytes, starting worker processes costs more than it saves.
 _WORTH_PROCESSES = 512 << 20
+_NAMED = 3  # shards that a remark names
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,11 @@ class Wanted:
     workers: int | None = None
 
 
-def write_index(root: Place, names: Sequence[str], target: Path, wanted: Wanted, progress: Report) -> int:
-    """Index `root`/`names` in this order into `target`; returns how many shards had to be scanned."""
+def write_index(root: Place, names: Sequence[str], target: Path, wanted: Wanted, progress: Report, tell: Tell) -> int:
+    """Index `root`/`names` in this order into `target`; returns how many shards had to be scanned.
+
+    What is no reason to refuse, but may not have been meant, is told in sentences.
+    """
     if wanted.write_sidecars and not isinstance(root, Path):
         raise ShardError(f"{root}: sidecars cannot be written beside remote shards; leave --energon out")
     make_folder(target)
@@ -69,7 +75,9 @@ def write_index(root: Place, names: Sequence[str], target: Path, wanted: Wanted,
         if refused:
             more = f" ({len(refused) - 1} more shards were refused as well)" if len(refused) > 1 else ""
             raise ShardError(f"{min(refused, key=str)}{more}")
-        _assemble(work, known, [found[name] for name in names], target, wanted)
+        inside = [found[name] for name in names]
+        for sentence in [*_assemble(work, known, inside, target, wanted), *_remarks(inside)]:
+            tell(sentence)
         work.clear()
     return len(missing)
 
@@ -79,12 +87,19 @@ def _only_one(target: Path) -> Iterator[None]:
     """Two builders in one folder would mix their results; the lock ends with the process, however it ends."""
     folder = os.open(target, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(folder, target)
         yield
-    except BlockingIOError:
-        raise ShardError(f"{target}: another prepare.py is indexing into this folder; wait until it is done") from None
     finally:
         os.close(folder)
+
+
+def _lock(folder: int, target: Path) -> None:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ShardError(f"{target}: another prepare.py is indexing into this folder; wait until it is done") from None
+    except OSError as error:
+        raise ShardError(f"{target}: cannot be locked ({error.strerror}); name another folder with --out") from error
 
 
 def _scan_all(work: WorkArea, names: Sequence[str], wanted: Wanted) -> Iterator[Noted | ShardError]:
@@ -129,47 +144,68 @@ def _scan_one(work: WorkArea, name: str, wanted: Wanted) -> Noted | ShardError:
         trusting = wanted.trust_sidecars and isinstance(place, Path) and sidecar(place).is_file()
         found = trusted_scan(place) if trusting and isinstance(place, Path) else scan(place)
         _ask_witnesses(place, found.offsets, wanted)
-        return work.note(name, found)
     except ShardError as error:
         return error
+    # Not returned: where one result cannot be written, the next one cannot either.
+    _write_sidecar(place, found.offsets, wanted)
+    return work.note(name, found)
 
 
-def _assemble(work: WorkArea, known: Known, found: Sequence[Noted], target: Path, wanted: Wanted) -> None:
+def _assemble(work: WorkArea, known: Known, found: Sequence[Noted], target: Path, wanted: Wanted) -> list[str]:
     shards = [noted.shard for noted in found]
     _refuse_twins([shard for shard in shards if shard.records])
+    unclear: list[str] = []
 
     def parts() -> Iterator[np.ndarray]:
         for noted in found:
-            offsets = known.offsets(noted)
-            _ask_witnesses(work.place(noted.shard.name), offsets, wanted)
+            place, offsets = work.place(noted.shard.name), known.offsets(noted)
+            if said := _ask_witnesses(place, offsets, wanted):
+                unclear.append(said)
+            _write_sidecar(place, offsets, wanted)
             yield offsets
 
     write_offsets(target, shards, parts())
     # After the offsets, so that a kill in between leaves hashes that do not match: refused, not misread.
     write_manifest(target, SHARDS, work.root, shards, {})
     stamps = {str(work.place(noted.shard.name)): noted.stamp for noted in found if noted.stamp}
-    with atomic(target / STAMPS) as file:
+    with index_file(target / STAMPS) as file:
         file.write(json.dumps(stamps).encode())
+    return unclear
+
+
+def _remarks(found: Sequence[Noted]) -> Iterator[str]:
+    empty = [noted.shard.name for noted in found if not noted.shard.records]
+    if empty:
+        more = f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else ""
+        yield f"{len(empty)} of {len(found)} shards hold no record: {', '.join(empty[:_NAMED])}{more}"
+    yield from remarks(total(noted.census for noted in found if noted.census is not None))
 
 
 def write_offsets(target: Path, shards: Sequence[Shard], parts: Iterable[np.ndarray]) -> None:
     """offsets.npy, one shard's part after the other: never all of it in memory."""
-    with atomic(target / OFFSETS) as file:
+    with index_file(target / OFFSETS) as file:
         shape = (sum(shard.records + 1 for shard in shards),)
         np.lib.format.write_array_header_1_0(file, {"descr": "<u8", "fortran_order": False, "shape": shape})
         for part in parts:
             file.write(part.astype("<u8", copy=False).tobytes())
 
 
-def _ask_witnesses(place: Place, offsets: np.ndarray, wanted: Wanted) -> None:
-    """What lies beside a shard. Asked of known shards too: it may have changed although the shard has not."""
+def _ask_witnesses(place: Place, offsets: np.ndarray, wanted: Wanted) -> str | None:
+    """What lies beside a shard. Asked of known shards too: it may have changed although the shard has not.
+
+    Returns what is to be said of a witness that cannot be understood.
+    """
     if not isinstance(place, Path):
-        return
-    check_stats(place, len(offsets) - 1)
-    if wanted.write_sidecars:
-        write_sidecar(place, offsets)
-    else:
+        return None
+    unclear = check_stats(place, len(offsets) - 1)
+    if not wanted.write_sidecars:
         check_sidecar(place, offsets)
+    return unclear
+
+
+def _write_sidecar(place: Place, offsets: np.ndarray, wanted: Wanted) -> None:
+    if wanted.write_sidecars and isinstance(place, Path):
+        write_sidecar(place, offsets)
 
 
 def _refuse_twins(full: Sequence[Shard]) -> None:

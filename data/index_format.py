@@ -9,15 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data.durable import atomic
 from data.exclusions import Exclusions
+from data.index_files import index_file, read_json
 from data.tar import ShardError
 
 FORMAT = 2
@@ -81,7 +81,7 @@ def write_manifest(target: Path, kind: str, root: Place, shards: Sequence[Shard]
     where = os.path.relpath(root, target) if isinstance(root, Path) else root
     head = {"format": FORMAT, "kind": kind, "folder": where, "records": sum(shard.records for shard in shards), **extra}
     lines = [json.dumps({key: value for key, value in asdict(shard).items() if value != ""}) for shard in shards]
-    with atomic(target / MANIFEST) as file:
+    with index_file(target / MANIFEST) as file:
         file.write((json.dumps(head)[:-1] + ', "shards": [\n' + ",\n".join(lines) + "\n]}\n").encode())
 
 
@@ -104,14 +104,6 @@ def find(folder: str | os.PathLike[str]) -> Path:
     return next((each for each in (target, target / FOLDER, beside) if (each / MANIFEST).is_file()), target)
 
 
-def make_folder(target: Path) -> None:
-    """Data often lie where nobody may write."""
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ShardError(f"{target}: cannot be written ({error.strerror}); name another folder with --out") from error
-
-
 def mend(folder: str | os.PathLike[str]) -> str:
     return f"build it with: python launch/prepare.py index {folder}"
 
@@ -119,13 +111,16 @@ def mend(folder: str | os.PathLike[str]) -> str:
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     target = find(folder)
     try:
-        head: dict[str, Any] = json.loads((target / MANIFEST).read_bytes())
-        if head["format"] != FORMAT:
-            raise ShardError(f"{target}: index format {head['format']}, {FORMAT} is needed; {mend(folder)}")
-        shards = tuple(Shard(**{"sha256": "", **entry}) for entry in head.pop("shards"))
-        where = str(head["folder"])
+        head: dict[str, Any] = read_json(target / MANIFEST)
+        if (number := head["format"]) != FORMAT:
+            named = number if isinstance(number, int) else "unknown"
+            raise ShardError(f"{target}: index format {named}, {FORMAT} is needed; {mend(folder)}")
+        shards = tuple(shard_of(entry) for entry in head.pop("shards"))
+        if head["kind"] not in (SHARDS, FILES):
+            raise ValueError("its kind is unknown")
+        where = _text(head["folder"])
         root = where if is_url(where) else target / where
-        found = Manifest(target, head["kind"], root, int(head["records"]), shards, head)
+        found = Manifest(target, head["kind"], root, _count(head["records"]), shards, head)
     except FileNotFoundError as error:
         raise ShardError(f"{target}: no index here; {mend(folder)}") from error
     except ShardError:
@@ -135,6 +130,28 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     if found.records != sum(shard.records for shard in shards) or not found.records:
         raise ShardError(f"{target}: the manifest contradicts itself; {mend(folder)}")
     return found
+
+
+def shard_of(entry: Mapping[str, Any]) -> Shard:
+    """One line of a manifest as it was read; ValueError or TypeError where it is none."""
+    shard = Shard(**{"sha256": "", **entry})
+    for text in (shard.name, shard.sha256, shard.offsets_sha256, shard.etag):
+        _text(text)
+    for count in (shard.records, shard.bytes):
+        _count(count)
+    return shard
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError("a name or hash in it is no text")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError("a count in it is no number from 0 on")
+    return value
 
 
 class Kept:

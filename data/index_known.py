@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from data.durable import atomic
-from data.index_format import OFFSETS, SHARDS, Place, Shard, join, read_manifest
+from data.index_census import Census
+from data.index_files import cannot_write, index_file, open_npy, parse_json, read_json
+from data.index_format import OFFSETS, SHARDS, Place, Shard, join, read_manifest, shard_of
 from data.index_scan import Scan, Stamp, stamp_of
 from data.tar import ShardError
 
@@ -31,6 +33,7 @@ class Noted:
     shard: Shard
     stamp: Stamp | None
     row: int | None = None
+    census: Census | None = None  # of a shard that was read since the last complete index
 
 
 @dataclass(frozen=True)
@@ -44,23 +47,33 @@ class WorkArea:
         return join(self.root, name)
 
     def note(self, name: str, scan: Scan) -> Noted:
-        self.folder.mkdir(exist_ok=True)
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise cannot_write(self.folder, error) from error
         shard = Shard(name, scan.records, scan.bytes, scan.sha256, scan.offsets_sha256, scan.etag)
         head = {"place": str(self.place(name)), "stamp": scan.stamp, "shard": asdict(shard)}
-        with atomic(self._file(name)) as file:
+        if scan.census is not None:
+            head["census"] = scan.census.facts()
+        # Readable by its owner alone: which members records have is nobody else's business.
+        with index_file(self._file(name), 0o600) as file:
             file.write(json.dumps(head).encode() + b"\n" + scan.offsets.tobytes())
-        return Noted(shard, scan.stamp)
+        return Noted(shard, scan.stamp, census=scan.census)
 
     def read(self, name: str) -> tuple[Noted, np.ndarray] | None:
         """None for what is not there, not whole, or about another place."""
         try:
             head, _, raw = self._file(name).read_bytes().partition(b"\n")
-            facts = json.loads(head)
-            shard = Shard(**facts["shard"])
+            facts = parse_json(head)
+            shard = shard_of(facts["shard"])
             if facts["place"] != str(self.place(name)) or hashlib.sha256(raw).hexdigest() != shard.offsets_sha256:
                 return None
+            offsets = np.frombuffer(raw, dtype="<u8")
+            if len(offsets) != shard.records + 1:
+                return None
             stamp = tuple(facts["stamp"]) if facts["stamp"] else None
-            return Noted(shard, stamp), np.frombuffer(raw, dtype="<u8")
+            census = Census.of_facts(facts["census"]) if "census" in facts else None
+            return Noted(shard, stamp, census=census), offsets
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -80,18 +93,18 @@ class Known:
         self._rows: np.ndarray | None = None
         try:
             manifest = read_manifest(target)
-            stamps = json.loads((target / STAMPS).read_bytes())
-            rows = np.load(target / OFFSETS, mmap_mode="r")
+            stamps = read_json(target / STAMPS)
+            rows = open_npy(target / OFFSETS)
         except (ShardError, OSError, ValueError):
             return
-        if manifest.kind != SHARDS or rows.dtype != np.dtype("<u8"):
+        if manifest.kind != SHARDS or rows.dtype != np.dtype("<u8") or rows.ndim != 1 or not isinstance(stamps, dict):
             return
         self._rows = rows
-        root = manifest.root.resolve() if isinstance(manifest.root, Path) else manifest.root
+        root = Path(os.path.realpath(manifest.root)) if isinstance(manifest.root, Path) else manifest.root
         row = 0
         for shard in manifest.shards:
             place = str(join(root, shard.name))
-            if place in stamps:
+            if isinstance(stamps.get(place), list):
                 self._indexed[place] = Noted(shard, tuple(stamps[place]), row)
             row += shard.records + 1
 
@@ -121,8 +134,8 @@ class Known:
         if fitting is None:
             return None
         # In the old index the shard may have been named from another root.
-        shard = Shard(**{**asdict(fitting.shard), "name": name})
-        return Noted(shard, fitting.stamp, fitting.row)
+        shard = replace(fitting.shard, name=name)
+        return replace(fitting, shard=shard)
 
     def _whole(self, noted: Noted) -> bool:
         return hashlib.sha256(self.offsets(noted).tobytes()).hexdigest() == noted.shard.offsets_sha256

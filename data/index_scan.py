@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Generator
@@ -12,10 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
+from data.index_census import Census
+from data.index_files import open_regular, parse_json
 from data.index_format import Place
-from data.tar import Member, Read, ShardError, split_name, walk
+from data.tar import Member, Read, ShardError, shown, split_name, walk
 
 _CHUNK = 4 << 20
+_LARGEST_STATS = 64 << 20
 # A file written within the resolution of its time stamp may change again without the stamp telling.
 _FINE_STAMP_NS, _COARSE_STAMP_NS = 50_000_000, 2_000_000_000
 
@@ -31,6 +33,7 @@ class Scan:
     sha256: str
     etag: str = ""
     stamp: Stamp | None = None
+    census: Census | None = None  # None where the contents were not read
 
     @property
     def records(self) -> int:
@@ -49,18 +52,19 @@ def scan(place: Place) -> Scan:
 def scan_file(path: Path) -> Scan:
     started = time.time_ns()
     try:
-        with path.open("rb", buffering=0) as file:
+        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
             before = os.fstat(file.fileno())
             window = _Window(file.read)
-            offsets = record_offsets(window.read, before.st_size, str(path))
-            window.drain()
+            census = Census()
+            offsets = record_offsets(window.read, before.st_size, str(path), census)
+            window.drain(before.st_size)
             after = os.fstat(file.fileno())
     except OSError as error:
         raise unreadable(path, error) from error
     if stamp_of(before) != stamp_of(after) or window.size != before.st_size:
         raise ShardError(f"{path}: changed while it was being indexed; wait until its writer is done")
     stamp = stamp_of(after) if settled(after, started) else None
-    return Scan(offsets, before.st_size, window.sha256, stamp=stamp)
+    return Scan(offsets, before.st_size, window.sha256, stamp=stamp, census=census)
 
 
 def scan_url(url: str) -> Scan:
@@ -68,13 +72,14 @@ def scan_url(url: str) -> Scan:
 
     with open_shard(url) as stream:
         window = _Window(stream.read)
-        offsets = record_offsets(window.read, stream.size, url)
-        window.drain()
+        census = Census()
+        offsets = record_offsets(window.read, stream.size, url, census)
+        window.drain(stream.size)
     if window.size != stream.size:
         raise ShardError(f"{url}: {window.size} bytes came, {stream.size} were announced; fetch it again")
     # Without an ETag nothing tells a later change of the same size.
     stamp = (stream.size, stream.etag) if stream.etag else None
-    return Scan(offsets, stream.size, window.sha256, stream.etag or "", stamp)
+    return Scan(offsets, stream.size, window.sha256, stream.etag or "", stamp, census)
 
 
 def stamp_of(stat: os.stat_result) -> Stamp:
@@ -96,7 +101,7 @@ class _Window:
 
     def __init__(self, more: Callable[[int], bytes]) -> None:
         self._more = more
-        self._held, self._at = b"", 0
+        self._held, self._at = bytearray(), 0
         self._digest = hashlib.sha256()
 
     @property
@@ -110,23 +115,28 @@ class _Window:
     def read(self, offset: int, count: int) -> bytes:
         while self.size < offset + count and self._pull(offset):
             pass
-        return self._held[offset - self._at : offset - self._at + count]
+        return bytes(self._held[offset - self._at : offset - self._at + count])
 
-    def drain(self) -> None:
-        while self._pull(self.size):
+    def drain(self, size: int) -> None:
+        """Up to the end, or beyond `size`: something that never ends is not followed."""
+        while self.size <= size and self._pull(self.size):
             pass
 
     def _pull(self, keep_from: int) -> bool:
         chunk = self._more(_CHUNK)
         self._digest.update(chunk)
-        kept = self._held[keep_from - self._at :]
-        self._at = self.size - len(kept)
-        self._held = kept + chunk
+        dropped = min(keep_from - self._at, len(self._held))
+        del self._held[:dropped]
+        self._at += dropped
+        self._held += chunk
         return bool(chunk)
 
 
-def record_offsets(read: Read, size: int, what: str) -> np.ndarray:
-    """Start of every record and then the end of the last member: exactly what Energon's .tar.idx holds."""
+def record_offsets(read: Read, size: int, what: str, census: Census) -> np.ndarray:
+    """Start of every record and then the end of the last member: exactly what Energon's .tar.idx holds.
+
+    `census` is told which members were met.
+    """
     starts: list[int] = []
     key, suffixes, end = None, set[str](), 0
     seen: set[str] = set()
@@ -138,27 +148,42 @@ def record_offsets(read: Read, size: int, what: str) -> np.ndarray:
     for member in members():
         parts = split_name(member.name)
         if parts is None:
+            census.loose += 1
             continue
         if parts[0] != key:
+            census.count(suffixes)
             key, suffixes = parts[0], set()
             if key in seen:
-                raise ShardError(f"{what}: key '{key}' occurs twice; one record would count as two, so rename it")
+                raise ShardError(
+                    f"{what}: key '{shown(key)}' occurs twice; one record would count as two, so rename it"
+                )
             seen.add(key)
             starts.append(member.start)
         if parts[1] in suffixes:
-            raise ShardError(f"{what}: '{member.name}' occurs twice; write the shard anew")
+            raise ShardError(f"{what}: '{shown(member.name)}' occurs twice; write the shard anew")
         suffixes.add(parts[1])
+    census.count(suffixes)
     return np.array([*starts, end], dtype="<u8")
 
 
-def check_stats(path: Path, records: int) -> None:
-    """img2dataset leaves a count beside each shard, the only witness against one that ends too early."""
+def check_stats(path: Path, records: int) -> str | None:
+    """img2dataset leaves a count beside each shard, the only witness against one that ends too early.
+
+    Returns what is to be said where the witness cannot be understood.
+    """
     stats = path.with_name(f"{path.stem}_stats.json")
     if not stats.is_file():
-        return
+        return None
     try:
-        expected = json.loads(stats.read_bytes())["successes"]
-    except (ValueError, KeyError, TypeError):
-        return
+        if stats.stat().st_size > _LARGEST_STATS:
+            raise ValueError("it is far too large")
+        expected = parse_json(stats.read_bytes())["successes"]
+        if type(expected) is not int:
+            raise ValueError("its successes are no count")
+    except OSError as error:
+        raise unreadable(stats, error) from error
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{stats}: no count of img2dataset ({error}), so it was not compared with the shard"
     if expected != records:
         raise ShardError(f"{path}: {records} records, but {stats.name} counts {expected}; fetch the shard again")
+    return None

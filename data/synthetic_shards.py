@@ -20,6 +20,7 @@ import torch
 
 from data.durable import atomic, sync
 from data.index import ShardIndex, build
+from data.index_files import read_json
 from data.kinds import Kind
 from data.synthetic import VERSION, Sample, jpeg, shape_sample, shard_path, write_shard
 from data.textures import textures
@@ -111,6 +112,6 @@ def _write(request: Request, folder: Path, shard: int) -> None:
 
 def _note(folder: Path) -> dict[str, Any] | None:
     try:
-        return json.loads((folder / RECEIPT).read_bytes())
+        return read_json(folder / RECEIPT)
     except (OSError, ValueError):
         return None

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from data.index_files import open_regular
 from data.index_format import is_url
 from data.patience import Patience, patiently
 from data.tar import BLOCK, LONGEST_END, ShardError, UnreadableError
@@ -64,7 +65,7 @@ def open_tape(place: str, timeout_seconds: float, patience: Patience | None = No
         except OSError as error:
             raise UnreadableError(f"{place}: cannot be read ({error.strerror or error}); restore access") from error
 
-    descriptor = asked(lambda: os.open(Path(place), os.O_RDONLY | os.O_CLOEXEC))
+    descriptor = asked(lambda: open_regular(Path(place)))
     at = 0
 
     def more(count: int) -> bytes:

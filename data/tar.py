@@ -4,6 +4,9 @@ Python's tarfile ends *silently* at a zeroed hole or at a cut inside a header, w
 a number the privacy claim rests on. This walker has no such case: it ends at the end marker or it raises.
 It is also some twenty times faster, which matters for a hundred million records.
 
+Shards come from elsewhere, so no field is believed: numbers are digits alone and never negative, each header lies
+behind the one before it, and the work grows with the bytes, whatever they hold.
+
 Names are split into key and suffix exactly as webdataset does it, so that a record here is a record there.
 """
 
@@ -18,11 +21,17 @@ BLOCK = 512
 DAMAGED = "a record came cut or damaged; restore the shard"
 # The largest run of zeros accepted as an end marker (tar -b128). More than that is a hole, not a marker.
 LONGEST_END = 64 * 1024
+# Long names and PAX headers are held in memory; Go's reader takes 1 MiB at most, and real ones have a few KiB.
+LONGEST_EXTENSION = 16 << 20
 _ZERO = bytes(BLOCK)
-_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
 _META = re.compile(r"__[^/]*__($|/)")
 _REGULAR = (b"\0", b"0", b"7")
 _EMPTY = (b"3", b"4", b"5")  # devices and directories: no content, and webdataset does not read them either
+_EXTENSIONS = (b"x", b"g", b"L")
+_OCTAL = re.compile(rb"[0-7]*")
+_PAX_SIZE = re.compile(rb"[0-9]{1,20}")
+_PAX_LENGTH = re.compile(rb"([0-9]{1,20}) ")
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")  # gzip, bzip2, xz, zstd, lz4
 
 
 Read = Callable[[int, int], bytes]
@@ -49,9 +58,24 @@ class Member:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Key and lower-case suffix as webdataset groups them; None for what it does not read."""
-    match = None if _META.match(name) else _NAME.match(name)
-    return (match.group(1), match.group(2).lower()) if match else None
+    """Key and lower-case suffix as webdataset groups them; None for what it does not read.
+
+    This is what `^((?:.*/|)[^.]+)[.]([^/]*)$` finds, without trying every slash of a hostile name.
+    """
+    if _META.match(name):
+        return None
+    slash = name.rfind("/")
+    dot = name.find(".", slash + 1)
+    # Where the dot comes right after the slash, the folder's name is part of the key, unless it has a dot itself.
+    start = slash + 1 if dot > slash + 1 else name.rfind("/", 0, max(slash, 0)) + 1
+    if dot <= start or "." in name[start:dot]:
+        return None
+    return name[:dot], name[dot + 1 :].lower()
+
+
+def shown(name: str) -> str:
+    """A name out of a shard as it may be printed: on one line, no escape sequences, and not for pages."""
+    return repr(name if len(name) <= 200 else f"{name[:100]}…{name[-100:]}")[1:-1]
 
 
 def walk(read: Read, size: int, what: str, *, whole: bool) -> Generator[Member, None, int]:
@@ -72,12 +96,19 @@ def walk(read: Read, size: int, what: str, *, whole: bool) -> Generator[Member, 
             break
         _check_sum(header, at, what)
         kind = header[156:157]
-        length = 0 if kind in _EMPTY else _number(header[124:136], at, what)
+        length = 0 if kind in _EMPTY else _number(header[124:136])
+        if length is None:
+            raise ShardError(f"{what}: no valid tar header at byte {at} (number field)")
         if kind in _REGULAR:
             length = int(extended.get("size", length))
         data, end = at + BLOCK, at + BLOCK + -(-length // BLOCK) * BLOCK
         if end > size:
             raise ShardError(f"{what}: cut off, the member at byte {at} needs {end} bytes and {size} are there")
+        if kind in _EXTENSIONS and length > LONGEST_EXTENSION:
+            raise ShardError(
+                f"{what}: the extension header at byte {at} has {length} bytes, more than any name needs; write the "
+                "shard anew"
+            )
         if kind == b"x":
             extended, pending = _pax(read(data, length), at, what), True
         elif kind == b"L":
@@ -130,17 +161,19 @@ def _check_end(read: Read, at: int, size: int, what: str) -> None:
 
 
 def _check_sum(header: bytes, at: int, what: str) -> None:
-    if _number(header[148:156], at, what) != sum(header) - sum(header[148:156]) + 8 * 32:
-        raise ShardError(f"{what}: no valid tar header at byte {at} (checksum)")
+    if _number(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * 32:
+        return
+    if at == 0 and header.startswith(_COMPRESSED):
+        raise ShardError(f"{what}: compressed; only plain .tar files have places to read from, so unpack it")
+    raise ShardError(f"{what}: no valid tar header at byte {at} (checksum)")
 
 
-def _number(field: bytes, at: int, what: str) -> int:
+def _number(field: bytes) -> int | None:
+    """Never negative; None for what is no number. int() would take signs, underscores and 0o, too."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
-    try:
-        return int(field.split(b"\0", 1)[0].strip() or b"0", 8)
-    except ValueError:
-        raise ShardError(f"{what}: no valid tar header at byte {at} (number field)") from None
+    digits = field.split(b"\0", 1)[0].strip()
+    return int(digits or b"0", 8) if _OCTAL.fullmatch(digits) else None
 
 
 def _ustar_name(header: bytes) -> str:
@@ -157,21 +190,20 @@ def _text(raw: bytes) -> str:
 def _pax(raw: bytes, at: int, what: str) -> dict[str, str]:
     """The two PAX records that change how members are read; everything else in the header is ignored."""
     found: dict[str, str] = {}
-    while raw.strip(b"\0"):
-        try:
-            length = int(raw[: raw.index(b" ")])
-            key, _, value = raw[raw.index(b" ") + 1 : length - 1].partition(b"=")
-            if length < 5 or raw[length - 1 : length] != b"\n":
-                raise ValueError
-            if key == b"path":
-                found["path"] = value.decode("utf-8", "surrogateescape")
-            elif key == b"size":
-                found["size"] = str(int(value))
-            elif key.startswith(b"GNU.sparse"):
-                raise ShardError(f"{what}: the member at byte {at} is sparse; write the shard anew")
-        except ShardError:
-            raise
-        except ValueError:
-            raise ShardError(f"{what}: damaged PAX header at byte {at}") from None
-        raw = raw[length:]
+    begin, end = 0, len(raw.rstrip(b"\0"))
+    while begin < end:
+        length = _PAX_LENGTH.match(raw, begin)
+        stop = begin + int(length[1]) if length else 0
+        if length is None or stop < max(begin + 5, length.end()) or raw[stop - 1 : stop] != b"\n":
+            raise ShardError(f"{what}: damaged PAX header at byte {at}")
+        key, _, value = raw[length.end() : stop - 1].partition(b"=")
+        if key == b"path":
+            found["path"] = value.decode("utf-8", "surrogateescape")
+        elif key == b"size":
+            if not _PAX_SIZE.fullmatch(value):
+                raise ShardError(f"{what}: damaged PAX header at byte {at}")
+            found["size"] = value.decode()
+        elif key.startswith(b"GNU.sparse"):
+            raise ShardError(f"{what}: the member at byte {at} is sparse; write the shard anew")
+        begin = stop
     return found

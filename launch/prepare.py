@@ -11,6 +11,8 @@ Each command lives in launch/prepare_<command>.py and explains itself with --hel
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import sys
 from pathlib import Path
 
@@ -31,9 +33,16 @@ def main(argv: list[str] | None = None) -> int:
     for command in COMMANDS:
         command.declare(names)
     arguments = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of folders need not be text
     try:
         return arguments.run(arguments)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        fix = "; free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        where = f"{error.filename or getattr(arguments, 'out', None) or 'writing'}: "
+        print(f"prepare.py: {where}{error.strerror or error}{fix}, then give the same command again", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"prepare.py: {error}", file=sys.stderr)
         return 2
 

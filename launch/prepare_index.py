@@ -61,18 +61,20 @@ def _shards(arguments: argparse.Namespace) -> int:
         show(done, total)
 
     show = Progress("indexing", "shards")
+    remarks: list[str] = []
     wanted = Wanted(arguments.trust_idx, arguments.energon, arguments.rescan, arguments.workers)
-    index = build(arguments.source, arguments.out, progress=progress, wanted=wanted)
+    index = build(arguments.source, arguments.out, progress=progress, wanted=wanted, tell=remarks.append)
     print(f"{index.records} records in {len(index.shards)} shards, index in {index.folder}")
     print(f"scanned {len(index.shards) - known} shards, {known} were known")
     print(f"manifest {index.manifest_digest}")
+    print(*(f"{remark}\n" for remark in remarks), sep="", end="")
     if unread := sum(not shard.sha256 for shard in index.shards):
         print(f"{unread} shards were indexed on trust: the manifest does not pin their contents", file=sys.stderr)
     return 0
 
 
 def _images(arguments: argparse.Namespace) -> int:
-    from data.folder_files import ignored_files
+    from data.folder_files import ignored_files, most_common
     from data.folders import build_folder
 
     index = build_folder(
@@ -86,7 +88,6 @@ def _images(arguments: argparse.Namespace) -> int:
     classes = f"{len(index.classes)} classes" if index.labelled else "no classes"
     print(f"{index.records} images, {classes}, index in {index.folder}")
     if ignored := ignored_files(Path(arguments.source)):
-        shown = ", ".join(f"{count} {what}" for what, count in ignored.most_common(5))
-        print(f"no records: {sum(ignored.values())} other files ({shown})")
+        print(f"not used: {most_common(ignored)}")
     print(f"manifest {index.manifest_digest}")
     return 0

@@ -234,7 +234,7 @@ def test_the_command_recognises_what_it_is_given(fill: Callable[..., Path], smal
     prepare = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index"]
     done = subprocess.run([*prepare, str(root)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "12 images, 3 classes" in done.stdout and "1 other files (1 .txt)" in done.stdout
+    assert "12 images, 3 classes" in done.stdout and "not used: 1 file (1 .txt)" in done.stdout
     index = open_index(root)
     assert isinstance(index, FolderIndex) and index.manifest_digest in done.stdout
     assert json.loads((index.folder / "manifest.json").read_bytes())["folder"] == "../set"
