@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from data.augment import KINDS, Kind, drop_key, mask_noise
-from data.decode import SUFFIXES, BadRecord
+from data.decode import SUFFIXES, BadRecord, parsing
 from data.decode_pool import DecodePool
 from data.fields import numbers_of
 from data.index import RecordIndex
@@ -252,8 +252,10 @@ class BatchReader:
         if suffix is None:
             raise BadRecord(f"no image: the record holds {sorted(members)}")
         # The cheap parts first: a record without a caption needs no decoding.
-        spec, tokens = self.spec, self._tokens(members)
-        labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight)
+        spec = self.spec
+        with parsing("the caption or a number cannot be read"):
+            tokens = self._tokens(members)
+            labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight)
         return _Parts(self._picture(members[suffix], step, record), tokens, labels, weight)
 
     def _tokens(self, members: dict[str, bytes]) -> list[int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import html
+import re
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,9 @@ _BYTES = 512  # each byte twice: inside a word and at its end
 _END_OF_WORD = "</w>"
 _FILE = "bpe_simple_vocab_16e6.txt.gz"
 _SHA256 = "924691ac288e54409236115652ad4aa250f48203de50a9e4722a6ecd48d6804a"
+# Of a character's number no digit beyond these matters: it is too large already, and becomes U+FFFD. Python refuses to
+# read thousands of digits.
+_LONG_NUMBER = re.compile(r"(&#)0*([0-9]{1,8})[0-9]*")
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
 
 
@@ -59,7 +63,9 @@ def open_clip_vocabulary(size: int = DEFAULT_SIZE) -> Vocabulary:
 
 def clean(text: str) -> str:
     """open_clip's default cleaning."""
-    text = html.unescape(html.unescape(ftfy.fix_text(text)))
+    text = ftfy.fix_text(text)
+    for _ in range(2):
+        text = html.unescape(_LONG_NUMBER.sub(r"\1\2", text))
     return " ".join(text.split()).lower()
 
 

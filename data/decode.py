@@ -16,7 +16,8 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,24 @@ class BadRecord(ValueError):
     """The content of one record is unusable, deterministically. The message is private: it describes data."""
 
 
+@contextmanager
+def parsing(what: str) -> Iterator[None]:
+    """Any error in the block makes a bad record: parsers do no I/O, so it speaks about the content.
+
+    They raise nearly everything on hostile bytes (OSError, SyntaxError, struct.error, IndexError ...), and one
+    record must not end a run. Only memory may be there next time.
+    """
+    try:
+        yield
+    except (BadRecord, MemoryError):
+        raise
+    except BaseException as error:
+        # A library in Rust may panic, as tokenizers does where a regular expression gives up: that is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise BadRecord(f"{what} ({type(error).__name__}: {error})") from error
+
+
 @dataclass(frozen=True)
 class Decoded:
     """Pixels, uint8 [rows, columns, 3], and the upright size of the image in full.
@@ -78,6 +97,11 @@ def decode_scaled(data: bytes, at_least: Callable[[int, int], int | None]) -> De
     """
     if not data:
         raise BadRecord("the image is empty")
+    with parsing("the image cannot be decoded"):
+        return _decoded(data, at_least)
+
+
+def _decoded(data: bytes, at_least: Callable[[int, int], int | None]) -> Decoded:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
@@ -94,16 +118,10 @@ def decode_scaled(data: bytes, at_least: Callable[[int, int], int | None]) -> De
         margin = beyond[0] * (turn in _LEFT_WAS_LAST), beyond[1] * (turn in _TOP_WAS_LAST)
         pixels = np.array(rgb.transpose(_TURNS[turn]) if turn in _TURNS else rgb)
         return Decoded(pixels, *_upright(full, turn), shrunk, margin)
-    except (BadRecord, MemoryError):
-        raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise BadRecord(f"the image has more than {MAX_PIXELS} pixels") from None
     except UnidentifiedImageError:
         raise BadRecord(f"the bytes are no image in any of {', '.join(FORMATS)}") from None
-    # Decoders raise nearly everything on hostile bytes (OSError, SyntaxError, struct.error, IndexError ...);
-    # no I/O happens here, so each of them speaks about the content.
-    except Exception as error:
-        raise BadRecord(f"the image cannot be decoded ({type(error).__name__}: {error})") from error
 
 
 def _orientation(image: Image.Image) -> int:

@@ -62,7 +62,7 @@ def _answer(message: bytes, make: Make, pixels: np.ndarray) -> bytes:
         return MADE
     except BadRecord as error:
         # Decoders report a lack of memory in words of their own; what earlier images left here decides about no record.
-        return NO_MEMORY if _cramped() else BAD + str(error)[:500].encode()
+        return NO_MEMORY if _cramped() else BAD + str(error)[:500].encode(errors="backslashreplace")
     except MemoryError:
         return NO_MEMORY
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,12 @@ from data.decode import BadRecord
 
 _ANY_NUMBER = 1 << 62  # fits into a tensor
 MOST_WEIGHT = 1e6
+# Python's own limits on long numbers and deep nesting depend on its settings and on the stack of the thread. What is
+# bad must not, so these are lower.
+_MOST_DIGITS = 19
+_MOST_NESTED = 100
+_INTEGER = re.compile(rf"-?[0-9]{{1,{_MOST_DIGITS}}}")
+_NESTING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)  # strings whole, an open one to the end
 
 
 def numbers_of(
@@ -29,17 +36,39 @@ def numbers_of(
 
 
 def _fields(members: Mapping[str, bytes], wanted: Sequence[str]) -> Any:
+    if _nested(members.get("json", b"")) > _MOST_NESTED:
+        raise BadRecord(f"the .json is nested more than {_MOST_NESTED} deep")
     try:
-        return json.loads(members["json"])
+        return json.loads(members["json"], parse_int=_bounded)
     except (KeyError, ValueError, RecursionError) as error:
         raise BadRecord(f"no .json that can be read for {', '.join(wanted)} ({type(error).__name__})") from error
 
 
+def _nested(raw: bytes) -> int:
+    """How deep the brackets outside of strings go."""
+    depth = deepest = 0
+    for found in _NESTING.finditer(raw):
+        depth += (found[0] in b"[{") - (found[0] in b"]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _bounded(digits: str) -> int | float:
+    """A number of thousands of digits costs no more than another; as a float it is out of every bound here."""
+    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+
+
 def _integer(fields: Any, name: str) -> int:
+    """A whole number, also written as 3.0 or "3"; 3.7 and "1_0" are none, though int() takes them."""
     try:
-        return int(fields[name])
-    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        value = fields[name]
+    except (KeyError, TypeError) as error:
         raise BadRecord(f"no label {name} in the record ({type(error).__name__})") from error
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
+        return int(value)
+    raise BadRecord(f"the record's {name} is no whole number")
 
 
 def _weight(fields: Any, name: str) -> float:
@@ -56,6 +85,6 @@ def _weight(fields: Any, name: str) -> float:
 def _class_number(members: Mapping[str, bytes]) -> int:
     """Digits alone: int() would take 1_0, and digits of any script."""
     text = members.get("cls", b"").strip()
-    if not text.isdigit():
+    if not text.isdigit() or len(text) > _MOST_DIGITS:
         raise BadRecord("the record has no .cls with a class number")
     return int(text)

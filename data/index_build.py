@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -27,6 +27,7 @@ from data.index_files import index_file, make_folder
 from data.index_format import OFFSETS, SHARDS, Place, Shard, same_content, write_manifest
 from data.index_known import STAMPS, Known, Noted, WorkArea
 from data.index_scan import check_stats, scan
+from data.patience import until_hopeless
 from data.tar import ShardError
 
 Report = Callable[[int, int], None]
@@ -66,7 +67,7 @@ def write_index(root: Place, names: Sequence[str], target: Path, wanted: Wanted,
         missing = [name for name in names if name not in found]
         progress(len(found), len(names))
         refused: list[ShardError] = []
-        for result in _scan_all(work, missing, wanted):
+        for result in until_hopeless(_scan_all(work, missing, wanted)):
             if isinstance(result, ShardError):
                 refused.append(result)
                 continue
@@ -102,7 +103,7 @@ def _lock(folder: int, target: Path) -> None:
         raise ShardError(f"{target}: cannot be locked ({error.strerror}); name another folder with --out") from error
 
 
-def _scan_all(work: WorkArea, names: Sequence[str], wanted: Wanted) -> Iterator[Noted | ShardError]:
+def _scan_all(work: WorkArea, names: Sequence[str], wanted: Wanted) -> Generator[Noted | ShardError]:
     places = [work.place(name) for name in names]
     total = sum(place.stat().st_size for place in places if isinstance(place, Path) and place.is_file())
     large = total >= _WORTH_PROCESSES or not all(isinstance(place, Path) for place in places)

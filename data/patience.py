@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeVar
 
+from data.tar import ShardError, UnreadableError
+
 T = TypeVar("T")
+_HOPELESS = 4
 
 
 @dataclass(frozen=True)
@@ -36,3 +40,20 @@ def patiently(act: Callable[[], T], patience: Patience, cancelled: threading.Eve
             if cancelled.wait(pause):
                 raise
     return act()
+
+
+def until_hopeless(results: Generator[T]) -> Iterator[T]:
+    """The results, until several in a row are UnreadableErrors, each at the end of its own patience: then ShardError.
+
+    With a wrong URL in front, thousands of shards would take half a minute each.
+    """
+    in_a_row: list[UnreadableError] = []
+    with closing(results):
+        for result in results:
+            in_a_row = [*in_a_row, result] if isinstance(result, UnreadableError) else []
+            if len(in_a_row) == _HOPELESS:
+                raise ShardError(
+                    f"{min(in_a_row, key=str)}; {_HOPELESS - 1} more shards could not be read either, so no others "
+                    "were tried"
+                )
+            yield result

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.augment import AREAS, KINDS, Kind, View, choose_view
-from data.decode import decode_scaled
+from data.decode import decode_scaled, parsing
 
 
 @dataclass(frozen=True)
@@ -37,4 +37,5 @@ class PictureMaker:
             return choose_view(self.augment, width, height, self.key, step, record)
 
         found = decode_scaled(data, lambda width, height: view(width, height).shorter_side(width, height, self.size))
-        return view(found.width, found.height).render(found.pixels, self.size, found.shrunk, found.margin)
+        with parsing("the image cannot be cut to its view"):
+            return view(found.width, found.height).render(found.pixels, self.size, found.shrunk, found.margin)

@@ -4,19 +4,26 @@ Credentials and endpoints come from the stores' usual environment variables (AWS
 AWS_SKIP_SIGNATURE for public buckets ...). Every answer tells the size, and mostly the ETag, of the whole
 object; an object that is not the indexed one stops the run, because its records are other people's.
 Nothing is tried again here: `data.shards` owns patience, so that each failure is treated alike.
+
+Which ranges are asked for tells which records were drawn, so requests go to the named host alone: redirects to other
+hosts or to plain http are refused. And errors reach the console: of an answer only its status is told.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from http.client import responses
 from os import PathLike
 from typing import Any
 from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import obstore
 from obstore.exceptions import BaseError
@@ -30,6 +37,20 @@ SCHEMES = ("http", "https", "s3", "gs", "az", "azure", "abfs", "abfss")
 _STREAM_CHUNK = 8 << 20
 _STREAM_AHEAD = 4
 _NO_RETRY: Any = {"max_retries": 0, "retry_timeout": timedelta(0)}
+_NOWHERE = "127.0.0.1:0"  # nothing can listen on port 0
+# What obstore's debug text says, and what of it is told. It also quotes bodies, headers and byte ranges.
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)")
+_REASONS = (
+    (rf"{_NOWHERE}|kind: Redirect|BadScheme",
+     "a redirect to another host, to plain http or in a circle, which is refused; name the URL that it leads to"),
+    (r"kind: InvalidData|tls handshake", "TLS: no handshake with the server; does it speak https on this port?"),
+    (r"kind: Timeout|TimedOut", "no answer in time"),
+    (r"dns error", "the name of the host is not known"),
+    (r"ConnectionRefused", "connection refused"),
+    (r"ConnectionReset", "connection reset"),
+    (r"RangeNotSupported|UnexpectedRange|ContentRange", "the server does not send the range of bytes asked for"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,7 +80,7 @@ class Stores:
             meta = answer.meta
             return bytes(answer.bytes()), Identity(meta["size"], meta["e_tag"])
         except (BaseError, OSError, ValueError) as error:
-            raise OSError(f"{_reason(error)} from the server, after at most {self._timeout:g} s") from error
+            raise OSError(_reason(error)) from None
 
     def identify(self, url: str) -> Identity:
         store, path = self._store(url)
@@ -67,7 +88,7 @@ class Stores:
             meta = obstore.head(store, path)
             return Identity(meta["size"], meta["e_tag"])
         except (BaseError, OSError, ValueError) as error:
-            raise OSError(f"{_reason(error)} from the server, after at most {self._timeout:g} s") from error
+            raise OSError(_reason(error)) from None
 
     def _store(self, url: str) -> tuple[Any, str]:
         parts = urlsplit(url)
@@ -81,20 +102,55 @@ class Stores:
                 options: Any = {
                     "timeout": timedelta(seconds=self._timeout),
                     "connect_timeout": timedelta(seconds=min(5.0, self._timeout)),
-                    "allow_http": True,  # a cluster's own store often has no TLS; https:// stays https
+                    "allow_http": _plain_http(parts.scheme),
                 }
+                if parts.scheme in ("http", "https"):
+                    options |= _no_other_host(parts.scheme, parts.hostname or "")
                 try:
                     self._stores[root] = from_url(root, client_options=options, retry_config=_NO_RETRY)
                 except (BaseError, ValueError) as error:
-                    raise ShardError(f"{root}: cannot be used as a store ({_reason(error)}); check the URL") from error
+                    reason = str(error).partition("\n")[0][:200]  # of our own settings: no server was asked yet
+                    raise ShardError(f"{root}: cannot be used as a store ({reason}); check the URL") from error
         path = parts.path.lstrip("/")
         return self._stores[root], unquote(path) if parts.scheme.startswith("http") else path
 
 
+def _plain_http(scheme: str) -> bool:
+    """Whether it was asked for, by the URL or by a store's variables: a cluster's own store often has no TLS.
+
+    Elsewhere a redirect must not lead to it.
+    """
+    if scheme in ("http", "https"):
+        return scheme == "http"
+    ours = {name: text.lower() for name, text in os.environ.items() if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))}
+    return any(
+        ("ENDPOINT" in name and text.startswith("http://")) or (name.endswith("_ALLOW_HTTP") and text in ("true", "1"))
+        for name, text in ours.items()
+    )
+
+
+def _no_other_host(scheme: str, host: str) -> dict[str, str]:
+    """obstore follows redirects and has no option for it. So all hosts but this one lie behind a proxy that is not
+    there. Where the way out is a real proxy, it stays in use, and only redirects to plain http are refused."""
+    proxies = getproxies()
+    if (proxies.get(scheme) or proxies.get("all")) and not proxy_bypass(host):
+        return {}
+    return {"proxy_url": f"http://{_NOWHERE}", "proxy_excludes": host}
+
+
 def _reason(error: Exception) -> str:
-    """The first line alone: the rest is debug text with addresses, and this reaches the console."""
-    text = str(error).partition("\n")[0]
-    return text.rpartition(" - ")[2].strip(" :")[:120] or type(error).__name__
+    """One that may reach the console."""
+    text = str(error)
+    if status := _STATUS.search(text):
+        return f"{status[1]} {responses.get(int(status[1]), '')}".rstrip() + " from the server"
+    # What stands before is the request, and its URL may read like anything.
+    text = text.rpartition("inner: ")[2]
+    if certificate := _CERTIFICATE.search(text):
+        return (
+            f"TLS: the server's certificate is refused ({certificate[1]}); renew it, or name a file with the authority "
+            "that signed it in SSL_CERT_FILE"
+        )
+    return next((reason for pattern, reason in _REASONS if re.search(pattern, text)), "no usable answer")
 
 
 class RemoteRanges:
@@ -110,8 +166,8 @@ class RemoteRanges:
         known = self._expected.get(url)
         if known is not None and not known.same(found):
             raise ChangedShardError(
-                f"{url}: changed since it was indexed ({found.size} bytes, ETag {found.etag}; indexed with "
-                f"{known.size} bytes, ETag {known.etag}); restore it or run launch/prepare.py index"
+                f"{url}: changed since it was indexed ({found.size} bytes, indexed with {known.size}"
+                f"{', another ETag' if found.size == known.size else ''}); restore it or run launch/prepare.py index"
             )
         return raw
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import re
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,17 +30,24 @@ def always_ok(_path: str, _attempt: int) -> Fault:
 class RangeServer:
     """Serves the files under `folder`. `fault(path, attempt)` is asked before each answer to a GET."""
 
-    def __init__(self, folder: Path, *, latency: float = 0.0, fault: Callable[[str, int], Fault] = always_ok) -> None:
-        self.folder, self.latency, self.fault = folder, latency, fault
+    def __init__(
+        self, folder: Path, *, latency: float = 0.0, fault: Callable[[str, int], Fault] = always_ok,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:  # fmt: skip
+        self.folder, self.latency, self.fault, self.tls = folder, latency, fault, tls
         self.etags = True
+        self.redirects: dict[str, str] = {}  # what these paths lead to
+        self.body = b""  # of answers that are errors
+        self.heads: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
         self.bytes_sent = 0
         self.in_flight = self.most_in_flight = 0
         self.url = ""
 
     async def start(self) -> asyncio.Server:
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.tls)
+        self.port = server.sockets[0].getsockname()[1]
+        self.url = f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
         return server
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -64,9 +72,17 @@ class RangeServer:
         if method == b"GET":
             self.requests[path] += 1
             what = self.fault(path, self.requests[path])
+        else:
+            self.heads[path] += 1
+        if path in self.redirects:
+            found = f"HTTP/1.1 302 Found\r\nLocation: {self.redirects[path]}\r\nContent-Length: 0\r\n\r\n"
+            writer.write(found.encode())
+            await writer.drain()
+            return True
         if what in ("500", "503", "404") or not file.is_file():
             code = what if what in ("500", "503") else "404"
-            writer.write(f"HTTP/1.1 {code} Failed\r\nContent-Length: 0\r\n\r\n".encode())
+            body = self.body if method == b"GET" else b""
+            writer.write(f"HTTP/1.1 {code} Failed\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
             await writer.drain()
             return True
         if what == "reset":

@@ -1,0 +1,270 @@
+"""Whom remote reads trust: the named host alone, over TLS where the URL says so; and what they tell of their errors."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import ssl
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from range_server import RangeServer, serving
+
+from data.batches import BatchReader, DataSpec
+from data.index import ShardIndex, build
+from data.patience import Patience, until_hopeless
+from data.remote import Stores, open_shard
+from data.shards import Reading
+from data.tar import ShardError, UnreadableError
+
+NAME = "000000.tar"
+NOW = datetime.now(UTC)
+Signer = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
+
+
+def _certificate(signer: Signer | None, *names: x509.GeneralName, days: int = 2, called: str = "authority") -> Signer:
+    """Valid until so many days from now; an authority where nobody signs for it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, called if signer is None else "server")])
+    made = x509.CertificateBuilder().subject_name(name).public_key(key.public_key()).serial_number(7)
+    made = made.issuer_name(name if signer is None else signer[1].subject)
+    made = made.not_valid_before(NOW - timedelta(10)).not_valid_after(NOW + timedelta(days))
+    made = made.add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
+    if names:
+        made = made.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    return key, made.sign(key if signer is None else signer[0], hashes.SHA256())
+
+
+@pytest.fixture
+def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Signer:
+    """Trusted, as one trusts an authority of one's own."""
+    made = _certificate(None)
+    path = tmp_path / "authority.pem"
+    path.write_bytes(made[1].public_bytes(serialization.Encoding.PEM))
+    monkeypatch.setenv("SSL_CERT_FILE", str(path))
+    return made
+
+
+def _tls(certificate: Signer, folder: Path) -> ssl.SSLContext:
+    key, signed = certificate
+    plain = serialization.NoEncryption()
+    path = folder / "server.pem"
+    path.write_bytes(
+        signed.public_bytes(serialization.Encoding.PEM)
+        + key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(path)
+    return context
+
+
+@pytest.fixture
+def secure(authority: Signer, small_set: ShardIndex, tmp_path: Path) -> Iterator[RangeServer]:
+    """The 25 records over TLS, under the address 127.0.0.1 and the name localhost."""
+    names = (x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost"))
+    with serving(RangeServer(tmp_path, tls=_tls(_certificate(authority, *names), tmp_path))) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+def _refusal(url: str) -> str:
+    """What either kind of request says."""
+    said: set[str] = set()
+    for asked in (lambda: Stores(5.0).identify(url), lambda: Stores(5.0).fetch(url, 0, 512)):
+        with pytest.raises(OSError) as caught:
+            asked()
+        assert caught.value.__cause__ is None, "its text quotes the answer"
+        said.add(str(caught.value))
+    assert len(said) == 1
+    return said.pop()
+
+
+def test_a_trusted_certificate_is_all_that_tls_needs(secure: RangeServer, tmp_path: Path) -> None:
+    raw = (tmp_path / NAME).read_bytes()
+    assert Stores().fetch(f"{secure.url}/{NAME}", 512, 1024)[0] == raw[512:1024]
+    assert Stores().fetch(f"https://localhost:{secure.port}/{NAME}", 0, 512)[0] == raw[:512]
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_redirects_to_another_host_are_refused_before_it_hears_of_them(
+    scheme: str, server: RangeServer, secure: RangeServer
+) -> None:
+    ours, theirs = (server, secure) if scheme == "https" else (secure, server)
+    for first, other in ((ours, theirs), (ours, ours)):
+        first.redirects["moved.tar"] = f"{other.url.replace('127.0.0.1', 'localhost')}/{NAME}"
+        asked = other.requests[NAME], other.heads[NAME]
+        assert "redirect to another host" in _refusal(f"{first.url}/moved.tar")
+        assert (other.requests[NAME], other.heads[NAME]) == asked
+
+
+def test_redirects_from_tls_to_plain_http_are_refused(server: RangeServer, secure: RangeServer) -> None:
+    secure.redirects["moved.tar"] = f"{server.url}/{NAME}"
+    asked = server.requests[NAME], server.heads[NAME]
+    assert "plain http" in _refusal(f"{secure.url}/moved.tar")
+    assert (server.requests[NAME], server.heads[NAME]) == asked
+
+
+def test_redirects_in_a_circle_are_refused(server: RangeServer) -> None:
+    server.redirects["moved.tar"] = "/moved.tar"
+    assert "circle" in _refusal(f"{server.url}/moved.tar")
+
+
+def test_redirects_within_the_host_are_followed(server: RangeServer, secure: RangeServer, tmp_path: Path) -> None:
+    raw = (tmp_path / NAME).read_bytes()[:512]
+    server.redirects["moved.tar"] = f"/{NAME}"
+    assert Stores().fetch(f"{server.url}/moved.tar", 0, 512)[0] == raw
+    server.redirects["moved.tar"] = f"{secure.url}/{NAME}"
+    assert Stores().fetch(f"{server.url}/moved.tar", 0, 512)[0] == raw, "to TLS, too"
+
+
+def test_a_proxy_of_the_site_is_used(server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loopback server plays it: a proxy is asked for whole URLs, of hosts that need not be known here."""
+    (tmp_path / "http:" / "far.invalid").mkdir(parents=True)
+    (tmp_path / "http:" / "far.invalid" / NAME).write_bytes(b"x" * 600)
+    monkeypatch.setenv("http_proxy", server.url)
+    assert Stores().fetch(f"http://far.invalid/{NAME}", 0, 512)[0] == b"x" * 512
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    server.redirects["moved.tar"] = f"http://localhost:{server.port}/{NAME}"
+    assert "redirect to another host" in _refusal(f"{server.url}/moved.tar")
+
+
+@pytest.mark.parametrize(
+    ("name", "days", "signed", "word"),
+    [
+        ("127.0.0.1", 2, False, "UnknownIssuer"),
+        ("127.0.0.2", 2, True, "NotValidForName"),
+        ("127.0.0.1", -3, True, "Expired"),
+    ],
+)
+def test_a_certificate_that_is_refused_is_said_to_be_the_reason(
+    name: str, days: int, signed: bool, word: str, authority: Signer, small_set: ShardIndex, tmp_path: Path
+) -> None:
+    signer = authority if signed else _certificate(None, called="nobody")
+    certificate = _certificate(signer, x509.IPAddress(ipaddress.ip_address(name)), days=days)
+    with serving(RangeServer(tmp_path, tls=_tls(certificate, tmp_path))) as running:
+        said = _refusal(f"{running.url}/{NAME}")
+        assert re.match(rf"TLS: the server's certificate is refused \({word}\w*\);.*SSL_CERT_FILE", said)
+        with (
+            pytest.raises(UnreadableError, match=r"000000\.tar: cannot be read \(TLS.*check the URL"),
+            open_shard(f"{running.url}/{NAME}", patience=Patience(1)),
+        ):
+            pass
+
+
+@contextmanager
+def _answering(answer: bytes) -> Iterator[int]:
+    """A port that gives this answer to the first request, whatever it is."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with listening.accept()[0] as connection:
+                connection.recv(10_000)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listening.getsockname()[1]
+        thread.join()
+
+
+def test_https_on_a_plain_port_is_said_to_be_a_matter_of_tls() -> None:
+    with (
+        _answering(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n") as port,
+        pytest.raises(OSError, match="TLS: no handshake"),
+    ):
+        Stores(5.0).identify(f"https://127.0.0.1:{port}/x")
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "404"])
+def test_of_an_error_the_status_is_told_and_not_the_body(
+    fault: str, remote: ShardIndex, server: RangeServer, no_pauses: None
+) -> None:
+    server.fault = lambda _path, _attempt: fault  # pyright: ignore[reportAttributeAccessIssue]
+    server.body = b"row 4711 of patients - TLS certificate 127.0.0.1:0 inner: kind: Redirect\nmore"
+    reader = BatchReader(remote, DataSpec(16), reading=Reading(timeout_seconds=5.0))
+    with pytest.raises(UnreadableError, match=rf"\({fault} [A-Z][A-Za-z ]+ from the server\)") as caught:
+        reader.read(np.array([10]), 0)
+    assert not re.search("4711|patients|TLS|redirect", str(caught.value))
+
+
+ANSWERS = {
+    b"HTTP/1.1 206 OK\r\nContent-Length: 3\r\nContent-Range: bytes 4711-4713/9000\r\n\r\nabc": "range of bytes",
+    b"HTTP/1.1 206 OK\r\nContent-Length: 3\r\nContent-Range: 4711\r\n\r\nabc": "range of bytes",
+    b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc": "range of bytes",
+    b"4711 is no answer\r\n\r\n": "no usable answer",
+    b"": "no usable answer",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_nothing_else_of_an_answer_is_told(answer: bytes) -> None:
+    """Least of all the range that was asked for, which says which record was drawn."""
+    with _answering(answer) as port, pytest.raises(OSError, match=ANSWERS[answer]) as caught:
+        Stores(5.0).fetch(f"http://127.0.0.1:{port}/x", 4700, 5700)
+    assert not re.search("47|57", str(caught.value))
+
+
+def test_a_host_that_is_not_there_is_told_from_one_that_refuses() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    assert _refusal(f"http://127.0.0.1:{port}/x") == "connection refused"
+    assert "name of the host" in _refusal("http://murmuration.invalid/x")
+
+
+def test_a_store_with_an_endpoint_over_tls_is_not_left_for_plain_http(
+    server: RangeServer, secure: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"ENDPOINT_URL": secure.url, "SKIP_SIGNATURE": "true", "REGION": "us-east-1"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket" / NAME).write_bytes(b"x" * 600)
+    assert Stores().fetch(f"s3://bucket/{NAME}", 0, 512)[0] == b"x" * 512
+    secure.redirects["bucket/moved.tar"] = f"{server.url}/bucket/{NAME}"
+    assert "plain http" in _refusal("s3://bucket/moved.tar")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    assert Stores().fetch(f"s3://bucket/{NAME}", 0, 512)[0] == b"x" * 512, "an endpoint without TLS is asked for so"
+
+
+def test_a_wrong_prefix_is_told_after_the_first_shards(server: RangeServer, tmp_path: Path, no_pauses: None) -> None:
+    with pytest.raises(ShardError, match=r"wrong/000000\.tar.*404.*check the URL.*3 more shards.*no others were tried"):
+        build(server.url + "/wrong/{000000..001999}.tar", tmp_path / "wrong-index", workers=1)
+    assert len(server.heads) == 4 and set(server.heads.values()) == {Patience().tries}
+
+
+def test_giving_up_ends_the_scans_on_their_way() -> None:
+    ended = False
+
+    def scans() -> Generator[int | ShardError]:
+        nonlocal ended
+        try:
+            for number in range(20):
+                yield number if number == 3 else UnreadableError(f"{number}")
+            yield from [ShardError("damaged"), UnreadableError("last")]
+        finally:
+            ended = True
+
+    with pytest.raises(ShardError, match=r"^4; 3 more"):
+        list(until_hopeless(scans()))
+    assert ended
+
+
+def test_a_few_missing_shards_are_all_told(server: RangeServer, tmp_path: Path, no_pauses: None) -> None:
+    with pytest.raises(ShardError, match=r"000003\.tar.*2 more shards were refused as well"):
+        build(server.url + "/{000003,000000,000004,000005,000001}.tar", tmp_path / "some-index", workers=1)
+    assert {"000000.tar", "000001.tar"} <= server.requests.keys()
