@@ -11,11 +11,10 @@ cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
 export PATH
 run_dir="${RUN_DIR:-runs/$(basename "$CONFIG" .json)}"
+. launch/resume_me.sh
 code=0
 deepspeed --hostfile "$HOSTFILE" --master_port "${MASTER_PORT:-29500}" \
     launch/train.py --config "$CONFIG" --set "run.dir=$run_dir" "$@" || code=$?
-# The codes of remote nodes do not always arrive; the run's own state tells whether the same command goes on.
-if [ "$code" -ne 0 ] && grep -q '"stopped, resume me"' "$run_dir/run_state.json" 2>/dev/null; then
-    exit 75
-fi
+# The codes of remote nodes do not always arrive; the run's own state tells whether the same command continues it.
+resume_me "$code" && exit 75
 exit "$code"

@@ -21,6 +21,7 @@ MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 lines() { wc -l < "$run_dir/ledger.jsonl" 2>/dev/null || echo 0; }
 
+. launch/resume_me.sh
 before=$(lines)
 code=0
 srun --kill-on-bad-exit=1 sh -c '
@@ -29,7 +30,7 @@ srun --kill-on-bad-exit=1 sh -c '
     exec "$@"' rank "$python" launch/train.py --config "$CONFIG" --set "run.dir=$run_dir" "$@" || code=$?
 
 # srun gives the largest code of all ranks; one that died counts more there than those that noticed and ended with 75.
-if [ "$code" -ne 0 ] && grep -q '"stopped, resume me"' "$run_dir/run_state.json" 2>/dev/null; then
+if resume_me "$code"; then
     if [ "$(lines)" -gt "$before" ]; then
         echo "stopped (code $code): queued again, to go on from the last checkpoint"
         scontrol requeue "$SLURM_JOB_ID"

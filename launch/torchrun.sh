@@ -12,12 +12,11 @@ gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 # Without GPUs two processes share the CPU.
 : "${PROCESSES:=$([ "${gpus:-0}" -gt 0 ] && echo "$gpus" || echo 2)}"
 
+. launch/resume_me.sh
 code=0
 .venv/bin/torchrun --nnodes "$NODES" --nproc_per_node "$PROCESSES" --max-restarts 0 \
     --rdzv_backend c10d --rdzv_endpoint "$FIRST" --rdzv_id "$(basename "$CONFIG")" \
     launch/train.py --config "$CONFIG" --set "run.dir=$run_dir" "$@" || code=$?
-# torchrun makes 1 of every code; the run's own state tells whether the same command goes on.
-if [ "$code" -ne 0 ] && grep -q '"stopped, resume me"' "$run_dir/run_state.json" 2>/dev/null; then
-    exit 75
-fi
+# torchrun makes 1 of every code; the run's own state tells whether the same command continues it.
+resume_me "$code" && exit 75
 exit "$code"

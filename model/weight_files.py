@@ -1,7 +1,7 @@
 """Weight files to a flat state dict, without running anything that a file may hold.
 
-A pickle is a program. `torch.load(weights_only=True)` runs none of it; of the classes that published checkpoints hold
-beside their weights, only argparse's Namespace is let in, which does nothing but keep values.
+A pickle is a program, and a TorchScript archive is another one, which `torch.load` starts before it asks any unpickler.
+`torch.load(weights_only=True)` runs neither. Every foreign file of `torch.save` is opened by `load_plain` below.
 """
 
 from __future__ import annotations
@@ -46,28 +46,55 @@ def export_note(path: Path | str) -> dict[str, Any]:
     note = (path if path.is_dir() else path.parent) / "export.json"
     try:
         found = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         raise WeightsError(f"{note} is not valid JSON; export the model again.") from None
     return found if isinstance(found, dict) and {"objective", "shapes"} <= found.keys() else {}
 
 
-def _load(path: Path) -> Any:
+class _Inert:
+    """Stands where a pickle names any other class or function: it takes what it is given and does nothing."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        del arguments, options
+
+    def __setstate__(self, state: Any) -> None:
+        del state
+
+
+def load_plain(path: Path, inert: bool = False) -> Any:
+    """What `torch.save` wrote, as tensors and plain containers; raises WeightsError and runs nothing.
+
+    Published checkpoints often hold argparse's Namespace, which only keeps values. Any other class is refused; with
+    `inert`, an object that does nothing takes its place.
+    """
     try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        known: list[Any] = [argparse.Namespace]
+        if inert:
+            known = [(_Inert, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
+        with torch.serialization.safe_globals(known):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except SafetensorError as error:
-        raise WeightsError(f"{path} is no whole safetensors file ({error}); fetch it again.") from None
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"code ({name.group(1)})" if name else "something that is no plain tensor"
-        raise WeightsError(
-            f"{path} holds {what}, which was not run; save its state dict alone, by torch.save or as safetensors."
-        ) from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise WeightsError(_not_run(path, what)) from None
+    except Exception as error:  # torch's reader of damaged files raises nearly everything
+        if "torchscript" in str(error).lower():
+            raise WeightsError(_not_run(path, "a TorchScript program")) from None
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise WeightsError(f"{path} cannot be read as weights ({reason}); fetch it again.") from None
+
+
+def _not_run(path: Path, what: str) -> str:
+    return f"{path} holds {what}, which was not run; save its state dict alone, by torch.save or as safetensors."
+
+
+def _load(path: Path) -> Any:
+    if path.suffix != ".safetensors":
+        return load_plain(path)
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} is no whole safetensors file ({error}); fetch it again.") from None
 
 
 def flat(content: object, where: str = "the checkpoint") -> dict[str, Tensor]:

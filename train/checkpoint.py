@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.durable import sync
-from train.checkpoint_keep import Entry, Keep, pointer_text, read_pointer
+from train.checkpoint_keep import Entry, Keep, PointerError, pointer_text, read_pointer
 from train.checkpoint_read import FIXED, FORMAT, WEIGHTS, CheckpointError, Loaded, Position, hash_of
 from train.engine import ShardedEngine
 from train.ranks import Ranks, on_all, spoken_for
 
-__all__ = ["FORMAT", "CheckpointError", "Checkpoints", "Keep", "Loaded", "Position", "StorageError"]
+__all__ = ["FORMAT", "CheckpointError", "Checkpoints", "Entry", "Keep", "Loaded", "Position", "StorageError"]
 
 DAMAGED = "damaged-"
 
@@ -160,21 +160,63 @@ class Checkpoints:
             if old.name not in kept:
                 shutil.rmtree(old)
 
-    def recover(self, marked: str | None) -> None:
+    def recover(
+        self, named: Sequence[Entry], measured: Callable[[Entry], dict[str, float]] = lambda entry: {}
+    ) -> str | None:
         """On the main rank, before anything is read: swings a pointer whose checkpoint the ledger names already.
 
+        `named` is what the ledger names, the newest first. A pointer that is lost, damaged or older than that is
+        rebuilt from it, with what was `measured` on public records; the reason is returned.
         What else a kill left goes before its steps are made again: on other ranks they round otherwise, and the two
         results would have the same noise.
         """
         if self.next_pointer.exists():
             try:
-                ready = read_pointer(self.next_pointer)[0].manifest_sha256 == marked
+                ready = bool(named) and read_pointer(self.next_pointer)[0].manifest_sha256 == named[0].manifest_sha256
             except CheckpointError:  # torn by a kill, so the ledger cannot have named it
                 ready = False
             self._swing() if ready else self.next_pointer.unlink()
         self._drop_torn()
-        if marked is None or self.pointer.exists():  # a pointer that was lost may be restored, with what it named
-            self._retire()
+        reason = self._useless(named)
+        if reason is not None:
+            with _explained(self.pointer):
+                self._rebuild(named, measured)
+        self._retire()
+        return reason
+
+    def _useless(self, named: Sequence[Entry]) -> str | None:
+        """Why the pointer cannot be followed."""
+        try:
+            entries = read_pointer(self.pointer)
+        except PointerError:
+            return f"{self.pointer} is damaged"
+        if not named:
+            return None
+        if not entries:
+            return f"{self.pointer} is lost"
+        older = entries[0].manifest_sha256 in {entry.manifest_sha256 for entry in named[1:]}
+        if older and entries[0].manifest_sha256 != named[0].manifest_sha256 and self._as_written(named[0]):
+            return f"{self.pointer} names an older checkpoint than the ledger"
+        return None
+
+    def _as_written(self, entry: Entry) -> bool:
+        try:
+            content = (self.folder / entry.folder / "manifest.json").read_bytes()
+        except OSError:
+            return False
+        return hashlib.sha256(content).hexdigest() == entry.manifest_sha256
+
+    def _rebuild(self, named: Sequence[Entry], measured: Callable[[Entry], dict[str, float]]) -> None:
+        """The newest stays the newest, whole or not: whether an older one may take its place is not decided here."""
+        if not named:
+            self.pointer.unlink()
+            return
+        found: dict[str, Entry] = {}
+        for entry in named:
+            if entry.folder not in found and (entry is named[0] or self._as_written(entry)):
+                found[entry.folder] = replace(entry, public=measured(entry))
+        _durably(self.next_pointer, pointer_text(list(found.values())))
+        self._swing()
 
     def _drop_torn(self) -> None:
         for orphan in self.folder.glob(".*.tmp"):  # folders, and a pointer that was never swung

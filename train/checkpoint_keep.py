@@ -6,12 +6,17 @@ Names say nothing about order: after a rollback, an abandoned checkpoint may hav
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from train.checkpoint_read import CheckpointError, Position
+
+
+class PointerError(CheckpointError):
+    """The pointer is damaged: its bytes can be read, and are not what was written."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +67,18 @@ def read_pointer(path: Path) -> list[Entry]:
     if not path.exists():
         return []
     try:
-        named = json.loads(path.read_text())
+        named = json.loads(path.read_bytes())
         return [_entry(each) for each in [named, *named.get("before", [])]]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); mend the disk or the permissions") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); restore it or start a new run directory") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise PointerError(
+            f"{path} is damaged ({reason}); restore it, or start the training command again, which rebuilds it from "
+            "the ledger"
+        ) from None
 
 
 def pointer_text(entries: Sequence[Entry]) -> bytes:
@@ -80,6 +89,8 @@ def pointer_text(entries: Sequence[Entry]) -> bytes:
 
 
 def _entry(named: dict[str, Any]) -> Entry:
-    phase, step = named["folder"].removeprefix("phase").split("-step")
-    public = {str(name): float(value) for name, value in named.get("public", {}).items()}
-    return Entry(int(phase), int(step), str(named["manifest_sha256"]), public)
+    folder, digest, public = named["folder"], named["manifest_sha256"], named.get("public", {})
+    place = re.fullmatch(r"phase(\d{2,4})-step(\d{8,15})", folder, re.ASCII)
+    if place is None or not isinstance(digest, str):
+        raise ValueError(f"it names no checkpoint but {str(folder)[:80]!r}")
+    return Entry(int(place[1]), int(place[2]), digest, {str(name): float(value) for name, value in public.items()})

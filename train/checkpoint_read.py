@@ -50,16 +50,14 @@ class Loaded:
             raise CheckpointError(f"{folder}: {error.strerror}; the checkpoint is incomplete") from None
         if hashlib.sha256(text).hexdigest() != digest:
             raise CheckpointError(f"{folder / 'manifest.json'} is not the one that was written; it is damaged")
-        manifest = json.loads(text)
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{folder} has format {manifest['format']!r}, not {FORMAT!r}")
+        manifest = _checked(text, folder)
         pieces: dict[tuple[str, str], list[tuple[int, int, Path]]] = {}
         for number, (name, expected) in enumerate(sorted(manifest["pieces"].items())):
             path = folder / name
             try:
                 if number % share[1] == share[0] and hash_of(path) != expected:
                     raise CheckpointError(f"{path} is damaged: its hash is not the one in the manifest")
-                _list(path, pieces)
+                _list(path, pieces, manifest["shapes"])
             except (OSError, SafetensorError, ValueError) as error:
                 raise CheckpointError(f"{path} is missing or damaged ({error})") from None
         return Loaded(Position(manifest["phase"], manifest["step"]), manifest, digest, pieces)
@@ -69,18 +67,19 @@ class Loaded:
 
     def read(self, kind: str, parameter: str, start: int, length: int) -> Tensor:
         """Elements [start, start + length), put together from the pieces that hold them."""
+        parts = [
+            (max(start, piece_start), min(start + length, piece_start + size), piece_start, path)
+            for piece_start, size, path in self.pieces.get((kind, parameter), [])
+        ]
+        parts = [part for part in parts if part[0] < part[1]]
+        covered = sum(high - low for low, high, _, _ in parts)
+        if covered != length:
+            raise CheckpointError(f"the checkpoint holds {covered} of {length} elements of {parameter} ({kind})")
         out = torch.empty(length)
-        covered = 0
-        for piece_start, size, path in self.pieces.get((kind, parameter), []):
-            low, high = max(start, piece_start), min(start + length, piece_start + size)
-            if low >= high:
-                continue
+        for low, high, piece_start, path in parts:
             with safe_open(str(path), framework="pt") as file:
                 stored = file.get_slice(f"{kind}|{parameter}|{piece_start}")
                 out[low - start : high - start] = stored[low - piece_start : high - piece_start]
-            covered += high - low
-        if covered != length:
-            raise CheckpointError(f"the checkpoint holds {covered} of {length} elements of {parameter} ({kind})")
         return out
 
     def state_dict(self, like: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -116,10 +115,50 @@ def hash_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _list(path: Path, pieces: dict[tuple[str, str], list[tuple[int, int, Path]]]) -> None:
+def ledger_of(manifest: object) -> tuple[int, str] | None:
+    """Length and head of the ledger with which a checkpoint was written; None where no manifest says so."""
+    stored = manifest.get("ledger") if isinstance(manifest, dict) else None
+    if not isinstance(stored, dict) or not _counts([stored.get("length")]) or not isinstance(stored.get("head"), str):
+        return None
+    return stored["length"], stored["head"]
+
+
+def _checked(text: bytes, folder: Path) -> dict[str, Any]:
+    """A manifest with values of the types that everything after this relies on."""
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{folder / 'manifest.json'} is no JSON that can be read; it is damaged") from None
+    found = manifest if isinstance(manifest, dict) else {}
+    if found.get("format") != FORMAT:
+        raise CheckpointError(f"{folder} has format {str(found.get('format'))[:80]!r}, not {FORMAT!r}")
+    shapes, pieces = found.get("shapes"), found.get("pieces")
+    wrong = {
+        "phase, step or optimizer_step": not _counts([found.get(k) for k in ("phase", "step", "optimizer_step")]),
+        "shapes": not isinstance(shapes, dict)
+        or not all(isinstance(shape, list) and _counts(shape) for shape in shapes.values()),
+        "pieces": not isinstance(pieces, dict)
+        or not all(isinstance(digest, str) and name == Path(name).name for name, digest in pieces.items()),
+        "ledger": ledger_of(found) is None,
+        "objective": not isinstance(found.get("objective", ""), str),
+    }
+    if damaged := [name for name, bad in wrong.items() if bad]:
+        raise CheckpointError(f"{folder / 'manifest.json'} has no usable {damaged[0]}; it is damaged")
+    return found
+
+
+def _counts(values: list[Any]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 for value in values)
+
+
+def _list(path: Path, pieces: dict[tuple[str, str], list[tuple[int, int, Path]]], shapes: dict[str, list[int]]) -> None:
     with safe_open(str(path), framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 (a safe_open is not iterable)
             kind, parameter, start = key.split("|")
+            if parameter not in shapes:
+                raise ValueError(f"the manifest does not know {parameter[:80]!r}")
             length = file.get_slice(key).get_shape()
+            if len(length) > 1:
+                raise ValueError(f"{key[:80]!r} is not flat")
             size = length[0] if length else 1
             pieces.setdefault((kind, parameter), []).append((int(start), size, path))

@@ -2,12 +2,22 @@
 
 It is compiled at the first start, under a lock that torch never gives up for dead, and it talks through named shared
 memory that it never removes. Both outlive a run that was killed; neither may harm the next one.
+
+torch compiles all environments of a home into one folder, and ninja compiles anew where a command has changed. The
+commands name the folders of the environment, so two checkouts would undo each other's work at every start. Each
+environment, compiler and processor therefore has a folder of its own here.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import os
+import platform
+import sys
+import sysconfig
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -21,15 +31,17 @@ SHARED = Path("/dev/shm")
 
 def make_ready() -> None:
     """Before DeepSpeed joins ranks."""
+    cache = own_cache()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(cache)
     if torch.cuda.is_available():
         return
     require_shared_memory(SHARED)
     if (
         os.environ["LOCAL_RANK"] == "0"
     ):  # one alone: a second one might take the living lock of the first for a dead one
-        drop_dead_locks(_cache(), _alone())
-    if os.environ["RANK"] == "0" and not any(_cache().rglob("deepspeed_shm_comm*.so")):
-        print("DeepSpeed compiles one small operation now (about 50 s, once per machine) …", flush=True)
+        drop_dead_locks(cache, _alone())
+    if os.environ["RANK"] == "0" and not any(cache.rglob("deepspeed_shm_comm*.so")):
+        print("DeepSpeed compiles one small operation now (about 50 s, once per environment) …", flush=True)
 
 
 def require_shared_memory(folder: Path) -> None:
@@ -67,8 +79,28 @@ def free_shared_names() -> None:
     (SHARED / f"{name}_{os.environ['RANK']}").unlink(missing_ok=True)
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions")))
+def own_cache() -> Path:
+    """The user's TORCH_EXTENSIONS_DIR, or a folder for all that shapes the compiled code and ninja's commands."""
+    if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(given)
+    from torch.utils.cpp_extension import get_default_build_root
+
+    deepspeed = importlib.util.find_spec("deepspeed")
+    shaping = [
+        torch.__file__, torch.__version__, str(deepspeed.origin if deepspeed else None), version("deepspeed"),
+        sys.version, sysconfig.get_path("include"), os.environ.get("CXX", "c++"), _processor(),
+    ]  # fmt: skip
+    return Path(get_default_build_root()) / hashlib.sha256("\n".join(shaping).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What DeepSpeed's `-march=native` goes by: a home may be shared by machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    kinds = {line for line in lines if line.lower().startswith(("flags", "features", "model name"))}
+    return platform.machine() + "".join(sorted(kinds))
 
 
 def _alone() -> bool:

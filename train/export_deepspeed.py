@@ -2,15 +2,13 @@
 
 Weights are written, as ZeRO-1 of one rank: `zero_to_fp32` reads it, and `load_checkpoint(load_module_only=True)` at any
 world size. Moments stay behind: with them DeepSpeed would take over settings that belong to another optimizer. Read:
-ZeRO 1 to 3 of any number of ranks. Such files are pickles, which may run any code; here nothing of a pickle but tensors
-and plain containers comes to life.
+ZeRO 1 to 3 of any number of ranks. Such files are pickles, which may run any code; only their tensors and plain
+containers are unpickled.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
-import types
 from collections import OrderedDict
 from importlib.metadata import version
 from pathlib import Path
@@ -19,14 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.account import WeightsError
+from model.weight_files import load_plain
 from train.checkpoint_read import WEIGHTS, Loaded
 
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-ALLOWED = {
-    ("collections", "OrderedDict"), ("torch", "Size"), ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch._utils", "_rebuild_parameter"), *(("torch", str(kind).split(".")[1]) for kind in
-    (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)),
-}  # fmt: skip
 
 
 class LayoutError(ValueError):
@@ -61,17 +56,32 @@ def write_deepspeed(loaded: Loaded, out: Path) -> None:
 def read_deepspeed(folder: Path) -> dict[str, Tensor]:
     """fp32 weights and buffers by name; `folder` holds DeepSpeed's `latest`, or is the folder of one step."""
     pointer = folder / "latest"
-    place = folder / pointer.read_text().strip() if pointer.exists() else folder
-    models = sorted(place.glob("*_model_states.pt"), key=_rank)
-    optimizers = sorted(place.glob("*_optim_states.pt"), key=_rank)
+    place = folder / _tag(pointer) if pointer.is_file() else folder
+    models, optimizers = (
+        sorted((path for path in place.glob(names) if path.is_file()), key=_rank)
+        for names in ("*_model_states.pt", "*_optim_states.pt")
+    )
     if not models or not optimizers:
         raise LayoutError(f"{place} holds no *_model_states.pt and *_optim_states.pt; name a checkpoint of DeepSpeed")
     try:
         states = [_load(path)["optimizer_state_dict"] for path in optimizers]
         heads = [_load(path) for path in models]
         return _merged(heads, states)
-    except (KeyError, TypeError, AttributeError, RuntimeError, IndexError, pickle.UnpicklingError) as error:
-        raise LayoutError(f"{place} is not laid out as DeepSpeed's ZeRO checkpoints are ({error!r})") from None
+    except LayoutError:
+        raise
+    except WeightsError as error:
+        raise LayoutError(str(error)) from None
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise LayoutError(f"{place} is not laid out as DeepSpeed's ZeRO checkpoints are ({reason})") from None
+
+
+def _tag(pointer: Path) -> str:
+    """The folder that the pointer names, which lies beside it."""
+    tag = pointer.read_text(errors="replace").strip()
+    if not tag or tag != Path(tag).name or "\0" in tag:
+        raise LayoutError(f"{pointer} does not name a folder beside it; correct it, or name the folder of one step")
+    return tag
 
 
 def _merged(heads: list[dict[str, Any]], states: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -97,7 +107,15 @@ def _merged(heads: list[dict[str, Any]], states: list[dict[str, Any]]) -> dict[s
         found[name] = found[same]
     if not parted:  # ZeRO-1 notes frozen parameters nowhere else
         found = {name: tensor.float() for name, tensor in head["module"].items() if name not in found} | found
-    return {name: tensor.float().clone() for name, tensor in found.items()}
+    return {name: _plain(name, tensor) for name, tensor in found.items()}
+
+
+def _plain(name: str, tensor: Any) -> Tensor:
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        raise TypeError(f"{str(name)[:80]!r} names a {type(tensor).__name__}, not a tensor")
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        raise TypeError(f"{name!r} is no dense tensor with values")
+    return tensor.detach().float().clone()
 
 
 def _cut(flat: Tensor, shapes: dict[str, torch.Size], padding: list[int] | None) -> dict[str, Tensor]:
@@ -122,37 +140,12 @@ def _zipped(ranks: list[Tensor], shapes: dict[str, torch.Size]) -> dict[str, Ten
 
 
 def _rank(path: Path) -> int:
-    digits = [int(part) for part in path.name.split("_") if part.isdigit()]
+    digits = [int(part) for part in path.name.split("_") if part.isdecimal()]
     return digits[0] if digits else 0
 
 
-class _Inert:
-    """Stands where a pickle names any other class or function: it holds what it is given and does nothing."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        del arguments, options
-
-    def __setstate__(self, state: Any) -> None:
-        del state
-
-
-# Tensors that carry attributes: the tensor is taken and what hangs on it is left.
-PLAIN = {
-    ("torch._tensor", "_rebuild_from_type_v2"): lambda rebuild, kind, arguments, state: rebuild(*arguments),
-    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, requires_grad, hooks, state: data,
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if (module_name, global_name) in PLAIN:
-            return PLAIN[module_name, global_name]
-        return super().find_class(module_name, global_name) if (module_name, global_name) in ALLOWED else _Inert
-
-
 def _load(path: Path) -> dict[str, Any]:
-    pickles = types.SimpleNamespace(Unpickler=_Unpickler, load=None, __name__="tensors only")
-    loaded = torch.load(path, map_location="cpu", weights_only=False, pickle_module=pickles)
+    loaded = load_plain(path, inert=True)
     if not isinstance(loaded, dict):
-        raise LayoutError(f"{path} does not hold what DeepSpeed writes")
+        raise LayoutError(f"{path} does not hold what DeepSpeed writes; name a checkpoint of DeepSpeed")
     return loaded

@@ -9,7 +9,7 @@ from typing import Any
 from accounting.certificate import markdown
 from accounting.escaping import printable
 from train.config import Config, Phase
-from train.run_dir import RunDir, whole_lines
+from train.run_dir import RunDir, measurements
 
 BLUE, ORANGE, GREY = "#2563a8", "#d9772b", "#8a8f98"
 
@@ -45,13 +45,9 @@ def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], s
 def read_curves(run_dir: RunDir) -> dict[str, dict[str, dict[int, float]]]:
     """phase -> quantity -> step -> value; a step logged twice (resume) counts once."""
     curves: dict[str, dict[str, dict[int, float]]] = {}
-    for entry in whole_lines(run_dir.public_log):
-        phase, step = entry.get("phase"), entry.get("step")
-        if not (isinstance(phase, str) and isinstance(step, int)):
-            continue  # a line that a kill tore in two
-        for name, value in entry.items():
-            if name not in ("phase", "step") and isinstance(value, int | float):
-                curves.setdefault(phase, {}).setdefault(name, {})[step] = value
+    for phase, step, values in measurements(run_dir.public_log):
+        for name, value in values.items():
+            curves.setdefault(phase, {}).setdefault(name, {})[step] = value
     return curves
 
 

@@ -14,13 +14,14 @@ from accounting.journal import BudgetSpent, Journal
 from accounting.keys import RunKey, destroy
 from accounting.ledger import Ledger, LedgerError
 from train.board import Board
-from train.checkpoint import CheckpointError, Checkpoints, Keep, Loaded
+from train.checkpoint import CheckpointError, Checkpoints, Keep
 from train.config import Config
 from train.finish import finish
 from train.phase import train_phase
 from train.phase_ledger import declare
 from train.ranks import Ranks, lost_rank, spoken_for, watch
 from train.recipe import ReadyPhase
+from train.resume import latest_checkpoint, recover
 from train.run_context import RunContext
 from train.run_dir import RunDir
 from train.stop import Stopped, StopRequest
@@ -103,7 +104,7 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
                 run.ranks.on_main(lambda phase=phase: declare(run, phase))
         run.ranks.on_main(lambda: _declare_choices(run))
         for phase in phases:
-            loaded = _latest(run)
+            loaded = latest_checkpoint(run)
             done = (-1, 0) if loaded is None else (loaded.position.phase, loaded.position.step)
             if done < (phase.number, phase.settings.steps):
                 train_phase(run, phase, loaded)
@@ -119,6 +120,7 @@ def _trained_before(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | 
     """Of a finished run; its certificate and report are written again, as it was trained."""
     run.board.say(f"{run.name} is finished; writing its certificate and report again")
     run.ranks.on_main(lambda: _require_same_run(run, phases))
+    run.ranks.on_main(lambda: recover(run))
     run.ranks.on_main(lambda: _declare_choices(run))
     return run.ranks.on_main(lambda: _ended_early(run, phases))
 
@@ -126,7 +128,8 @@ def _trained_before(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | 
 def _conclude(run: RunContext, phases: list[ReadyPhase]) -> None:
     """Certificate and report; then nothing is left to do for the key."""
     latest = run.checkpoints.latest()
-    assert latest is not None, "a trained phase ends with a checkpoint"
+    if latest is None:
+        raise spoken_for(CheckpointError(f"{run.checkpoints.folder} holds no checkpoint; restore it"))
     if latest.position.phase >= len(phases):
         raise LedgerError("the config has fewer phases than the run; give the config that it was trained with")
     if not run.ranks.main:
@@ -199,50 +202,6 @@ def _resume_allowed(run_dir: RunDir, mode: str) -> None:
         raise LedgerError(f"--resume must: there is no run in {run_dir.root}; drop the flag to start one")
     if mode == "never" and exists:
         raise LedgerError(f"--resume never: {run_dir.root} holds a run already; give another run.dir")
-
-
-def _latest(run: RunContext) -> Loaded | None:
-    """The last durable checkpoint, if it belongs to this ledger and the ledger was not cut behind it."""
-    checkpoints, ranks = run.checkpoints, run.ranks
-
-    def recover() -> None:
-        last = run.writer.history.last_checkpoint()
-        checkpoints.recover(last.digest if last is not None else None)
-
-    ranks.on_main(recover)
-    try:
-        loaded = checkpoints.latest()
-    except CheckpointError as damage:
-        if run.new_segment is None:
-            raise spoken_for(
-                CheckpointError(
-                    f"{damage}; restore it, or declare --new-segment 'why' to go on from the newest checkpoint that is "
-                    "whole (all opened steps stay charged)"
-                )
-            ) from None
-        loaded = checkpoints.fall_back()
-        run.board.say(f"{damage}; going on from {loaded.position.folder}, and all opened steps stay charged")
-
-    def check() -> None:
-        journal = run.writer
-        if loaded is None:
-            if journal.history.checkpoints:
-                raise CheckpointError(
-                    f"{checkpoints.folder} lost its checkpoints, which the ledger names; restore them or start anew"
-                )
-            return
-        stored = loaded.manifest["ledger"]
-        journal.admit_checkpoint(loaded.position.phase, loaded.position.step, loaded.digest, stored["length"])
-        entries = journal.ledger.entries
-        if len(entries) < stored["length"] or entries[stored["length"] - 1].hash != stored["head"]:
-            raise LedgerError(
-                f"the checkpoint {loaded.position.folder} was written with another or a longer ledger; "
-                "restore the ledger that belongs to it"
-            )
-
-    ranks.on_main(check)
-    ranks.require_same("the last checkpoint (is the run directory shared?)", loaded.digest if loaded else None)
-    return loaded
 
 
 def _versions() -> dict[str, str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accounting.keys import KeyFileError, RunKey, load, store
 from data.durable import sync
@@ -100,6 +101,8 @@ class RunDir:
         sync(self.key.parent)
 
     def write_state(self, **state: object) -> None:
+        """No two states are the same text, so that launch scripts can tell this one from that of an earlier start."""
+        state["id"] = secrets.token_hex(8)
         temporary = self.root / ".run_state.tmp"
         temporary.write_text(json.dumps(state, indent=2) + "\n")
         temporary.replace(self.root / "run_state.json")
@@ -132,3 +135,24 @@ def whole_lines(log: Path) -> list[dict[str, Any]]:
             if isinstance(entry, dict):
                 found.append(entry)
     return found
+
+
+class Measured(NamedTuple):
+    phase: str
+    step: int
+    values: dict[str, float]
+
+
+def measurements(log: Path) -> list[Measured]:
+    """The lines of a public log in their order; what is no number, or has no place, was not written by a run."""
+    found = []
+    for entry in whole_lines(log):
+        phase, step = entry.pop("phase", None), entry.pop("step", None)
+        if isinstance(phase, str) and _number(step) and step >= 0:
+            values = {name: value for name, value in entry.items() if isinstance(value, float) or _number(value)}
+            found.append(Measured(phase, step, values))
+    return found
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53

@@ -14,7 +14,7 @@ from pathlib import Path
 from train.config_phase import Plateau
 from train.ranks import Ranks
 from train.recipe import ReadyPhase
-from train.run_dir import RunDir, whole_lines
+from train.run_dir import RunDir, measurements
 
 METRIC = "public_loss"
 
@@ -75,11 +75,7 @@ def asked_for(file: Path, name: str) -> bool:
         return False
 
 
-def measured_before(log: Path, name: str, done: int) -> dict[int, float]:
+def measured_before(log: Path, name: str, done: int, metric: str = METRIC) -> dict[int, float]:
     """Measurements of the phase up to a step, in the public log; of a step measured twice, the last one."""
-    found: dict[int, float] = {}
-    for entry in whole_lines(log):
-        step, loss = entry.get("step"), entry.get(METRIC)
-        if entry.get("phase") == name and isinstance(step, int) and isinstance(loss, int | float) and step <= done:
-            found[step] = loss
-    return found
+    ours = (entry for entry in measurements(log) if entry.phase == name and metric in entry.values)
+    return {entry.step: entry.values[metric] for entry in ours if entry.step <= done}

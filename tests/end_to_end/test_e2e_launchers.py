@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.end_to_end.conftest import BIN, ROOT, Launch, environment, free_port, opened_steps, wait_for
 from tests.end_to_end.runs import TOY_STEPS, ended, state_of, toy
+from train.run_dir import RunDir
 
 Make = Callable[..., tuple[Launch, Path]]
 
@@ -80,20 +83,65 @@ def test_slurm_queues_the_job_again_when_its_time_is_over_and_not_when_it_is_don
     assert (tmp_path / "scontrol").read_text() == "requeue 4711\n", "a job that is done was queued again"
 
 
-@pytest.mark.slow
-def test_slurm_does_not_queue_again_what_gets_nowhere_or_is_refused(tmp_path: Path, launch: Make) -> None:
-    job, run_dir = launch("slurm", toy)
-    place("srun", "#!/bin/sh\nexit 137\n", tmp_path)  # every task dies at its start
-    place("scontrol", SCONTROL, tmp_path)
+ENDING = """#!/bin/sh
+# Stands for a launcher: the run that it starts writes its state or none, and ends.
+[ ! -f {folder}/state ] || cp {folder}/state {folder}/run/run_state.json
+[ ! -f {folder}/acts ] || echo step >> {folder}/run/ledger.jsonl
+exit $(cat {folder}/code)
+"""
+STOPPED, FAILED = {"status": "stopped, resume me", "step": 4}, {"status": "failed", "error": "LedgerError"}
+
+
+def end(script: str, folder: Path, code: int, state: dict[str, Any] | None, acts: bool = True) -> tuple[int, str]:
+    """Of a script whose earlier start was stopped; this start's run writes `state` and acts, and its launcher ends."""
+    shutil.copytree(ROOT / "launch", folder / "launch", dirs_exist_ok=True)
+    for launcher in ("torchrun", "deepspeed", "srun"):
+        place(launcher, ENDING, folder)
+    place("scontrol", SCONTROL, folder)
+    (folder / ".venv").mkdir()
+    (folder / ".venv" / "bin").symlink_to(folder / "bin")
+    (folder / "hostfile").write_text("localhost slots=2\n")
+    run_dir = RunDir(folder / "run")
+    run_dir.root.mkdir()
+    if state is not None:
+        run_dir.write_state(**state)
+        (run_dir.root / "run_state.json").rename(folder / "state")
+    if acts:
+        (folder / "acts").touch()
+    (folder / "code").write_text(str(code))
+    run_dir.write_state(**STOPPED)
+    run_dir.ledger.write_text("run\n")
     variables = {
-        "PATH": f"{tmp_path / 'bin'}:{environment()['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NODELIST": "node-1", "CONFIG": str(job.config), "RUN_DIR": str(run_dir),
+        "PATH": f"{folder / 'bin'}:{environment()['PATH']}", "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "node-1", "CONFIG": "any.json", "RUN_DIR": str(run_dir.root),
     }  # fmt: skip
-    code, output = ended(started("slurm.sh", tmp_path, **variables))
-    assert code == 137, output
-    run_dir.mkdir()
-    (run_dir / "run_state.json").write_text('{"status": "stopped, resume me"}')
-    code, output = ended(started("slurm.sh", tmp_path, **variables))
+    command = ["sh", str(folder / "launch" / script)]
+    done = subprocess.run(command, cwd=folder, env=environment() | variables, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("script", ["torchrun.sh", "deepspeed.sh", "slurm.sh"])
+@pytest.mark.parametrize(
+    ("code", "state", "expected"),
+    [
+        (1, None, 1),  # refused before the run could write a state, and torchrun makes 1 of every code
+        (2, None, 2), (5, None, 5), (137, None, 137), (1, FAILED, 1),
+        (1, STOPPED, 75), (137, STOPPED, 75), (75, STOPPED, 75),
+        (5, STOPPED, 5),  # one rank was refused and the others were stopped
+        (0, STOPPED, 0),
+    ],
+)  # fmt: skip
+def test_a_script_says_resume_me_only_if_this_very_start_was_stopped(
+    tmp_path: Path, script: str, code: int, state: dict[str, Any] | None, expected: int
+) -> None:
+    found, output = end(script, tmp_path, code, state)
+    assert found == expected, output
+    if script == "slurm.sh":
+        assert (tmp_path / "scontrol").exists() == (expected == 75), output
+
+
+def test_slurm_does_not_queue_again_what_gets_nowhere(tmp_path: Path) -> None:
+    code, output = end("slurm.sh", tmp_path, 137, STOPPED, acts=False)
     assert code == 137 and "it is not queued again" in output, output
     assert not (tmp_path / "scontrol").exists()
 
@@ -155,4 +203,5 @@ def test_every_script_is_a_valid_one_with_two_places_to_edit() -> None:
         script = ROOT / "launch" / name
         assert subprocess.run(["sh", "-n", str(script)]).returncode == 0
         assert script.read_text().count("# EDIT ") == 2
+    assert subprocess.run(["sh", "-n", str(ROOT / "launch" / "resume_me.sh")]).returncode == 0
     assert (BIN / "torchrun").exists()

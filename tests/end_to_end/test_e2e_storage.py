@@ -82,6 +82,23 @@ def test_a_damaged_piece_is_refused_until_a_new_segment_is_declared(warm: WarmLa
 
 
 @pytest.mark.slow
+def test_a_lost_pointer_costs_nothing_in_the_middle_and_after_the_end(
+    warm: WarmLauncher, whole: Path, launch: Make
+) -> None:
+    job, run_dir = launch("pointer", toy)
+    halfway(warm, job)
+    pointer = run_dir / "checkpoints" / "latest"
+    pointer.unlink()
+    ended = warm.run(job.config, job.cwd)
+    assert ended.codes == [0, 0] and "latest is lost; rebuilt from the checkpoints" in ended.output, ended.output
+    nothing_lost_and_nothing_twice(run_dir, whole)
+    pointer.write_text("{")
+    ended = warm.run(job.config, job.cwd)
+    assert ended.codes == [0, 0] and "latest is damaged; rebuilt from the checkpoints" in ended.output, ended.output
+    nothing_lost_and_nothing_twice(run_dir, whole)
+
+
+@pytest.mark.slow
 def test_another_key_and_other_records_are_refused(warm: WarmLauncher, launch: Make, small_data: Path) -> None:
     job, run_dir = launch("foreign", toy)
     halfway(warm, job)

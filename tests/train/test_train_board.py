@@ -13,6 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from train.board import RATE_STEPS, Board, Pace
+from train.report import read_curves
 from train.run_dir import RunDir, open_private, whole_lines
 from train.stop_rules import measured_before
 
@@ -137,6 +138,26 @@ def test_a_line_torn_by_a_kill_does_not_swallow_the_next_one(tmp_path: Path) -> 
                 file.write('{"phase": "warm", "st' * (step == 2))
     assert measured_before(run_dir.public_log, "warm", 3) == {1: 1.0, 2: 0.5, 3: 1.0 / 3}
     assert [entry["step"] for entry in whole_lines(run_dir.private_log)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"phase": "warm", "st', "\0\0\0\0", "{}", "[" * 50_000, '{"phase": "warm", "step": ' + "9" * 5000 + "}",
+        '{"step": 2, "public_loss": 9.0}', '{"phase": ["warm"], "step": 2, "public_loss": 9.0}',
+        '{"phase": "warm", "public_loss": 9.0}', '{"phase": "warm", "step": "2", "public_loss": 9.0}',
+        '{"phase": "warm", "step": 2.5, "public_loss": 9.0}', '{"phase": "warm", "step": 2, "public_loss": "9"}',
+        '{"phase": "warm", "step": 2, "public_loss": {"a": 9.0}}',
+    ],
+    ids=lambda line: line[:40],
+)  # fmt: skip
+def test_a_line_that_no_run_wrote_changes_nothing_at_resume_and_in_the_report(tmp_path: Path, line: str) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.prepare()
+    good = [json.dumps({"phase": "warm", "step": step, "public_loss": 1.0 / step}) for step in (1, 2)]
+    run_dir.public_log.write_text("\n".join([good[0], good[1], line, ""]))
+    assert measured_before(run_dir.public_log, "warm", 9) == {1: 1.0, 2: 0.5}
+    assert read_curves(run_dir) == {"warm": {"public_loss": {1: 1.0, 2: 0.5}}}
 
 
 def test_only_the_main_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,10 @@
-"""What leaves a checkpoint in other forms is the same weights, and a foreign pickle runs nothing."""
+"""What leaves a checkpoint in other forms is the same weights, and a foreign file runs nothing."""
 
 from __future__ import annotations
 
+import ast
 import os
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,17 @@ from checkpoint_world import HEADER
 from safetensors.torch import load_file
 from train_helpers import LocalEngine, on_ranks, private_engine, toy_batch
 
+from launch.export import main
+from model.account import WeightsError
+from model.weight_files import read_weights
 from train.checkpoint import Checkpoints, Keep, Loaded, Position
 from train.export import FORMS, averaged
 from train.export_deepspeed import MODEL, OPTIMIZER, LayoutError, read_deepspeed, write_deepspeed
 from train.gradient import NoisyUpdate
 from train.optim import make_optimizer
 from train.optim_settings import Optimizer, OptimizerParams
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Averaging(LocalEngine):
@@ -76,25 +83,107 @@ class Hostile:
         return os.mkdir, (os.environ["HOSTILE"],)
 
 
-def test_a_foreign_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Settings:
+    """Of a class that this project does not know."""
+
+    def __init__(self) -> None:
+        self.stage = 3
+
+
+class Writes(torch.nn.Module):
+    """A TorchScript program that writes a file as soon as it is loaded."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path, self.kept = path, torch.zeros(0)
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[str, bool]:
+        return self.path, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        self.path, self.training = state
+        self.kept = torch.from_file(self.path, shared=True, size=4, dtype=torch.uint8).fill_(65)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def exported(tmp_path: Path) -> tuple[Loaded, Path]:
+    """A folder in DeepSpeed's layout, and its file of model states."""
     loaded = written(tmp_path / "run", 1)
     write_deepspeed(loaded, tmp_path / "out")
+    return loaded, tmp_path / "out" / "global_step2" / MODEL
+
+
+def test_foreign_classes_in_a_pickle_do_nothing_and_functions_of_the_system_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, path = exported(tmp_path)
     monkeypatch.setenv("HOSTILE", str(tmp_path / "was here"))
-    path = tmp_path / "out" / "global_step2" / MODEL
     model = torch.load(path, weights_only=False)
-    torch.save(model | {"ds_config": Hostile()}, path)
+    torch.save(model | {"ds_config": Settings()}, path)
     assert same(read_deepspeed(tmp_path / "out"), loaded.weights())
+    torch.save(model | {"ds_config": Hostile()}, path)
+    with pytest.raises(LayoutError, match=rf"{MODEL} holds code .*, which was not run"):
+        read_deepspeed(tmp_path / "out")
     assert not (tmp_path / "was here").exists()
     torch.load(path, weights_only=False)
     assert (tmp_path / "was here").exists(), "the pickle was hostile indeed"
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:Warning")
+def test_a_foreign_torchscript_program_is_refused_and_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, path = exported(tmp_path)
+    victim = tmp_path / "was here"
+    torch.jit.save(torch.jit.script(Writes(str(victim))), path)
+    monkeypatch.setattr("sys.argv", ["export.py", str(tmp_path / "out"), str(tmp_path / "new"), "--from-deepspeed"])
+    code, said = main(), capsys.readouterr().err
+    assert not victim.exists(), "the program ran"
+    assert code == 2 and "TorchScript program, which was not run" in said, said
+    assert len(said.splitlines()) == 1 and not (tmp_path / "new").exists()
+    with pytest.raises(WeightsError, match="TorchScript program, which was not run"):
+        read_weights(path)
+    torch.load(path, weights_only=False)
+    assert victim.read_bytes() == b"AAAA", "the program was hostile indeed"
+
+
+def test_a_foreign_archive_of_the_oldest_form_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    """Such a tar may hold a FIFO, at which torch would wait for ever."""
+    _, path = exported(tmp_path)
+    path.unlink()
+    with tarfile.open(path, "w") as tar:
+        for name in ("storages", "tensors", "pickle"):
+            member = tarfile.TarInfo(name)
+            member.type = tarfile.FIFOTYPE
+            tar.addfile(member)
+    with pytest.raises(LayoutError, match=rf"{MODEL} cannot be read as weights .*fetch it again"):
+        read_deepspeed(tmp_path / "out")
+
+
+UNPICKLING = {"torch.load", "torch.jit.load", "pickle.load", "pickle.loads", "pickle.Unpickler", "yaml.load"}
+
+
+def test_only_one_module_unpickles_foreign_files() -> None:
+    """Of the product; everything else goes through its function, which loads weights only."""
+    callers = {
+        str(path.relative_to(ROOT))
+        for room in ("accounting", "data", "evaluation", "launch", "model", "train")
+        for path in (ROOT / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.keyword) and node.arg == "allow_pickle")
+        or (isinstance(node, ast.Attribute) and ast.unparse(node) in UNPICKLING)
+    }
+    assert callers == {"model/weight_files.py"}
+
+
 def test_a_folder_that_is_none_of_deepspeeds_is_refused_with_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="name a checkpoint of DeepSpeed"):
         read_deepspeed(tmp_path)
-    loaded = written(tmp_path / "run", 1)
-    write_deepspeed(loaded, tmp_path / "out")
-    path = tmp_path / "out" / "global_step2" / OPTIMIZER.format(0)
+    path = exported(tmp_path)[1].with_name(OPTIMIZER.format(0))
     state = torch.load(path, weights_only=False)
     state["optimizer_state_dict"]["partition_count"] = [3]
     torch.save(state, path)
@@ -103,3 +192,10 @@ def test_a_folder_that_is_none_of_deepspeeds_is_refused_with_a_sentence(tmp_path
     torch.save({"optimizer_state_dict": {}}, path)
     with pytest.raises(LayoutError, match="is not laid out as"):
         read_deepspeed(tmp_path / "out")
+    torch.save(state | {"optimizer_state_dict": {"partition_count": []}}, path)
+    with pytest.raises(LayoutError, match="is not laid out as"):
+        read_deepspeed(tmp_path / "out")
+    for text in ("../secret", "", "a\0b", "/etc"):
+        (tmp_path / "out" / "latest").write_text(text)
+        with pytest.raises(LayoutError, match="does not name a folder beside it"):
+            read_deepspeed(tmp_path / "out")

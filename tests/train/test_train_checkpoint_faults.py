@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -16,7 +17,7 @@ import torch
 from checkpoint_world import HEADER, damage, save, stored, trained
 from train_helpers import LocalEngine, alone, on_ranks
 
-from train.checkpoint import CheckpointError, Checkpoints, Keep, Position, StorageError
+from train.checkpoint import FORMAT, CheckpointError, Checkpoints, Entry, Keep, Loaded, Position, StorageError
 
 NOBODY = 65534
 
@@ -180,7 +181,7 @@ def test_the_ledger_names_a_checkpoint_before_the_pointer_does_and_a_kill_betwee
         with pytest.raises(Killed):
             checkpoints.settle(mark, {})
         # The ledger's line may or may not have reached the disk.
-        Checkpoints(tmp_path, alone(), Keep()).recover(named[-1] if step == 3 else "another")
+        Checkpoints(tmp_path, alone(), Keep()).recover([Entry(0, step, named[-1] if step == 3 else "another")])
         assert stored(Checkpoints(tmp_path, alone(), Keep()), engine)[0] == (1 if step == 2 else 3)
         assert not list(tmp_path.glob(".*"))
 
@@ -223,10 +224,53 @@ def test_a_pointer_of_before_lists_itself_alone_and_a_damaged_one_is_refused(tmp
     named = json.loads(pointer.read_text())
     pointer.write_text(json.dumps({"folder": named["folder"], "manifest_sha256": named["manifest_sha256"]}))
     assert stored(Checkpoints(tmp_path, alone(), Keep()), engine)[0] == 1
-    for text in ("", "{}", "[]", '{"folder": "../../x", "manifest_sha256": "0"}', '{"folder": 3}'):
+    place, huge = "phase00-step00000001", "1" + "0" * 400
+    for text in (
+        "", "{}", "[]", "3", '{"folder": "../../x", "manifest_sha256": "0"}', '{"folder": 3}', "[" * 50_000, "9" * 5000,
+        f'{{"folder": "{place}", "manifest_sha256": 7}}', f'{{"folder": "{place}-x", "manifest_sha256": "0"}}',
+        f'{{"folder": "{place}", "manifest_sha256": "0", "public": [1]}}',
+        f'{{"folder": "{place}", "manifest_sha256": "0", "public": {{"x": {huge}}}}}',
+        f'{{"folder": "{place}", "manifest_sha256": "0", "before": 3}}', f'{{"folder": "phase00-step{huge}"}}',
+    ):  # fmt: skip
         pointer.write_text(text)
         with pytest.raises(CheckpointError, match=r"latest is damaged .*restore it"):
             Checkpoints(tmp_path, alone(), Keep()).latest()
+
+
+MANIFEST = {
+    "format": FORMAT, "phase": 0, "step": 1, "optimizer_step": 1, "shapes": {"w": [2]}, "pieces": {},
+    "ledger": {"length": 3, "head": "f"},
+}  # fmt: skip
+WRONG: list[dict[str, Any]] = [
+    {"format": 3}, {"format": None}, {"phase": "0"}, {"step": -1}, {"step": True}, {"optimizer_step": 1.5},
+    {"step": 10**4000}, {"shapes": []}, {"shapes": {"w": 2}}, {"shapes": {"w": ["2"]}}, {"shapes": {"w": [1 << 60]}},
+    {"pieces": ["a"]}, {"pieces": {"../a": "0"}}, {"pieces": {"/etc/passwd": "0"}}, {"pieces": {"a": 3}},
+    {"ledger": None}, {"ledger": {"length": "3", "head": "f"}}, {"ledger": {"length": 3}}, {"objective": []},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"", b"[]", b"null", b"\xff", b"[" * 50_000, b'{"format": ' + b"9" * 5000 + b"}",
+        *(json.dumps(MANIFEST | wrong).encode() for wrong in WRONG),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_manifest_of_wrong_types_is_damaged_and_no_traceback(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "manifest.json").write_bytes(text)
+    with pytest.raises(CheckpointError) as refused:
+        Loaded.open(tmp_path, hashlib.sha256(text).hexdigest())
+    assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
+    assert "it is damaged" in str(refused.value) or "has format" in str(refused.value)
+
+
+def test_a_manifest_that_promises_more_than_its_pieces_hold_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
+    text = json.dumps(MANIFEST | {"shapes": {"w": [1 << 30, 1 << 20]}}).encode()
+    (tmp_path / "manifest.json").write_bytes(text)
+    loaded = Loaded.open(tmp_path, hashlib.sha256(text).hexdigest())
+    with pytest.raises(CheckpointError, match=f"holds 0 of {1 << 50} elements of w"):
+        loaded.weights()
 
 
 def test_a_next_pointer_that_a_kill_tore_is_dropped(tmp_path: Path) -> None:
@@ -235,5 +279,5 @@ def test_a_next_pointer_that_a_kill_tore_is_dropped(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, alone(), Keep())
     for torn in (b"", b'{"folder": "phase00-st'):
         checkpoints.next_pointer.write_bytes(torn)
-        checkpoints.recover("what the ledger names")
+        checkpoints.recover([Entry(0, 2, "what the ledger names")])
         assert not checkpoints.next_pointer.exists() and stored(checkpoints, engine)[0] == 2

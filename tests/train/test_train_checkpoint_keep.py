@@ -48,12 +48,13 @@ def test_what_a_kill_left_goes_before_its_steps_are_made_again(tmp_path: Path) -
     shutil.copytree(tmp_path / "phase00-step00000002", tmp_path / "phase00-step00000004")  # renamed, never named
     (tmp_path / ".phase00-step00000006.tmp").mkdir()
     (tmp_path / ".phase00-step00000006.tmp" / "piece-00000-of-00001.safetensors").write_bytes(b"weights")
-    checkpoints.recover(digest)
+    assert checkpoints.recover([Entry(0, 2, digest)]) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "phase00-step00000002"]
     (tmp_path / "latest").unlink()
-    checkpoints.recover(digest)
-    assert (tmp_path / "phase00-step00000002").is_dir(), "a pointer that was lost may be restored"
-    checkpoints.recover(None)
+    assert checkpoints.recover([Entry(0, 2, digest)]) == f"{tmp_path / 'latest'} is lost"
+    assert stored(checkpoints, engine)[0] == 2
+    (tmp_path / "latest").unlink()
+    assert checkpoints.recover([]) is None
     assert not list(tmp_path.iterdir()), "before the ledger names any checkpoint, none may be gone on from"
 
 

@@ -18,7 +18,7 @@ from checkpoint_world import HEADER, trained
 from train_helpers import LocalEngine, alone
 
 from accounting.ledger import Ledger
-from train.checkpoint import Checkpoints, Keep, Position
+from train.checkpoint import Checkpoints, Entry, Keep, Position
 
 
 class Disk:
@@ -104,7 +104,7 @@ def cut_after_every_sync(tmp_path: Path, checkpoints_of: type[Checkpoints] = Che
             ledger = Ledger.open(left / "ledger.jsonl") if (left / "ledger.jsonl").exists() else None
             marks = [entry for entry in ledger.entries if entry.kind == "checkpoint"] if ledger else []
             checkpoints = Checkpoints(left / "checkpoints", alone(), Keep())
-            checkpoints.recover(marks[-1].fields["digest"] if marks else None)
+            checkpoints.recover([Entry(0, mark.fields["step"], mark.fields["digest"]) for mark in reversed(marks)])
             loaded = checkpoints.latest()
             step = loaded.position.step if loaded is not None else 0
             named = marks[-1].fields["step"] if marks else 0

@@ -21,9 +21,11 @@ from train.cpu_operation import (
     drop_dead_locks,
     free_shared_names,
     make_ready,
+    own_cache,
     require_shared_memory,
 )  # fmt: skip
 
+ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
 import sys, time
 from torch.utils.file_baton import FileBaton
@@ -31,6 +33,58 @@ assert FileBaton(sys.argv[1]).try_acquire()
 print("held", flush=True)
 time.sleep(60)
 """
+
+
+COMPILER = """#!/bin/sh
+echo "$@" >> {log}
+exec c++ "$@"
+"""
+BUILD = """
+import sys
+from torch.utils.cpp_extension import load
+from train.cpu_operation import make_ready
+from train.process import quiet_libraries
+quiet_libraries()
+make_ready()
+load("small", [sys.argv[1]], is_python_module=False)
+"""
+
+
+def test_checkouts_that_share_a_home_do_not_undo_each_others_compilation(tmp_path: Path) -> None:
+    """The commands name the folders of torch and DeepSpeed, which lie in each checkout's own environment."""
+    source, log, compiler = tmp_path / "small.cpp", tmp_path / "compiled", tmp_path / "compiler"
+    source.write_text("int main_of_small() { return 1; }\n")
+    log.touch()
+    compiler.write_text(COMPILER.format(log=log))
+    compiler.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if name not in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")}
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
+    env |= {"HOME": str(tmp_path), "CXX": str(compiler), **ranks}
+    counts = []
+    for checkout in ("one", "two", "one"):
+        environment = tmp_path / checkout / ".venv"
+        if not environment.exists():
+            environment.parent.mkdir()
+            environment.symlink_to(sys.prefix)
+        command = [str(environment / "bin" / "python"), "-c", BUILD, str(source)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        counts.append(sum(" -c " in line for line in log.read_text().splitlines()))
+    assert counts == [1, 2, 2], "the first checkout's operation was compiled anew"
+
+
+@pytest.mark.parametrize("what", ["CXX", "processor"])
+def test_another_compiler_or_processor_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    before = own_cache()
+    assert before == own_cache()
+    if what == "CXX":
+        monkeypatch.setenv("CXX", "another-compiler")
+    else:
+        monkeypatch.setattr(cpu_operation, "_processor", lambda: "another processor")
+    assert own_cache() != before and own_cache().parent == before.parent
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/chosen/by/hand")
+    assert own_cache() == Path("/chosen/by/hand")
 
 
 def test_the_lock_of_a_killed_compiler_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
