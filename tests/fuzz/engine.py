@@ -48,9 +48,6 @@ class Target(ABC):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def warm(self) -> None:
-        """In each new worker, without limits: what a first case would import. Threads of torch outlive no fork."""
-
     @abstractmethod
     def seeds(self) -> list[bytes]:
         """Files as they should be."""
@@ -168,8 +165,8 @@ def _place(frames: list[tuple[str, str]]) -> str:
 
 
 def _serve(target: Target, orders: int, answers: int, case: int, traces: int) -> NoReturn:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        target.warm()
+    # Without limits, and here: what a first case imports is no part of a case, and torch's threads outlive no fork.
+    attempt(target, target.seeds()[0])
     faulthandler.enable(traces)
     faulthandler.register(signal.SIGXCPU, traces, all_threads=False, chain=True)
     limit = _address_space() + target.memory_bytes

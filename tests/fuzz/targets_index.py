@@ -74,9 +74,6 @@ class IndexWorld(Target):
     def path(self) -> Path:
         return self.source / self.file
 
-    def warm(self) -> None:
-        self.act(self.seeds()[0])
-
     def lay(self, data: bytes) -> None:
         """Everything as it was, but for the case. The shards are left alone, or their stamps would change."""
         for path in self.source.rglob("*"):

@@ -24,9 +24,6 @@ class Shards(Target):
         super().__init__(folder)
         self.source = folder / "shards"
 
-    def warm(self) -> None:
-        self.act(self.seeds()[0])
-
     def seeds(self) -> list[bytes]:
         forms = (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT)
         return [shard(range(2)), *(shard(range(2), form, LONG) for form in forms), shard(range(2), forms[0], "é/")]

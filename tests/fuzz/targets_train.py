@@ -37,7 +37,8 @@ from train.exits import BAD_INPUT, DONE, complain, guarded
 from train.loading import ConfigError, load
 from train.opening import open_start
 from train.recipe_error import RecipeError
-from train.run import _latest
+from train.resume import latest_checkpoint
+from train.run_dir import RunDir
 
 SHIPPED = ("demo.json", "transfer/transfer_vitb_last.json", "continual/mixed_base.json")
 
@@ -58,9 +59,6 @@ class Configs(Target):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.path = folder / "config.json"
-
-    def warm(self) -> None:
-        self.act(self.seeds()[0])
 
     def seeds(self) -> list[bytes]:
         recipes = [json.loads((ROOT / "ds_configs" / name).read_text()) for name in SHIPPED]
@@ -147,9 +145,6 @@ class RunDirectory(Target):
         }  # fmt: skip
         return json.dumps(manifest, indent=2).encode()
 
-    def warm(self) -> None:
-        self.act(self.seeds()[0])
-
     def lay(self, newest: bytes, pointer: bytes | None = None) -> None:
         """All files fit together, whatever the newest manifest says; but for a pointer that is the case itself."""
         shutil.rmtree(self.root, ignore_errors=True)
@@ -193,9 +188,10 @@ class RunDirectory(Target):
             try:
                 run = SimpleNamespace(
                     checkpoints=Checkpoints(self.root / "checkpoints", alone(), Keep()), ranks=alone(), new_segment=segment,
-                    writer=Journal(ledger), board=SimpleNamespace(say=print),
+                    writer=Journal(ledger), board=SimpleNamespace(say=print), folder=RunDir(self.root),
+                    config=SimpleNamespace(run=SimpleNamespace(keep_best="public_loss")),
                 )  # fmt: skip
-                loaded = _latest(run)  # pyright: ignore[reportArgumentType]
+                loaded = latest_checkpoint(run)  # pyright: ignore[reportArgumentType]
             finally:
                 ledger.close()
             if segment is None and (loaded is None or loaded.digest != self.newest):
