@@ -1,12 +1,15 @@
-# make setup | demo | test | test-slow | lint. Each creates .venv if it is missing; nothing need be set up before.
+# make setup | demo | test | test-slow | fuzz | lint. Each creates .venv if it is missing; nothing need be set up before.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := $(CURDIR)/.venv/bin
 # One process per GPU; without GPUs two processes share the CPU.
 RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ "$$n" -gt 0 ] && echo $$n || echo 2)
+# Of all targets together; FUZZ="tar ledger" names some of them.
+FUZZ_SECONDS ?= 240
+FUZZ ?=
 READY := .venv/.ready
 
-.PHONY: setup demo test test-slow lint
+.PHONY: setup demo test test-slow fuzz lint
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -32,3 +35,7 @@ test: lint
 
 test-slow: $(READY)
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m slow -q
+
+# A finding is written to tests/fuzz/corpus, which make test runs again.
+fuzz: $(READY)
+	@OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ)

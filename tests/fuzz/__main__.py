@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="targets at a time")
     parser.add_argument("--seed", type=int, help="default: another one each time")
     parser.add_argument("--cases", type=int, help="of each target at the most")
-    parser.add_argument("--replay", action="store_true", help="run the kept cases alone, and print a JSON line for each")
+    parser.add_argument("--replay", action="store_true", help="run the kept cases alone; a JSON line for each")
     arguments = parser.parse_args()
     names = arguments.targets or list(TARGETS)
     if unknown := [name for name in names if name not in TARGETS]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 
-ODD_BYTES = (b"", b"\0", b"\xff", b"\n", b"\r\n", b"\x1b[2K", b"\xef\xbb\xbf", b"\xff\xfe", b"\xed\xa0\x80", b"PK\x03\x04",
-             b"\x80\x04.", b"\x1f\x8b", b'"', b"{", b"[", b"-", b"9" * 5000, b"\0" * 512, b"\xf3\xa0\x81\x81")  # fmt: skip
+ODD_BYTES = (
+    b"", b"\0", b"\xff", b"\n", b"\r\n", b"\x1b[2K", b"\xef\xbb\xbf", b"\xff\xfe", b"\xed\xa0\x80", b"PK\x03\x04",
+    b"\x80\x04.", b"\x1f\x8b", b'"', b"{", b"[", b"-", b"9" * 5000, b"\0" * 512, b"\xf3\xa0\x81\x81",
+)  # fmt: skip
 
 
 def mutate_bytes(chance: random.Random, data: bytes, other: bytes = b"") -> bytes:

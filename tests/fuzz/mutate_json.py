@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tests.fuzz.mutate_bytes import mutate_bytes
+
 
 class Object(list[tuple[str, Any]]):
     """The pairs of a JSON object, in the order of the file."""
@@ -26,9 +28,11 @@ NUMBERS = (0, -1, 1, 2, 0.5, -0.0, 1e-9, 1e9, 1e308, 5e-324, 2**31, 2**32, 2**53
            Raw("NaN"), Raw("Infinity"), Raw("-Infinity"), Raw("1e999"), Raw("-1e999"), Raw("1e-999"),
            Raw("9" * 5000), Raw("-" + "9" * 5000), Raw("0." + "0" * 4000 + "1"), Raw("1" + "0" * 400), Raw("01"),
            Raw("1e99999999999"), 4096, 65537, 10**6, 10**12)  # fmt: skip
-TEXTS = ("", " ", "\0", "x", "\ud800", "\udcff", "e\u0301", "\u202e", "\x1b[2K\x1b[1A", "a\nerror: b", "${HOME}", "$x$", "..",
-         "../..", "/", "/dev/null", "file:///", "http://[", "https://127.0.0.1:1/x", "nan", "1e999", "9" * 5000,
-         "<b>", "%s{0}", "\u0661\u0662", "x" * 5000, "x" * 200_000, "é" * 130, "|", "`", "{000..999}")  # fmt: skip
+TEXTS = (
+    "", " ", "\0", "x", "\ud800", "\udcff", "e\u0301", "\u202e", "\x1b[2K\x1b[1A", "a\nerror: b", "${HOME}", "$x$",
+    "..", "../..", "/", "/dev/null", "file:///", "http://[", "https://127.0.0.1:1/x", "nan", "1e999", "9" * 5000,
+    "<b>", "%s{0}", "\u0661\u0662", "x" * 5000, "x" * 200_000, "é" * 130, "|", "`", "{000..999}",
+)  # fmt: skip
 
 
 def deep(chance: random.Random) -> Raw:
@@ -114,6 +118,16 @@ def mutate_json(chance: random.Random, value: Any) -> Any:
     return value
 
 
+def mutate_text(chance: random.Random, data: bytes, other: bytes) -> bytes:
+    """JSON by its structure, most of the time."""
+    if chance.random() < 0.2:
+        return mutate_bytes(chance, data, other)
+    try:
+        return dumps(mutate_json(chance, loads(data))).encode()
+    except (ValueError, RecursionError):
+        return mutate_bytes(chance, data, other)
+
+
 Change = Callable[[random.Random, list[Place]], None]
 
 
@@ -128,13 +142,13 @@ def _similar(chance: random.Random, found: list[Place]) -> None:
     if isinstance(value, bool) or value is None:
         put(place, not value)
     elif isinstance(value, int | float):
-        put(place, chance.choice((float(value) if abs(value) < 1e300 else 0.1, value + 1, value - 1, -value, value * 2, value // 2, str(value)[:4000], not value,
-                                  *NUMBERS)))  # fmt: skip
+        near = (value + 1, value - 1, -value, value * 2, value // 2, not value, str(value)[:4000])
+        put(place, chance.choice((*near, float(value) if abs(value) < 1e300 else 0.1, *NUMBERS)))
     elif isinstance(value, str) and not isinstance(value, Raw):
         at = chance.randrange(len(value) + 1)
         text = chance.choice(TEXTS)
-        put(place, chance.choice((value[:at], value[:at] + text + value[at:], value.upper(), text + value, value * 2,
-                                  value[:at] + "0" + value[at + 1 :])))  # fmt: skip
+        other = (value[:at], value[:at] + text + value[at:], value[:at] + "0" + value[at + 1 :], text + value)
+        put(place, chance.choice((*other, value.upper(), value * 2)))
     elif isinstance(value, list) and value:
         number = chance.randrange(len(value))
         chance.choice((lambda: value.pop(number), lambda: value.append(value[number]), value.reverse, value.clear))()

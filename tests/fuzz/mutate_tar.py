@@ -10,13 +10,18 @@ BLOCK = 512
 FIELDS = {"name": (0, 100), "mode": (100, 108), "uid": (108, 116), "gid": (116, 124), "size": (124, 136),
           "mtime": (136, 148), "checksum": (148, 156), "type": (156, 157), "link": (157, 257), "magic": (257, 265),
           "user": (265, 297), "device": (329, 345), "prefix": (345, 500), "rest": (500, 512)}  # fmt: skip
-NUMBERS = (b"", b" ", b"-1", b"-0000000001", b"-00000010000", b"+10", b"0o17", b"1_0", b"9", b"77777777777", b"777777777777",
-           b"\xff" * 12, b"\xff" * 11 + b"\0", b"\x80" + b"\xff" * 11, b"\x80" + b"\0" * 10 + b"\x40", b"\x80", b" 10 ",
-           b"\t10\n", b"10\x0010", b"1 0", b"\x0b7", b"\x81" + b"\0" * 11, b"\x80" + b"\0" * 3 + b"\x7f" + b"\xff" * 7)  # fmt: skip
-NAMES = (b"", b".", b"..", b"/", b"a", b"a.", b".txt", b"a.txt", b"A.TXT", b"a.b/c.txt", b"../x.txt", b"/x.txt", b"a/",
-         b"__m__.txt", b"\xff\xfe.txt", b"\xed\xa0\x80.txt", b"a\nb.txt", b"\x1b[2K.txt", b"a.tar.gz", b"a..txt", b" .txt",
-         b"\xc3\xa9.txt", b"/" * 99, b"." * 99, b"a" * 99 + b".", b"a\0b.txt", b"000001.txt", b"000000.txt")  # fmt: skip
+NUMBERS = (
+    b"", b" ", b"-1", b"-0000000001", b"-00000010000", b"+10", b"0o17", b"1_0", b"9", b"77777777777", b"777777777777",
+    b"\xff" * 12, b"\xff" * 11 + b"\0", b"\x80" + b"\xff" * 11, b"\x80" + b"\0" * 10 + b"\x40", b"\x80", b" 10 ",
+    b"\t10\n", b"10\x0010", b"1 0", b"\x0b7", b"\x81" + b"\0" * 11, b"\x80" + b"\0" * 3 + b"\x7f" + b"\xff" * 7,
+)  # fmt: skip
+NAMES = (
+    b"", b".", b"..", b"/", b"a", b"a.", b".txt", b"a.txt", b"A.TXT", b"a.b/c.txt", b"../x.txt", b"/x.txt", b"a/",
+    b"__m__.txt", b"\xff\xfe.txt", b"\xed\xa0\x80.txt", b"a\nb.txt", b"\x1b[2K.txt", b"a.tar.gz", b"a..txt", b" .txt",
+    b"\xc3\xa9.txt", b"/" * 99, b"." * 99, b"a" * 99 + b".", b"a\0b.txt", b"000001.txt", b"000000.txt",
+)  # fmt: skip
 TYPES = (*(bytes([kind]) for kind in b"01234567xgLKSDVMNAX"), b"\0", b" ", b"\xff")
+MAGIC = (b"ustar\x0000", b"ustar  \0", b"", b"\xff" * 8)
 MANY = (1000, 20_000, 200_000)
 
 
@@ -28,7 +33,9 @@ def mutate_tar(chance: random.Random, data: bytes, other: bytes) -> bytes:
         return mutate_bytes(chance, data, other)
     for _ in range(chance.choice((1, 1, 2, 3))):
         members = chance.choice(CHANGES)(chance, members)
-    end = chance.choice((*[bytes(2 * BLOCK)] * 12, b"", bytes(BLOCK), bytes(BLOCK * 20), bytes(BLOCK * 200), bytes(700)))
+    end = chance.choice(
+        (*[bytes(2 * BLOCK)] * 12, b"", bytes(BLOCK), bytes(BLOCK * 20), bytes(BLOCK * 200), bytes(700))
+    )
     joined = b"".join(header + body for header, body in members) + end
     return mutate_bytes(chance, joined, other) if chance.random() < 0.05 else joined
 
@@ -74,10 +81,8 @@ def _field(chance: random.Random, members: Members) -> Members:
     block, body = members[number]
     which = chance.choice((*["size"] * 4, *["name"] * 3, *["type"] * 3, *FIELDS))
     start, end = FIELDS[which]
-    value = {
-        "name": lambda: chance.choice(NAMES), "prefix": lambda: chance.choice(NAMES), "type": lambda: chance.choice(TYPES),
-        "magic": lambda: chance.choice((b"ustar\x0000", b"ustar  \0", b"", b"\xff" * 8)),
-    }.get(which, lambda: chance.choice((*NUMBERS, chance.randbytes(end - start))))()  # fmt: skip
+    values: dict[str, tuple[bytes, ...]] = {"name": NAMES, "prefix": NAMES, "type": TYPES, "magic": MAGIC}
+    value = chance.choice(values.get(which, (*NUMBERS, chance.randbytes(end - start))))
     block = block[:start] + value[: end - start].ljust(end - start, b"\0") + block[end:]
     fits = which != "checksum" and chance.random() < 0.95
     return [*members[:number], (summed(block) if fits else block, body), *members[number + 1 :]]
@@ -94,7 +99,11 @@ def _arrange(chance: random.Random, members: Members) -> Members:
         return chance.sample(members, len(members))
     if what == 3:
         return [*members[:number], (bytes(BLOCK), b""), *members[number:]]
-    return [*members[:number], (members[number][0], chance.choice((b"", members[number][1] * 2))), *members[number + 1 :]]
+    return [
+        *members[:number],
+        (members[number][0], chance.choice((b"", members[number][1] * 2))),
+        *members[number + 1 :],
+    ]
 
 
 def _extend(chance: random.Random, members: Members) -> Members:
@@ -114,13 +123,19 @@ def pax(chance: random.Random) -> bytes:
         return record(b"a", b"") * chance.choice(MANY)
     out = b""
     for _ in range(chance.choice((1, 1, 2, 5))):
-        key = chance.choice((b"path", b"size", b"path", b"size", b"linkpath", b"GNU.sparse.major", b"mtime", b"", b"hdrcharset"))
+        key = chance.choice(
+            (b"path", b"size", b"path", b"size", b"linkpath", b"GNU.sparse.major", b"mtime", b"", b"hdrcharset")
+        )
         many = chance.choice(MANY)
-        value = chance.choice((*NUMBERS, *NAMES, b"512", b"-512", b"1e3", b"9" * 5000, b"/" * many + b".txt", b"a\n", b"=",
-                               b"." * many, b"a/" * many + b"b.txt", b"\xd9\xa1", b"0", b"1024"))  # fmt: skip
+        value = chance.choice((
+            *NUMBERS, *NAMES, b"512", b"-512", b"1e3", b"9" * 5000, b"/" * many + b".txt", b"a\n", b"=", b"." * many,
+            b"a/" * many + b"b.txt", b"\xd9\xa1", b"0", b"1024",
+        ))  # fmt: skip
         entry = record(key, value)
         if chance.random() < 0.25:
-            length = chance.choice((b"-5", b"0", b"5", b"", b"9" * 5000, b"99999999999", b"1_1", b"+11", b" 9", b"\xd9\xa9", b"00011"))
+            length = chance.choice(
+                (b"-5", b"0", b"5", b"", b"9" * 5000, b"99999999999", b"1_1", b"+11", b" 9", b"\xd9\xa9", b"00011")
+            )
             entry = length + chance.choice((b" ", b"", b"\t")) + key + chance.choice((b"=", b"")) + value + b"\n"
         out += entry
     return out + chance.choice((b"", b"", b"\0", b"\0" * 600, b"x"))

@@ -1,4 +1,4 @@
-"""A command with every fault that the fuzzer must notice; `python -m tests.fuzz.planted` prints what it said of each."""
+"""A command with every fault that the fuzzer must notice; `python -m tests.fuzz.planted` prints what it noticed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEEDS = (
 
 
 class Planted(Target):
-    cpu_seconds, wall_seconds, memory_bytes = 1, 4.0, 256 << 20
+    cpu_seconds, idle_seconds, memory_bytes = 1, 2.0, 256 << 20
 
     def seeds(self) -> list[bytes]:
         return [b"nothing"]
@@ -48,8 +48,10 @@ class Planted(Target):
         if deed == "lone surrogate":
             print("\ud800")
         said = {
-            "refuse": "error: no such file; name another", "printed traceback": "Traceback (most recent call last):\n  …",
-            "escape sequence": "error: \x1b[2Kall is well", "endless message": "error: " + "9" * 5000, "other code": "error",
+            "refuse": "error: no such file; name another",
+            "printed traceback": "Traceback (most recent call last):\n …",
+            "escape sequence": "error: \x1b[2Kall is well", "endless message": "error: " + "9" * 5000,
+            "other code": "error",
         }  # fmt: skip
         print(said.get(deed, ""), file=sys.stderr)
         return 1 if deed == "other code" else 2 if deed in (*said, "no word") else 0

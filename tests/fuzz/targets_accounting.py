@@ -23,7 +23,7 @@ from accounting.tuning import Declared, Tuning
 from tests.accounting.acc_world import CONFIG, DATA, PLAN, facts, reopen, train, whole_run
 from tests.fuzz.engine import Broken, Target
 from tests.fuzz.mutate_bytes import mutate_bytes
-from tests.fuzz.mutate_json import dumps, loads, mutate_json, odd_value
+from tests.fuzz.mutate_json import dumps, loads, mutate_json, mutate_text, odd_value
 
 CLOSE = 2e-6
 """Between two accountings of the same events: what `verify` lets a certificate differ by, and a little."""
@@ -119,12 +119,7 @@ class Certificates(Runs):
         return [json.dumps(run.certificate, ensure_ascii=False).encode() for run in self.runs]
 
     def mutate(self, chance: Random, data: bytes, other: bytes) -> bytes:
-        if chance.random() < 0.2:
-            return mutate_bytes(chance, data, other)
-        try:
-            return dumps(mutate_json(chance, loads(data))).encode()
-        except (ValueError, RecursionError):
-            return mutate_bytes(chance, data, other)
+        return mutate_text(chance, data, other)
 
     def act(self, data: bytes) -> int:
         run = self.meant(data)
@@ -145,9 +140,15 @@ class Certificates(Runs):
 
 def _agrees(found: Any, honest: Any) -> bool:
     if isinstance(honest, dict):
-        return isinstance(found, dict) and all(_agrees(found.get(key), honest[key]) for key in honest if key != "dp_accounting")
+        return isinstance(found, dict) and all(
+            _agrees(found.get(key), honest[key]) for key in honest if key != "dp_accounting"
+        )
     if isinstance(honest, float):
-        return isinstance(found, int | float) and not isinstance(found, bool) and math.isclose(found, honest, rel_tol=CLOSE)
+        return (
+            isinstance(found, int | float)
+            and not isinstance(found, bool)
+            and math.isclose(found, honest, rel_tol=CLOSE)
+        )
     return type(found) is type(honest) and found == honest
 
 
@@ -175,7 +176,19 @@ def _line(chance: Random, lines: list[bytes]) -> list[bytes]:
 
 def _alike(chance: Random, lines: list[bytes]) -> list[bytes]:
     """The same lie in every step: a fact that an opening and its commit agree on is believed more easily."""
-    keys = ("threshold", "std", "sensitivity", "divisor", "elements", "records", "generator", "rule", "step", "segment", "share")
+    keys = (
+        "threshold",
+        "std",
+        "sensitivity",
+        "divisor",
+        "elements",
+        "records",
+        "generator",
+        "rule",
+        "step",
+        "segment",
+        "share",
+    )
     key, value = chance.choice(keys), chance.choice((1, 1e9, 1e-9, 0, -1, 0.5, 2**32, odd_value(chance)))
 
     def changed(item: Any) -> Any:

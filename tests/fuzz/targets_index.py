@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import random
 import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +24,8 @@ from data.tar import ShardError, UnreadableError
 from launch import prepare
 from tests.fuzz.engine import Broken, Target
 from tests.fuzz.mutate_bytes import mutate_bytes
-from tests.fuzz.mutate_json import dumps, loads, mutate_json
+from tests.fuzz.mutate_json import mutate_text
+from tests.fuzz.mutate_npy import mutate_npy
 
 COUNTS = (3, 2)
 EXCLUDED = (1, 4)
@@ -127,16 +126,6 @@ def said_where(act: Callable[[], int], place: Path) -> int:
     return code
 
 
-def mutate_text(chance: Random, data: bytes, other: bytes) -> bytes:
-    """JSON by its structure, most of the time."""
-    if chance.random() < 0.2:
-        return mutate_bytes(chance, data, other)
-    try:
-        return dumps(mutate_json(chance, loads(data))).encode()
-    except (ValueError, RecursionError):
-        return mutate_bytes(chance, data, other)
-
-
 class Manifests(IndexWorld):
     file = f"index/{MANIFEST}"
 
@@ -169,7 +158,7 @@ class KnownShards(IndexWorld):
         notes = []
         for number in range(len(COUNTS)):
             path = (self.source / f"{number:06d}.tar").resolve()
-            entry = json.loads((self.content[self.index / MANIFEST]))["shards"][number]
+            entry = json.loads(self.content[self.index / MANIFEST])["shards"][number]
             offsets = np.load(self.index / OFFSETS)
             part = offsets[: COUNTS[0] + 1] if number == 0 else offsets[COUNTS[0] + 1 :]
             stat = path.stat()
@@ -291,62 +280,3 @@ class ExcludedIds(IndexWorld):
             if code == 0:
                 break
         return code
-
-
-HEADERS: tuple[str, ...] = (
-    "{'descr': '<u8', 'fortran_order': False, 'shape': (%d,), }", "{'descr': '<u8', 'fortran_order': True, 'shape': (%d,), }",
-    "{'descr': '<u8', 'fortran_order': False, 'shape': (%d, 1), }", "{'descr': '|O', 'fortran_order': False, 'shape': (%d,), }",
-    "{'descr': '>u8', 'fortran_order': False, 'shape': (%d,), }", "{'descr': '<i8', 'fortran_order': False, 'shape': (%d,), }",
-    "{'descr': [('a', '<u8')], 'fortran_order': False, 'shape': (%d,), }", "{'descr': '|V0', 'fortran_order': False, 'shape': (%d,), }",
-    "{'descr': '<U1000000000', 'fortran_order': False, 'shape': (%d,), }", "{'descr': 5, 'fortran_order': False, 'shape': (%d,), }",
-    "{'descr': '<M8[ns]', 'fortran_order': False, 'shape': (%d,), }", "{'descr': ('<u8', (2,)), 'fortran_order': False, 'shape': (%d,), }",
-    "{'descr': '<u8', 'fortran_order': 0, 'shape': (%d,), }", "{'descr': '<u8', 'shape': (%d,), }", "[%d]", "%d", "{%d: 1}",
-    "{'descr': '<u8', 'fortran_order': False, 'shape': [%d], }", "{'descr': '<u8', 'fortran_order': False, 'shape': (%d, -1), }",
-    "{'descr': '<u8', 'fortran_order': False, 'shape': (), }", "{'descr': '<u8', 'fortran_order': False, 'shape': (True,), }",
-    "__import__('os').getcwd() or %d", "{'descr': '', 'fortran_order': False, 'shape': (%d,), }",
-    "{'descr': ',,', 'fortran_order': False, 'shape': (%d,), }", "{'descr': '<u8, <u8', 'fortran_order': False, 'shape': (%d,), }",
-    "{'descr': {'names': ['a'], 'formats': ['<u8']}, 'fortran_order': False, 'shape': (%d,), }",
-)  # fmt: skip
-SIZES = (0, 1, 2, 5, 7, -1, 2**31, 2**40, 2**58, 2**60, 2**61, 2**62, 2**63, 2**64, 10**30)
-
-
-def mutate_npy(chance: random.Random, data: bytes, other: bytes) -> bytes:
-    """The header, which is a literal of Python, and the numbers after it."""
-    if chance.random() < 0.3:
-        return mutate_bytes(chance, data, other)
-    try:
-        loaded: Any = np.load(io.BytesIO(data))
-        numbers = np.asarray(loaded, "<u8").reshape(-1)
-    except Exception:
-        return mutate_bytes(chance, data, other)
-    what = chance.randrange(4)
-    if what == 0 and len(numbers):
-        numbers = numbers.copy()
-        numbers[chance.randrange(len(numbers))] = chance.choice((0, 1, 2, 512, 2**63, 2**64 - 1, int(numbers[0])))
-        out = io.BytesIO()
-        np.save(out, numbers)
-        return out.getvalue()
-    if what == 1:
-        out = io.BytesIO()
-        values = [numbers.astype(kind) for kind in ("<i8", ">u8", "<f8", "<u4", "?", "S8")]
-        np.save(out, chance.choice((*values, numbers[:0], numbers[None], np.repeat(numbers, 2), numbers[::-1])))
-        return out.getvalue()
-    template = chance.choice(HEADERS)
-    text = template % chance.choice((len(numbers), *SIZES)) if "%" in template else template
-    if what == 2 and chance.random() < 0.3:
-        depth = chance.choice((50, 150, 5000, 30_000))
-        text = chance.choice(("(" * depth + ")" * depth, "[" * depth, "-" * depth + "1", "{'descr': " + "(" * depth,
-                              "9" * 5000, "'" + "x" * 50_000, "\x00", "1" + "+1" * depth, "1_0", "1e999", "\ud800"))  # fmt: skip
-    return npy(chance, text) + numbers.tobytes()
-
-
-def npy(chance: random.Random, text: str) -> bytes:
-    body = text.encode("utf-8", "surrogatepass") + b"\n"
-    version = chance.choice((b"\x01\x00",) * 5 + (b"\x02\x00", b"\x03\x00", b"\x04\x00", b"\x00\x00"))
-    wide = version[0] in (2, 3)
-    body = body if chance.random() < 0.2 else body[:-1].ljust(117 if not wide else 115) + b"\n"
-    length = len(body) if chance.random() < 0.9 else chance.choice((0, 1, 65535, 2**31, 2**32 - 1))
-    size = 4 if wide else 2
-    return b"\x93NUMPY" + version + (length % 2 ** (8 * size)).to_bytes(size, "little") + body
-
-

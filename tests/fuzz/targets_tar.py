@@ -56,9 +56,13 @@ class Shards(Target):
         """The same members at the same places, where tarfile reads to the end."""
         theirs = []
         try:
-            with tarfile.open(fileobj=io.BytesIO(data), mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
+            with tarfile.open(
+                fileobj=io.BytesIO(data), mode="r:", encoding="utf-8", errors="surrogateescape"
+            ) as archive:
                 members = [member for member in archive if member.isreg() and split_name(member.name) is not None]
-                theirs = [(member.name, data[member.offset_data : member.offset_data + member.size]) for member in members]
+                theirs = [
+                    (member.name, data[member.offset_data : member.offset_data + member.size]) for member in members
+                ]
                 ended = archive.offset
         except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError):
             return
@@ -66,5 +70,5 @@ class Shards(Target):
             return  # it ended silently, which is why it is not what the index is built with
         reader = ShardReader(index, tries=1, pause=0)
         ours = [content for record in range(index.records) for content in reader.read(record).values()]
-        if sorted(ours) != sorted(content for _, content in theirs):
+        if sorted(ours) != sorted(theirs):
             raise Broken("the index holds other members than tarfile finds")

@@ -24,9 +24,8 @@ from launch.export import main as export
 from tests.accounting.acc_world import whole_run
 from tests.fuzz.engine import ROOT, Broken, Target
 from tests.fuzz.mutate_bytes import mutate_bytes
-from tests.fuzz.mutate_json import dumps, odd_value
+from tests.fuzz.mutate_json import dumps, mutate_text, odd_value
 from tests.fuzz.targets_accounting import chained
-from tests.fuzz.targets_index import mutate_text
 from tests.train.config_base import BASE
 from tests.train.train_helpers import alone
 from train.app import main as train
@@ -81,7 +80,13 @@ class Overrides(Target):
         self.path.write_text(json.dumps(BASE))
 
     def seeds(self) -> list[bytes]:
-        return [b"phases.1.steps=10", b"phases.1.privacy=null", b"model.width=32\nmodel.heads=4", b"run.dir=x", b"phases.0.schedule.peak=.5"]
+        return [
+            b"phases.1.steps=10",
+            b"phases.1.privacy=null",
+            b"model.width=32\nmodel.heads=4",
+            b"run.dir=x",
+            b"phases.0.schedule.peak=.5",
+        ]
 
     def mutate(self, chance: Random, data: bytes, other: bytes) -> bytes:
         if chance.random() < 0.3:
@@ -89,8 +94,10 @@ class Overrides(Target):
         keys = [".".join(map(str, way)) for way in ways(BASE)]
         key = chance.choice(keys)
         at = chance.randrange(len(key) + 1)
-        key = chance.choice((key, key, key[:at], key + ".0", key + ".x.y", key[:at] + "." + key[at:], key.replace("0", "-1"),
-                             key.replace("1", "9" * 5000), "." * 5000, "$schema", "phases", ""))  # fmt: skip
+        key = chance.choice((
+            key, key, key[:at], key + ".0", key + ".x.y", key[:at] + "." + key[at:], key.replace("0", "-1"),
+            key.replace("1", "9" * 5000), "." * 5000, "$schema", "phases", "",
+        ))  # fmt: skip
         line = f"{key}={dumps(odd_value(chance))}".encode("utf-8", "surrogateescape")
         return data + b"\n" + line if chance.random() < 0.2 else line
 
@@ -131,11 +138,14 @@ class RunDirectory(Target):
 
     def _manifest(self, step: int, entries: list[dict[str, Any]]) -> bytes:
         name = "piece-00000-of-00001.safetensors"
-        tensors = {"weights|layer.weight|0": np.arange(6, dtype=np.float32), "exp_avg|layer.weight|0": np.ones(6, np.float32),
-                   "weights|layer.bias|0": np.zeros(2, np.float32), "fixed|positions|0": np.zeros(4, np.float32)}  # fmt: skip
+        tensors = {
+            "weights|layer.weight|0": np.arange(6, dtype=np.float32),
+            "exp_avg|layer.weight|0": np.ones(6, np.float32), "weights|layer.bias|0": np.zeros(2, np.float32),
+            "fixed|positions|0": np.zeros(4, np.float32),
+        }  # fmt: skip
         path = self.pieces / f"{step}-{name}"
         save_file(tensors, path)
-        before = [number for number, entry in enumerate(entries) if entry["kind"] == "commit" and entry["step"] == step][0]
+        before = next(n for n, entry in enumerate(entries) if (entry["kind"], entry.get("step")) == ("commit", step))
         manifest = {
             "format": FORMAT, "phase": 0, "step": step, "optimizer_step": step,
             "shapes": {"layer.weight": [2, 3], "layer.bias": [2], "positions": [1, 4]}, "run": "tiny",
@@ -187,9 +197,9 @@ class RunDirectory(Target):
             ledger = Ledger.open(self.root / "ledger.jsonl")
             try:
                 run = SimpleNamespace(
-                    checkpoints=Checkpoints(self.root / "checkpoints", alone(), Keep()), ranks=alone(), new_segment=segment,
-                    writer=Journal(ledger), board=SimpleNamespace(say=print), folder=RunDir(self.root),
-                    config=SimpleNamespace(run=SimpleNamespace(keep_best="public_loss")),
+                    checkpoints=Checkpoints(self.root / "checkpoints", alone(), Keep()), ranks=alone(),
+                    new_segment=segment, writer=Journal(ledger), board=SimpleNamespace(say=print),
+                    folder=RunDir(self.root), config=SimpleNamespace(run=SimpleNamespace(keep_best="public_loss")),
                 )  # fmt: skip
                 loaded = latest_checkpoint(run)  # pyright: ignore[reportArgumentType]
             finally:
@@ -228,5 +238,3 @@ class Pointers(RunDirectory):
         self.lay(self.manifests[3])
         (self.root / "checkpoints" / ".latest.tmp").write_bytes(data)
         return max(code, self.resumed(None))
-
-

@@ -82,7 +82,9 @@ def test_each_planted_fault_is_noticed_and_what_is_no_fault_is_not() -> None:
 
 
 def a_ledger() -> bytes:
-    lines = [{"kind": kind, "phase": 0, "facts": {"noise": {"std": 20.0}}} for kind in ("run", "open", "commit", "open")]
+    lines = [
+        {"kind": kind, "phase": 0, "facts": {"noise": {"std": 20.0}}} for kind in ("run", "open", "commit", "open")
+    ]
     return chained("".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
@@ -125,4 +127,6 @@ def test_mutated_json_is_mostly_json_and_sometimes_what_no_library_writes() -> N
             outcomes["json"] += 1
         except (ValueError, RecursionError):
             outcomes["no json"] += 1
-    assert outcomes["json"] > 500 and all(outcomes[what] > 3 for what in ("twice", "NaN", "deep", "digits", "surrogate"))
+    assert outcomes["json"] > 500 and all(
+        outcomes[what] > 3 for what in ("twice", "NaN", "deep", "digits", "surrogate")
+    )
