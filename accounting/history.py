@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accounting.accountant import Accountant, Event, epsilon, merge
+from accounting.accountant import Accountant, AccountingError, Event, epsilon, merge
 from accounting.adaptive import ROUNDING, NormTrail
 from accounting.facts import CheckpointMark, Segment, StepFacts, StepId
 from accounting.ledger import FORMAT, Entry, LedgerError, parse
@@ -296,7 +296,12 @@ class History:
     def epsilon(self, accountant: Accountant = "pld") -> float:
         """Of everything opened in all private phases, at the run's delta."""
         events = self.charged()
-        return epsilon(events, self.delta(), accountant) if events else 0.0
+        try:
+            return epsilon(events, self.delta(), accountant) if events else 0.0
+        except ArithmeticError as error:
+            raise AccountingError(
+                f"no epsilon can be computed for the noise that this ledger states ({error})"
+            ) from None
 
     def budget(self) -> float:
         """Sum of the phases' budgets: basic composition bounds what the phases may spend together."""

@@ -103,7 +103,7 @@ def _require_line(entries: list[Entry], length: int, head: str, witness: str) ->
 
 def _compare(certificate: dict[str, Any], history: History, entries: list[Entry]) -> float | None:
     if certificate["format"] != FORMAT:
-        raise CertificateError(f"the certificate has format {certificate['format']!r}, not {FORMAT!r}")
+        raise CertificateError(f"the certificate has format {certificate['format']!r:.200}, not {FORMAT!r}")
     length = certificate["ledger"]["length"]
     _require_line(entries, length, certificate["ledger"]["head"], "the certificate")
     if any(entry.kind in ("open", "commit", "segment", "origin", "tuning", "choice") for entry in entries[length:]):

@@ -18,6 +18,8 @@ Positions = Literal["sincos", "learned"]
 Pooling = Literal["class", "mean"]
 # Sigmoid losses start where each of a thousand classes is unlikely; softmax losses do not see a common offset.
 HEAD_BIAS = {"softmax": 0.0, "sigmoid": -10.0}
+# Far above every model that is known: a slip of the keyboard is answered at once, not by an endless construction.
+MOST_PIXELS, MOST_WIDTH, MOST_BLOCKS, MOST_WORDS = 1 << 14, 1 << 17, 1 << 10, 1 << 24
 
 
 class SettingsError(ValueError):
@@ -96,19 +98,19 @@ class ModelSettings(BaseModel):
 
     family: Family
     size: Size = "custom"
-    image_size: int = Field(default=224, gt=0)
-    patch_size: int = Field(default=16, gt=0)
-    width: int | None = Field(default=None, gt=0)
-    depth: int | None = Field(default=None, gt=0)
-    heads: int | None = Field(default=None, gt=0)
-    decoder_width: int | None = Field(default=None, gt=0)
-    decoder_depth: int | None = Field(default=None, gt=0)
-    decoder_heads: int | None = Field(default=None, gt=0)
-    mae_decoder_width: int | None = Field(default=None, gt=0)
-    mae_decoder_depth: int | None = Field(default=None, gt=0)
-    mae_decoder_heads: int | None = Field(default=None, gt=0)
-    text_length: int = Field(default=40, ge=2)
-    vocabulary: int = Field(default=32768, ge=4)
+    image_size: int = Field(default=224, gt=0, le=MOST_PIXELS)
+    patch_size: int = Field(default=16, gt=0, le=MOST_PIXELS)
+    width: int | None = Field(default=None, gt=0, le=MOST_WIDTH)
+    depth: int | None = Field(default=None, gt=0, le=MOST_BLOCKS)
+    heads: int | None = Field(default=None, gt=0, le=MOST_WIDTH)
+    decoder_width: int | None = Field(default=None, gt=0, le=MOST_WIDTH)
+    decoder_depth: int | None = Field(default=None, gt=0, le=MOST_BLOCKS)
+    decoder_heads: int | None = Field(default=None, gt=0, le=MOST_WIDTH)
+    mae_decoder_width: int | None = Field(default=None, gt=0, le=MOST_WIDTH)
+    mae_decoder_depth: int | None = Field(default=None, gt=0, le=MOST_BLOCKS)
+    mae_decoder_heads: int | None = Field(default=None, gt=0, le=MOST_WIDTH)
+    text_length: int = Field(default=40, ge=2, le=MOST_WIDTH)
+    vocabulary: int = Field(default=32768, ge=4, le=MOST_WORDS)
     mask_ratio: float = Field(default=0.75, ge=0.0, lt=1.0)
     qkv_bias: bool | None = Field(
         default=None,
@@ -124,7 +126,7 @@ class ModelSettings(BaseModel):
     pooling: Pooling | None = Field(
         default=None, description="features for classification: the class token, or the mean of the patches' tokens"
     )
-    classes: int = Field(default=1000, gt=0)
+    classes: int = Field(default=1000, gt=0, le=MOST_WORDS)
     classify_loss: Loss = Field(default="softmax", description="sigmoid: one yes-or-no question for each class")
     head_scale: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="head's weights are N(0, scale²/inputs); 1 is LeCun's"

@@ -13,6 +13,9 @@ from train.optim_settings import Optimizer, Schedule
 from train.section import Section
 
 
+MOST_STEPS = 10**9
+
+
 class ZeroShot(Section):
     """Labels scored as the next words of a caption; the records' .json holds the true number under the axis's name."""
 
@@ -100,8 +103,10 @@ class Phase(Section):
     batch: int | None = Field(default=None, gt=0, description="Records per step of a non-private phase.")
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule(peak=1.0, shape="constant")
-    steps: int = Field(default=0, ge=0, description="Or `epochs`, or `until_budget`.")
-    epochs: float | None = Field(default=None, gt=0, description="Steps are then epochs · n / batch, rounded up.")
+    steps: int = Field(default=0, ge=0, le=MOST_STEPS, description="Or `epochs`, or `until_budget`.")
+    epochs: float | None = Field(
+        default=None, gt=0, le=1e6, description="Steps are then epochs · n / batch, rounded up."
+    )
     until_budget: bool = Field(default=False, description="As many steps as epsilon pays at the given noise.")
     plateau: Plateau | None = None
     evaluation: Evaluation | None = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from acc_world import CONFIG, DATA, PLAN, begin, facts, train, whole_run
 from accounting import certificate
 from accounting.accountant import AccountingError, Event, epsilon, show_delta
 from accounting.certificate import CertificateError, compose, html_page, markdown, verify
+from accounting.escaping import printable
 from accounting.explain import attack_power, best_guess, explain
 from accounting.ledger import LedgerError
 from accounting.pages import model_card
@@ -218,7 +221,51 @@ def test_pages_escape_what_names_contain(tmp_path: Path) -> None:
     document = compose(journal.history, journal.ledger.entries, {"known_deviations": ["<script>alert(1)</script>"]})
     document["phases"][0]["name"] = "a|b<i>"
     assert "<script>" not in html_page(document) and "<i>" not in html_page(document)
-    assert all(line.count("|") == 5 for line in markdown(document).splitlines() if "a/b" in line)
+    assert [line.count("|") for line in markdown(document).splitlines() if "a&#124;b&lt;i&gt;" in line] == [5, 4]
+
+
+EVIL = [
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "&lt;b&gt;", "a|b|c", "`code`", "``` \n```html\n<b>x",
+    "[click](https://evil.example)", "![x](https://evil.example/x.png)", "<https://evil.example>",
+    "https://evil.example", "www.evil.example", "[x]: https://evil.example", "**bold**", "_it_ __x__ *y*", "~~gone~~",
+    "# title", "1. one", "- item", "> quote", "---", "===", "x\n\n# ε = 0", "x\r\n| a | b |\n|---|---|", "    code",
+    "\x1b[2J\x1b[Hverified", "\u202egnp", "\\`\\<b\\>", "$x$", "a\u2028b", "x\0y", "</pre></title><b>",
+]  # fmt: skip
+
+
+def rendered(text: str) -> list[str]:
+    """By two independent readers of Markdown, GitHub's tables, fences and bare links included."""
+    import markdown as python_markdown
+    from markdown_it import MarkdownIt
+
+    common = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(text)
+    return [common, python_markdown.markdown(text, extensions=["tables", "fenced_code", "sane_lists"])]
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_no_name_is_markup_in_a_certificate(tmp_path: Path, name: str) -> None:
+    """As the name of run, phases and siblings, and as statement, reason and deviation: the pages keep their form."""
+
+    def pages(word: str) -> tuple[list[str], str]:
+        journal = begin(tmp_path / str(len(list(tmp_path.iterdir()))))
+        journal.declare_nonprivate(1, word, False, word)
+        journal.declare_tuning(Declared(word))
+        extra = {"known_deviations": [word], "siblings": [{"run": word, word: "x"}, word]}
+        document = compose(journal.history, journal.ledger.entries, extra)
+        document["run"] = document["phases"][0]["name"] = document["claim"]["claimed_because"] = word
+        certificate.write(document, tmp_path)
+        assert json.loads((tmp_path / "certificate.json").read_text(encoding="utf-8"))["run"] == word
+        text = (tmp_path / "certificate.md").read_text(encoding="utf-8")
+        return rendered(text), (tmp_path / "certificate.html").read_text(encoding="utf-8")
+
+    def tags(page: str) -> list[str]:
+        return re.findall(r"<[^>]*>", page)
+
+    for plain, evil in zip([*pages("name")[0], pages("name")[1]], [*pages(name)[0], pages(name)[1]], strict=True):
+        assert tags(evil) == tags(plain)
+        assert all(character.isprintable() or character == "\n" for character in evil)
+        shown = html.unescape(re.sub(r"<[^>]*>", "", evil))
+        assert printable(name).strip() in shown, "the name is shown as it stands"
 
 
 def test_plain_words_state_true_limits() -> None:
