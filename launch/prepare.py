@@ -38,9 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return arguments.run(arguments)
     except OSError as error:
-        fix = "; free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        where = f"{error.filename or getattr(arguments, 'out', None) or 'writing'}: "
-        print(f"prepare.py: {where}{error.strerror or error}{fix}, then give the same command again", file=sys.stderr)
+        where = error.filename or getattr(arguments, "out", None) or "a file"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = "free some space there" if full else "check the path and its permissions"
+        print(f"prepare.py: {where}: {error.strerror or error}; {fix}, then give the command again", file=sys.stderr)
         return 2
     except ValueError as error:
         print(f"prepare.py: {error}", file=sys.stderr)

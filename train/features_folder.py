@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from data.durable import atomic, sync
+from data.index_files import read_json
 from train.recipe_error import RecipeError
 
 ABSENT, PRESENT, BAD = 0, 1, 2
@@ -108,7 +109,7 @@ class FeatureFolder:
     def _fits(self) -> bool:
         try:
             sizes = {name: (self.path / name).stat().st_size for name in self.files}
-            return json.loads((self.path / HEADER).read_text()) == self._header() and sizes == self._sizes()
+            return read_json(self.path / HEADER) == self._header() and sizes == self._sizes()
         except (FileNotFoundError, ValueError):
             return False
 

@@ -33,6 +33,7 @@ from data.index_scan import _Window, scan
 from data.shards import ShardReader
 from data.tapes import open_tape
 from data.tar import BLOCK, LONGEST_EXTENSION, split_name, walk
+from train.features_folder import HEADER, FeatureFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index"]
@@ -41,12 +42,16 @@ DEEP = b"[" * 50_000 + b"]" * 50_000
 DIGITS = b"9" * 5_000
 
 
+class StillBusyError(Exception):
+    """No OSError, as TimeoutError is one: the product would take it for a failing disk."""
+
+
 @contextmanager
 def ends_within(seconds: int) -> Iterator[None]:
     """Seconds that only an endless loop or work that grows with the square of the input would take."""
 
     def interrupt(_signal: int, _frame: object) -> None:
-        raise TimeoutError(f"still busy after {seconds} s")
+        raise StillBusyError(f"still busy after {seconds} s")
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.alarm(seconds)
@@ -446,6 +451,16 @@ def test_damaged_hashes_are_made_anew(
     (index.folder / "phash" / name).write_bytes(DEEP if name == "about.json" else WRONG_NPY[wrong])
     again = hash_index(index, 1, lambda done, total: None)
     assert again.values.tolist() == whole.values.tolist() and again.valid.tolist() == [True]
+
+
+@pytest.mark.parametrize("wrong", WRONG_JSON)
+def test_features_under_a_forged_header_are_made_anew(tmp_path: Path, wrong: str) -> None:
+    folder = FeatureFolder.within(tmp_path / "features", "0" * 64, 3, 2)
+    with folder.claimed() as missing:
+        assert missing and folder.missing(0, 1).tolist() == [0, 1, 2]
+    (folder.path / HEADER).write_bytes(WRONG_JSON[wrong])
+    with folder.claimed() as missing:
+        assert missing and folder.missing(0, 1).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
