@@ -12,7 +12,6 @@ from train.monitor_settings import Monitor
 from train.optim_settings import Optimizer, Schedule
 from train.section import Section
 
-
 MOST_STEPS = 10**9
 
 

@@ -13,6 +13,7 @@ from random import Random
 
 import numpy as np
 
+from accounting.escaping import sentence
 from data.exclusions import FACTS, IDS, Exclusions
 from data.index import build
 from data.index_build import WORK
@@ -112,7 +113,7 @@ def answered(act: Callable[[], int]) -> int:
     try:
         return act()
     except (ShardError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence(error)}", file=sys.stderr)
         return 75 if isinstance(error, UnreadableError) else 2
 
 
@@ -198,7 +199,8 @@ class Stats(IndexWorld):
             counted = json.loads(data)["successes"]
         except (ValueError, KeyError, TypeError, RecursionError):
             return code
-        if code == 0 and isinstance(counted, int) and counted != COUNTS[0]:
+        # What is no count is told and not compared.
+        if code == 0 and type(counted) is int and 0 <= counted < 1 << 63 and counted != COUNTS[0]:
             raise Broken("a shard with fewer records than were counted is accepted")
         return code
 
