@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import warnings
 
 import numpy as np
 
@@ -22,7 +23,8 @@ def mutate_npy(chance: random.Random, data: bytes, other: bytes) -> bytes:
     if chance.random() < 0.3:
         return mutate_bytes(chance, data, other)
     try:
-        numbers = np.asarray(np.load(io.BytesIO(data)), "<u8").reshape(-1)
+        with warnings.catch_warnings(action="ignore"):
+            numbers = np.asarray(np.load(io.BytesIO(data)), "<u8").reshape(-1)
     except Exception:  # mutated before
         return mutate_bytes(chance, data, other)
     what = chance.randrange(4)

@@ -32,7 +32,7 @@ def mutate_tar(chance: random.Random, data: bytes, other: bytes) -> bytes:
     if not members:
         return mutate_bytes(chance, data, other)
     for _ in range(chance.choice((1, 1, 2, 3))):
-        members = chance.choice(CHANGES)(chance, members)
+        members = chance.choice(CHANGES if members else (_extend,))(chance, members)
     end = chance.choice(
         (*[bytes(2 * BLOCK)] * 12, b"", bytes(BLOCK), bytes(BLOCK * 20), bytes(BLOCK * 200), bytes(700))
     )

@@ -56,13 +56,9 @@ class Shards(Target):
         """The same members at the same places, where tarfile reads to the end."""
         theirs = []
         try:
-            with tarfile.open(
-                fileobj=io.BytesIO(data), mode="r:", encoding="utf-8", errors="surrogateescape"
-            ) as archive:
+            with tarfile.open(fileobj=io.BytesIO(data), mode="r:", encoding="utf-8") as archive:
                 members = [member for member in archive if member.isreg() and split_name(member.name) is not None]
-                theirs = [
-                    (member.name, data[member.offset_data : member.offset_data + member.size]) for member in members
-                ]
+                theirs = [data[member.offset_data : member.offset_data + member.size] for member in members]
                 ended = archive.offset
         except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError):
             return
