@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import NoReturn
 
+from accounting.gaussian import AccountingError
 from train.command_line import add_config
 from train.config import Config, run_dir_of
 from train.exits import BAD_INPUT, DONE, complain, guarded, joined, leave
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         from train.recipe import prepare
 
         phases = prepare(config)  # refuses before anything is started or written
-    except (ConfigError, RecipeError) as error:
+    except (ConfigError, RecipeError, AccountingError) as error:
         error.everywhere = os.environ.get("LOCAL_RANK", "0") != "0"  # pyright: ignore[reportAttributeAccessIssue]
         return complain(error, BAD_INPUT)
     _run(arguments, config, phases)

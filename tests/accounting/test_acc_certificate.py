@@ -221,7 +221,7 @@ def test_pages_escape_what_names_contain(tmp_path: Path) -> None:
     document = compose(journal.history, journal.ledger.entries, {"known_deviations": ["<script>alert(1)</script>"]})
     document["phases"][0]["name"] = "a|b<i>"
     assert "<script>" not in html_page(document) and "<i>" not in html_page(document)
-    assert [line.count("|") for line in markdown(document).splitlines() if "a&#124;b&lt;i&gt;" in line] == [5, 4]
+    assert [line.count("|") for line in markdown(document).splitlines() if "a&#124;b&lt;i&gt;" in line] == [5]
 
 
 EVIL = [

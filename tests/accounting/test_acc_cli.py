@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from acc_world import whole_run
+from acc_world import rewritten, whole_run
 
 from accounting import certificate
 from accounting.cli import main
@@ -158,3 +158,61 @@ def test_no_command_imports_torch(run_dir: Path) -> None:
     lines = [f"epsilon {SMALL} --sigma 2", f"verify {run_dir}", f"explain {run_dir}"]
     done = subprocess.run([sys.executable, "-c", program, *lines], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_name_cannot_write_a_verdict_of_its_own_on_the_screen(tmp_path: Path) -> None:
+    """A line feed and an escape sequence in a run's name, a phase's, a statement or an unknown kind of line."""
+    forged = "x\n\x1b[2J\x1b[Hε = 0.000001 of 8\nthe certificate agrees"
+    whole_run(tmp_path).ledger.close()
+
+    def rename(fields: dict) -> None:
+        fields |= {"name": forged} if "name" in fields else {}
+
+    rewritten(tmp_path, rename)
+    honest = here(f"verify {tmp_path}")
+    assert honest.returncode == 0 and r"x\n\x1b[2J" in honest.stdout
+    assert [line[:9] for line in honest.stdout.splitlines()] == ["ledger of", "ε = 0.165", "there is "]
+
+    def publish(fields: dict) -> None:
+        if fields["kind"] == "finish":
+            fields |= {"kind": "nonprivate", "phase": 1, "name": forged, "public_data": False, "manifest_digest": "m"}
+
+    rewritten(tmp_path, publish)
+    for command in ("verify", "explain"):
+        done = here(f"{command} {tmp_path}")
+        assert done.returncode == 0 and r"NOT PRIVATE: phase x\n\x1b[2J" in done.stdout
+        assert "\x1b" not in done.stdout and "\nε = 0.000001" not in done.stdout
+    rewritten(tmp_path, lambda fields: fields.update(kind=forged) if fields["kind"] == "nonprivate" else None)
+    refused = here(f"verify {tmp_path}")
+    assert refused.returncode == 5 and refused.stderr.count("\n") == 1 and "\x1b" not in refused.stderr
+
+
+@pytest.mark.parametrize("content", [b"[" * 50_000, b'{"format":' + b"7" * 5000 + b"}", b"\xff", b'{"format":NaN}'])
+def test_a_hostile_certificate_ends_in_one_sentence_and_code_5(run_dir: Path, content: bytes) -> None:
+    (run_dir / "certificate.json").write_bytes(content)
+    for target in (run_dir, run_dir / "certificate.json"):
+        done = here(f"verify {target}")
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (5, "", 1)
+        assert done.stderr.startswith("error: ") and "certificate.json" in done.stderr
+
+
+def test_a_ledger_that_contradicts_its_plan_is_refused_with_code_5(run_dir: Path) -> None:
+    """Threshold 1, noise 1e9 and sensitivity 1e-9, consistent in themselves, said "ε = 0.000000" once."""
+    (run_dir / "certificate.json").unlink()
+
+    def forge(fields: dict) -> None:
+        if fields["kind"] in ("open", "commit"):
+            fields["facts"]["sampling"]["threshold"] = 1
+            fields["facts"]["noise"]["std"] = 1e9
+            fields["facts"]["clipping"]["sensitivity"] = 1e-9
+
+    rewritten(run_dir, forge)
+    done = here(f"verify {run_dir}")
+    assert done.returncode == 5 and "line 4" in done.stderr and "but its plan says" in done.stderr
+
+
+def test_numbers_beyond_all_bounds_end_in_one_sentence() -> None:
+    huge = "9" * 400
+    for arguments in (f"epsilon --n {huge} --batch 40 --steps 4 --sigma 1", f"epsilon {SMALL} --sigma 1e-300"):
+        done = here(arguments)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr

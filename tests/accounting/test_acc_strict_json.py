@@ -1,4 +1,4 @@
-"""JSON that others may have written: everything that no file of ours holds is refused with a sentence, in linear time."""
+"""JSON that others may have written: what no file of ours holds is refused with a sentence, in linear time."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_hostile_line_of_the_ledger_and_a_hostile_manifest_are_refused_by_name
     folder = tmp_path / "checkpoints" / "phase00-step00000003"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_bytes(HOSTILE[name][0])
-    with pytest.raises(CertificateError, match="manifest.json is damaged"):
+    with pytest.raises(CertificateError, match=r"manifest\.json is damaged"):
         verify(tmp_path)
     (folder / "manifest.json").unlink()
     path = tmp_path / "ledger.jsonl"

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_base import Change, drop, put, refusal
+from config_base import BASE, Change, drop, put, refusal
 
 from model.sizes import ResNet
+from train.app import main
 from train.config import Config
 from train.loading import ConfigError, load
 from train.refusals import PHASE_REFUSED, REFUSED
@@ -256,3 +257,41 @@ def test_a_path_that_is_no_config_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "binary.json"):
         with pytest.raises(ConfigError):
             load(path, [])
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b'{"a": ' + b"1" * 5000 + b"}", "does not fit in 64 bits"), (b"[" * 50_000, "levels deep"),
+        (b'{"phases": ' * 50_000, "levels deep"), (b'{"a": 1e999}', "is not a number that can be used"),
+        (b"\xff\xfe{", "is not UTF-8"), (b'{"about": {"source": "\\ud800"}}', "half a character"),
+        (b'{"run": {"dir": "a\\u0000b"}}', "a zero byte"),
+    ],
+)  # fmt: skip
+def test_a_hostile_config_ends_in_one_sentence(tmp_path: Path, content: bytes, sentence: str) -> None:
+    path = tmp_path / "c\x1b[2J.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        load(path, [])
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "phases.0.steps=" + "1" * 5000, "a=" + "[" * 50_000, ".".join("a" * 50_000) + "=1", "phases.0.batch=1e999",
+        "phases.0.batch=1." + "0" * 5000 + "e999", "a\x1b[2J=1", "phases.0.name=a\nb", "run.dir=a\0b",
+        "phases.9\n.steps=1", "model.depth=1000000000000", "phases.0.steps=9000000000000000000",
+    ],
+)  # fmt: skip
+def test_a_hostile_override_ends_in_sentences(loaded: Callable[..., Config], override: str) -> None:
+    told = refusal(loaded, overrides=[override])
+    assert all(line.isprintable() for line in told.split("\n")) and len(told) < 2000
+
+
+@pytest.mark.parametrize("override", ["phases.1.privacy.delta=1e-308", "phases.1.privacy.noise_multiplier=1e308"])
+def test_numbers_that_no_accountant_can_use_end_in_one_sentence(tmp_path: Path, capsys, override: str) -> None:
+    path = tmp_path / "base.json"
+    path.write_text(json.dumps(BASE))
+    assert main(["--config", str(path), "--dry-run", "--set", override]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

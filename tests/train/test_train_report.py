@@ -1,0 +1,68 @@
+"""The report's figures and curves: any name of an axis is shown as it stands, and a torn log ends no run."""
+
+from __future__ import annotations
+
+import html
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from config_base import put
+
+from train.config import Config
+from train.report import figure, outcomes, read_curves
+from train.run_dir import RunDir
+from train.stop_rules import measured_before
+
+NAMES = [
+    "$",
+    "$x$",
+    "a$b",
+    "$\\frac{",
+    "_colour",
+    "__x__",
+    "a_b",
+    "\\",
+    "100 %",
+    "{}",
+    "#",
+    "^",
+    "~",
+    "&amp;",
+    "<b>",
+    "ε",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_an_axis_is_drawn_as_it_stands(loaded: Callable[..., Config], name: str) -> None:
+    phase = loaded(put("phases.1.evaluation.zero_shot.axes", {name: ["red", "blue"]})).phases[1]
+    points = {f"zero_shot_{name}": {1: 0.5, 2: 0.75}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn = figure(phase, points)
+    assert f">{html.escape(name, quote=False)}</text>" in drawn
+
+
+def test_lines_of_a_public_log_that_are_none_are_passed_over(
+    tmp_path: Path, loaded: Callable[..., Config]
+) -> None:  # fmt: skip
+    run_dir = RunDir(tmp_path)
+    run_dir.public_log.parent.mkdir(parents=True)
+    whole = {"phase": "private", "step": 2, "public_loss": 1.5, "zero_shot_colour": 0.5}
+    torn = [
+        "{", "7", "[]", "null", "{}", '{"phase": "private"}', '{"step": 3, "public_loss": 1}', "[" * 50_000,
+        '{"phase": ["private"], "step": 3, "public_loss": 1}', '{"phase": "private", "step": {}, "public_loss": 1}',
+        '{"phase": "private", "step": 3, "public_loss": "1"}', '{"phase": "private", "step": ' + "1" * 5000 + "}",
+    ]  # fmt: skip
+    run_dir.public_log.write_text("\n".join([*torn, json.dumps(whole), *torn]))
+    assert read_curves(run_dir) == {"private": {"public_loss": {2: 1.5}, "zero_shot_colour": {2: 0.5}}}
+    assert measured_before(run_dir.public_log, "private", 9) == {2: 1.5}
+    assert len(outcomes(loaded(), read_curves(run_dir))) == 1
+
+
+def test_an_axis_needs_labels(loaded: Callable[..., Config]) -> None:
+    with pytest.raises(ValueError, match="at least 1 item"):
+        loaded(put("phases.1.evaluation.zero_shot.axes", {"colour": []}))
