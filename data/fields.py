@@ -37,7 +37,7 @@ def numbers_of(
 
 def _fields(members: Mapping[str, bytes], wanted: Sequence[str]) -> Any:
     if _nested(members.get("json", b"")) > _MOST_NESTED:
-        raise BadRecord(f"the .json is nested more than {_MOST_NESTED} deep")
+        raise BadRecord(f"no .json that can be read for {', '.join(wanted)} (nested more than {_MOST_NESTED} deep)")
     try:
         return json.loads(members["json"], parse_int=_bounded)
     except (KeyError, ValueError, RecursionError) as error:

@@ -55,7 +55,7 @@ def test_a_stream_carries_them_too(scored: ShardIndex) -> None:
 def test_a_label_and_a_weight_come_from_one_reading(scored: ShardIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[bytes] = []
     real = json.loads
-    monkeypatch.setattr("data.fields.json.loads", lambda text: read.append(text) or real(text))
+    monkeypatch.setattr("data.fields.json.loads", lambda text, **how: read.append(text) or real(text, **how))
     batch = BatchReader(scored, DataSpec(16, labels=("score",), weight="score")).read(np.array([1, 3]), 0)
     assert batch.inputs[WEIGHT].tolist() == [1.0, 1e6] and batch.inputs["score"].tolist() == [1, 1_000_000]
     assert len(read) == 2
