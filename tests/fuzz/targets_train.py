@@ -53,7 +53,7 @@ def small(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 class Configs(Target):
-    cpu_seconds = 20
+    cpu_seconds = 120  # a noise multiplier that was taken out is calibrated
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
