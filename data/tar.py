@@ -114,7 +114,10 @@ def walk(read: Read, size: int, what: str, *, whole: bool) -> Generator[Member, 
         if kind == b"x":
             extended, pending = _pax(read(data, length), at, what), True
         elif kind == b"L":
-            long_name, pending = _text(read(data, length)), True
+            block = read(data, end - data)
+            long_name, pending = _text(block[:length]), True
+            if long_name != _text(block):  # which is what tarfile takes for it
+                raise ShardError(f"{what}: the name at byte {data} goes on behind its end; write the shard anew")
         elif kind == b"g":
             if "path" in (shared := _pax(read(data, length), at, what)) or "size" in shared:
                 raise ShardError(f"{what}: a global header at byte {at} renames members; write the shard anew")
