@@ -1,13 +1,16 @@
-# make setup | demo | test | test-kernels | test-slow | lint.
+# make setup | demo | test | test-kernels | test-slow | fuzz | lint.
 # Each creates .venv if it is missing; nothing need be set up before.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := $(CURDIR)/.venv/bin
 # One process per GPU; without GPUs two processes share the CPU.
 RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ "$$n" -gt 0 ] && echo $$n || echo 2)
+# Of all targets together; FUZZ="tar ledger" names some of them.
+FUZZ_SECONDS ?= 240
+FUZZ ?=
 READY := .venv/.ready
 
-.PHONY: setup demo test test-kernels test-slow lint
+.PHONY: setup demo test test-kernels test-slow fuzz lint
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -36,8 +39,8 @@ test: lint
 # NumPy only warns of a name that its build does not know, hence the error.
 OLDEST_KERNELS := ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OPENBLAS_CORETYPE=Nehalem \
     NPY_DISABLE_CPU_FEATURES="X86_V3 X86_V4 AVX512_ICL AVX512_SPR"
-KERNEL_TESTS := $(addprefix tests/train/test_train_,noise.py noise_bits.py sums.py clip.py clip_norms.py \
-    clip_rule.py clip_parity_half.py engines.py step.py sensitivity.py optim.py)
+KERNEL_TESTS := tests/accounting/test_acc_composition.py $(addprefix tests/train/test_train_,noise.py noise_bits.py \
+    sums.py clip.py clip_norms.py clip_rule.py clip_parity_half.py engines.py step.py sensitivity.py optim.py)
 
 test-kernels: $(READY)
 	@OMP_NUM_THREADS=1 $(OLDEST_KERNELS) $(BIN)/python -W error::ImportWarning -m pytest \
@@ -45,3 +48,7 @@ test-kernels: $(READY)
 
 test-slow: $(READY)
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m slow -q
+
+# A finding is written to tests/fuzz/corpus, which make test runs again.
+fuzz: $(READY)
+	@OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ)

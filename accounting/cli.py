@@ -18,7 +18,7 @@ from accounting.cli_calibrate import calibrate
 from accounting.cli_epsilon import epsilon_command
 from accounting.cli_plan import plan_command
 from accounting.cli_run import explain_command, verify_command
-from accounting.escaping import printable
+from accounting.escaping import sentence
 from accounting.ledger import LedgerError
 from accounting.plan import PlanError
 
@@ -38,10 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         values, text = COMMANDS[arguments.command](arguments)
     except (LedgerError, CertificateError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(f"error: {sentence(error)}", file=sys.stderr)
         return REFUSED
     except (AccountingError, PlanError, OSError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(f"error: {sentence(error)}", file=sys.stderr)
         return BAD_INPUT
     except ArithmeticError as error:
         print(f"error: these numbers are too large or too small to compute with ({error})", file=sys.stderr)

@@ -12,6 +12,7 @@ from typing import Any
 # Entities where a backslash helps in some dialects of Markdown only; the rest is escaped as all of them have it.
 ENTITY = {each: f"&#{ord(each)};" for each in "|~$@:."} | {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 INLINE = re.compile(r"[\\`*\[\]&<>|~$@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.", re.IGNORECASE)
+LONGEST = 1000
 AT_START = re.compile(r"^(\d*)([#+=-]|[.)](?=\s|$))")
 
 
@@ -25,6 +26,12 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """The same for a text whose line feeds are its own."""
     return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def sentence(error: object) -> str:
+    """An error as it is printed: one line, and short enough to be read whatever value or name it quotes."""
+    text = printable(str(error))
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
 
 
 def printable_leaves(value: Any) -> Any:

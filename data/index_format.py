@@ -145,6 +145,10 @@ def shard_of(entry: Mapping[str, Any]) -> Shard:
 def _text(value: Any) -> str:
     if not isinstance(value, str) or "\0" in value:
         raise ValueError("a name or hash in it is no text")
+    try:
+        os.fsencode(value)  # half a character, which JSON can hold, is no file's name
+    except UnicodeEncodeError:
+        raise ValueError("a name or hash in it is no text") from None
     return value
 
 

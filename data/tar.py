@@ -109,16 +109,23 @@ def walk(read: Read, size: int, what: str, *, whole: bool) -> Generator[Member, 
                 f"{what}: the extension header at byte {at} has {length} bytes, more than any name needs; write the "
                 "shard anew"
             )
+        if kind in (b"x", b"L") and pending:  # of two names readers believe different ones
+            raise ShardError(f"{what}: the extension header at byte {at} follows another one; write the shard anew")
         if kind == b"x":
             extended, pending = _pax(read(data, length), at, what), True
         elif kind == b"L":
-            long_name, pending = _text(read(data, length)), True
+            block = read(data, end - data)
+            long_name, pending = _text(block[:length]), True
+            if long_name != _text(block):  # which is what tarfile takes for it
+                raise ShardError(f"{what}: the name at byte {data} goes on behind its end; write the shard anew")
         elif kind == b"g":
             if "path" in (shared := _pax(read(data, length), at, what)) or "size" in shared:
                 raise ShardError(f"{what}: a global header at byte {at} renames members; write the shard anew")
             # It belongs to the archive, not to the member after it: tarfile, and so Energon, counts it like that.
             start = start if pending else end
         elif kind != b"K":
+            if "" in (long_name, extended.get("path")):
+                raise ShardError(f"{what}: the member at byte {at} has an empty name; write the shard anew")
             if kind in _REGULAR:
                 yield Member(extended.get("path") or long_name or _ustar_name(header), start, data, length, end)
             elif kind not in _EMPTY:

@@ -21,7 +21,7 @@ def main() -> int:
         "--from-deepspeed", action="store_true", help="import: RUN_DIR is a checkpoint folder that DeepSpeed wrote"
     )
     arguments = parser.parse_args()
-    from accounting.escaping import printable
+    from accounting.escaping import sentence
     from accounting.ledger import LedgerError
     from train.checkpoint import CheckpointError
     from train.export import ExportError, export, from_deepspeed
@@ -36,7 +36,7 @@ def main() -> int:
             print(path)
         return 0
     except (LedgerError, CheckpointError, ExportError, LayoutError, OSError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(f"error: {sentence(error)}", file=sys.stderr)
         return 5 if isinstance(error, LedgerError | CheckpointError) else 2
 
 

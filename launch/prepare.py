@@ -22,6 +22,7 @@ _HERE = Path(__file__).resolve().parent
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() not in (_HERE, _HERE.parent)]
 sys.path.insert(0, str(_HERE.parent))
 
+from accounting.escaping import sentence  # noqa: E402
 from launch import prepare_demo, prepare_index, prepare_overlap, prepare_synthetic  # noqa: E402
 
 COMMANDS = (prepare_demo, prepare_index, prepare_synthetic, prepare_overlap)
@@ -41,11 +42,11 @@ def main(argv: list[str] | None = None) -> int:
         where = error.filename or getattr(arguments, "out", None) or "a file"
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         fix = "free some space there" if full else "check the path and its permissions"
-        print(f"prepare.py: {where}: {error.strerror or error}; {fix}, then give the command again", file=sys.stderr)
-        return 2
+        said = sentence(f"{where}: {error.strerror or error}; {fix}, then give the command again")
     except ValueError as error:
-        print(f"prepare.py: {error}", file=sys.stderr)
-        return 2
+        said = sentence(error)
+    print(f"prepare.py: {said}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

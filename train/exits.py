@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from accounting.audit_bound import AuditError
-from accounting.escaping import printable
+from accounting.escaping import sentence
 from train.recipe_error import RecipeError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def guarded(act: Callable[[], int], main_rank: bool, then: str = "to go on") -> 
     except (LedgerError, CheckpointError, KeyFileError, Disagreement) as error:
         return complain(error, REFUSED)
     except UnreadableError as error:
-        print(f"error: {printable(str(error))}, then start the same command again {then}", file=sys.stderr, flush=True)
+        print(f"error: {sentence(error)}, then start the same command again {then}", file=sys.stderr, flush=True)
         return RESUME_ME
     except (
         RecipeError,
@@ -110,5 +110,5 @@ def complain(error: Exception, code: int) -> int:
     if rank == "0" or (not getattr(error, "everywhere", False) and code in (BAD_INPUT, REFUSED)):
         who = "error" if rank == "0" else f"error (rank {rank})"
         for line in str(error).splitlines():
-            print(f"{who}: {printable(line)}", file=sys.stderr, flush=True)
+            print(f"{who}: {sentence(line)}", file=sys.stderr, flush=True)
     return code

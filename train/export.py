@@ -54,6 +54,8 @@ def export(root: Path, out: Path, form: str = "safetensors", best: bool = False)
     _belongs(loaded, document)
     if best:
         loaded = _best(run_dir)
+    if "objective" not in loaded.manifest:
+        raise CheckpointError(f"the manifest of {loaded.position.folder} names no objective; restore the checkpoint")
     out.mkdir(parents=True, exist_ok=True)
     try:
         FORMS[form](loaded, out)

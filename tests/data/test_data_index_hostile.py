@@ -101,6 +101,24 @@ def test_sizes_of_pax_are_digits(tmp_path: Path, size: bytes) -> None:
         build(tmp_path)
 
 
+TWO_NAMES = [
+    pax(b"16 path=one.jpg\n") + pax(b"16 path=two.jpg\n"),
+    pax(b"16 path=one.jpg\n") + header(b"long", 8, b"L") + padded(b"two.jpg\0"),
+    header(b"long", 8, b"L") + padded(b"two.jpg\0") + pax(b"16 path=one.jpg\n"),
+    header(b"long", 1, b"L") + padded(b"\0"),
+    pax(b"8 path=\n"),
+    header(b"long", 7, b"L") + padded(b"two.jpg.txt"),
+]
+
+
+@pytest.mark.parametrize("extension", TWO_NAMES)
+def test_a_member_whose_name_readers_disagree_about_is_refused(tmp_path: Path, extension: bytes) -> None:
+    """tarfile believes the outer one of two extension headers, and an empty name; others do not."""
+    (tmp_path / "a.tar").write_bytes(member(b"a.jpg") + extension + member(b"a.txt") + END)
+    with pytest.raises(ShardError, match=r"follows another one|has an empty name|behind its end"):
+        build(tmp_path)
+
+
 @pytest.mark.parametrize("size", [b"\x80" + b"\xff" * 11, b"\x80" + (1 << 63).to_bytes(11, "big"), b"77777777777"])
 def test_sizes_beyond_the_shard_are_a_cut(tmp_path: Path, size: bytes) -> None:
     (tmp_path / "a.tar").write_bytes(header(b"a.jpg", size) + END)
