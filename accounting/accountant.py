@@ -32,6 +32,8 @@ __all__ = [
 
 Accountant = Literal["pld", "rdp"]
 INTERVAL = 1e-4
+# Beyond these, squares over- or underflow, and no training is meant.
+LEAST_SIGMA, MOST_SIGMA = 1e-9, 1e9
 # A finer lattice is laid where the sum of all losses spreads over fewer intervals than this.
 LEAST_SPREAD = 2000
 # A lower bound takes a finer lattice where rounding the losses would take more than this off their sum.
@@ -56,6 +58,10 @@ class Event:
             raise AccountingError(f"a sampling rate must lie in (0, 1], but is {self.rate}")
         if not (math.isfinite(self.sigma) and self.sigma > 0):
             raise AccountingError(f"a noise multiplier must be finite and positive, but is {self.sigma}")
+        if not LEAST_SIGMA <= self.sigma <= MOST_SIGMA:
+            raise AccountingError(
+                f"a noise multiplier can be accounted between {LEAST_SIGMA:g} and {MOST_SIGMA:g}, but is {self.sigma}"
+            )
         if self.count < 0:
             raise AccountingError(f"a step count cannot be negative, but is {self.count}")
         if (self.cap is None) != (self.records is None) or min(self.cap or 1, self.records or 1) < 1:

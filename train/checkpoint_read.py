@@ -139,7 +139,7 @@ def _checked(text: bytes, folder: Path) -> dict[str, Any]:
         or not all(isinstance(shape, list) and _counts(shape) for shape in shapes.values()),
         "pieces": not isinstance(pieces, dict)
         or not all(isinstance(digest, str) and name == Path(name).name for name, digest in pieces.items()),
-        "ledger": ledger_of(found) is None,
+        "ledger": "ledger" in found and ledger_of(found) is None,
         "objective": not isinstance(found.get("objective", ""), str),
     }
     if damaged := [name for name, bad in wrong.items() if bad]:

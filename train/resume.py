@@ -37,7 +37,10 @@ def latest_checkpoint(run: RunContext) -> Loaded | None:
 
     def check() -> None:
         if loaded is not None:
-            length, head = loaded.manifest["ledger"]["length"], loaded.manifest["ledger"]["head"]
+            stored = ledger_of(loaded.manifest)
+            if stored is None:
+                raise CheckpointError(f"{loaded.position.folder} does not say which ledger it belongs to; restore it")
+            length, head = stored
             run.writer.admit_checkpoint(loaded.position.phase, loaded.position.step, loaded.digest, length)
             _require_ledger(run.writer, length, head, loaded.position.folder)
 
