@@ -11,7 +11,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from tests.golden import commands, inner
+from tests.golden import commands
 from tests.golden.commands import LAUNCH, ROOT
 from tests.golden.texts import as_json, digest, normalised, of_file
 
@@ -34,6 +34,8 @@ def helps(folder: Path) -> Items:
 
 
 def configs(folder: Path) -> Items:
+    from tests.golden import inner  # here, as below: torch counts its threads when it is imported, so after warm_up
+
     return {str(path.relative_to(ROOT)): as_json(inner.config_digests(path)) for path in RECIPES}
 
 
@@ -87,6 +89,8 @@ def _phases(path: Path) -> list[dict[str, Any]]:
 
 
 def ids(folder: Path) -> Items:
+    from tests.golden import inner
+
     found: Items = {}
     for records, threshold, step in (
         (1, 1 << 31, 1), (1000, 1 << 28, 1), (1000, 1 << 28, 2), (1000, 1 << 32, 7), (1000, 1, 3),
@@ -105,6 +109,8 @@ def _ids(drawn: Any) -> str:
 
 def noise(folder: Path) -> Items:
     """Made of sums, products, quotients and square roots alone, which IEEE rounds in one way on every processor."""
+    from tests.golden import inner
+
     found: Items = {}
     for generator in ("aes", "philox"):
         for std, step, parameter, start, length in (
