@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.golden import old_runs
 from tests.golden.freeze import Golden, differences
@@ -76,6 +78,10 @@ def test_a_stopped_run_of_an_earlier_version_goes_on_with_its_own_keys_to_the_sa
     for kind in ("plan", "segment", "open", "commit"):
         assert told(stopped, kind) == told(finished, kind), kind
     assert len(told(stopped, "open")) == sum(old_runs.STEPS.values())
+    expected, got = weights(finished), weights(stopped)
+    assert expected.keys() == got.keys()
+    for name, values in expected.items():  # on another processor, by other numbers of ranks, sums round otherwise
+        np.testing.assert_allclose(got[name], values, rtol=0, atol=2e-4, err_msg=name)
     assert command("launch/account.py", "verify", str(stopped)).returncode == 0
 
 
@@ -87,3 +93,15 @@ def told(run_dir: Path, kind: str) -> list[dict[str, object]]:
         for line in old_runs.lines(run_dir)
         if line["kind"] == kind
     ]
+
+
+def weights(run_dir: Path) -> dict[str, np.ndarray]:
+    """Of the last checkpoint, with its fragments, which ranks share, put together."""
+    folder = run_dir / "checkpoints" / json.loads((run_dir / "checkpoints" / "latest").read_text())["folder"]
+    found: dict[str, dict[int, np.ndarray]] = {}
+    for piece in folder.glob("piece-*"):
+        for key, values in load_file(piece).items():
+            kind, name, start = key.split("|")
+            if kind in ("weights", "fixed"):
+                found.setdefault(name, {})[int(start)] = values
+    return {name: np.concatenate([part[start] for start in sorted(part)]) for name, part in found.items()}
