@@ -61,32 +61,28 @@ def demo_data(folder: Path) -> str:
 
 def toy_run(folder: Path, name: str) -> Items:
     """A whole run of the toy config with keys from a fixed seed: every byte that it leaves, and exported weights."""
-    if not (folder / "data").exists():
-        demo_data(folder)
+    demo_data(folder)
+    shutil.copy(HERE / TOY, folder / TOY)
     ranks, settings = RUNS[name]
-    place = folder / "runs" / name
-    place.mkdir(parents=True)
-    shutil.copytree(folder / "data", place / "data")  # of its own: an index remembers who trained on it
-    shutil.copy(HERE / TOY, place / TOY)
     options = [part for key, value in (settings | SEED).items() for part in ("--set", f"{key}={json.dumps(value)}")]
-    done = commands.run("train.py", "--config", TOY, *options, folder=place, ranks=ranks)
-    found: Items = {"console": normalised(done.output, place)}
-    run_dir = place / "runs" / Path(TOY).stem
+    done = commands.run("train.py", "--config", TOY, *options, folder=folder, ranks=ranks)
+    found: Items = {"console": normalised(done.output, folder)}
+    run_dir = folder / "runs" / Path(TOY).stem
     files = sorted(path for path in run_dir.rglob("*") if path.is_file())
     for path in files:
         where = path.relative_to(run_dir).as_posix()
         if path.name in ("ledger.jsonl", "manifest.json", "latest"):
             found[where] = path.read_text()
         elif path.suffix in (".json", ".jsonl", ".md", ".html") and path.parent.name != "secret":
-            found[where] = normalised(path.read_text(), place)
+            found[where] = normalised(path.read_text(), folder)
         elif path.suffix == ".safetensors":
-            found[where] = of_file(path, place)
+            found[where] = of_file(path, folder)
     modes = {f"{stat.filemode(path.stat().st_mode)} {path.relative_to(run_dir)}" for path in files}
-    found["files"] = normalised("\n".join(sorted(modes)) + "\n", place)
-    verdict = commands.run("account.py", "verify", str(run_dir), "--json", folder=place)
-    found["verify"] = normalised(as_json(json.loads(verdict.output)), place)
-    commands.run("export.py", str(run_dir), str(place / "export"), folder=place)
-    for path in sorted(place.glob("export/*.safetensors")):
+    found["files"] = normalised("\n".join(sorted(modes)) + "\n", folder)
+    verdict = commands.run("account.py", "verify", str(run_dir), "--json", folder=folder)
+    found["verify"] = normalised(as_json(json.loads(verdict.output)), folder)
+    commands.run("export.py", str(run_dir), str(folder / "export"), folder=folder)
+    for path in sorted(folder.glob("export/*.safetensors")):
         found[f"weights {path.stem}"] = _weights(path)
     return found
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from tests.golden.commands import ROOT
 
 # What is replaced before texts are compared, because it depends on times, places or chance and not on what the code
-# does: the folder that everything is made in; measured rates and what is computed from them; random names inside
-# pictures; hosts, processes and times in names of event files; whether DeepSpeed compiled its operation just now; and
-# the hash of a config that holds absolute paths.
+# does: the folder that everything is made in; measured rates and times; random names inside pictures; hosts, processes
+# and times in names of event files; whether DeepSpeed compiled its operation just now; and the hash of a config that
+# holds absolute paths. Events themselves, which hold times, and the inode numbers of identity.json are not compared.
 # Nothing is replaced in ledgers and checkpoints: they hold no time and no path, and the versions of packages in them
 # are those of the one environment in which two commits are compared.
 NORMALISED = (
@@ -24,6 +24,7 @@ NORMALISED = (
     (re.compile(r"<dc:date>[^<]*"), "<dc:date><time>"),
     (re.compile(r"events\.out\.tfevents\.\S+"), "events.out.tfevents.<host>"),
     (re.compile(r"in [\d.]+ s\b"), "in <time>"),
+    (re.compile(r"noise [\d.,]+ m?s beside"), "noise <time> beside"),
     (re.compile(r"^DeepSpeed (compiles|\S+ built) .*\n", re.MULTILINE), ""),
 )  # fmt: skip
 
