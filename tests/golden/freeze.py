@@ -1,6 +1,6 @@
 """Golden values: proves that a change which should change nothing did change nothing, bit for bit.
 
-    python tests/golden/freeze.py make --out /tmp/before        before the change; about six minutes on two quiet cores
+    python tests/golden/freeze.py make --out /tmp/before        before the change; takes minutes
     python tests/golden/freeze.py compare /tmp/before           after it: made anew and compared
     python tests/golden/freeze.py compare /tmp/before /tmp/after
     python tests/golden/freeze.py check [--quick]               against the committed values; no processor changes those

@@ -65,6 +65,7 @@ def test_a_finished_run_of_an_earlier_version_verifies(tmp_path: Path) -> None:
     assert (verdict["opened"], verdict["committed"], verdict["objection"]) == (steps, steps, None)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_of_an_earlier_version_goes_on_with_its_own_keys_to_the_same_end(tmp_path: Path) -> None:
     """One process where there were two; draws and charges are still those of the run that the old version finished."""
     root = old_runs.unpack(tmp_path)
