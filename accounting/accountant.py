@@ -117,7 +117,8 @@ def epsilon_below(events: Sequence[Event], delta: float) -> float | None:
     if any(event.cap is not None for event in merged):
         return None
     if (sigma := _plain_sigma(merged)) is not None:
-        return max(0.0, gaussian_epsilon(sigma, delta) - 1e-9)
+        value = gaussian_epsilon(sigma, delta)
+        return max(0.0, value - 1e-9 * (1 + value))
     counts = tuple(event.count for event in merged)
     interval, best = _interval(merged, delta), (math.inf, ())
     for finer in (1, 2, 4):
@@ -154,7 +155,10 @@ def gdp_mu(events: Sequence[Event], delta: float, points: int = 64) -> float:
         return 1 / sigma
     grid = np.linspace(0.0, epsilon(merged, delta), points)
     curve = _curve(merged, [float(e) for e in grid], _interval(merged, delta))
-    return max(gaussian_mu(float(e), d) for e, d in zip(grid, curve, strict=True) if 0 < d < 1)
+    return max(
+        (math.inf if d >= 1 else gaussian_mu(float(e), d) for e, d in zip(grid, curve, strict=True) if d > 0),
+        default=0.0,
+    )
 
 
 def round_up(value: float, digits: int = 4) -> float:

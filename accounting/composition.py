@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from accounting.gaussian import AccountingError
 from accounting.loss_lattice import UNIT, Array, LossLattice
@@ -65,6 +66,8 @@ class Composition:
                 return max(0.0, value)
             # Chernoff's tilt, the one whose mean is the answer, makes the errors least.
             tilt = self._tilt_with_mean(value)
+        if self.deltas([0.0])[0] <= delta:
+            return 0.0
         raise NotConverged(
             f"PLD accounting did not converge: rounding may account for {errors / delta:.2g} of delta = {delta:g}; use "
             "more noise or a larger delta"
@@ -200,52 +203,72 @@ class _Window:
 
     def epsilon_below(self, delta: float, outside: float) -> float:
         value, lost, growth = self._solve(delta), 0.0, self._growth()
-        for _ in range(3):
-            # What rounding may have added at epsilons down to 0.1 below; and tilted mass outside the window was counted
+        for _ in range(8):
+            # What rounding may have added at epsilons down to the floor; and tilted mass outside the window was counted
             # within it, at losses above the answer.
-            floor = value - 0.1
-            lost = self._moved(floor) + outside * math.exp(self.moments.log_scale - self.tilt * floor)
+            floor = value - min(0.1, 1 / self.tilt)
+            counted = math.exp(min(700.0, self.moments.log_scale - self.tilt * floor))
+            lost = self._moved(floor) + outside * counted
             value = self._solve((delta + lost) * growth)
             if value >= floor:
-                return value - self.parts.slack - 2e-12 * (1 + abs(value))
+                below = value - 2e-12 * (1 + abs(value))
+                # Solving keeps to the safe side of an upper bound; this one must hold the other way round.
+                sound = _hockey_stick(self.losses, self.weights, below) >= (delta + lost) * growth
+                return below - self.parts.slack if sound else 0.0
         return 0.0
 
     def delta(self, epsilon: float) -> float:
         epsilon -= self.parts.slack
+        if epsilon < self.losses[0]:
+            return 1.0
         inside = _hockey_stick(self.losses, self.weights, epsilon) + self._moved(epsilon)
         return inside * self._growth() + self._beyond() + self.parts.lost
 
     def _moved(self, epsilon: float) -> float:
         """Bound of what the transforms' errors move delta(epsilon) by (Cauchy and Schwarz)."""
         above = int(np.searchsorted(self.losses, epsilon))
-        return self.error * float(np.linalg.norm(self.factors[above:] * -np.expm1(epsilon - self.losses[above:])))
+        with np.errstate(over="ignore"):
+            return self.error * float(np.linalg.norm(self.factors[above:] * -np.expm1(epsilon - self.losses[above:])))
 
     def _spectrum(self) -> tuple[Array, float]:
         """Coefficients of the composed, tilted distribution, and what they may move its masses by (Euclidean norm)."""
         levels = math.log2(self.points)
         log_product = np.zeros(self.points // 2 + 1)
-        factors = []
+        factors, shift = [], 0
         for lattice, count in zip(self.parts.lattices, self.parts.counts, strict=True):
             weights, _ = tilted(lattice.log_masses, lattice.losses, self.tilt)
-            places = np.arange(lattice.first, lattice.first + len(weights)) % self.points
+            # Most steps hardly touch the record, and one point may hold nearly all the mass. Without that point the
+            # transform is small, and so is its error; the point itself only shifts the result, by `count` times its
+            # place, and has what the others leave of 1.
+            fullest = int(np.argmax(weights))
+            shift += count * (lattice.first + fullest)
+            weights[fullest] = 0.0
+            places = (np.arange(len(weights)) - fullest) % self.points
             folded = np.bincount(places, weights=weights, minlength=self.points)
-            coefficients = np.fft.rfft(folded)
+            others = float(weights.sum())
+            apart = np.fft.rfft(folded) - others
             # As if the transform preserved the norm; its errors together bound each of them.
-            error = PER_LEVEL * levels * float(np.linalg.norm(folded))
-            largest = np.abs(coefficients) + math.sqrt(self.points) * error
+            error = PER_LEVEL * levels * float(np.linalg.norm(folded)) + 4 * UNIT * others
+            size = np.abs(1 + apart)
+            largest = size + math.sqrt(self.points) * error
             log_product += count * np.log(largest)
-            factors.append((coefficients, np.log(largest), error, count))
+            factors.append((apart, largest, error, count))
         kept = log_product > math.log(FAINT)
-        product = np.zeros(len(kept), dtype=np.complex128)
-        product[kept] = 1.0
+        log_size, angle, rounded = (np.zeros(int(kept.sum())) for _ in range(3))
         moved = FAINT
-        for coefficients, log_largest, error, count in factors:
-            product[kept] *= _power(coefficients[kept], count)
+        for apart, largest, error, count in factors:
+            here, bound = apart[kept], largest[kept]
+            log_size += count * _log_size(here)
+            angle += count * np.arctan2(here.imag, 1 + here.real)
             # (x + e)^n - x^n <= n·e·(x + e)^(n - 1), where the other factors are no larger than their own bounds.
-            moved += count * error * math.exp(float((log_product - log_largest).max()))
-        # A product of n factors rounds n times.
-        rounded = 4 * UNIT * sum(self.parts.counts) * float(np.linalg.norm(np.exp(log_product[kept])))
-        return product, moved + rounded * math.sqrt(2 / self.points)
+            moved += count * error * math.exp(float((log_product - np.log(largest)).max()))
+            rounded += count * np.abs(here) / np.minimum(bound, 1.0)
+        turns = np.arange(len(kept))[kept] * (shift % self.points) % self.points
+        product = np.zeros(len(kept), dtype=np.complex128)
+        product[kept] = np.exp(log_size) * np.exp(1j * (angle - 2 * math.pi / self.points * turns))
+        # Size and angle of 1 + x round in proportion to |x| / |1 + x|, the rest in proportion to their own values.
+        rounded = 32 * UNIT * (rounded + np.abs(log_product[kept]) + np.abs(angle) + 8) * np.exp(log_product[kept])
+        return product, moved + float(np.linalg.norm(rounded)) * math.sqrt(2 / self.points)
 
     def _growth(self) -> float:
         """What the relative errors of all masses may come to as a factor."""
@@ -269,12 +292,16 @@ class _Window:
     def _log_tail(self, side: int) -> float:
         """Log of a bound of the tilted mass above (or below) the window."""
         end = self.losses[-1] if side > 0 else self.losses[0]
-        steepest = abs(end - self.moments.mean) / self.moments.spread**2
+        steepest = abs(end - self.moments.mean) / max(self.moments.spread, self.parts.interval) ** 2
         found = 0.0
         for share in (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01):
             moved = side * share * steepest
             log_scale = self.parts.moments(self.tilt + moved).log_scale
             found = min(found, log_scale - self.moments.log_scale - moved * end)
+        best = self.parts._tilt_with_mean(end) - self.tilt
+        if side * best > 0:
+            log_scale = self.parts.moments(self.tilt + best).log_scale
+            found = min(found, log_scale - self.moments.log_scale - best * end)
         return found
 
     def _solve(self, target: float) -> float:
@@ -290,7 +317,8 @@ class _Window:
         at = _hockey_stick(losses, weights, float(losses[point]))
         slope = above_q[point] / decays[point]
         step = math.log1p(max(-0.999, (at - target) / slope)) if slope > 0 else 0.0
-        value = float(losses[point]) + step
+        # Below the first of these losses nothing is known.
+        value = max(float(losses[point]) + step, float(losses[0]))
         value += 1e-12 * (1 + abs(value))
         if not _hockey_stick(losses, weights, value) <= target:
             raise NotConverged("PLD accounting did not converge: the privacy losses spread too far; use more noise")
@@ -303,16 +331,11 @@ def _hockey_stick(losses: Array, weights: Array, epsilon: float) -> float:
     return float(weights[above:] @ -np.expm1(epsilon - losses[above:]))
 
 
-def _power(base: Array, count: int) -> Array:
-    """By squaring: its rounding is bounded, that of a library's complex power is not."""
-    result = np.ones_like(base)
-    while count:
-        if count & 1:
-            result = result * base
-        count >>= 1
-        if count:
-            base = base * base
-    return result
+def _log_size(apart: NDArray[np.complex128]) -> Array:
+    """log|1 + x| of complex x, to the last digits where x is small, too."""
+    size = np.abs(1 + apart)
+    with np.errstate(divide="ignore"):
+        return np.where(size < 0.5, np.log(size), 0.5 * np.log1p(np.maximum(2 * apart.real + np.abs(apart) ** 2, -0.9)))
 
 
 def _root(falling: Callable[[float], float]) -> float:

@@ -70,7 +70,7 @@ class LossLattice:
             return np.log(self.masses)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=6)
 def upper(rate: float, sigma: float, interval: float) -> tuple[LossLattice, LossLattice]:
     """Pairs that dominate the step: with the record against without it, and without it against with it."""
     step = _Step(rate, sigma)
@@ -87,14 +87,14 @@ def upper(rate: float, sigma: float, interval: float) -> tuple[LossLattice, Loss
     absent[:-1] += low
     absent[1:] += high
     # What lies beyond the reach moves to a higher loss, each time as the direction has it.
-    below, above = float(ndtr(-REACH)), float(ndtr(-places[-1]))
+    end = min(float(places[-1]), step.top)
+    below, above = float(ndtr(-REACH)), float(ndtr(-end))
     present[1] += below
-    absent[0] += below
     absent[-1] += above
-    infinite = (1 - rate) * above + rate * float(ndtr(1 / sigma - places[-1]))
+    infinite = (1 - rate) * above + rate * float(ndtr(1 / sigma - end))
     return (
         LossLattice(interval, first, present, infinite=infinite, error=step.error, slack=step.slack),
-        LossLattice(interval, -last, absent[::-1].copy(), error=step.error, slack=step.slack),
+        LossLattice(interval, -last, absent[::-1].copy(), infinite=below, error=step.error, slack=step.slack),
     )
 
 
@@ -194,7 +194,7 @@ class _Step:
     def span(self, interval: float) -> tuple[int, int]:
         """First and last point of a lattice around all losses within reach."""
         ends = self.loss(np.array([-REACH, self.top]))
-        if not ends[1] < min(700.0, MOST_CELLS * interval):
+        if not ends[1] < min(700.0 + math.log(self.rate), MOST_CELLS * interval):
             raise AccountingError(
                 f"the pld accountant cannot discretise steps with sigma = {self.sigma}: one of them has privacy losses "
                 f"up to {ends[1]:.3g}; use more noise"
@@ -203,11 +203,12 @@ class _Step:
 
     def connect_the_dots(self, places: Array, lowest: float) -> tuple[Array, Array]:
         """Mass under Q that each cell gives to its lower and to its upper point."""
-        cell, inside, width, z = self._panels(places)
+        # Beyond the reach there is nothing to integrate; the shares still refer to the whole cell.
+        cell, inside, width, z = self._panels(np.minimum(places, self.top))
         spans = np.diff(places) / self.sigma
         whole = np.expm1(spans)
         # The lowest cell may reach below every loss, where there is no place to measure from.
-        whole[0] = self._over(places[1:2], lowest)[0]
+        whole[0] = max(self._over(places[1:2], lowest)[0], np.finfo(np.float64).tiny)
         low, high = np.zeros(len(spans)), np.zeros(len(spans))
         wholes, firsts = whole[cell], cell == 0
         for node, weight in zip(NODES, WEIGHTS, strict=True):
@@ -227,7 +228,7 @@ class _Step:
             places[0] = -REACH
         if ends[1]:
             places[-1] = max(places[-1], self.top)
-        places = np.maximum.accumulate(places)
+        places = np.minimum(np.maximum.accumulate(places), self.top)
         cell, _, width, z = self._panels(places)
         middles = self.loss(0.5 * (places[:-1] + places[1:]))
         under_p, under_q = np.zeros(len(middles)), np.zeros(len(middles))
@@ -247,7 +248,7 @@ class _Step:
     def _over(self, z: Array, lowest: float) -> Array:
         """exp(loss) - exp(lowest), for a lowest loss that is at most that of any place within reach."""
         missed = (1 - self.rate) - math.exp(lowest) if lowest < -0.5 else -self.rate - math.expm1(lowest)
-        return self.rate * np.exp(z / self.sigma - 0.5 / self.sigma**2) + max(0.0, missed)
+        return np.maximum(0.0, self.rate * np.exp(z / self.sigma - 0.5 / self.sigma**2) + missed)
 
     def _panels(self, places: Array) -> tuple[NDArray[np.int64], Array, Array, Array]:
         """Cells cut to panels that are narrow enough: cell, distance from its lower wall, width, lower end."""

@@ -240,3 +240,33 @@ def test_nothing_is_answered_for_noise_that_cannot_be_discretised() -> None:
     with pytest.raises(AccountingError, match="use more noise"):
         epsilon([Event(0.5, 1e-3, 2)], 1e-6)
     assert math.isfinite(epsilon([Event(0.5, 1e3, 2)], 1e-6))
+
+
+@pytest.mark.parametrize(("rate", "sigma"), [(1.370628e-4, 10.0), (1.6e-4, 30.0), (0.05, 0.8), (0.5, 2.0)])
+def test_both_lattices_dominate_the_step_wherever_their_first_point_lies(rate: float, sigma: float) -> None:
+    """Both neighbours are told apart equally well at epsilon = 0, which is the distance in total variation."""
+    exact = one_step_delta(rate, sigma, 0.0)
+    for lattice in upper(rate, sigma, 1e-4):
+        above = lattice.losses > 0
+        assert float(lattice.masses[above] @ -np.expm1(-lattice.losses[above])) >= exact * (1 - 1e-10)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("rate", "sigma", "steps", "delta"),
+    [(1e-5, 1e4, 1, 1e-6), (1e-7, 1e3, 10, 1e-6), (4.85e-5, 41.1, 1, 3.5e-4), (0.00637, 82.5, 1, 1.8e-6),
+     (1e-7, 0.3, 10, 1e-6), (1.0, 1e-3, 1, 1e-9)],
+)  # fmt: skip
+def test_the_smallest_and_the_largest_epsilons_have_both_bounds(rate, sigma, steps, delta) -> None:
+    above, below = epsilon([Event(rate, sigma, steps)], delta), epsilon_below([Event(rate, sigma, steps)], delta)
+    assert below is not None and 0 <= below <= above <= below + 1e-5 + 1e-8 * above
+
+
+def test_below_the_window_delta_is_one() -> None:
+    assert Composition((upper(0.5, 1.0, 1e-4)[0],), (3,)).deltas([-1e6]) == [1.0]
+
+
+@pytest.mark.parametrize("sigma", [1e-300, 1e-10, 1e10, 1e300])
+def test_noise_beyond_all_squares_is_refused(sigma: float) -> None:
+    with pytest.raises(AccountingError, match="can be accounted between"):
+        Event(0.1, sigma, 1)
