@@ -248,7 +248,8 @@ class _Window:
             others = float(weights.sum())
             apart = np.fft.rfft(folded) - others
             # As if the transform preserved the norm; its errors together bound each of them.
-            error = PER_LEVEL * levels * float(np.linalg.norm(folded)) + 4 * UNIT * others
+            # Pairwise summation of up to 2^24 terms rounds less than 64 times, and that error sits on the one point.
+            error = PER_LEVEL * levels * float(np.linalg.norm(folded)) + 64 * UNIT * others
             size = np.abs(1 + apart)
             largest = size + math.sqrt(self.points) * error
             log_product += count * np.log(largest)
