@@ -1,4 +1,4 @@
-# make setup | demo | test | test-kernels | test-slow | fuzz | lint.
+# make setup | demo | test | test-full | test-slow | test-kernels | fuzz | lint.
 # Each creates .venv if it is missing; nothing need be set up before.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -10,7 +10,7 @@ FUZZ_SECONDS ?= 240
 FUZZ ?=
 READY := .venv/.ready
 
-.PHONY: setup demo test test-kernels test-slow fuzz lint
+.PHONY: setup demo test test-full test-slow test-kernels fuzz lint
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -29,10 +29,19 @@ lint: $(READY)
 	@$(BIN)/basedpyright --level error
 
 # What starts no launcher shares the cores; runs of several processes then take turns.
+define run_tests
+	@OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m $(1) -q \
+	    -n auto --maxprocesses 8 --dist $(2) --ignore tests/end_to_end
+	@PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m $(1) -q tests/end_to_end
+endef
+
+# What the privacy claim rests on, in minutes: tests/conftest.py names it.
 test: lint
-	@OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m "not slow" -q \
-	    -n auto --maxprocesses 8 --dist loadfile --ignore tests/end_to_end
-	@PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m "not slow" -q tests/end_to_end
+	$(call run_tests,"core and not slow",worksteal)
+
+# Everything but the slow tests: the core, then the rest.
+test-full: test
+	$(call run_tests,"not core and not slow",loadfile)
 
 # Which kernels PyTorch, oneDNN, MKL, OpenBLAS and NumPy take depends on the processor, and they add and round in other
 # orders. With the oldest of each, which every x86-64 has, a test that holds on one processor alone shows itself.
@@ -49,6 +58,6 @@ test-kernels: $(READY)
 test-slow: $(READY)
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m slow -q
 
-# A finding is written to tests/fuzz/corpus, which make test runs again.
+# A finding is written to tests/fuzz/corpus, which make test-full runs again.
 fuzz: $(READY)
 	@OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ)

@@ -17,6 +17,8 @@ from typing import Literal, get_args
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from murmuration.accounting.errors import REFUSED, RunError
+
 Purpose = Literal[
     "sampling", "sampling-digest", "noise", "augmentation", "masks", "dropout", "metric-noise", "self-test",
     "public-order", "key-check",
@@ -24,8 +26,10 @@ Purpose = Literal[
 KEY_BYTES = 32
 
 
-class KeyFileError(ValueError):
+class KeyFileError(RunError, ValueError):
     """The run key is missing, foreign or readable by others."""
+
+    exit_code = REFUSED
 
 
 @dataclass(frozen=True)

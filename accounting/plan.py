@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
-from accounting.typed import CLOSED
+from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
+from murmuration.accounting.errors import RunError
+from murmuration.accounting.typed import CLOSED
 
 RATE_DENOMINATOR = 2**32
 UNIT = "one record (an image, or an image with its caption)"
 ADJACENCY = "zero-out: one record is replaced by a record that is drawn alike and contributes exactly zero"
 
 
-class PlanError(ValueError):
+class PlanError(RunError, ValueError):
     """The numbers of a plan cannot give the promise; the message says which and what to change."""
 
 

@@ -16,12 +16,12 @@ import torch
 from clip_models import Inputs, Weights
 from torch import Tensor, nn
 
-from model.attention import use_fused
-from train.clip import ClipEngine
-from train.clip_bookkeeping import BookKeepingClip
-from train.clip_reference import ReferenceClip
-from train.clip_rule import ClipRule
-from train.sums import Float32Sums, trainable_shapes
+from murmuration.model.attention import use_fused
+from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.engine import ClipEngine
+from murmuration.train.clip.reference import ReferenceClip
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.clip.sums import Float32Sums, trainable_shapes
 
 
 class Contender(Protocol):

@@ -9,7 +9,7 @@ from clip_engines import Contender
 from clip_models import Inputs, Workload
 from torch import nn
 
-from tests.train import brute_force
+from tests.support import brute_force
 
 
 class Judge:

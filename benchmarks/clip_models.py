@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.build import build
-from model.encoder import PatchProjection
-from model.settings import ModelSettings
+from murmuration.model.build import build
+from murmuration.model.encoder import PatchProjection
+from murmuration.model.settings import ModelSettings
 
 Inputs = dict[str, Tensor]
 CLASSES = 1000

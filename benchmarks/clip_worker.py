@@ -20,7 +20,7 @@ from clip_memory import Memory, peak_bytes
 from clip_models import Weights, Workload
 from clip_timing import interleaved
 
-from train.clip import assert_exact_matmul
+from murmuration.train.clip.engine import assert_exact_matmul
 
 Row = dict[str, Any]
 

@@ -34,12 +34,12 @@ import webdataset  # noqa: E402
 from PIL import Image  # noqa: E402
 from webdataset.writer import TarWriter  # noqa: E402
 
-from data.batches import IMAGENET_MEAN, IMAGENET_STD, BatchReader, DataSpec  # noqa: E402
-from data.index import ShardIndex, build  # noqa: E402
-from data.loader import Loader  # noqa: E402
-from data.picture import PictureMaker  # noqa: E402
-from data.sampler import LANES, PoissonSampler  # noqa: E402
-from data.shards import Reading, ShardReader, open_source  # noqa: E402
+from murmuration.data.batch.loader import Loader  # noqa: E402
+from murmuration.data.batch.reader import IMAGENET_MEAN, IMAGENET_STD, BatchReader, DataSpec  # noqa: E402
+from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source  # noqa: E402
+from murmuration.data.decode.picture import PictureMaker  # noqa: E402
+from murmuration.data.draw.poisson import LANES, PoissonSampler  # noqa: E402
+from murmuration.data.index.shard_index import ShardIndex, build  # noqa: E402
 
 KEY, SIDE, BATCH = b"k" * 32, 224, 64
 PICTURES = PictureMaker(SIDE, "random_resized_crop", KEY)
@@ -114,7 +114,7 @@ def compare(index: ShardIndex, workers: int, turns: int, records: int) -> dict[s
     streaming = streamed(index, workers)
     one_turn(streaming, BATCH)  # its workers are forked before ours start any thread
     reader = BatchReader(index, DataSpec(SIDE, "random_resized_crop"), augment_key=KEY,
-                         reading=Reading(workers=workers, in_flight=workers + 2))  # fmt: skip
+                         reading=ReadOptions(workers=workers, in_flight=workers + 2))  # fmt: skip
     poisson = sampled(index, workers, reader, 0.25)
     one_turn(poisson, BATCH)
     found: dict[str, list[tuple[float, float]]] = {"ours": [], "webdataset": []}
@@ -182,7 +182,7 @@ def ranges(folder: Path, latency: float, count: int) -> dict[str, Any]:
         assert server.stdout is not None
         url = server.stdout.readline().strip()
         index = build([f"{url}/{path.name}" for path in sorted(folder.glob("*.tar"))], folder / "remote")
-        reader = ShardReader(index, open_source(index, Reading()))
+        reader = ShardReader(index, open_source(index, ReadOptions()))
         found: dict[str, Any] = {"latency_ms": 1000 * latency}
         rng = np.random.default_rng(2)
         for in_flight in (1, 16, 64):

@@ -4,7 +4,7 @@
 
 Each seed warms a captioner up on synthetic shapes before grey, and trains it on at ε = 8 on private captioned shapes
 before colours. From the same warm encoder go a private masked autoencoder of equal cost (FLOPs per record by
-`train.planner_cost`, at the same expected batch), and the captioner with a logical batch 16 times smaller at the same
+`train.planner.cost`, at the same expected batch), and the captioner with a logical batch 16 times smaller at the same
 number of sampled records (not of nano); each with the noise calibrated to it. Linear probes on public labelled
 pictures then tell colours and shapes apart. Runs go through `launch/train.py` with keys from the operating system; a
 seed is that of the initial weights. `--tune` chooses learning rates on another draw of shapes, which stands in for the
@@ -48,13 +48,13 @@ from learning_setting import (  # noqa: E402
     warm_phase,
 )
 
-from accounting.verify import verify  # noqa: E402
-from data.index import build as build_index  # noqa: E402
-from data.synthetic import shape_samples, write_shards  # noqa: E402
-from model.build import build, take_encoder  # noqa: E402
-from model.encoder import Encoder  # noqa: E402
-from train.checkpoint import Checkpoints  # noqa: E402
-from train.config import Config  # noqa: E402
+from murmuration.accounting.certificate.verify import verify  # noqa: E402
+from murmuration.data.index.shard_index import build as build_index  # noqa: E402
+from murmuration.data.synthetic.index import shape_samples, write_shards  # noqa: E402
+from murmuration.model.build import build, take_encoder  # noqa: E402
+from murmuration.model.encoder import Encoder  # noqa: E402
+from murmuration.train.config.root import Config  # noqa: E402
+from murmuration.train.storage.checkpoint import Checkpoints  # noqa: E402
 
 TUNING_SEEDS, TUNING_DRAW = (1000,), 404
 FIRST_SEED = 10
@@ -192,7 +192,7 @@ def _promised(run_dir: Path) -> dict[str, float]:
 
 
 def _sigma(run_dir: Path) -> float:
-    from accounting.history import History
+    from murmuration.accounting.ledger.history import History
 
     plans = History.read(run_dir / "ledger.jsonl")[0].plans
     return next(iter(plans.values())).noise_multiplier

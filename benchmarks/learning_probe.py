@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batches import BatchReader, DataSpec
-from data.index import ShardIndex
-from data.shapes import COLOURS, SHAPES
-from evaluation.linear_probe import fit, pooled_tokens
-from model.encoder import Encoder
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.synthetic.shapes import COLOURS, SHAPES
+from murmuration.evaluation.linear_probe import fit, pooled_tokens
+from murmuration.model.encoder import Encoder
 
 CLASSES = {"label": len(COLOURS) * len(SHAPES), "colour": len(COLOURS), "shape": len(SHAPES)}
 CHANCE = {f"{name}{labels}": 1 / count for labels in ("", "_few") for name, count in CLASSES.items()}

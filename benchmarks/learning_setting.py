@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.config import Config
-from train.planner import counted
+from murmuration.train.config.root import Config
+from murmuration.train.planner.forecast import counted
 
 EPSILON, SMALLER = 8.0, 16
 CHEAP = {

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from train.fragment import Fragment
-from train.noise import NoiseMechanism
-from train.noise_ahead import NoiseAhead
-from train.noise_philox import PhiloxNoise
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.philox import PhiloxNoise
+from murmuration.train.noise.prefetch import NoiseAhead
 
 KEY = bytes(range(32))
 

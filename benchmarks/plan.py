@@ -33,15 +33,15 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from train.config import Config  # noqa: E402
-from train.planner import PhaseForecast, forecast  # noqa: E402
-from train.planner_app import measured_noise_rate  # noqa: E402
-from train.planner_cluster import Cluster  # noqa: E402
-from train.process import quiet_libraries  # noqa: E402
-from train.run_dir import RunDir, whole_lines  # noqa: E402
+from murmuration.train.commands.forecast import measured_noise_rate  # noqa: E402
+from murmuration.train.config.root import Config  # noqa: E402
+from murmuration.train.distributed.process import quiet_libraries  # noqa: E402
+from murmuration.train.planner.cluster import Cluster  # noqa: E402
+from murmuration.train.planner.forecast import PhaseForecast, forecast  # noqa: E402
+from murmuration.train.storage.run_dir import RunDir, whole_lines  # noqa: E402
 
 if TYPE_CHECKING:
-    from train.ranks import Ranks
+    from murmuration.train.distributed.ranks import Ranks
 
 RECORDS, DROPPED, ROUNDS, EXCHANGED = 4000, 3, 5, 2_000_000
 """Records on disk; steps that warm up; rounds of each measurement; fp64 numbers in an all-reduce."""
@@ -91,8 +91,9 @@ def launched(ranks: int, *script: str) -> str:
 
 def machine() -> None:
     quiet_libraries()
-    from train.engine_deepspeed import start_ranks
-    from train.exits import DONE, leave
+    from murmuration.accounting.errors import DONE
+    from murmuration.train.commands.exits import leave
+    from murmuration.train.engines.deepspeed_zero import start_ranks
 
     ranks = start_ranks()
     own: dict[str, Any] = {"threads": torch.get_num_threads()}
@@ -113,8 +114,8 @@ def machine() -> None:
 
 def layers(name: str) -> list[tuple[int, int, int]]:
     """Rows, inputs and outputs of every linear layer, for one micro-batch."""
-    from model.build import build
-    from train.probes import synthetic_batch
+    from murmuration.model.build import build
+    from murmuration.train.self_test.probes import synthetic_batch
 
     whole = Config.model_validate(config(name, Path("."), Path(".")))
     shape, objective = whole.model.resolved(), whole.phases[0].objective

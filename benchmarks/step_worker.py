@@ -19,27 +19,27 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from accounting.plan import PrivacyPlan, threshold_for  # noqa: E402
-from data.batches import BatchReader, DataSpec, slots  # noqa: E402
-from data.index import build as build_index  # noqa: E402
-from data.sampler import PoissonSampler  # noqa: E402
-from data.shapes import GRAMMAR_WORDS  # noqa: E402
-from data.synthetic import shape_samples, write_shards  # noqa: E402
-from data.text import TextEncoder, word_tokenizer  # noqa: E402
-from model.build import build  # noqa: E402
-from model.settings import ModelSettings, Shape  # noqa: E402
-from train.clip_bookkeeping import BookKeepingClip  # noqa: E402
-from train.clip_rule import ClipRule  # noqa: E402
-from train.config import ZeroOptimization  # noqa: E402
-from train.engine_deepspeed import DeepSpeedEngine, start_ranks  # noqa: E402
-from train.exits import DONE, leave  # noqa: E402
-from train.forward import PrivateForward  # noqa: E402
-from train.fragment import Fragment  # noqa: E402
-from train.gradient import NoisyUpdate  # noqa: E402
-from train.noise import NoiseMechanism  # noqa: E402
-from train.optim import make_optimizer  # noqa: E402
-from train.optim_settings import Optimizer  # noqa: E402
-from train.ranks import Ranks  # noqa: E402
+from murmuration.accounting.errors import DONE  # noqa: E402
+from murmuration.accounting.plan import PrivacyPlan, threshold_for  # noqa: E402
+from murmuration.data.batch.reader import BatchReader, DataSpec  # noqa: E402
+from murmuration.data.draw.micro_batch import slots  # noqa: E402
+from murmuration.data.draw.poisson import PoissonSampler  # noqa: E402
+from murmuration.data.index.shard_index import build as build_index  # noqa: E402
+from murmuration.data.synthetic.index import shape_samples, write_shards  # noqa: E402
+from murmuration.data.synthetic.shapes import GRAMMAR_WORDS  # noqa: E402
+from murmuration.data.text.encoder import TextEncoder, word_tokenizer  # noqa: E402
+from murmuration.model.build import build  # noqa: E402
+from murmuration.model.settings import ModelSettings, Shape  # noqa: E402
+from murmuration.train.clip.rule import ClipRule  # noqa: E402
+from murmuration.train.commands.exits import leave  # noqa: E402
+from murmuration.train.config.optimizer import Optimizer  # noqa: E402
+from murmuration.train.config.root import ZeroOptimization  # noqa: E402
+from murmuration.train.distributed.ranks import Ranks  # noqa: E402
+from murmuration.train.distributed.shards import Fragment  # noqa: E402
+from murmuration.train.engines.choose import EngineSettings, start_ranks  # noqa: E402
+from murmuration.train.noise.aes import NoiseMechanism  # noqa: E402
+from murmuration.train.noise.update import NoisyUpdate  # noqa: E402
+from murmuration.train.private import Computation, clipping_engine  # noqa: E402
 
 RECORDS_ON_DISK, RECORDS_TO_DRAW = 512, 233_804_767
 UPDATES, MICRO_BATCH = 3, 16
@@ -88,7 +88,7 @@ def data(folder: Path, ranks: Ranks, length: int) -> BatchReader:
         word_tokenizer(GRAMMAR_WORDS, folder / "tokenizer.json")
 
     ranks.on_main(write)
-    from data.index import ShardIndex
+    from murmuration.data.index.shard_index import ShardIndex
 
     spec = DataSpec(image_size=224, augment="random_resized_crop")
     text = TextEncoder(str(folder / "tokenizer.json"), length)
@@ -102,13 +102,13 @@ def rows(reader: BatchReader, ranks: Ranks, samples: int) -> Iterator[np.ndarray
 
 def measured(ranks: Ranks, stage: int, model_name: str, samples: list[int], reader: BatchReader) -> dict[str, object]:
     shape = shape_of(model_name)
-    model = build(shape, "caption")
-    optimizer = make_optimizer(Optimizer(), model.named_parameters(), 0.0)
-    forward = PrivateForward(model, BookKeepingClip(ClipRule("flat", 1.0, 0.0)))
-    engine = DeepSpeedEngine(forward, optimizer, ZeroOptimization(stage=stage), MICRO_BATCH, ranks)  # pyright: ignore[reportArgumentType]
-    stepping = Clock()
-    optimizer.register_step_pre_hook(lambda *_: stepping.start())  # after the engine's own hook, which adds the noise
-    optimizer.register_step_post_hook(lambda *_: stepping.stop())
+    settings = EngineSettings("deepspeed", MICRO_BATCH, ZeroOptimization(stage=stage))  # pyright: ignore[reportArgumentType]
+    rule, model = ClipRule("flat", 1.0, 0.0), build(shape, "caption")
+    built = clipping_engine(model, rule, Optimizer(), 0.0, settings, ranks, Computation())
+    engine, stepping = built.engine, Clock()
+    # These come after the engine's own hook, which adds the noise.
+    built.optimizer.register_step_pre_hook(lambda *_: stepping.start())
+    built.optimizer.register_step_post_hook(lambda *_: stepping.stop())
     noise = NoiseMechanism(b"n" * 32, 1.0, 1.0)
     warm = reader.read(next(rows(reader, ranks, MICRO_BATCH * ranks.world)), 0)
     engine.accumulate(warm)
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    ranks = start_ranks()
+    ranks = start_ranks("deepspeed")
     folder = Path(ranks.on_main(lambda: tempfile.mkdtemp(prefix="murmuration-bench-")))
     reader = data(folder, ranks, 40)
     found = [measured(ranks, stage, arguments.model, arguments.samples, reader) for stage in arguments.stages]

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from data.kinds import TEXTURES
-from data.synthetic import jpeg, shape_sample
-from data.textures import textures
+from murmuration.data.synthetic.index import jpeg, shape_sample
+from murmuration.data.synthetic.kinds import TEXTURES
+from murmuration.data.synthetic.textures import textures
 
 _RECORDS, _BATCH = 8, 64
 

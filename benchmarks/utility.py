@@ -91,9 +91,9 @@ def by_opacus(data: Path, folder: Path, seed: int, steps: int) -> dict[str, floa
     from opacus.optimizers import DPOptimizer
     from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
-    from model.build import build
-    from train.config import Config
-    from train.schedule import learning_rate
+    from murmuration.model.build import build
+    from murmuration.train.config.root import Config
+    from murmuration.train.optim.schedule import learning_rate
 
     settings = Config.model_validate(config(data, folder, seed, steps))
     shape, phase = settings.model.resolved(), settings.phases[0]
@@ -123,9 +123,9 @@ def by_opacus(data: Path, folder: Path, seed: int, steps: int) -> dict[str, floa
 
 
 def read(folder: Path, count: int, tokenizer: str, length: int, side: int, labels: tuple[str, ...] = ()) -> Any:
-    from data.batches import BatchReader, DataSpec
-    from data.index import ShardIndex
-    from data.text import TextEncoder
+    from murmuration.data.batch.reader import BatchReader, DataSpec
+    from murmuration.data.index.shard_index import ShardIndex
+    from murmuration.data.text.encoder import TextEncoder
 
     reader = BatchReader(
         ShardIndex.open(folder), DataSpec(image_size=side, augment="center", labels=labels),
@@ -138,8 +138,8 @@ def read(folder: Path, count: int, tokenizer: str, length: int, side: int, label
 
 @torch.no_grad()
 def judged(model: Any, data: Path, tokenizer: str, length: int, side: int) -> dict[str, float]:
-    from data.text import TextEncoder
-    from evaluation.zero_shot import zero_shot
+    from murmuration.data.text.encoder import TextEncoder
+    from murmuration.evaluation.zero_shot import zero_shot
 
     inputs = read(data / "held_out", HELD_OUT, tokenizer, length, side, tuple(AXES))
     truth = {axis: inputs.pop(axis) for axis in AXES}

@@ -1,4 +1,4 @@
-"""How far a long job is: a bar on a terminal, a line every now and then in a log.
+"""How far a long job is: tqdm's bar on a terminal, a line every now and then in a log.
 
 The rate counts from the first call, so that what an earlier run had already done does not flatter the estimate.
 """
@@ -7,52 +7,57 @@ from __future__ import annotations
 
 import sys
 import time
+from shutil import get_terminal_size
 from typing import TextIO
 
-_WIDTH = 24
-_EVERY_SECONDS = {True: 0.2, False: 30.0}  # on a terminal, in a log
+from tqdm import tqdm
+
+_DRAWN_EVERY, _LINE_EVERY = 0.2, 30.0  # seconds
+
+
+class _Bar(tqdm):
+    monitor_interval = 0  # no thread that watches bars: whoever calls often needs none
 
 
 class Progress:
     """Call with (done, total), first with what is done before any work."""
 
     def __init__(self, what: str, unit: str, stream: TextIO | None = None) -> None:
-        self._what, self._unit = what, unit
+        self._what, self._unit = what, f" {unit}"
         self._stream = stream if stream is not None else sys.stderr
         self._terminal = self._stream.isatty()
+        self._bar: tqdm | None = None
         self._first: tuple[int, float] | None = None
-        self._shown = time.monotonic()
+        self._shown = 0.0
 
     def __call__(self, done: int, total: int) -> None:
+        if self._terminal:
+            self._draw(done, total)
+        else:
+            self._tell(done, total)
+
+    def _draw(self, done: int, total: int) -> None:
+        if self._bar is None:
+            columns, rows = get_terminal_size()  # on a terminal that names no size of its own tqdm draws nothing
+            self._bar = _Bar(
+                desc=self._what, unit=self._unit, initial=done, total=total, file=self._stream,
+                mininterval=_DRAWN_EVERY, miniters=1, smoothing=0, ncols=columns, nrows=rows,
+            )  # fmt: skip
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()
+
+    def _tell(self, done: int, total: int) -> None:
+        """By hand: tqdm draws over its line, of which a log would keep every state."""
         now = time.monotonic()
         if self._first is None:
-            self._first = (done, now)
-        ended = done >= total
-        # A log gets no line of a job that is over before the first one is due.
-        if now - self._shown < _EVERY_SECONDS[self._terminal] and not (ended and self._terminal):
+            self._first, self._shown = (done, now), now
+        if now - self._shown < _LINE_EVERY:  # a log gets no line of a job that is over before the first one is due
             return
         self._shown = now
-        if self._terminal:
-            line, end = f"\r{self._bar(done, total)} {self._text(done, total, now)}\x1b[K", "\n" if ended else ""
-        else:
-            line, end = self._text(done, total, now), "\n"
-        print(line, end=end, file=self._stream, flush=True)
-
-    def _bar(self, done: int, total: int) -> str:
-        full = _WIDTH * done // max(total, 1)
-        return "[" + "#" * full + "." * (_WIDTH - full) + "]"
-
-    def _text(self, done: int, total: int, now: float) -> str:
-        assert self._first is not None
-        rate = (done - self._first[0]) / max(now - self._first[1], 1e-9)
-        text = f"{self._what}: {done}/{total} {self._unit}"
-        if not rate:
-            return text
-        text += f", {rate:.3g} {self._unit}/s"
-        return text if done >= total else f"{text}, {clock((total - done) / rate)} left"
-
-
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+        before, began = self._first
+        line = tqdm.format_meter(
+            done, total, now - began, prefix=f"{self._what}: ", unit=self._unit, initial=before,
+            bar_format="{desc}{n_fmt}/{total_fmt}{unit}, {rate_noinv:.3g}{unit}/s, {remaining} left",
+        )  # fmt: skip
+        print(line, file=self._stream, flush=True)

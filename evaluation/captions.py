@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evaluation.text import CaptionModel, Text
+from murmuration.evaluation.text import CaptionModel, Text
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.encoder import Encoder
+from murmuration.model.encoder import Encoder
 
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4)
 CHOSEN_ON = 5

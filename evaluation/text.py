@@ -1,6 +1,6 @@
 """What the evaluations ask of a text encoder and of a captioner, as protocols.
 
-Why protocols: `data.text` and `model.captioner` satisfy them, and a test (or a user's own tokenizer) needs no
+Why protocols: `data.text.encoder` and `model.captioner` satisfy them, and a test (or a user's own tokenizer) needs no
 more than these few names.
 """
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evaluation.text import CaptionModel, Text
+from murmuration.evaluation.text import CaptionModel, Text
 
 PROMPT = "a photo of a"
 

@@ -3,10 +3,8 @@
 import sys
 from pathlib import Path
 
-_HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent))]
-
 if __name__ == "__main__":
-    from accounting.cli import main
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
+    from murmuration.accounting.cli.main import main
 
     sys.exit(main())

@@ -7,8 +7,8 @@ import argparse
 import sys
 from pathlib import Path
 
-_HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent))]
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
 
 
 def main() -> int:
@@ -21,11 +21,9 @@ def main() -> int:
         "--from-deepspeed", action="store_true", help="import: RUN_DIR is a checkpoint folder that DeepSpeed wrote"
     )
     arguments = parser.parse_args()
-    from accounting.escaping import sentence
-    from accounting.ledger import LedgerError
-    from train.checkpoint import CheckpointError
-    from train.export import ExportError, export, from_deepspeed
-    from train.export_deepspeed import LayoutError
+    from murmuration.accounting.errors import BAD_INPUT, RunError
+    from murmuration.accounting.escaping import sentence
+    from murmuration.train.commands.export import export, from_deepspeed
 
     try:
         if arguments.from_deepspeed:
@@ -35,9 +33,9 @@ def main() -> int:
         for path in written:
             print(path)
         return 0
-    except (LedgerError, CheckpointError, ExportError, LayoutError, OSError) as error:
+    except (RunError, OSError) as error:
         print(f"error: {sentence(error)}", file=sys.stderr)
-        return 5 if isinstance(error, LedgerError | CheckpointError) else 2
+        return error.exit_code if isinstance(error, RunError) else BAD_INPUT
 
 
 if __name__ == "__main__":

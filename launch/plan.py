@@ -3,11 +3,8 @@
 import sys
 from pathlib import Path
 
-# Python puts this folder first on the path, where launch/train.py would shadow the package `train`.
-_HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent))]
-
 if __name__ == "__main__":
-    from train.planner_app import main
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
+    from murmuration.train.commands.forecast import main
 
     sys.exit(main())

@@ -16,20 +16,17 @@ import io
 import sys
 from pathlib import Path
 
-_HERE = Path(__file__).resolve().parent
-# Python puts this folder first on the path, where launch/train.py would hide the package `train`. By value,
-# because worker processes start from a copy of this list.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() not in (_HERE, _HERE.parent)]
-sys.path.insert(0, str(_HERE.parent))
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
 
-from accounting.escaping import sentence  # noqa: E402
-from launch import prepare_demo, prepare_index, prepare_overlap, prepare_synthetic  # noqa: E402
+from murmuration.accounting.escaping import sentence
+from murmuration.launch import prepare_demo, prepare_index, prepare_overlap, prepare_synthetic
 
 COMMANDS = (prepare_demo, prepare_index, prepare_synthetic, prepare_overlap)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="prepare.py", description="Prepare data for Murmuration.")
+    parser = argparse.ArgumentParser(description="Prepare data for Murmuration.")
     names = parser.add_subparsers(required=True)
     for command in COMMANDS:
         command.declare(names)

@@ -7,19 +7,19 @@ all; one that is already complete is left alone. All of it is drawn, so all of i
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.progress import Progress
+from murmuration.accounting.durable import sync
+from murmuration.accounting.file_lock import try_lock
+from murmuration.data.progress import Progress
 
 if TYPE_CHECKING:
-    from data.synthetic import Sample
+    from murmuration.data.synthetic.index import Sample
 
 ROOT = Path(__file__).resolve().parents[1]
 _RECEIPT = "prepared.json"
@@ -50,9 +50,9 @@ def declare(commands: Any) -> None:
 def _demo(arguments: argparse.Namespace) -> int:
     import torch
 
-    from data.shapes import FAINT, GRAMMAR_WORDS
-    from data.synthetic import VERSION, shape_samples, texture_samples
-    from data.text import word_tokenizer
+    from murmuration.data.synthetic.index import VERSION, shape_samples, texture_samples
+    from murmuration.data.synthetic.shapes import FAINT, GRAMMAR_WORDS
+    from murmuration.data.text.encoder import word_tokenizer
 
     torch.set_num_threads(1)  # threads cost more than they save on pictures this small
     counts = {"private": arguments.private, "held_out": arguments.held_out, "textures": arguments.textures}
@@ -73,10 +73,8 @@ def _demo(arguments: argparse.Namespace) -> int:
         "textures": lambda: texture_samples(_SEEDS["textures"], counts["textures"], side),
     }
     with (out / ".prepare.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{out}: another prepare.py is writing here; wait until it is done") from None
+        if not try_lock(lock.fileno()):
+            raise ValueError(f"{out}: another prepare.py is writing here; wait until it is done")
         for name, make in samples.items():
             request = {"generator": VERSION, "seed": _SEEDS[name], "records": counts[name], "size": side}
             request |= {"tint": tint} if tint != FAINT and name != "textures" else {}
@@ -89,8 +87,8 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _folder(target: Path, request: dict[str, Any], make: Callable[[], Iterable[Sample]], *, force: bool) -> None:
     """Write one data set to a hidden folder, index it, then rename: a kill leaves nothing half-written."""
-    from data.index import build
-    from data.synthetic import write_shards
+    from murmuration.data.index.shard_index import build
+    from murmuration.data.synthetic.index import write_shards
 
     found = _receipt(target)
     if found == request and _intact(target, request["records"]):
@@ -107,7 +105,8 @@ def _folder(target: Path, request: dict[str, Any], make: Callable[[], Iterable[S
     write_shards(partial, _counted(make(), request["records"], target.name), _PER_SHARD)
     build(partial)
     (partial / _RECEIPT).write_text(json.dumps(request, indent=1) + "\n")
-    _durable(partial)
+    for path in [*partial.glob("*.tar"), partial / _RECEIPT, partial]:
+        sync(path)
     if target.exists():
         replaced = target.with_name(f".{target.name}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)
@@ -120,7 +119,7 @@ def _folder(target: Path, request: dict[str, Any], make: Callable[[], Iterable[S
 
 
 def _receipt(folder: Path) -> dict[str, Any] | None:
-    from data.index_files import read_json
+    from murmuration.data.store.index_files import read_json
 
     try:
         found = read_json(folder / _RECEIPT)
@@ -130,7 +129,8 @@ def _receipt(folder: Path) -> dict[str, Any] | None:
 
 
 def _intact(folder: Path, records: int) -> bool:
-    from data.index import ShardError, ShardIndex
+    from murmuration.data.index.shard_index import ShardIndex
+    from murmuration.data.store.place import ShardError
 
     try:
         index = ShardIndex.open(folder)
@@ -138,15 +138,6 @@ def _intact(folder: Path, records: int) -> bool:
     except ShardError:
         return False
     return index.records == records
-
-
-def _durable(folder: Path) -> None:
-    for path in [*folder.glob("*.tar"), folder / _RECEIPT, folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _counted(samples: Iterable[Sample], total: int, what: str) -> Iterator[Sample]:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from data.progress import Progress
+from murmuration.data.progress import Progress
 
 
 def declare(commands: Any) -> None:
@@ -45,13 +45,13 @@ def declare(commands: Any) -> None:
 
 
 def _index(arguments: argparse.Namespace) -> int:
-    from data.index_open import is_image_folder
+    from murmuration.data.index.open import is_image_folder
 
     return _images(arguments) if is_image_folder(arguments.source) else _shards(arguments)
 
 
 def _shards(arguments: argparse.Namespace) -> int:
-    from data.index import Wanted, build
+    from murmuration.data.index.shard_index import Wanted, build
 
     known = -1
 
@@ -74,8 +74,7 @@ def _shards(arguments: argparse.Namespace) -> int:
 
 
 def _images(arguments: argparse.Namespace) -> int:
-    from data.folder_files import ignored_files, most_common
-    from data.folders import build_folder
+    from murmuration.data.index.folders import build_folder, ignored_files, most_common
 
     index = build_folder(
         arguments.source,

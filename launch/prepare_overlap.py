@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from data.progress import Progress
+from murmuration.data.progress import Progress
 
 
 def declare(commands: Any) -> None:
@@ -32,9 +32,9 @@ def declare(commands: Any) -> None:
 
 
 def _overlap(arguments: argparse.Namespace) -> int:
-    from data.index_open import open_index
-    from data.overlap import exclude_overlaps
-    from train.siblings import siblings
+    from murmuration.data.index.open import open_index
+    from murmuration.data.overlap.exclude import exclude_overlaps
+    from murmuration.train.storage.sibling_runs import siblings
 
     found = exclude_overlaps(
         arguments.private,

@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from data.kinds import KINDS
-from data.progress import Progress
+from murmuration.data.progress import Progress
+from murmuration.data.synthetic.kinds import KINDS
 
 
 def declare(commands: Any) -> None:
@@ -31,7 +31,7 @@ def declare(commands: Any) -> None:
 
 
 def _synthetic(arguments: argparse.Namespace) -> int:
-    from data.synthetic_shards import Request, make
+    from murmuration.data.synthetic.write import Request, make
 
     request = Request(
         arguments.kind, arguments.records, arguments.size, arguments.seed, arguments.per_shard, arguments.device

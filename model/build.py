@@ -14,11 +14,11 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
-from model.captioner import Captioner
-from model.classifier import Classifier, ResNetClassifier, TransformerClassifier
-from model.encoder import Encoder, PatchProjection
-from model.mae import MaskedAutoencoder
-from model.settings import ModelSettings, SettingsError, Shape
+from murmuration.model.captioner import Captioner
+from murmuration.model.classifier import Classifier, ResNetClassifier, TransformerClassifier
+from murmuration.model.encoder import Encoder, PatchProjection
+from murmuration.model.mae import MaskedAutoencoder
+from murmuration.model.settings import ModelSettings, SettingsError, Shape
 
 Objective = Literal["mae", "caption", "classify"]
 Model = Encoder | Classifier

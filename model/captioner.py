@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import CausalSelfAttention, CrossAttention
-from model.drop import RowKeys, dropout
-from model.encoder import Encoder, Inputs
-from model.positions import image_positions, text_positions
-from model.record_weight import weighted
-from model.settings import Shape
-from model.sizes import Activation
+from murmuration.model.attention import CausalSelfAttention, CrossAttention
+from murmuration.model.drop import RowKeys, dropout
+from murmuration.model.encoder import Encoder, Inputs
+from murmuration.model.positions import image_positions, text_positions
+from murmuration.model.record_weight import weighted
+from murmuration.model.settings import Shape
+from murmuration.model.sizes import Activation
 
 PAD = 0
 

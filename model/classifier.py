@@ -20,9 +20,9 @@ from timm.layers.std_conv import StdConv2d
 from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 
-from model.encoder import Encoder, Inputs
-from model.record_weight import weighted
-from model.settings import Loss, SettingsError, Shape
+from murmuration.model.encoder import Encoder, Inputs
+from murmuration.model.record_weight import weighted
+from murmuration.model.settings import Loss, SettingsError, Shape
 
 
 def classification_loss(logits: Tensor, labels: Tensor, kind: Loss) -> Tensor:

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from model.drop import KeyedDropout, KeyedDropPath, RowKeys
-from model.positions import image_positions
-from model.settings import Shape
-from model.sizes import Stack
+from murmuration.model.drop import KeyedDropout, KeyedDropPath, RowKeys
+from murmuration.model.positions import image_positions
+from murmuration.model.settings import Shape
+from murmuration.model.sizes import Stack
 
 Inputs = dict[str, Tensor]
 norm_layer = partial(nn.LayerNorm, eps=1e-6)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from model.account import Account, WeightsError
-from model.pieces import Piece, Pieces
+from murmuration.model.fill import WeightEntries, WeightEntry
+from murmuration.model.load_report import LoadReport, WeightsError
 
 LAYER = r"(norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.(weight|bias)"
 TIMM = re.compile(
@@ -52,7 +52,7 @@ PIXELS = (
 )
 
 
-def timm_pieces(state: Mapping[str, Tensor], account: Account) -> Pieces:
+def timm_pieces(state: Mapping[str, Tensor], account: LoadReport) -> WeightEntries:
     account.notes.append(PIXELS)
     for key in state:
         if not TIMM.fullmatch(key):
@@ -60,32 +60,32 @@ def timm_pieces(state: Mapping[str, Tensor], account: Account) -> Pieces:
                 f"{account.source} has {key}, a layer that our encoder does not compute; choose weights of a plain "
                 f"vision transformer with a class token."
             )
-    return {key: Piece(tensor, (key,)) for key, tensor in state.items()}
+    return {key: WeightEntry(tensor, (key,)) for key, tensor in state.items()}
 
 
-def bit_pieces(state: Mapping[str, Tensor], account: Account) -> Pieces:
+def bit_pieces(state: Mapping[str, Tensor], account: LoadReport) -> WeightEntries:
     account.notes.append(PIXELS)
-    pieces: Pieces = {}
+    pieces: WeightEntries = {}
     for key, tensor in state.items():
         if not BIT.fullmatch(key):
             raise WeightsError(
                 f"{account.source} has {key}, a layer that BiT has not; choose weights of timm's resnetv2_…_bit models."
             )
         if key == "head.fc.weight":
-            pieces["head.weight"] = Piece(tensor.flatten(1), (key,), "a convolution of one pixel")
+            pieces["head.weight"] = WeightEntry(tensor.flatten(1), (key,), "a convolution of one pixel")
         elif key == "head.fc.bias":
-            pieces["head.bias"] = Piece(tensor, (key,))
+            pieces["head.bias"] = WeightEntry(tensor, (key,))
         else:
-            pieces[f"body.{key}"] = Piece(tensor, (key,))
+            pieces[f"body.{key}"] = WeightEntry(tensor, (key,))
     return pieces
 
 
-def hf_pieces(state: Mapping[str, Tensor], account: Account) -> Pieces:
+def hf_pieces(state: Mapping[str, Tensor], account: LoadReport) -> WeightEntries:
     account.notes.append(PIXELS)
     account.notes.append(
         "LayerNorm's epsilon is 1e-6 here and 1e-12 in most of Hugging Face's; outputs differ by about 1e-6"
     )
-    pieces: Pieces = {}
+    pieces: WeightEntries = {}
     apart: dict[str, dict[str, tuple[str, Tensor]]] = {}
     for key, tensor in state.items():
         plain = key.removeprefix("vit.")
@@ -99,14 +99,14 @@ def hf_pieces(state: Mapping[str, Tensor], account: Account) -> Pieces:
                 name, _, end = plain.rpartition(".")
             if name not in HF_NAMES:
                 raise _strange(account, key)
-            pieces[f"{HF_NAMES[name]}.{end}" if end else HF_NAMES[name]] = Piece(tensor, (key,))
+            pieces[f"{HF_NAMES[name]}.{end}" if end else HF_NAMES[name]] = WeightEntry(tensor, (key,))
             continue
         number, name, end = layer.groups()
         if found := HF_PROJECTION.fullmatch(name):
             part = (found.group(1) or found.group(2))[0]
             apart.setdefault(f"blocks.{number}.attn.qkv.{end}", {})[part] = (key, tensor)
         elif name in HF_LAYERS:
-            pieces[f"blocks.{number}.{HF_LAYERS[name]}.{end}"] = Piece(tensor, (key,))
+            pieces[f"blocks.{number}.{HF_LAYERS[name]}.{end}"] = WeightEntry(tensor, (key,))
         else:
             raise _strange(account, key)
     for name, parts in apart.items():
@@ -116,11 +116,11 @@ def hf_pieces(state: Mapping[str, Tensor], account: Account) -> Pieces:
                 f"{account.source} has {have} without its two fellows of equal size; query, key and value are needed."
             )
         keys, tensors = zip(*(parts[part] for part in "qkv"), strict=True)
-        pieces[name] = Piece(torch.cat(tensors), keys, "query, key and value as one projection")
+        pieces[name] = WeightEntry(torch.cat(tensors), keys, "query, key and value as one projection")
     return pieces
 
 
-def _strange(account: Account, key: str) -> WeightsError:
+def _strange(account: LoadReport, key: str) -> WeightsError:
     return WeightsError(
         f"{account.source} has {key}, a layer that our encoder does not compute; choose weights of a plain "
         f"ViTModel, ViTForImageClassification or ViTMAEModel."

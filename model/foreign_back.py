@@ -10,9 +10,9 @@ import re
 
 from torch import Tensor
 
-from model.account import WeightsError
-from model.classifier import Classifier
-from model.trainable import merged
+from murmuration.model.classifier import Classifier
+from murmuration.model.load_report import WeightsError
+from murmuration.model.trainable import merged
 
 HF_FILE_NAMES = {
     "cls_token": "vit.embeddings.cls_token",

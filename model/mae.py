@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.encoder import Encoder, Inputs, blocks, norm_layer, patchify, take_rows, unpatchify
-from model.positions import image_positions
-from model.record_weight import weighted
-from model.settings import SettingsError, Shape
+from murmuration.model.encoder import Encoder, Inputs, blocks, norm_layer, patchify, take_rows, unpatchify
+from murmuration.model.positions import image_positions
+from murmuration.model.record_weight import weighted
+from murmuration.model.settings import SettingsError, Shape
 
 
 class Reconstruction(NamedTuple):

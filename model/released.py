@@ -19,15 +19,15 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from model.account import Account, WeightsError
-from model.build import build
-from model.captioner import Captioner
-from model.mae import MaskedAutoencoder
-from model.pieces import IMAGE_TABLES, Piece, Pieces, fill_whole, resized_piece, same_names
-from model.positions import text_positions
-from model.settings import ModelSettings, SettingsError
-from model.sizes import TABLES
-from model.weight_files import flat
+from murmuration.model.build import build
+from murmuration.model.captioner import Captioner
+from murmuration.model.fill import IMAGE_TABLES, WeightEntries, WeightEntry, fill_whole, resized_piece, same_names
+from murmuration.model.load_report import LoadReport, WeightsError
+from murmuration.model.mae import MaskedAutoencoder
+from murmuration.model.positions import text_positions
+from murmuration.model.settings import ModelSettings, SettingsError
+from murmuration.model.sizes import TABLES
+from murmuration.model.weight_files import flat
 
 TEXT_EMBEDDING = "text_embedding_layer_SimVLM.weight"
 CAUSAL_MASK_SIDE = 128
@@ -62,8 +62,8 @@ def load_dpcap(
 def read_vip_mae(
     state_dict: Mapping[str, Any], *, image_size: int | None = None, heads: int | None = None,
     decoder_heads: int | None = None,
-) -> tuple[MaskedAutoencoder, Account]:  # fmt: skip
-    state, account = flat(state_dict), Account("the ViP-MAE checkpoint")
+) -> tuple[MaskedAutoencoder, LoadReport]:  # fmt: skip
+    state, account = flat(state_dict), LoadReport("the ViP-MAE checkpoint")
     pieces = vip_mae_pieces(state)
     sizes = _Sizes(state, account, "mae", image_size)
     width = sizes.of("mask_token", 3, -1)
@@ -81,8 +81,8 @@ def read_vip_mae(
 def read_dpcap(
     state_dict: Mapping[str, Any], *, image_size: int | None = None, heads: int | None = None,
     decoder_heads: int | None = None,
-) -> tuple[Captioner, Account]:  # fmt: skip
-    state, account = flat(state_dict), Account("the DP-Cap checkpoint")
+) -> tuple[Captioner, LoadReport]:  # fmt: skip
+    state, account = flat(state_dict), LoadReport("the DP-Cap checkpoint")
     pieces = dpcap_pieces(state, account)
     sizes = _Sizes(state, account, "captioner", image_size)
     vocabulary, width = sizes.of(TEXT_EMBEDDING, 2, 0), sizes.of(TEXT_EMBEDDING, 2, 1)
@@ -130,13 +130,13 @@ def to_dpcap(model: Captioner, unused: Mapping[str, Tensor] | None = None) -> di
     return state | made | {name: tensor for name, tensor in (unused or {}).items() if name in made}
 
 
-def vip_mae_pieces(state: Mapping[str, Tensor]) -> Pieces:
+def vip_mae_pieces(state: Mapping[str, Tensor]) -> WeightEntries:
     return same_names(state)
 
 
-def dpcap_pieces(state: Mapping[str, Tensor], account: Account) -> Pieces:
+def dpcap_pieces(state: Mapping[str, Tensor], account: LoadReport) -> WeightEntries:
     """Under our names; what captioning does not use is told and left out."""
-    pieces: Pieces = {}
+    pieces: WeightEntries = {}
     for key, tensor in state.items():
         if key in DPCAP_UNUSED:
             account.add(key, "ignored", tensor, DPCAP_UNUSED[key])
@@ -144,9 +144,9 @@ def dpcap_pieces(state: Mapping[str, Tensor], account: Account) -> Pieces:
             _check_mask(key, tensor)
             account.add(key, "ignored", tensor, "the causal mask, which is made anew")
         elif key == TEXT_EMBEDDING:
-            pieces["text_embedding.weight"] = Piece(tensor, (key,))
+            pieces["text_embedding.weight"] = WeightEntry(tensor, (key,))
         else:
-            pieces[key] = Piece(tensor, (key,))
+            pieces[key] = WeightEntry(tensor, (key,))
     return pieces
 
 
@@ -162,7 +162,7 @@ def _check_mask(key: str, mask: Tensor) -> None:
 class _Sizes:
     """What the shapes of the encoder's weights say, each with a plain refusal where they say nothing."""
 
-    def __init__(self, state: Mapping[str, Tensor], account: Account, family: str, image_size: int | None) -> None:
+    def __init__(self, state: Mapping[str, Tensor], account: LoadReport, family: str, image_size: int | None) -> None:
         self.state, self.account, self.family = state, account, family
         self.width = self.of("cls_token", 3, -1)
         self.patch = self.of("patch_embed.proj.weight", 4, -1)
@@ -214,7 +214,7 @@ class _Sizes:
             field = ".".join(map(str, first["loc"]))
             raise WeightsError(f"the weights' sizes fit no model of ours: {field}: {first['msg']}.") from None
 
-    def resized(self, pieces: Pieces) -> Pieces:
+    def resized(self, pieces: WeightEntries) -> WeightEntries:
         """Tables for the image size that was asked for."""
         grid = self.image_size // self.patch
         if grid == self.grid:
@@ -226,7 +226,7 @@ class _Sizes:
 
 
 def _heads(
-    account: Account, part: str, width: int, known: Mapping[int, int], likely: tuple[int, ...], given: int | None
+    account: LoadReport, part: str, width: int, known: Mapping[int, int], likely: tuple[int, ...], given: int | None
 ) -> int:
     name = f"{part.strip()}_heads".lstrip("_")
     if given is not None:

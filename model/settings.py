@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from model.sizes import RESNETS, TABLES, Activation, Family, Preset, ResNet, Size, Stack
+from murmuration.model.sizes import RESNETS, TABLES, Activation, Family, Preset, ResNet, Size, Stack
 
 Loss = Literal["softmax", "sigmoid"]
 Positions = Literal["sincos", "learned"]
@@ -96,59 +96,102 @@ class ModelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    family: Family
-    size: Size = "custom"
-    image_size: int = Field(default=224, gt=0, le=MOST_PIXELS)
-    patch_size: int = Field(default=16, gt=0, le=MOST_PIXELS)
-    width: int | None = Field(default=None, gt=0, le=MOST_WIDTH)
-    depth: int | None = Field(default=None, gt=0, le=MOST_BLOCKS)
-    heads: int | None = Field(default=None, gt=0, le=MOST_WIDTH)
-    decoder_width: int | None = Field(default=None, gt=0, le=MOST_WIDTH)
-    decoder_depth: int | None = Field(default=None, gt=0, le=MOST_BLOCKS)
-    decoder_heads: int | None = Field(default=None, gt=0, le=MOST_WIDTH)
-    mae_decoder_width: int | None = Field(default=None, gt=0, le=MOST_WIDTH)
-    mae_decoder_depth: int | None = Field(default=None, gt=0, le=MOST_BLOCKS)
-    mae_decoder_heads: int | None = Field(default=None, gt=0, le=MOST_WIDTH)
-    text_length: int = Field(default=40, ge=2, le=MOST_WIDTH)
-    vocabulary: int = Field(default=32768, ge=4, le=MOST_WORDS)
-    mask_ratio: float = Field(default=0.75, ge=0.0, lt=1.0)
+    family: Family = Field(description="Kind of model.")
+    size: Size = Field(default="custom", description="A published size, or custom, which takes its numbers from below.")
+    image_size: int = Field(default=224, gt=0, le=MOST_PIXELS, description="Side of the picture, in pixels.")
+    patch_size: int = Field(
+        default=16,
+        gt=0,
+        le=MOST_PIXELS,
+        description="Side of a patch, in pixels; 14 if size is huge and nothing is given.",
+    )
+    width: int | None = Field(
+        default=None,
+        gt=0,
+        le=MOST_WIDTH,
+        description="Width of the encoder; null: that of the size; of a ResNet: that of its stem.",
+    )
+    depth: int | None = Field(
+        default=None, gt=0, le=MOST_BLOCKS, description="Number of blocks of the encoder; null: that of the size."
+    )
+    heads: int | None = Field(
+        default=None, gt=0, le=MOST_WIDTH, description="Attention heads of the encoder; null: that of the size."
+    )
+    decoder_width: int | None = Field(
+        default=None, gt=0, le=MOST_WIDTH, description="Width of the text decoder; null: that of the size."
+    )
+    decoder_depth: int | None = Field(
+        default=None, gt=0, le=MOST_BLOCKS, description="Number of blocks of the text decoder; null: that of the size."
+    )
+    decoder_heads: int | None = Field(
+        default=None, gt=0, le=MOST_WIDTH, description="Attention heads of the text decoder; null: that of the size."
+    )
+    mae_decoder_width: int | None = Field(
+        default=None, gt=0, le=MOST_WIDTH, description="Width of the pixel decoder; null: that of the size."
+    )
+    mae_decoder_depth: int | None = Field(
+        default=None, gt=0, le=MOST_BLOCKS, description="Number of blocks of the pixel decoder; null: that of the size."
+    )
+    mae_decoder_heads: int | None = Field(
+        default=None, gt=0, le=MOST_WIDTH, description="Attention heads of the pixel decoder; null: that of the size."
+    )
+    text_length: int = Field(default=40, ge=2, le=MOST_WIDTH, description="Tokens of a caption.")
+    vocabulary: int = Field(
+        default=32768, ge=4, le=MOST_WORDS, description="Number of words that captions are made of."
+    )
+    mask_ratio: float = Field(
+        default=0.75, ge=0.0, lt=1.0, description="Share of the patches that the masked autoencoder removes."
+    )
     qkv_bias: bool | None = Field(
         default=None,
-        description="biases on the encoder's fused query-key-value projection; the published MAE has them, "
-        "the published captioner has not, and both phases of one recipe must agree",
+        description="Biases on the encoder's fused query-key-value projection; null: as published, which is with them "
+        "for the MAE and without for the captioner. Both phases of one recipe must agree.",
     )
-    decoder_bias: bool | None = Field(default=None, description="biases in the text decoder; null: as published")
-    decoder_activation: Activation | None = Field(default=None, description="of the text decoder; null: as published")
+    decoder_bias: bool | None = Field(default=None, description="Biases in the text decoder; null: as published.")
+    decoder_activation: Activation | None = Field(
+        default=None, description="Activation of the text decoder; null: as published."
+    )
     positions: Positions | None = Field(
         default=None,
-        description="sincos: fixed tables; learned: trained, as classifiers do; null: as the family has it",
+        description="Position embeddings. sincos: fixed tables; learned: trained; null: learned for classifiers, else "
+        "sincos.",
     )
     pooling: Pooling | None = Field(
-        default=None, description="features for classification: the class token, or the mean of the patches' tokens"
+        default=None,
+        description="Features for classification: the class token, or the mean of the patches' tokens; null: class for "
+        "classifiers, else mean.",
     )
-    classes: int = Field(default=1000, gt=0, le=MOST_WORDS)
-    classify_loss: Loss = Field(default="softmax", description="sigmoid: one yes-or-no question for each class")
+    classes: int = Field(default=1000, gt=0, le=MOST_WORDS, description="Number of classes.")
+    classify_loss: Loss = Field(
+        default="softmax", description="sigmoid: one yes-or-no question for each class, summed over the classes."
+    )
     head_scale: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="head's weights are N(0, scale²/inputs); 1 is LeCun's"
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="The head's weights start as N(0, scale²/inputs); 0: zeros, 1: LeCun's.",
     )
     head_bias: float | None = Field(
         default=None,
         allow_inf_nan=False,
-        description="of each class at the start; null: -10 for sigmoid, 0 for softmax",
+        description="Bias of every class at the start; null: -10 for sigmoid, 0 for softmax.",
     )
     stages: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = Field(
-        default=None, min_length=1, max_length=4, description="a ResNet's blocks per stage; `width` is then its stem's"
+        default=None, min_length=1, max_length=4, description="Blocks per stage; makes the classifier a ResNet."
     )
     drop_path: float = Field(
         default=0.0,
         ge=0.0,
         lt=1.0,
-        description="stochastic depth: rate of the encoder's last block, growing evenly from 0 at its first",
+        description="Stochastic depth: rate of the encoder's last block; it grows evenly from 0 at the first block.",
     )
     dropout: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="after attention and in MLPs, of encoder and decoders; keyed by record"
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Rate after attention and in MLPs, of encoder and decoders; masks are keyed by record.",
     )
-    init_seed: int = Field(default=0, ge=0, description="public: decides the initial weights, nothing else")
+    init_seed: int = Field(default=0, ge=0, description="Decides the initial weights and nothing else; public.")
 
     @model_validator(mode="before")
     @classmethod

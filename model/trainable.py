@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.build import normal_draw
-from model.captioner import Captioner
-from model.classifier import Classifier
-from model.encoder import Encoder
-from model.mae import MaskedAutoencoder
+from murmuration.model.build import normal_draw
+from murmuration.model.captioner import Captioner
+from murmuration.model.classifier import Classifier
+from murmuration.model.encoder import Encoder
+from murmuration.model.mae import MaskedAutoencoder
 
 Trainable = Literal["all", "head", "bias", "lora"]
 DOWN, UP = "lora_down", "lora_up"

@@ -16,18 +16,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from model.account import Account, WeightsError
-from model.foreign import bit_pieces, hf_pieces, timm_pieces
-from model.pieces import Pieces, fill_start, same_names
-from model.released import TEXT_EMBEDDING, dpcap_pieces, vip_mae_pieces
-from model.trainable import DOWN, merged
-from model.weight_files import export_note, flat, read_weights
+from murmuration.model.fill import WeightEntries, fill_start, same_names
+from murmuration.model.foreign import bit_pieces, hf_pieces, timm_pieces
+from murmuration.model.load_report import LoadReport, WeightsError
+from murmuration.model.released import TEXT_EMBEDDING, dpcap_pieces, vip_mae_pieces
+from murmuration.model.trainable import DOWN, merged
+from murmuration.model.weight_files import export_note, flat, read_weights
 
 HEAD = ("head.weight", "head.bias")
 OWN = "this project's export"
 
 
-def initialise_from(model: nn.Module, path: Path | str, *, take_head: bool | None = None) -> Account:
+def initialise_from(model: nn.Module, path: Path | str, *, take_head: bool | None = None) -> LoadReport:
     """Fills `model` from a file or an export's folder.
 
     `take_head`: a classifier's head from the file, if it has as many classes; None takes it from this project's
@@ -39,7 +39,7 @@ def initialise_from(model: nn.Module, path: Path | str, *, take_head: bool | Non
 def initialise_with(
     model: nn.Module, state_dict: Mapping[str, Any], note: Mapping[str, Any] | None = None, *,
     take_head: bool | None = None,
-) -> Account:  # fmt: skip
+) -> LoadReport:  # fmt: skip
     """The same for a state dict at hand; `note` is the content of an export's `export.json`."""
     state = flat(state_dict)
     if any(name.endswith(f".{DOWN}") for name in state):
@@ -56,23 +56,23 @@ def initialise_with(
     return account
 
 
-def recognised(state: Mapping[str, Tensor], ours: bool = False) -> tuple[Account, Pieces]:
+def recognised(state: Mapping[str, Tensor], ours: bool = False) -> tuple[LoadReport, WeightEntries]:
     """By the names that only one kind has."""
     if ours or "text_embedding.weight" in state or "body.stem.conv.weight" in state:
-        return Account(OWN), same_names(state)
+        return LoadReport(OWN), same_names(state)
     if TEXT_EMBEDDING in state:
-        account = Account("the DP-Cap checkpoint")
+        account = LoadReport("the DP-Cap checkpoint")
         return account, dpcap_pieces(state, account)
     if "decoder_pred.weight" in state and "patch_embed.proj.weight" in state:
-        return Account("the ViP-MAE checkpoint"), vip_mae_pieces(state)
+        return LoadReport("the ViP-MAE checkpoint"), vip_mae_pieces(state)
     if any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in state):
-        account = Account("the Hugging Face checkpoint")
+        account = LoadReport("the Hugging Face checkpoint")
         return account, hf_pieces(state, account)
     if "stem.conv.weight" in state:
-        account = Account("timm's BiT checkpoint")
+        account = LoadReport("timm's BiT checkpoint")
         return account, bit_pieces(state, account)
     if "patch_embed.proj.weight" in state:
-        account = Account("timm's checkpoint")
+        account = LoadReport("timm's checkpoint")
         return account, timm_pieces(state, account)
     first = ", ".join(list(state)[:3])
     raise WeightsError(

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from model.account import WeightsError
+from murmuration.model.load_report import WeightsError
 
 # Where checkpoints keep their weights, and what wrappers put before each name.
 HOLDERS = ("model", "state_dict", "model_state_dict", "module")

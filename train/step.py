@@ -7,45 +7,78 @@ optimizer -> commit. Private values (ids, losses, norms) are arguments and local
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from accounting.facts import ClippingFact, NoiseFact
-from accounting.journal import Journal
-from data.batches import MicroBatch
-from data.sampler import Draw, Sampler
-from train.clip import ClipEngine
-from train.clip_adaptive import RELEASED, AdaptiveNorm
-from train.engine import ShardedEngine
-from train.gradient import NoisyUpdate
-from train.metrics import MetricRelease
-from train.noise import Noise
-from train.observed import Observed
-from train.ranks import Ranks
-from train.step_record import StepRecord
-from train.stop import StopRequest
+from murmuration.accounting.ledger.facts import ClippingFact, NoiseFact, SamplingFact, StepFacts
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.data.draw.poisson import Draw, Ids
+from murmuration.data.store.place import UnreadableError
+from murmuration.train.clip.engine import ClipEngine
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.stop import StopRequest
+from murmuration.train.engines.base import ShardedEngine
+from murmuration.train.noise.adaptive_norm import RELEASED, AdaptiveNorm
+from murmuration.train.noise.aes import Noise
+from murmuration.train.noise.metrics import MetricRelease
+from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
+
+D = TypeVar("D", bound=Ids)
+MicroBatches = Callable[[np.ndarray, int], Iterator[MicroBatch]]
+
+
+@dataclass(frozen=True)
+class Records(Generic[D]):
+    """Where a step's records come from: which of them take part in it, and this rank's micro-batches of those."""
+
+    draw: Callable[[int], D]
+    micro_batches: MicroBatches
+
+    def until_unreadable(self, stop: StopRequest) -> Records[D]:
+        return Records(self.draw, until_unreadable(self.micro_batches, stop))
+
+
+def until_unreadable(micro_batches: MicroBatches, stop: StopRequest) -> MicroBatches:
+    """The same micro-batches; where one cannot be read, a request to stop, and an empty one in its place.
+
+    Steps look for requests before they use a micro-batch, all ranks together, and every rank has as many. So all of
+    them leave the open step at the same place, and the run is saved, instead of waiting for the one that failed.
+    """
+
+    def guarded(ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
+        try:
+            yield from micro_batches(ids, step)
+        except UnreadableError as error:
+            stop.ask(f"records that cannot be read: {error}")
+            yield MicroBatch({}, torch.zeros(0, dtype=torch.bool))
+
+    return guarded
 
 
 class PrivateStep:
     def __init__(
-        self, phase: int, journal: Journal | None, sampler: Sampler[Draw], clip: ClipEngine, noise: Noise,
-        engine: ShardedEngine, ranks: Ranks, stop: StopRequest,
-        micro_batches: Callable[[np.ndarray, int], Iterator[MicroBatch]], metrics: MetricRelease | None = None,
+        self, phase: int, journal: Journal | None, records: Records[Draw], clip: ClipEngine, noise: Noise,
+        engine: ShardedEngine, ranks: Ranks, stop: StopRequest, metrics: MetricRelease | None = None,
         norm: AdaptiveNorm | None = None,
     ) -> None:  # fmt: skip
         self.record, self.ranks, self.stop = StepRecord(phase, journal, ranks, metrics), ranks, stop
-        self.sampler, self.clip, self.noise, self.engine, self.norm = sampler, clip, noise, engine, norm
-        self.micro_batches, self.metrics = micro_batches, metrics
+        self.records, self.clip, self.noise, self.engine, self.norm = records, clip, noise, engine, norm
+        self.metrics = metrics
 
-    def run(self, step: int, learning_rate: float) -> Observed:
-        draw = self.sampler.draw(step)
+    def run(self, step: int, learning_rate: float) -> StepSummary:
+        draw = self.records.draw(step)
         self.ranks.require_same(f"the records of step {step}", draw.digest)
         announced = NoiseFact(self.noise.std, self.noise.divisor, self.engine.trainable_elements, self.noise.generator)
         self.record.opened(step, draw, self.clip.rule.fact(), announced)
 
         self.noise.prepare(step)
-        observed = Observed(bound=self.clip.rule.bound)
-        for micro_batch in self.micro_batches(draw.ids, step):
+        observed = StepSummary(bound=self.clip.rule.bound)
+        for micro_batch in self.records.micro_batches(draw.ids, step):
             self.stop.check(self.ranks)
             self.engine.accumulate(micro_batch)
             seen = self.engine.observe()
@@ -64,4 +97,89 @@ class PrivateStep:
         written = self.record.committed(step, draw, summed, update.fact(applied.elements), share)
         if self.norm is not None and written is not None:
             observed.released |= self.norm.advance(written)
+        return observed
+
+
+# What a step saw of its records. Private by construction in a private phase: for `Board.private` alone.
+
+
+@dataclass
+class StepSummary:
+    records: int = 0
+    loss_sum: float = 0.0
+    norms: list[Tensor] = field(default_factory=list)
+    released: dict[str, float] = field(default_factory=dict)
+    """Public once a checkpoint is durable: noised, and charged with the step."""
+    sensitivity: float = 0.0
+    """The largest that a micro-batch's sum had. Public: it depends on the rule alone."""
+    bound: float | None = None
+    """What gradients were clipped to, where steps differ in it."""
+
+    def add(self, present: Tensor, losses: Tensor, norms: Tensor | None, sensitivity: float = 0.0) -> None:
+        self.sensitivity = max(self.sensitivity, sensitivity)
+        mask = present.cpu()
+        self.records += int(mask.sum())
+        self.loss_sum += float(torch.nan_to_num(losses.detach().float().cpu()[mask]).sum())
+        if norms is not None:
+            self.norms.append(norms.detach().cpu()[mask])
+
+    def over_ranks(self, ranks: Ranks, bound: float | None) -> dict[str, float]:
+        """Summary of the whole logical batch."""
+        norms = torch.cat(self.norms) if self.norms else torch.zeros(0)
+        bound = self.bound or bound
+        over = float((norms > bound).sum()) if bound is not None else 0.0
+        parts = ranks.gather((self.records, self.loss_sum, float(torch.nan_to_num(norms).sum()), over))
+        records, loss, norm, clipped = (sum(part[i] for part in parts) for i in range(4))
+        summary = {"records": float(records), "loss": loss / max(1, records)}
+        if self.norms:
+            summary |= {"gradient_norm": norm / max(1, records), "clipped_fraction": clipped / max(1, records)}
+        return summary
+
+
+# What a step writes into the ledger: each part states what it did, the main rank writes, its refusal reaches all.
+
+
+class StepRecord:
+    def __init__(self, phase: int, journal: Journal | None, ranks: Ranks, metrics: MetricRelease | None) -> None:
+        self.phase, self.ranks, self.metrics = phase, ranks, metrics
+        self.journal = journal
+
+    def opened(self, step: int, draw: Draw, clipping: ClippingFact, noise: NoiseFact) -> None:
+        """Before anything is computed; refused if the budget would be passed."""
+        facts = self._facts(draw, clipping, noise)
+        self.ranks.on_main(lambda: self._ledger.open_step(self.phase, step, facts))
+
+    def committed(
+        self, step: int, draw: Draw, clipping: ClippingFact, noise: NoiseFact, share: float | None
+    ) -> float | None:  # fmt: skip
+        """Gives the share that stands in the ledger: of a replayed step, the one that was told before."""
+        facts = self._facts(draw, clipping, noise)
+        return self.ranks.on_main(lambda: self._ledger.commit_step(self.phase, step, facts, share))
+
+    @property
+    def _ledger(self) -> Journal:
+        assert self.journal is not None, "the main rank holds the ledger"
+        return self.journal
+
+    def _facts(self, draw: Draw, clipping: ClippingFact, noise: NoiseFact) -> StepFacts:
+        metrics = self.metrics.facts() if self.metrics else ()
+        return StepFacts(SamplingFact(draw.threshold, draw.records, draw.digest), clipping, noise, metrics)
+
+
+# One logical step of a non-private phase: same engine, same data path, no clipping, no noise, no promise.
+
+
+class PlainStep:
+    def __init__(
+        self, records: Records[Any], batch: int, engine: ShardedEngine, ranks: Ranks, stop: StopRequest
+    ) -> None:  # fmt: skip
+        self.records, self.batch, self.engine, self.ranks, self.stop = records, batch, engine, ranks, stop
+
+    def run(self, step: int, learning_rate: float) -> StepSummary:
+        observed = StepSummary()
+        for micro_batch in self.records.micro_batches(self.records.draw(step).ids, step):
+            self.stop.check(self.ranks)
+            self.engine.accumulate(micro_batch)
+            observed.add(micro_batch.present, *self.engine.observe())
+        self.engine.update(PlainUpdate(self.batch, step), learning_rate)
         return observed

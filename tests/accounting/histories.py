@@ -15,15 +15,15 @@ import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from acc_world import CONFIG, DATA, PLAN, facts
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from accounting.accountant import Event, describe, epsilon
-from accounting.identity import recognise
-from accounting.journal import BudgetSpent, Journal
-from accounting.keys import RunKey
-from accounting.ledger import Ledger, LedgerError
+from murmuration.accounting.epsilon.accountant import Event, describe, epsilon
+from murmuration.accounting.keys import RunKey
+from murmuration.accounting.ledger.chain import Ledger, LedgerError
+from murmuration.accounting.ledger.copied_run import recognise
+from murmuration.accounting.ledger.journal import BudgetSpent, Journal
+from tests.support.acc_world import CONFIG, DATA, PLAN, facts
 
 PHASES = 2
 STEPS = 6
@@ -90,7 +90,7 @@ class Runs(RuleBasedStateMachine):
         self.out_of[path] = set()
         self._start(self.runs[0], None)
 
-    # What the trainer does, in the order of train/run.py and train/phase.py.
+    # What the trainer does, in the order of train/run/run.py and train/run/phase.py.
 
     def _start(self, run: Directory, loaded: Weights | None, config: str | None = None) -> None:
         run.journal = journal = Journal(Ledger.open(run.path / "ledger.jsonl"))

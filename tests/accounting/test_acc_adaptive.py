@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, rewritten
 
-from accounting.accountant import Event, epsilon
-from accounting.adaptive import METRIC, AdaptiveError, AdaptiveRule
-from accounting.certificate import compose, verify
-from accounting.facts import ClippingFact, MetricFact, NoiseFact, StepFacts
-from accounting.journal import Journal
-from accounting.ledger import LedgerError
-from accounting.plan import PlanError, PlannedMetric, PrivacyPlan
+from murmuration.accounting.adaptive import METRIC, AdaptiveError, AdaptiveRule
+from murmuration.accounting.certificate.certificate import compose, verify
+from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.facts import ClippingFact, MetricFact, NoiseFact, StepFacts
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan
+from tests.support.acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, rewritten
 
 RULE = AdaptiveRule(quantile=0.6, learning_rate=0.5, lowest=0.01, highest=100.0)
 COUNT = PlannedMetric(METRIC, 0.5, 7.0)

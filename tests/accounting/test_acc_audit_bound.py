@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from accounting.audit_bound import (
+from murmuration.accounting.epsilon.audit_bound import (
     AuditError,
     audit_bound,
     correct_guesses,
@@ -20,7 +20,7 @@ from accounting.audit_bound import (
     refuting_share,
     shared_confidence,
 )
-from accounting.gaussian import gaussian_epsilon
+from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 
 ACCURACY = {eps: math.exp(eps) / (1 + math.exp(eps)) for eps in (0.0, 0.5, 1.0, 2.0, 4.0)}
 

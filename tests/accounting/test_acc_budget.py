@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, train
 
-from accounting.accountant import Event, describe, epsilon
-from accounting.certificate import CertificateError, verify
-from accounting.journal import BudgetSpent
-from accounting.ledger import LedgerError
+from murmuration.accounting.certificate.certificate import CertificateError, verify
+from murmuration.accounting.epsilon.accountant import Event, describe, epsilon
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.journal import BudgetSpent
+from tests.support.acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, train
 
 
 def test_the_budget_is_never_passed(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from accounting.accountant import AccountingError, Event, epsilon
-from accounting.calibrate import affordable_steps, calibrate_batch, calibrate_sigma, calibrate_steps
-from accounting.plan import RATE_DENOMINATOR, threshold_for
+from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
+from murmuration.accounting.epsilon.calibrate import affordable_steps, calibrate_batch, calibrate_sigma, calibrate_steps
+from murmuration.accounting.plan import RATE_DENOMINATOR, threshold_for
 
 DEMO = (20_000, 1000, 50, 2.5e-5)
 

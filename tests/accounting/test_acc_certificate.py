@@ -11,18 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from acc_world import CONFIG, DATA, PLAN, begin, facts, train, whole_run
 
-from accounting import certificate
-from accounting.accountant import AccountingError, Event, epsilon, show_delta
-from accounting.certificate import CertificateError, compose, html_page, markdown, verify
-from accounting.escaping import printable
-from accounting.explain import attack_power, best_guess, explain
-from accounting.history import History
-from accounting.ledger import LedgerError
-from accounting.pages import model_card
-from accounting.tuning import Declared, Tuning, tuned_epsilon
-from accounting.verify import EARLIER_METHOD
+from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate.certificate import CertificateError, compose, html_page, markdown, verify
+from murmuration.accounting.certificate.explain import attack_power, best_guess, explain
+from murmuration.accounting.certificate.pages import model_card
+from murmuration.accounting.certificate.verify import EARLIER_METHOD
+from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon, show_delta
+from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
+from murmuration.accounting.escaping import printable
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.history import History
+from tests.support.acc_world import CONFIG, DATA, PLAN, begin, facts, train, whole_run
 
 
 def certified(folder: Path, extra: dict | None = None, tuned: Declared | None = None) -> dict:

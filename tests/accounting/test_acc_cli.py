@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from acc_world import rewritten, whole_run
 
-from accounting import certificate
-from accounting.cli import main
+from murmuration.accounting.certificate import certificate
+from murmuration.accounting.cli.main import main
+from tests.support.acc_world import rewritten, whole_run
 
 ROOT = Path(__file__).resolve().parents[2]
 VIP = "--n 233000000 --batch 98304 --steps 6000 --delta 2.145922746781116e-09"
@@ -148,12 +148,16 @@ def test_explain_from_numbers() -> None:
 
 def test_no_command_imports_torch(run_dir: Path) -> None:
     program = (
-        "import sys, pkgutil, importlib, accounting\n"
-        "from accounting.cli import main\n"
+        "import sys, pkgutil, importlib\n"
+        "from murmuration import accounting\n"
+        "from murmuration.accounting.cli.main import main\n"
         "for line in sys.argv[1:]: assert main(line.split()) == 0\n"
-        "for found in pkgutil.iter_modules(accounting.__path__): importlib.import_module('accounting.' + found.name)\n"
+        "assert not {'jinja2', 'filelock'} & set(sys.modules), 'whoever only checks writes no page and takes no lock'\n"
+        "for found in pkgutil.walk_packages(accounting.__path__, 'murmuration.accounting.'):\n"
+        "    importlib.import_module(found.name)\n"
         "assert not {'torch', 'opacus', 'deepspeed', 'timm', 'transformers'} & set(sys.modules)\n"
-        "assert not {'train', 'data', 'model', 'evaluation', 'launch'} & set(sys.modules)"
+        "ours = {name.split('.')[1] for name in sys.modules if name.startswith('murmuration.')}\n"
+        "assert ours == {'accounting'}, ours"
     )
     lines = [f"epsilon {SMALL} --sigma 2", f"verify {run_dir}", f"explain {run_dir}"]
     done = subprocess.run([sys.executable, "-c", program, *lines], capture_output=True, text=True, cwd=ROOT)

@@ -8,9 +8,18 @@ import sys
 
 import pytest
 
-from accounting.accountant import AccountingError, Event, delta_at, epsilon, gdp_mu, merge, round_up, show_delta
-from accounting.calibrate import calibrate_sigma
-from accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu, unamplified_epsilon
+from murmuration.accounting.epsilon.accountant import (
+    AccountingError,
+    Event,
+    delta_at,
+    epsilon,
+    gdp_mu,
+    merge,
+    round_up,
+    show_delta,
+)
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma
+from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu, unamplified_epsilon
 
 LAION, IMAGENET = 233_000_000, 1_281_167
 DPCAP = 233_804_767
@@ -211,7 +220,7 @@ def test_rounding_never_helps_the_claim() -> None:
 def test_two_billion_records_in_seconds_and_a_gigabyte() -> None:
     program = (
         "import re, time, sys; begun = time.process_time()\n"
-        "from accounting.cli import main\n"
+        "from murmuration.accounting.cli.main import main\n"
         "main('epsilon --n 2100000000 --batch 1310720 --sigma 0.728 --steps 72000 --json'.split())\n"
         "status = open('/proc/self/status').read()\n"  # ru_maxrss would count the parent that forked
         "print(time.process_time() - begun, re.search(r'VmHWM:\\s+(\\d+)', status)[1])\n"

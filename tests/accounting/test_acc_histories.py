@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from acc_world import begin, train
-from histories import Runs
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from accounting.history import History
-from accounting.journal import Journal
-from accounting.ledger import LedgerError
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.journal import Journal
+from tests.accounting.histories import Runs
+from tests.support.acc_world import begin, train
 
 BOUNDS = settings(
     max_examples=80, stateful_step_count=30, deadline=None, derandomize=True, database=None,
@@ -72,6 +72,6 @@ def test_the_machine_catches_planted_faults(monkeypatch: pytest.MonkeyPatch, fau
         )  # fmt: skip
     else:
         monkeypatch.setattr(Journal, "note_copied", lambda self, reason: None)
-    quick = settings(BOUNDS, max_examples=400, phases=(Phase.generate,), report_multiple_bugs=False)
+    quick = settings(BOUNDS, max_examples=4000, phases=(Phase.generate,), report_multiple_bugs=False)
     with pytest.raises(AssertionError, match="share a noise key"):
         run_state_machine_as_test(Runs, settings=quick)

@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from acc_world import CONFIG, DATA, begin, reopen, train
 
-from accounting.identity import recognise
-from accounting.ledger import LedgerError
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.copied_run import recognise
+from tests.support.acc_world import CONFIG, DATA, begin, reopen, train
 
 
 def test_a_copy_is_recognised_and_gets_new_keys(tmp_path: Path) -> None:

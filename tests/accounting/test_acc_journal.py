@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, rewritten, train, whole_run
 
-from accounting.accountant import Event, describe, epsilon
-from accounting.certificate import compose, verify
-from accounting.facts import MetricFact, StepFacts, combined_sigma
-from accounting.ledger import LedgerError
-from accounting.plan import PlannedMetric, PrivacyPlan
-from accounting.typed import read
+from murmuration.accounting.certificate.certificate import compose, verify
+from murmuration.accounting.epsilon.accountant import Event, describe, epsilon
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.facts import MetricFact, StepFacts, combined_sigma
+from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.accounting.typed import read
+from tests.support.acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, rewritten, train, whole_run
 
 MEASURED = replace(PLAN, metrics=(PlannedMetric("loss", 2.0, 80.0),))
 

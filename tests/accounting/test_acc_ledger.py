@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from acc_world import begin, facts, reopen, train, whole_run
 
-from accounting import certificate
-from accounting.certificate import CertificateError, verify
-from accounting.history import History
-from accounting.ledger import GENESIS, Ledger, LedgerError, make_entry, parse
+from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate.certificate import CertificateError, verify
+from murmuration.accounting.ledger.chain import GENESIS, Ledger, LedgerError, make_entry, parse
+from murmuration.accounting.ledger.history import History
+from tests.support.acc_world import begin, facts, reopen, train, whole_run
 
 
 def certified(folder: Path) -> bytes:
@@ -158,7 +158,7 @@ def test_one_writer_in_this_process_and_in_another(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="in use by another process"):
         reopen(tmp_path)
     program = (
-        "import sys; from pathlib import Path; from accounting.ledger import Ledger, LedgerError\n"
+        "import sys; from pathlib import Path; from murmuration.accounting.ledger.chain import Ledger, LedgerError\n"
         "try: Ledger.open(Path(sys.argv[1])); print('taken')\n"
         "except LedgerError as error: print(error)"
     )

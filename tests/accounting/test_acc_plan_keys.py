@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from acc_world import PLAN
 
-from accounting.keys import KeyFileError, Purpose, RunKey, destroy, load, store
-from accounting.plan import RATE_DENOMINATOR, PlanError, PlannedMetric, PrivacyPlan, parse_delta, threshold_for
+from murmuration.accounting.keys import KeyFileError, Purpose, RunKey, destroy, load, store
+from murmuration.accounting.plan import (
+    RATE_DENOMINATOR,
+    PlanError,
+    PlannedMetric,
+    PrivacyPlan,
+    parse_delta,
+    threshold_for,
+)
+from tests.support.acc_world import PLAN
 
 
 @pytest.mark.parametrize(

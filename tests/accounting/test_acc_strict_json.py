@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from acc_world import whole_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accounting import certificate
-from accounting.accountant import AccountingError
-from accounting.certificate import CertificateError, compose, verify
-from accounting.history import History
-from accounting.ledger import GENESIS, LedgerError, make_entry
-from accounting.strict_json import MOST_DEPTH, JsonError, parse, require_shallow
+from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate.certificate import CertificateError, compose, verify
+from murmuration.accounting.epsilon.accountant import AccountingError
+from murmuration.accounting.ledger.chain import GENESIS, LedgerError, make_entry
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, parse, require_shallow
+from tests.support.acc_world import whole_run
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "5,000 digits": (b'{"a":' + b"1" * 5000 + b"}", "does not fit in 64 bits"),
@@ -129,7 +129,9 @@ def test_no_type_in_a_certificate_ends_in_anything_but_a_refusal(tmp_path: Path,
     document = compose(journal.history, journal.ledger.entries, {"siblings": []})
     journal.ledger.close()
     expected = compose(journal.history, journal.ledger.entries, {})
-    monkeypatch.setattr("accounting.verify.compose", lambda *_: expected)  # the ledger stays as it is
+    monkeypatch.setattr(
+        "murmuration.accounting.certificate.verify.compose", lambda *_: expected
+    )  # the ledger stays as it is
     document = json.loads(json.dumps(document))
     for place in places(document):
         for value in WRONG:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import dp_accounting
 import pytest
-from acc_world import begin, reopen, train
 from dp_accounting.pld import PLDAccountant
 
-from accounting import certificate
-from accounting.certificate import compose, markdown, verify
-from accounting.plan import PlanError, PlannedMetric, PrivacyPlan
-from accounting.tan import stand_in
+from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate.certificate import compose, markdown, verify
+from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan
+from murmuration.accounting.tan import stand_in
+from tests.support.acc_world import begin, reopen, train
 
 TARGET = PrivacyPlan(
     records=10_000, threshold=round(0.04 * 2**32), clip_norm=1.0, noise_multiplier=1.6, steps=30, delta=5e-5,

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from range_server import RangeServer, serving
 from webdataset.writer import TarWriter
 
-from data.index import ShardIndex, build
+from murmuration.data.index.shard_index import ShardIndex, build
+from tests.support.range_server import RangeServer, serving
 
 ShardMaker = Callable[[Path, Iterable[dict[str, str | bytes]]], Path]
 
@@ -80,7 +80,7 @@ def small_set(tmp_path: Path, write_tar: ShardMaker, picture: Callable[..., byte
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.patience.random.uniform", lambda _low, _high: 0.0)
+    monkeypatch.setattr("murmuration.data.store.retry.random.uniform", lambda _low, _high: 0.0)
 
 
 @pytest.fixture

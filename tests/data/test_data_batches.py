@@ -12,17 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hostile_files import one_bit_png
 from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.batches import IMAGENET_MEAN, IMAGENET_STD, BatchReader, DataSpec, MicroBatch, iterate, slots
-from data.index import ShardError, ShardIndex, build
-from data.shards import Reading
-from data.sources import LocalFiles
-from data.tar import walk
-from data.text import TextEncoder, word_tokenizer
+from murmuration.data.batch.reader import IMAGENET_MEAN, IMAGENET_STD, BatchReader, DataSpec, iterate
+from murmuration.data.batch.shard_reader import ReadOptions
+from murmuration.data.draw.micro_batch import MicroBatch, slots
+from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.store.local import LocalFiles
+from murmuration.data.store.place import ShardError
+from murmuration.data.store.tar import walk
+from murmuration.data.text.encoder import TextEncoder, word_tokenizer
+from tests.support.hostile_files import one_bit_png
 
 AUGMENT_KEY, MASK_KEY = b"a" * 32, b"m" * 32
 
@@ -102,7 +104,7 @@ def test_a_record_does_not_depend_on_its_batch(small_set: ShardIndex, text: Text
     ids = np.arange(25)
     reader = _reader(small_set, text)
     alone = {int(i): reader.read(np.array([i]), 7) for i in ids}
-    threaded = _reader(small_set, text, reading=Reading(in_flight=3))
+    threaded = _reader(small_set, text, reading=ReadOptions(in_flight=3))
     for world, size in ((1, 25), (2, 4), (3, 5), (7, 2)):
         for rank in range(world):
             for row in slots(ids, rank, world, size):
@@ -142,7 +144,7 @@ def hostile(tmp_path: Path, write_tar: Callable[..., Path], picture: Callable[..
 def test_bad_records_are_like_absent_ones(hostile: ShardIndex, text: TextEncoder, threads: int) -> None:
     ids = np.arange(hostile.records)
     absent = np.where(ids % 2 == 0, ids, -1)
-    reader, clean = _reader(hostile, text, reading=Reading(in_flight=threads)), _reader(hostile, text)
+    reader, clean = _reader(hostile, text, reading=ReadOptions(in_flight=threads)), _reader(hostile, text)
     with_bad, without = reader.read(ids, 3), clean.read(absent, 3)
     assert with_bad.present.tolist() == [i % 2 == 0 for i in range(hostile.records)]
     assert _same(with_bad, without), "a bad record must be bit-identical to an empty slot, neighbours included"
@@ -193,7 +195,7 @@ class _Flaky(LocalFiles):
 def test_storage_failures_are_retried_then_stop(
     small_set: ShardIndex, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data.patience.random.uniform", lambda _low, _high: 0.0)
+    monkeypatch.setattr("murmuration.data.store.retry.random.uniform", lambda _low, _high: 0.0)
     expected = _reader(small_set).read(np.array([4]), 0)
     patient = _reader(small_set, source=_Flaky(how, 2))
     assert _same(patient.read(np.array([4]), 0), expected)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from range_server import Fault, RangeServer
 
-from data.cache import Cache
-from data.index import ShardIndex
-from data.remote import RemoteRanges
-from data.shards import Reading, ShardReader, open_source
+from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.store.cache import Cache
+from murmuration.data.store.remote import RemoteRanges
+from tests.support.range_server import Fault, RangeServer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,7 @@ def _failing(fault: Fault) -> Callable[[str, int], Fault]:
 
 
 def _cached(remote: ShardIndex, folder: Path, limit: int = 1 << 30, keep="records") -> ShardReader:
-    return ShardReader(remote, open_source(remote, Reading(cache=Cache(folder, limit, keep))))
+    return ShardReader(remote, open_source(remote, ReadOptions(cache=Cache(folder, limit, keep))))
 
 
 @pytest.mark.parametrize("keep", ["records", "shards"])
@@ -93,12 +93,12 @@ def test_ranks_share_it_and_survive_kills(remote: ShardIndex, server: RangeServe
     code = f"""
 import sys; sys.path[:0] = [{str(ROOT)!r}]
 from pathlib import Path
-from data.cache import Cache
-from data.index import ShardIndex
-from data.sampler import LANES, PoissonSampler
-from data.shards import Reading, ShardReader, open_source
+from murmuration.data.store.cache import Cache
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.draw.poisson import LANES, PoissonSampler
+from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source
 index = ShardIndex.open({str(tmp_path / "remote-index")!r})
-reader = ShardReader(index, open_source(index, Reading(cache=Cache(Path({str(folder)!r}), 1 << 30))))
+reader = ShardReader(index, open_source(index, ReadOptions(cache=Cache(Path({str(folder)!r}), 1 << 30))))
 reader.read(0)
 print("open", flush=True)  # from here on nobody else takes the folder for unused
 for i in range(25):
@@ -144,7 +144,7 @@ def test_a_folder_in_use_is_not_counted_anew(remote: ShardIndex, tmp_path: Path)
 
 def test_ranges_are_never_mixed_up(remote: ShardIndex, server: RangeServer, tmp_path: Path) -> None:
     """Raw bytes against the files, at random ranges, through the cache and without it."""
-    source = open_source(remote, Reading(cache=Cache(tmp_path / "cache", 1 << 30)))
+    source = open_source(remote, ReadOptions(cache=Cache(tmp_path / "cache", 1 << 30)))
     plain = RemoteRanges({})
     rng = np.random.default_rng(0)
     for _ in range(40):

@@ -19,11 +19,11 @@ from PIL import Image
 from scipy import stats
 from torchvision.transforms import RandomResizedCrop
 
-from data.augment import KINDS, Kind, Uniforms, augment, choose_view, mask_noise
-from data.decode import BadRecord, decode
-from data.picture import PictureMaker
-from data.public import PublicEpochs
-from data.text import TextEncoder, word_tokenizer
+from murmuration.data.decode.augment import KINDS, Kind, Uniforms, augment, choose_view, mask_noise
+from murmuration.data.decode.decode import BadRecord, decode
+from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.index.epochs import PublicEpochs
+from murmuration.data.text.encoder import TextEncoder, word_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = b"k" * 32
@@ -77,7 +77,7 @@ def test_broken_exif_does_not_matter() -> None:
     data = _file(Image.new("RGB", (8, 8)), "JPEG", exif=b"Exif\0\0II*\0garbage")
     # In a fresh process, because pytest replaces the warning filters: nothing about a private record may
     # reach the console, which is public.
-    code = "import sys; from data.decode import decode; print(decode(sys.stdin.buffer.read()).shape)"
+    code = "import sys; from murmuration.data.decode.decode import decode; print(decode(sys.stdin.buffer.read()).shape)"
     done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, cwd=ROOT, check=True)
     assert (done.stdout.strip(), done.stderr) == (b"(8, 8, 3)", b"")
 

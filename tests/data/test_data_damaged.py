@@ -8,7 +8,8 @@ import tarfile
 
 import pytest
 
-from data.tar import ShardError, parse
+from murmuration.data.store.place import ShardError
+from murmuration.data.store.tar import parse
 
 
 def record() -> bytes:

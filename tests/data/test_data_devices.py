@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from data.kinds import TEXTURES
-from data.shapes import BACKGROUNDS, SHAPES, Scene, _Canvas, _render, render
-from data.synthetic import _shape, generator
-from data.textures import _batch, textures
+from murmuration.data.synthetic.index import _shape, generator
+from murmuration.data.synthetic.kinds import TEXTURES
+from murmuration.data.synthetic.shapes import BACKGROUNDS, SHAPES, Scene, _Canvas, _render, render
+from murmuration.data.synthetic.textures import _batch, textures
 
 # Mean red, green and blue of the records 0 and 7 of seed 3 at 32 px, as they have been since the generators' VERSION 2.
 KNOWN = {

@@ -10,10 +10,11 @@ import pytest
 import torch
 from scipy import stats
 
-from data.augment import drop_key
-from data.batches import BatchReader, DataSpec, slots
-from data.index import ShardIndex, build
-from data.shards import Reading
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.shard_reader import ReadOptions
+from murmuration.data.decode.augment import drop_key
+from murmuration.data.draw.micro_batch import slots
+from murmuration.data.index.shard_index import ShardIndex, build
 
 KEY = b"d" * 32
 SPEC = DataSpec(16, drop_keys=True)
@@ -24,7 +25,7 @@ def test_keys_are_those_of_key_step_and_record_in_any_row_beside_anyone(small_se
     ids = np.arange(25)
     expected = torch.tensor([drop_key(KEY, 7, record) for record in range(25)])
     assert len(set(expected.tolist())) == 25
-    reader = BatchReader(small_set, SPEC, dropout_key=KEY, reading=Reading(in_flight=3))
+    reader = BatchReader(small_set, SPEC, dropout_key=KEY, reading=ReadOptions(in_flight=3))
     for world, size in ((1, 25), (2, 4), (3, 5), (7, 2)):
         for rank in range(world):
             for row in slots(ids, rank, world, size):

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from torchvision.datasets import ImageFolder
 
-from data.batches import BatchReader, DataSpec
-from data.folders import FolderIndex, build_folder
-from data.index import ShardError, ShardIndex
-from data.index_open import is_image_folder, open_index
-from data.shards import ShardReader
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.index.folders import FolderIndex, build_folder
+from murmuration.data.index.open import is_image_folder, open_index
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.store.place import ShardError
 
 ROOT = Path(__file__).resolve().parents[2]
 Picture = Callable[..., bytes]

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from data.batches import BatchReader, DataSpec
-from data.clip_vocabulary import clean
-from data.decode import BadRecord, parsing
-from data.fields import numbers_of
-from data.index import ShardIndex, build
-from data.shards import Reading
-from data.text import TextEncoder
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.shard_reader import ReadOptions
+from murmuration.data.decode.decode import BadRecord, parsing
+from murmuration.data.decode.fields import numbers_of
+from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.text.clip_bpe import clean
+from murmuration.data.text.encoder import TextEncoder
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 100  # 6,400 characters of a caption are looked at
@@ -75,7 +75,7 @@ def hostile(tmp_path: Path, write_tar: Callable[..., Path], picture: Callable[..
 
 def _reader(index: ShardIndex, tokenizer: str | Path = "clip", **reading: int) -> BatchReader:
     spec = DataSpec(16, labels=("cls", "kind"), target="kind", classes=3, weight="weight")
-    return BatchReader(index, spec, TextEncoder(tokenizer, LENGTH), reading=Reading(**reading))
+    return BatchReader(index, spec, TextEncoder(tokenizer, LENGTH), reading=ReadOptions(**reading))
 
 
 @pytest.fixture
@@ -126,9 +126,9 @@ def test_nothing_is_said_on_the_console(hostile: ShardIndex) -> None:
     """In a process of its own, because pytest replaces the filters of warnings and holds back what libraries print."""
     code = f"""
 import numpy as np
-from data.batches import BatchReader, DataSpec
-from data.index import ShardIndex
-from data.text import TextEncoder
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.text.encoder import TextEncoder
 spec = DataSpec(16, labels=("cls", "kind"), target="kind", classes=3, weight="weight")
 reader = BatchReader(ShardIndex.open({str(hostile.folder)!r}), spec, TextEncoder("clip", {LENGTH}))
 reader.read(np.arange({len(GOOD) + len(BAD)}), 1)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import webdataset
 
-from data.index import ShardError, ShardIndex, build, expand
-from data.shards import ShardReader
-from data.tar import parse
+from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.index.shard_index import ShardIndex, build, expand
+from murmuration.data.store.place import ShardError
+from murmuration.data.store.tar import parse
 
 LONG = "folder/" + "k" * 300
 

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from data.index import ShardError, ShardIndex, Wanted, build
-from data.index_known import WorkArea
-from data.index_scan import scan, settled
-from data.shards import ShardReader
+from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.index.build import WorkArea
+from murmuration.data.index.scan import scan, settled
+from murmuration.data.index.shard_index import ShardIndex, Wanted, build
+from murmuration.data.store.place import ShardError
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index"]
@@ -183,7 +184,7 @@ def test_a_shard_written_a_moment_ago_is_not_trusted(small_set: ShardIndex, monk
     assert not settled(stat, latest) and not settled(stat, latest + 1_000_000) and settled(stat, latest + 3_000_000_000)
     path = small_set.folder.parent / "000001.tar"
     for age, trusted in ((0, False), (1_000_000, False), (3_000_000_000, True)):
-        monkeypatch.setattr("data.index_scan.time.time_ns", lambda age=age: latest + age)
+        monkeypatch.setattr("murmuration.data.index.scan.time.time_ns", lambda age=age: latest + age)
         assert (scan(path).stamp is not None) == trusted
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from data.folders import build_folder
-from data.index import ShardError, ShardIndex, build
-from data.index_census import Census, remarks
+from murmuration.data.index.census import Census, remarks
+from murmuration.data.index.folders import build_folder
+from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.store.place import ShardError
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index"]

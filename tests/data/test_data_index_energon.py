@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.energon import sidecar
-from data.index import ShardError, ShardIndex, Wanted, build
-from data.index_format import same_content
-from data.shards import ShardReader
+from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.index.energon import sidecar
+from murmuration.data.index.format import same_content
+from murmuration.data.index.shard_index import ShardIndex, Wanted, build
+from murmuration.data.store.place import ShardError
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = "folder/" + "k" * 300

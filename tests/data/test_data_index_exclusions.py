@@ -10,12 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.exclusions import FACTS, IDS, Exclusions
-from data.folders import build_folder
-from data.index import ShardError, ShardIndex, build
-from data.index_format import Kept
-from data.index_open import open_index
-from data.shards import ShardReader
+from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.index.exclusions import FACTS, IDS, Exclusions
+from murmuration.data.index.folders import build_folder
+from murmuration.data.index.format import Kept
+from murmuration.data.index.open import open_index
+from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.store.place import ShardError
 
 
 def _exclude(index: ShardIndex, ids: list[int]) -> Exclusions:

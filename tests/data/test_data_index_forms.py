@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import webdataset
 
-from data.index import ShardError, ShardIndex, Wanted, build, shared_shard
-from data.index_format import FILES, SHARDS, Shard, digest_of
-from data.index_scan import scan
-from data.shards import LocalFiles, ShardReader
+from murmuration.data.batch.shard_reader import LocalFiles, ShardReader
+from murmuration.data.index.format import FILES, SHARDS, digest_of
+from murmuration.data.index.scan import scan
+from murmuration.data.index.shard_index import ShardIndex, Wanted, build, shared_shard
+from murmuration.data.store.place import Shard, ShardError
 
 FORMS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT, "webdataset": None}
 SUFFIXES = ("jpg", "png", "webp", "txt", "json", "cls")

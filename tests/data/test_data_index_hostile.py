@@ -22,18 +22,19 @@ import pytest
 import webdataset
 from webdataset.tariterators import base_plus_ext
 
-from data.energon import sidecar
-from data.exclusions import FACTS, IDS, Exclusions
-from data.folders import FolderIndex, build_folder
-from data.hash_store import hash_index
-from data.index import ShardError, ShardIndex, Wanted, build
-from data.index_known import STAMPS, WorkArea
-from data.index_open import open_index
-from data.index_scan import _Window, scan
-from data.shards import ShardReader
-from data.tapes import open_tape
-from data.tar import BLOCK, LONGEST_EXTENSION, split_name, walk
-from train.features_folder import HEADER, FeatureFolder
+from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.draw.stream import open_tape
+from murmuration.data.index.build import STAMPS, WorkArea
+from murmuration.data.index.energon import sidecar
+from murmuration.data.index.exclusions import FACTS, IDS, Exclusions
+from murmuration.data.index.folders import FolderIndex, build_folder
+from murmuration.data.index.open import open_index
+from murmuration.data.index.scan import _Window, scan
+from murmuration.data.index.shard_index import ShardIndex, Wanted, build
+from murmuration.data.overlap.hash_store import hash_index
+from murmuration.data.store.place import ShardError
+from murmuration.data.store.tar import BLOCK, LONGEST_EXTENSION, split_name, walk
+from murmuration.train.storage.feature_store import HEADER, FeatureFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index"]
@@ -134,7 +135,9 @@ def test_base_256_sizes_are_read(tmp_path: Path) -> None:
     assert ShardReader(build(tmp_path)).read(0) == {"jpg": b"abc"}
 
 
-DAMAGED_PAX = [b"", b"4 a", b"-6 a=b", b"+7 a=b", b"0 a=b", b"99 a=b", b"1_0 abcde=", b"0" * 30, b"00005 a=b"]
+DAMAGED_PAX = [
+    b"", b"4 a", b"-6 a=b", b"+7 a=b", b"0 a=b", b"99 a=b", b"1_0 abcde=", b"0" * 30, b"00005 a=b", b"5 =a", b"6 abc",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGED_PAX)
@@ -421,6 +424,9 @@ WRONG_NPY = {
     "negative": npy(HEAD % b"-1", bytes(24)),
     "no number": npy(HEAD % b"'a'", bytes(24)),
     "no type": npy((HEAD % b"3").replace(b"<u8", b"q9x"), bytes(24)),
+    "items of no size": npy((HEAD % b"-1").replace(b"<u8", b"|V0")),  # numpy's memmap divides by it: SIGFPE
+    "as many items of no size": npy((HEAD % b"28").replace(b"<u8", b"|S0")),
+    "product that wraps": npy(HEAD % b"4294967296, 4294967296", bytes(24)),
     "header of gigabytes": b"\x93NUMPY\x02\x00\xff\xff\xff\x7f" + bytes(100),
     "unknown version": npy(HEAD % b"3", bytes(24), b"\x09\x00"),
     "objects": saved(np.array([{}, []], dtype=object), pickled=True),

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from data.index import ShardError, ShardIndex, build
+from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.store.place import ShardError
 
 
 class _Quiet(SimpleHTTPRequestHandler):

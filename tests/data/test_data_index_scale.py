@@ -11,20 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.index import ShardError, ShardIndex
-from data.index_build import write_offsets
-from data.index_format import SHARDS, Shard, write_manifest
+from murmuration.data.index.build import write_offsets
+from murmuration.data.index.format import SHARDS, write_manifest
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.store.place import Shard, ShardError
 
 ROOT = Path(__file__).resolve().parents[2]
 _COUNT, _PER_SHARD = 200_000, 50
 
 _USE = """
 import json, sys
-from data.index import ShardIndex
+from murmuration.data.index.shard_index import ShardIndex
 index = ShardIndex.open(sys.argv[1])
 digest = index.manifest_digest
-from data.batches import slots
-from data.sampler import PoissonSampler
+from murmuration.data.draw.micro_batch import slots
+from murmuration.data.draw.poisson import PoissonSampler
 draw = PoissonSampler(bytes(32), bytes(32), index.records, 2**32 // 100).draw(7)
 rows = [slots(draw.ids, rank, 16, 64) for rank in range(16)]
 located = [index.locate(int(record)) for record in draw.ids[::10]]

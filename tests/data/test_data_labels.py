@@ -12,10 +12,10 @@ import pytest
 import torch
 from torchvision.datasets import ImageFolder
 
-from data.batches import BatchReader, DataSpec
-from data.folders import build_folder
-from data.index import ShardIndex, build
-from data.stream import StreamEpochs, StreamIndex
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.draw.stream import StreamEpochs, StreamIndex
+from murmuration.data.index.folders import build_folder
+from murmuration.data.index.shard_index import ShardIndex, build
 
 Pictures = Callable[..., bytes]
 CLASSES = ("n01440764", "n01443537", "n02085620")

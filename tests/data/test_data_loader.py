@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.batches import BatchReader, DataSpec, Fetched, MicroBatch, slots
-from data.index import ShardError, ShardIndex, build
-from data.loader import Loader, PublicOrder
-from data.public import PublicEpochs
-from data.sampler import LANES, PoissonSampler
-from data.shards import Reading
+from murmuration.data.batch.loader import Loader, PublicOrder
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.shard_reader import ReadOptions
+from murmuration.data.draw.micro_batch import Fetched, MicroBatch, slots
+from murmuration.data.draw.poisson import LANES, PoissonSampler
+from murmuration.data.index.epochs import PublicEpochs
+from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.store.place import ShardError
 
 KEY = b"k" * 32
 SPEC = DataSpec(24, augment="random_resized_crop", mask_patches=9)
@@ -23,7 +25,7 @@ STEPS = 6
 
 
 def _reader(index: ShardIndex, **reading) -> BatchReader:
-    return BatchReader(index, SPEC, augment_key=KEY, mask_key=KEY, reading=Reading(**reading))
+    return BatchReader(index, SPEC, augment_key=KEY, mask_key=KEY, reading=ReadOptions(**reading))
 
 
 def _sampler(index: ShardIndex, rate: float = 0.4) -> PoissonSampler:

@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.batches import BatchReader, DataSpec, slots
-from data.exclusions import Exclusions
-from data.folders import build_folder
-from data.index import ShardError, ShardIndex
-from data.loader import Loader
-from data.node_plan import Placement, on_this_node, place
-from data.sampler import LANES, PoissonSampler
+from murmuration.data.batch.loader import Loader
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.draw.micro_batch import slots
+from murmuration.data.draw.node_placement import Placement, on_this_node, place
+from murmuration.data.draw.poisson import LANES, PoissonSampler
+from murmuration.data.index.exclusions import Exclusions
+from murmuration.data.index.folders import build_folder
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.store.place import ShardError
 
 KEY = b"k" * 32
 

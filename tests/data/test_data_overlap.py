@@ -18,17 +18,17 @@ import scipy.fft
 from PIL import Image
 from webdataset.writer import TarWriter
 
-from data.exclusions import FACTS, IDS
-from data.hash_store import FOLDER, Hashes, hash_index
-from data.index import ShardIndex, build
-from data.overlap import LeakError, exclude_overlaps, overlapping
-from data.phash import hamming, perceptual_hashes
-from data.picture import PictureMaker
-from data.shards import ShardReader
-from data.tar import ShardError
-from data.textures import textures
-from launch import prepare
-from train.siblings import register
+from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.index.exclusions import FACTS, IDS
+from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.overlap.exclude import LeakError, exclude_overlaps, overlapping
+from murmuration.data.overlap.hash_store import FOLDER, Hashes, hash_index
+from murmuration.data.overlap.phash import hamming, perceptual_hashes
+from murmuration.data.store.place import ShardError
+from murmuration.data.synthetic.textures import textures
+from murmuration.launch import prepare
+from murmuration.train.storage.sibling_runs import register
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 160
@@ -252,8 +252,8 @@ def _twin(public: Path) -> Path:
 
 _HASHER = """
 import sys, time
-from data.hash_store import hash_index
-from data.index import ShardIndex
+from murmuration.data.overlap.hash_store import hash_index
+from murmuration.data.index.shard_index import ShardIndex
 def show(done, total):
     print(done, flush=True)
 hash_index(ShardIndex.open(sys.argv[1], exclusions=False), 1, show)

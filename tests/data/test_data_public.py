@@ -13,10 +13,11 @@ import scipy.stats
 import torch
 import webdataset
 
-from data.batches import BatchReader, DataSpec, slots
-from data.index import ShardIndex
-from data.public import PublicEpochs
-from data.shards import ShardReader
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.draw.micro_batch import slots
+from murmuration.data.index.epochs import PublicEpochs
+from murmuration.data.index.shard_index import ShardIndex
 
 KEY = b"public order"
 

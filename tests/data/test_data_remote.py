@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hostile_files import one_bit_png
-from range_server import Fault, RangeServer, serving
 
-from data.batches import BatchReader, DataSpec
-from data.index import ShardIndex, build
-from data.loader import Loader
-from data.patience import Patience
-from data.remote import ChangedShardError, Stores, open_shard
-from data.sampler import LANES, PoissonSampler
-from data.shards import Reading, ShardReader, open_source
-from data.tar import ShardError, UnreadableError
+from murmuration.data.batch.loader import Loader
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source
+from murmuration.data.draw.poisson import LANES, PoissonSampler
+from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.store.place import ShardError, UnreadableError
+from murmuration.data.store.remote import ChangedShardError, Stores, open_shard
+from murmuration.data.store.retry import Patience
+from tests.support.hostile_files import one_bit_png
+from tests.support.range_server import Fault, RangeServer, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = b"k" * 32
@@ -36,7 +36,7 @@ def _failing(fault: Fault, first: int) -> Callable[[str, int], Fault]:
 
 
 def _batch(index: ShardIndex, **reading) -> BatchReader:
-    return BatchReader(index, SPEC, augment_key=KEY, reading=Reading(**reading))
+    return BatchReader(index, SPEC, augment_key=KEY, reading=ReadOptions(**reading))
 
 
 def test_the_same_records_as_from_disk(small_set: ShardIndex, remote: ShardIndex, server: RangeServer) -> None:
@@ -57,7 +57,7 @@ def test_a_failure_that_passes(
 ) -> None:
     server.requests.clear()
     server.fault = _failing(fault, 1)
-    reader = ShardReader(remote, open_source(remote, Reading(timeout_seconds=2.0)))
+    reader = ShardReader(remote, open_source(remote, ReadOptions(timeout_seconds=2.0)))
     assert [reader.read(i) for i in (0, 10, 24)] == [ShardReader(small_set).read(i) for i in (0, 10, 24)]
     assert min(server.requests[f"{name:06d}.tar"] for name in range(3)) >= 2
 
@@ -144,7 +144,7 @@ def test_bad_contents_through_a_bad_server(damaged: tuple[Path, int], no_pauses:
 
 def test_sixty_four_are_in_flight(remote: ShardIndex, server: RangeServer) -> None:
     server.latency = 0.5
-    source = open_source(remote, Reading())
+    source = open_source(remote, ReadOptions())
     with ThreadPoolExecutor(64) as threads:
         list(threads.map(lambda i: ShardReader(remote, source).read(i % 25), range(128)))
     assert server.most_in_flight >= 60
@@ -185,7 +185,7 @@ def test_closing_does_not_wait_for_a_stalled_server(remote: ShardIndex, server: 
 
 
 def test_a_shard_as_a_stream(server: RangeServer, tmp_path: Path, no_pauses: None, monkeypatch) -> None:
-    monkeypatch.setattr("data.remote._STREAM_CHUNK", 10_000)
+    monkeypatch.setattr("murmuration.data.store.remote._STREAM_CHUNK", 10_000)
     path = tmp_path / "000002.tar"
     whole = path.read_bytes()
     for fault in ("ok", *TRANSIENT[1:]):
@@ -207,7 +207,7 @@ def test_a_shard_as_a_stream(server: RangeServer, tmp_path: Path, no_pauses: Non
 
 
 def test_a_stream_that_changes_on_the_way(server: RangeServer, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("data.remote._STREAM_CHUNK", 512)
+    monkeypatch.setattr("murmuration.data.store.remote._STREAM_CHUNK", 512)
     path = tmp_path / "000002.tar"
     with open_shard(f"{server.url}/{path.name}") as stream:
         stream.read(100)
@@ -225,7 +225,7 @@ def test_s3(server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "bucket" / "a b.tar").write_bytes((tmp_path / "000000.tar").read_bytes())
     index = build(["s3://bucket/a b.tar"], tmp_path / "s3-index")
     assert index.records == 10
-    assert ShardReader(index, open_source(index, Reading())).read(4)["txt"] == b"a red 4"
+    assert ShardReader(index, open_source(index, ReadOptions())).read(4)["txt"] == b"a red 4"
 
 
 def test_urls_that_cannot_be_read() -> None:

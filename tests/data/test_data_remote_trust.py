@@ -18,14 +18,14 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from range_server import RangeServer, serving
 
-from data.batches import BatchReader, DataSpec
-from data.index import ShardIndex, build
-from data.patience import Patience, until_hopeless
-from data.remote import Stores, open_shard
-from data.shards import Reading
-from data.tar import ShardError, UnreadableError
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.shard_reader import ReadOptions
+from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.store.place import ShardError, UnreadableError
+from murmuration.data.store.remote import Stores, open_shard
+from murmuration.data.store.retry import Patience, until_hopeless
+from tests.support.range_server import RangeServer, serving
 
 NAME = "000000.tar"
 NOW = datetime.now(UTC)
@@ -197,7 +197,7 @@ def test_of_an_error_the_status_is_told_and_not_the_body(
 ) -> None:
     server.fault = lambda _path, _attempt: fault  # pyright: ignore[reportAttributeAccessIssue]
     server.body = b"row 4711 of patients - TLS certificate 127.0.0.1:0 inner: kind: Redirect\nmore"
-    reader = BatchReader(remote, DataSpec(16), reading=Reading(timeout_seconds=5.0))
+    reader = BatchReader(remote, DataSpec(16), reading=ReadOptions(timeout_seconds=5.0))
     with pytest.raises(UnreadableError, match=rf"\({fault} [A-Z][A-Za-z ]+ from the server\)") as caught:
         reader.read(np.array([10]), 0)
     assert not re.search("4711|patients|TLS|redirect", str(caught.value))

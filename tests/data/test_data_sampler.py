@@ -15,8 +15,8 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
-from data.batches import slots
-from data.sampler import LANES, PoissonSampler
+from murmuration.data.draw.micro_batch import slots
+from murmuration.data.draw.poisson import LANES, PoissonSampler
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY, DIGEST_KEY = bytes(range(32)), bytes(range(32, 64))
@@ -159,7 +159,7 @@ def test_two_thousand_million_records() -> None:
     """The whole draw in bounded memory, by the same code; its last chunk against single AES blocks."""
     code = f"""
 import re, sys; sys.path.insert(0, {str(ROOT)!r})
-from data.sampler import PoissonSampler
+from murmuration.data.draw.poisson import PoissonSampler
 draw = PoissonSampler(bytes(range(32)), bytes(32), 2_000_000_000, 1 << 22).draw(77)
 peak = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]
 print(len(draw.ids), peak, *draw.ids[-20:])

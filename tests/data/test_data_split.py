@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from data.split import SplitIndex, apart, public_share
-from data.synthetic import SyntheticIndex
+from murmuration.data.index.public_split import SplitIndex, apart, public_share
+from murmuration.data.synthetic.index import SyntheticIndex
 
 
 def records_of(seed: int, public: bool, fraction: float = 0.1) -> list[int]:

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 import webdataset
-from range_server import Fault, RangeServer
 
-from data.batches import BatchReader, DataSpec
-from data.index import ShardError, ShardIndex
-from data.loader import Loader, PublicOrder
-from data.shards import Reading
-from data.split import SplitIndex, places_of
-from data.stream import PLACES, Lane, StreamEpochs, StreamIndex, lane_placement, portions
-from data.tar import UnreadableError
+from murmuration.data.batch.loader import Loader, PublicOrder
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.shard_reader import ReadOptions
+from murmuration.data.draw.stream import PLACES, Lane, StreamEpochs, StreamIndex, lane_placement, portions
+from murmuration.data.index.public_split import SplitIndex, places_of
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.store.place import ShardError, UnreadableError
+from tests.support.range_server import Fault, RangeServer
 
 KEY = b"order"
 TarMaker = Callable[..., Path]
@@ -90,9 +90,9 @@ def test_resuming_late_costs_two_passes_at_most(shards: Path, monkeypatch: pytes
         opened.append(url)
         return open_tape(url, timeout_seconds)
 
-    from data.tapes import open_tape
+    from murmuration.data.draw.stream import open_tape
 
-    monkeypatch.setattr("data.tapes.open_tape", counted)
+    monkeypatch.setattr("murmuration.data.draw.stream.open_tape", counted)
     stream = StreamIndex(str(shards), 1, 4).begin(KEY, 10)
     stream.read(10_037)
     assert 5 < len(opened) <= 10, "the first epoch to learn its length, and the one that holds the place"
@@ -136,7 +136,7 @@ def _step_bytes(index: StreamIndex, steps: range, world: int, batch: int = 10) -
     for rank in range(world):
         reader = BatchReader(
             index.begin(KEY, batch), DataSpec(16, augment="random_resized_crop"), augment_key=KEY,
-            reading=Reading(in_flight=4),
+            reading=ReadOptions(in_flight=4),
         )  # fmt: skip
         epochs = StreamEpochs(index.lanes, batch)
         plan = lambda ids, rank=rank: placement.rows(ids, rank, 3)  # noqa: E731

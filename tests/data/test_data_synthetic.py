@@ -12,9 +12,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.batches import BatchReader, DataSpec
-from data.index import ShardIndex, build
-from data.shapes import (
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.synthetic.index import (
+    generator,
+    shape_sample,
+    shape_samples,
+    texture_sample,
+    texture_samples,
+    write_shards,
+)
+from murmuration.data.synthetic.shapes import (
     BACKGROUNDS,
     COLOURS,
     FAINT,
@@ -26,16 +35,7 @@ from data.shapes import (
     class_names,
     render,
 )
-from data.shards import ShardReader
-from data.synthetic import (
-    generator,
-    shape_sample,
-    shape_samples,
-    texture_sample,
-    texture_samples,
-    write_shards,
-)
-from data.text import TextEncoder, word_tokenizer
+from murmuration.data.text.encoder import TextEncoder, word_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--private", "60", "--held-out", "40", "--textures", "10", "--size", "16"]

@@ -15,11 +15,11 @@ import pytest
 import torch
 from PIL import Image
 
-from data.index import ShardIndex
-from data.shards import ShardReader
-from data.synthetic_shards import Request, make
-from data.textures import textures
-from launch import prepare
+from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.synthetic.textures import textures
+from murmuration.data.synthetic.write import Request, make
+from murmuration.launch import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import data.clip_vocabulary as clip_vocabulary
-from data.text import TextEncoder, is_built_in, open_vocabulary, word_tokenizer
-from evaluation.zero_shot import score_labels
-from model.build import build
-from model.captioner import caption_loss
-from model.settings import ModelSettings
+import murmuration.data.text.clip_bpe as clip_vocabulary
+from murmuration.data.text.encoder import TextEncoder, is_built_in, open_vocabulary, word_tokenizer
+from murmuration.evaluation.zero_shot import score_labels
+from murmuration.model.build import build
+from murmuration.model.captioner import caption_loss
+from murmuration.model.settings import ModelSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPTIONS = (
@@ -216,6 +216,9 @@ def test_names_of_ours_are_not_paths() -> None:
 
 def test_open_clip_is_not_imported() -> None:
     """It takes seconds to import, in every worker."""
-    code = "import sys; from data.text import TextEncoder; TextEncoder('clip', 9); sys.exit('open_clip' in sys.modules)"
+    code = (
+        "import sys; from murmuration.data.text.encoder import TextEncoder; TextEncoder('clip', 9); "
+        "sys.exit('open_clip' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0

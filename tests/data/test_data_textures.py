@@ -11,15 +11,15 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from data.batches import BatchReader, DataSpec
-from data.dead_leaves import _radii, dead_leaves
-from data.draws import Draws
-from data.fractals import FILL, fill, fractals
-from data.kinds import KINDS, TEXTURES, Kind
-from data.spectrum import noise_field, spectrum
-from data.synthetic import SyntheticIndex
-from data.tar import ShardError
-from data.textures import textures
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.store.place import ShardError
+from murmuration.data.synthetic.dead_leaves import _radii, dead_leaves
+from murmuration.data.synthetic.fractals import FILL, fill, fractals
+from murmuration.data.synthetic.index import SyntheticIndex
+from murmuration.data.synthetic.kinds import KINDS, TEXTURES, Kind
+from murmuration.data.synthetic.random import Draws
+from murmuration.data.synthetic.spectrum import noise_field, spectrum
+from murmuration.data.synthetic.textures import textures
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,7 +143,7 @@ def test_dead_leaves_have_the_spectrum_of_photographs() -> None:
 
 def test_dead_leaves_cover_the_plane(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ground is hardly seen, and each pixel shows the leaf that lies in front, by brute force over all leaves."""
-    import data.dead_leaves as module
+    import murmuration.data.synthetic.dead_leaves as module
 
     seen: list[tuple[Tensor, Tensor, Tensor, int]] = []
     colour, paint = module._colour, module._paint
@@ -190,7 +190,7 @@ def test_fractals_fill_what_is_promised() -> None:
 
 
 def test_a_system_that_fills_a_square_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    import data.fractals as module
+    import murmuration.data.synthetic.fractals as module
 
     monkeypatch.setattr(module, "FILL", 1.1)
     assert fill(Draws.of(6, range(8))).min() > 0.9

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from data.batches import WEIGHT, BatchReader, DataSpec
-from data.index import ShardIndex, build
-from data.stream import StreamEpochs, StreamIndex
+from murmuration.data.batch.reader import WEIGHT, BatchReader, DataSpec
+from murmuration.data.draw.stream import StreamEpochs, StreamIndex
+from murmuration.data.index.shard_index import ShardIndex, build
 
 SPEC = DataSpec(16, weight="score")
 GOOD = [0, 1, 0.25, 1e6, 3e-9]
@@ -55,7 +55,9 @@ def test_a_stream_carries_them_too(scored: ShardIndex) -> None:
 def test_a_label_and_a_weight_come_from_one_reading(scored: ShardIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[bytes] = []
     real = json.loads
-    monkeypatch.setattr("data.fields.json.loads", lambda text, **how: read.append(text) or real(text, **how))
+    monkeypatch.setattr(
+        "murmuration.data.decode.fields.json.loads", lambda text, **how: read.append(text) or real(text, **how)
+    )
     batch = BatchReader(scored, DataSpec(16, labels=("score",), weight="score")).read(np.array([1, 3]), 0)
     assert batch.inputs[WEIGHT].tolist() == [1.0, 1e6] and batch.inputs["score"].tolist() == [1, 1_000_000]
     assert len(read) == 2

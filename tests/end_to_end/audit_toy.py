@@ -9,23 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from accounting.accountant import describe
-from accounting.audit_bound import AuditBound, audit_bound
-from accounting.calibrate import calibrate_sigma
-from accounting.journal import Journal
-from accounting.ledger import Ledger
-from accounting.plan import PrivacyPlan
-from data.batches import EMPTY, MicroBatch
-from data.sampler import PoissonSampler
-from tests.train.train_helpers import LocalEngine, Toy, on_ranks
-from train.audit_canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
-from train.audit_checks import Check, check_divisor
-from train.audit_record import Sightings, WatchedEngine
-from train.clip_reference import ReferenceClip
-from train.clip_rule import ClipRule
-from train.forward import PrivateForward
-from train.noise import NoiseMechanism
-from train.step import PrivateStep
+from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.epsilon.audit_bound import AuditBound, audit_bound
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma
+from murmuration.accounting.ledger.chain import Ledger
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.data.draw.micro_batch import EMPTY, MicroBatch
+from murmuration.train.audit.canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
+from murmuration.train.audit.checks import Check, check_divisor
+from murmuration.train.audit.sightings import Sightings, WatchedEngine
+from murmuration.train.clip.reference import ReferenceClip
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.private import PrivateCore
+from murmuration.train.step import PrivateStep, Records
+from tests.support.train_helpers import Toy, on_ranks, private_engine
 
 WIDTH = 48  # more parameters than canaries
 REAL, CANARIES, MICRO_BATCH, STEPS, CLAIM, DELTA = 40, 2000, 128, 4, 2.0, 1e-5
@@ -57,8 +55,8 @@ def canary_clip(plan: PrivacyPlan, model: Toy, canaries: int) -> CanaryClip:
 
 
 def private_step(
-    folder: Path, ranks: Any, plan: PrivacyPlan, clip: CanaryClip, model: Toy, noise: NoiseMechanism,
-    batches: Callable[..., Any], replicated: bool = False,
+    folder: Path, ranks: Any, plan: PrivacyPlan, canaries: int, noise_key: bytes, batches: Callable[..., Any],
+    scale: float = 1.0, replicated: bool = False,
 ) -> PrivateStep:  # fmt: skip
     journal = None
     if ranks.main:
@@ -66,10 +64,20 @@ def private_step(
         journal.start_run("toy audit", "-", False, {})
         journal.declare_plan(0, "private", plan, describe("pld"))
         journal.begin_segment(0, "config", "data", 0, "first")
-    engine = WatchedEngine(LocalEngine(PrivateForward(model, clip), ranks, replicated))
-    engine.watcher = Sightings(clip.coordinates)
-    sampler = PoissonSampler(folder.name.encode().ljust(32, b"k")[:32], b"d" * 32, plan.records, plan.threshold)
-    return PrivateStep(0, journal, sampler, clip, noise, engine, ranks, NoStop(), batches)  # pyright: ignore
+    model = Toy(WIDTH)
+    coordinates = Coordinates.choose(model, canaries)
+    inner, clip, _ = private_engine(
+        ranks, plan, replicated, model, MICRO_BATCH, around_clip=lambda clip: CanaryClip(clip, coordinates)
+    )
+    engine = WatchedEngine(inner)
+    engine.watcher = Sightings(coordinates)
+    keys = {"sampling": folder.name.encode().ljust(32, b"k")[:32], "sampling-digest": b"d" * 32, "noise": noise_key}
+    core = PrivateCore(plan, clip, engine, keys.__getitem__, ranks)
+    noise = core.noise("noise")
+    if scale != 1:
+        noise = WeakenedNoise(noise_key, plan.noise_std, plan.divisor, scale)
+    stop: Any = NoStop()
+    return core.step(0, journal, Records(core.sampler().draw, batches), stop, noise=noise)
 
 
 def sightings(step: PrivateStep) -> Sightings:
@@ -86,16 +94,12 @@ def toy_audit(
     included, key = toss(canaries), toss(32).tobytes()
 
     def one(ranks: Any) -> tuple[np.ndarray, float]:
-        model = Toy(WIDTH)
-        clip = canary_clip(plan, model, canaries)
-        noise = NoiseMechanism.of(key, plan)
-        if scale != 1:
-            noise = WeakenedNoise(key, plan.noise_std, plan.divisor, scale)
         batches = CanaryBatches(ToyReader(), ranks, MICRO_BATCH, REAL, included, None)  # pyright: ignore
-        step = private_step(folder, ranks, plan, clip, model, noise, batches, replicated)
+        step = private_step(folder, ranks, plan, canaries, key, batches, scale, replicated)
         for t in range(1, steps + 1):
             step.run(t, 1e-2)
-        scores = sightings(step).scores(clip.known, plan.divisor, ranks, replicated)
+        assert isinstance(step.clip, CanaryClip)
+        scores = sightings(step).scores(step.clip.known, plan.divisor, ranks, replicated)
         return scores, step.record.journal.history.epsilon() if step.record.journal else 0.0
 
     scores, claim = on_ranks(world, one)[0]
@@ -108,15 +112,12 @@ def toy_divisor(folder: Path, world: int = 1, steps: int = 8, records: int = 100
     key = toss(32).tobytes()
 
     def one(ranks: Any) -> Check:
-        model = Toy(WIDTH)
-        clip = canary_clip(plan, model, 2)
         example = ToyReader().read(np.arange(MICRO_BATCH), 0)
-        noise = NoiseMechanism.of(key, plan)
-        step = private_step(folder, ranks, plan, clip, model, noise, SilentBatches(example, ranks))
+        step = private_step(folder, ranks, plan, 2, key, SilentBatches(example, ranks))
         for t in range(1, steps + 1):
             step.run(t, 0.0)
         squares, elements = sightings(step).sizes_of_noise(ranks, replicated=False)
-        sizes = np.array([len(step.sampler.draw(t).ids) for t in range(1, steps + 1)])
+        sizes = np.array([len(step.records.draw(t).ids) for t in range(1, steps + 1)])
         return check_divisor(squares, elements, plan.noise_std, plan.divisor, sizes)
 
     return on_ranks(world, one)[0]

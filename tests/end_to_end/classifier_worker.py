@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
-from sharding_worker import LAYOUTS, MICRO_BATCH, OPTIMIZERS, PLAN, engine_of, noise, start_ranks, trainable
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from model.build import build
-from model.settings import ModelSettings
-from model.trainable import Trainable, select
-from tests.end_to_end.answering import answer
-from train.clip_bookkeeping import BookKeepingClip
-from train.clip_rule import ClipRule
-from train.forward import PrivateForward
-from train.optim import make_optimizer
-from train.self_test import SelfTestError, self_test
+from murmuration.model.build import build
+from murmuration.model.settings import ModelSettings
+from murmuration.model.trainable import Trainable, select
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.engines.deepspeed_zero import start_ranks
+from murmuration.train.private import PrivateCore
+from murmuration.train.self_test.probes import SyntheticRecords
+from murmuration.train.self_test.self_test import SelfTestError
+from tests.support.answering import answer
+from tests.support.sharded_engines import (
+    LAYOUTS,
+    MICRO_BATCH,
+    NOISE_KEY,
+    OPTIMIZERS,
+    PLAN,
+    engine_of,
+    settings_of,
+    trainable,
+)
 
 VIT: dict[str, Any] = {"image_size": 8, "patch_size": 4, "width": 8, "depth": 2, "heads": 2}
 BIT: dict[str, Any] = {"image_size": 16, "width": 8, "stages": [1, 1]}
@@ -30,20 +42,18 @@ def main() -> None:
             settings = ModelSettings.model_validate({"family": "classifier", "classes": 5, **body})
             model = build(settings, "classify")
             declared = set(select(model, word, rank=2))
-            optimizer = make_optimizer(OPTIMIZERS["LAMB"], model.named_parameters(), 0.0)
-            clip = BookKeepingClip(ClipRule.of(PLAN, "flat", 0.0, MICRO_BATCH), "fp32")
-            engine = engine_of(ranks, layout, PrivateForward(model, clip), optimizer)
-            assert set(engine.shapes) == declared == set(trainable(model))
+            rule, sharding = ClipRule.of(PLAN, "flat", 0.0, MICRO_BATCH), settings_of(layout)
+            built = engine_of(ranks, sharding, model, OPTIMIZERS["LAMB"], rule)
+            assert set(built.engine.shapes) == declared == set(trainable(model))
+            core = PrivateCore(PLAN, built.clip, built.engine, lambda purpose: NOISE_KEY, ranks)
             found: dict[str, Any] = {"layout": layout, "model": name, "trainable": word, "objection": ""}
             try:
-                report = self_test(
-                    engine, clip, noise(), layout == 0, model.shape, "classify", MICRO_BATCH, ranks
-                )  # fmt: skip
+                report = core.prove(SyntheticRecords.of(model.shape, "classify"), sharding.replicated, MICRO_BATCH)
                 found |= {"sigma": report.measured_sigma, "hostile": report.largest_hostile}
             except SelfTestError as error:
                 found["objection"] = str(error)
             results.append(found)
-            engine.close()
+            built.engine.close()
     answer(ranks, {"results": results, "sigma": PLAN.noise_multiplier})
 
 

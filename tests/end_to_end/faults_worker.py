@@ -11,24 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import numpy as np
+import torch
 
-import train.engine_deepspeed as engine_module  # noqa: E402
-from model.build import build  # noqa: E402
-from tests.end_to_end.answering import answer  # noqa: E402
-from tests.end_to_end.sharding_worker import MICRO_BATCH, OPTIMIZERS, PLAN, SHAPE, C, noise, rows_of  # noqa: E402
-from train.clip_bookkeeping import BookKeepingClip  # noqa: E402
-from train.clip_rule import ClipRule  # noqa: E402
-from train.config import ZeroOptimization  # noqa: E402
-from train.engine_deepspeed import DeepSpeedEngine, start_ranks  # noqa: E402
-from train.forward import PrivateForward  # noqa: E402
-from train.gradient import NoisyUpdate  # noqa: E402
-from train.optim import make_optimizer  # noqa: E402
+import murmuration.train.engines.deepspeed_zero as engine_module
+from murmuration.model.build import build
+from murmuration.train.config.root import ZeroOptimization
+from murmuration.train.engines.choose import EngineSettings, make_engine
+from murmuration.train.engines.deepspeed_zero import DeepSpeedEngine, start_ranks
+from murmuration.train.engines.forward import PrivateForward
+from murmuration.train.noise.update import NoisyUpdate
+from murmuration.train.private import Computation, clipping_engine
+from tests.support.answering import answer
+from tests.support.sharded_engines import MICRO_BATCH, OPTIMIZERS, PLAN, RULE, SHAPE, noise, rows_of
 
 REAL = engine_module.deepspeed_config
 
@@ -45,13 +42,14 @@ def told(**changes: Any) -> Callable[..., dict[str, Any]]:
     return config
 
 
-def one_step(ranks, stage: int, change: Callable[[DeepSpeedEngine], None] | None = None, model_change=None) -> None:
-    model = build(SHAPE, "caption")
-    optimizer: torch.optim.Optimizer = make_optimizer(OPTIMIZERS["AdamW"], model.named_parameters(), 0.0)
-    if model_change is not None:
-        optimizer = model_change(model, optimizer)
-    forward = PrivateForward(model, BookKeepingClip(ClipRule("flat", C, 0.0)))
-    engine = DeepSpeedEngine(forward, optimizer, ZeroOptimization(stage=stage), MICRO_BATCH, ranks)  # pyright: ignore[reportArgumentType]
+def one_step(
+    ranks, stage: int, change: Callable[[DeepSpeedEngine], None] | None = None, dtype: torch.dtype = torch.float32,
+    make: Callable[..., Any] = make_engine,
+) -> None:  # fmt: skip
+    settings = EngineSettings("deepspeed", MICRO_BATCH, ZeroOptimization(stage=stage))  # pyright: ignore[reportArgumentType]
+    engine: Any = clipping_engine(
+        build(SHAPE, "caption").to(dtype), RULE, OPTIMIZERS["AdamW"], 0.0, settings, ranks, Computation(), make=make
+    ).engine
     try:
         if change is not None:
             change(engine)
@@ -110,13 +108,9 @@ def collectives(ranks, stage: int) -> dict[str, dict[str, int]]:
     return found | {"update": dict(said)}
 
 
-def adagrad(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad], lr=0.0)
-
-
-def half(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    model.to(torch.bfloat16)
-    return optimizer
+def adagrad(settings: EngineSettings, forward: PrivateForward, optimizer: Any, ranks: Any) -> Any:
+    optimizer = torch.optim.Adagrad([p for p in forward.model.parameters() if p.requires_grad], lr=0.0)
+    return make_engine(settings, forward, optimizer, ranks)  # pyright: ignore[reportArgumentType]
 
 
 def poisoned(engine: DeepSpeedEngine) -> None:
@@ -136,8 +130,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "bf16 on the wire": (1, {"communication_data_type": "bf16"}, {}),
     "hook lost": (1, {}, {"change": lambda engine: engine._hook.remove()}),
     "hook lost at 0": (0, {}, {"change": lambda engine: engine._hook.remove()}),
-    "optimizer made anew": (3, {}, {"model_change": adagrad}),
-    "bf16 parameters": (1, {}, {"model_change": half}),
+    "optimizer made anew": (3, {}, {"make": adagrad}),
+    "bf16 parameters": (1, {}, {"dtype": torch.bfloat16}),
     "NaN in the sum at 0": (0, {}, {"change": poisoned}),
     "NaN in the sum at 1, step skipped": (1, {}, {"change": poisoned}),
     "NaN in the sum at 3, step skipped": (3, {}, {"change": poisoned}),

@@ -10,31 +10,32 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from data.batches import MicroBatch  # noqa: E402
-from model.build import Objective, build  # noqa: E402
-from model.settings import ModelSettings, Shape  # noqa: E402
-from tests.end_to_end.answering import answer  # noqa: E402
-from train.clip_bookkeeping import BookKeepingClip  # noqa: E402
-from train.clip_rule import ClipRule  # noqa: E402
-from train.engine_fsdp2 import FSDP2Engine, start_ranks  # noqa: E402
-from train.forward import PlainForward, PrivateForward  # noqa: E402
-from train.gradient import NoisyUpdate, PlainUpdate  # noqa: E402
-from train.modes import evaluating  # noqa: E402
-from train.noise import NoiseMechanism  # noqa: E402
-from train.optim import make_optimizer  # noqa: E402
-from train.optim_settings import Optimizer  # noqa: E402
-from train.probes import synthetic_batch  # noqa: E402
-from train.ranks import Ranks  # noqa: E402
-from train.self_test import SelfTestError, self_test  # noqa: E402
-from train.shard_map import row_slices  # noqa: E402
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.model.build import Objective, build
+from murmuration.model.settings import ModelSettings, Shape
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.config.optimizer import Optimizer
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.engines.base import evaluating
+from murmuration.train.engines.choose import EngineSettings, make_engine
+from murmuration.train.engines.forward import PlainForward
+from murmuration.train.engines.fsdp2 import FSDP2Engine, start_ranks
+from murmuration.train.engines.shard_map import row_slices
+from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
+from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.private import Computation, clipping_engine
+from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
+from murmuration.train.self_test.self_test import SelfTestError, self_test
+from tests.support.answering import answer
 
 SHAPE = ModelSettings(
     family="captioner", image_size=16, patch_size=8, width=24, depth=2, heads=2, decoder_width=16, decoder_depth=2,
@@ -91,9 +92,12 @@ def noise() -> NoiseMechanism:
     return NoiseMechanism(b"n" * 32, 0.3, DIVISOR)
 
 
-def engine_of(model: nn.Module, ranks: Ranks, private: bool = True) -> FSDP2Engine:
-    forward = PrivateForward(model, BookKeepingClip(ClipRule("flat", C, ALLOWANCE))) if private else PlainForward(model)
-    return FSDP2Engine(forward, make_optimizer(SETTINGS[private], model.named_parameters(), 0.0), ranks)
+def engine_of(model: nn.Module, ranks: Ranks, private: bool = True) -> Any:
+    sharding, optimizer = EngineSettings("fsdp2", MICRO_BATCH), SETTINGS[private]
+    if private:
+        rule = ClipRule("flat", C, ALLOWANCE)
+        return clipping_engine(model, rule, optimizer, 0.0, sharding, ranks, Computation()).engine
+    return make_engine(sharding, PlainForward(model), make_optimizer(optimizer, model.named_parameters(), 0.0), ranks)
 
 
 def two_steps(engine: FSDP2Engine, objective: str, private: bool) -> dict[str, Tensor]:
@@ -144,8 +148,8 @@ def apart(found: dict[str, Tensor], expected: dict[str, Tensor], start: dict[str
 def passes_self_test(objective: str, ranks: Ranks) -> str:
     engine = engine_of(model_of(objective), ranks)
     try:
-        clip = engine._forward.clip  # pyright: ignore[reportAttributeAccessIssue]
-        self_test(engine, clip, noise(), False, *shape_of(objective), MICRO_BATCH, ranks)
+        clip = engine._forward.clip
+        self_test(engine, clip, noise(), False, SyntheticRecords.of(*shape_of(objective)), MICRO_BATCH, ranks)
     except SelfTestError as error:
         return f"{error}"
     return "passed"

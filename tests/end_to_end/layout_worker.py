@@ -6,18 +6,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import deepspeed
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import Tensor, nn
 
-from tests.end_to_end.answering import answer  # noqa: E402
-from train.checkpoint_read import Loaded  # noqa: E402
-from train.engine_deepspeed import start_ranks  # noqa: E402
-from train.export_deepspeed import read_deepspeed, write_deepspeed  # noqa: E402
+from murmuration.train.engines.deepspeed_zero import start_ranks
+from murmuration.train.storage.checkpoint_read import Loaded
+from murmuration.train.storage.deepspeed_format import read_deepspeed, write_deepspeed
+from tests.support.answering import answer
 
 
 class Net(nn.Module):

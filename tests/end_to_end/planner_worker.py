@@ -9,25 +9,26 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
+import torch
 
-from model.build import build  # noqa: E402
-from model.settings import ModelSettings  # noqa: E402
-from tests.end_to_end.answering import answer  # noqa: E402
-from train.clip_bookkeeping import BookKeepingClip  # noqa: E402
-from train.clip_rule import ClipRule  # noqa: E402
-from train.config import Offload, ZeroOptimization  # noqa: E402
-from train.engine_deepspeed import DeepSpeedEngine, start_ranks  # noqa: E402
-from train.forward import PlainForward, PrivateForward  # noqa: E402
-from train.gradient import NoisyUpdate, PlainUpdate  # noqa: E402
-from train.noise import NoiseMechanism  # noqa: E402
-from train.optim import make_optimizer  # noqa: E402
-from train.optim_settings import Optimizer  # noqa: E402
-from train.probes import synthetic_batch  # noqa: E402
-from train.ranks import Ranks  # noqa: E402
+from murmuration.model.build import build
+from murmuration.model.settings import ModelSettings
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.config.optimizer import Optimizer
+from murmuration.train.config.root import Offload, ZeroOptimization
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.engines.base import ShardedEngine
+from murmuration.train.engines.choose import EngineSettings, make_engine
+from murmuration.train.engines.deepspeed_zero import start_ranks
+from murmuration.train.engines.forward import PlainForward
+from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
+from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.private import Computation, clipping_engine
+from murmuration.train.self_test.probes import synthetic_batch
+from tests.support.answering import answer
 
 SHAPE = ModelSettings(
     family="captioner", image_size=64, patch_size=8, width=256, depth=1, heads=4, decoder_width=256, decoder_depth=1,
@@ -51,7 +52,7 @@ def traced(act: Callable[[], None]) -> tuple[int, int]:
 
 
 def measured(ranks: Ranks, stage: int, offload: bool, private: bool) -> dict[str, object]:
-    kept: list[DeepSpeedEngine] = []
+    kept: list[ShardedEngine] = []
     noisy = partial(NoisyUpdate, NoiseMechanism(b"n" * 32, 1.0, 1.0))
     zero = ZeroOptimization(
         stage=stage, reduce_bucket_size=BUCKET, allgather_bucket_size=BUCKET,  # pyright: ignore[reportArgumentType]
@@ -61,10 +62,13 @@ def measured(ranks: Ranks, stage: int, offload: bool, private: bool) -> dict[str
 
     def make() -> None:
         model = build(SHAPE, "caption")
-        optimizer = make_optimizer(Optimizer(), model.named_parameters(), 0.0)
-        clip = BookKeepingClip(ClipRule("flat", 1.0, 0.0))
-        forward = PrivateForward(model, clip) if private else PlainForward(model)
-        kept.append(DeepSpeedEngine(forward, optimizer, zero, MICRO_BATCHES[0], ranks))
+        settings = EngineSettings("deepspeed", MICRO_BATCHES[0], zero)
+        if private:
+            rule = ClipRule("flat", 1.0, 0.0)
+            kept.append(clipping_engine(model, rule, Optimizer(), 0.0, settings, ranks, Computation()).engine)
+        else:
+            optimizer = make_optimizer(Optimizer(), model.named_parameters(), 0.0)
+            kept.append(make_engine(settings, PlainForward(model), optimizer, ranks))
         step(MICRO_BATCHES[0], 1)
 
     def step(size: int, number: int) -> None:

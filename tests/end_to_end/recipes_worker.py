@@ -12,19 +12,20 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.end_to_end.answering import answer  # noqa: E402
-from tests.end_to_end.toy_recipes import overrides  # noqa: E402
-from train.app import parse  # noqa: E402
-from train.config import run_dir_of  # noqa: E402
-from train.exits import DONE, guarded, joined  # noqa: E402
-from train.loading import load  # noqa: E402
-from train.ranks import Ranks  # noqa: E402
-from train.reading import agree  # noqa: E402
-from train.recipe import prepare  # noqa: E402
-from train.run import run_all  # noqa: E402
+from murmuration.accounting.errors import DONE
+from murmuration.train.commands.exits import guarded, joined
+from murmuration.train.commands.train import parse
+from murmuration.train.config.load import load
+from murmuration.train.config.root import run_dir_of
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.recipe.read_options import agree
+from murmuration.train.recipe.ready_phase import prepare
+from murmuration.train.run.run import run_all
+from tests.end_to_end.toy_recipes import overrides
+from tests.support.answering import answer
+from tests.support.launching import ROOT
 
 STOP_AT = 3
 FILES = {path.stem: path for path in (ROOT / "ds_configs").rglob("*.json")}

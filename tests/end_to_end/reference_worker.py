@@ -9,26 +9,24 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
-from data.batches import MicroBatch  # noqa: E402
-from model.build import Objective, build  # noqa: E402
-from model.settings import ModelSettings, Shape  # noqa: E402
-from tests.end_to_end.answering import answer  # noqa: E402
-from train.clip_reference import ReferenceClip  # noqa: E402
-from train.clip_rule import ClipRule  # noqa: E402
-from train.config import ZeroOptimization  # noqa: E402
-from train.engine_deepspeed import DeepSpeedEngine, start_ranks  # noqa: E402
-from train.forward import PrivateForward  # noqa: E402
-from train.fragment import Fragment  # noqa: E402
-from train.gradient import NoisyUpdate, PlainUpdate  # noqa: E402
-from train.noise import NoiseMechanism  # noqa: E402
-from train.optim import make_optimizer  # noqa: E402
-from train.optim_settings import Optimizer, OptimizerParams  # noqa: E402
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.model.build import Objective, build
+from murmuration.model.settings import ModelSettings, Shape
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.config.optimizer import Optimizer, OptimizerParams
+from murmuration.train.config.root import ZeroOptimization
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.engines.choose import EngineSettings
+from murmuration.train.engines.deepspeed_zero import start_ranks
+from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
+from murmuration.train.private import Computation, clipping_engine
+from tests.support.answering import answer
 
 MICRO_BATCHES, MICRO_BATCH, DIVISOR, RATE = 3, 6, 24.0, 1e-2
 # Norms of these losses are of order 1 to 20: C lies among them, so that some records are clipped and some not.
@@ -103,9 +101,9 @@ def main() -> None:
         for stage in (0, 1, 2) if objective != "dropping" else (1,):
             for kind in ("flat", "automatic") if stage == 1 else ("flat",):
                 reference, model = build(*built), build(*built)
-                forward = PrivateForward(model, ReferenceClip(ClipRule(kind, C, 0.0, 0.01)))
-                optimizer = make_optimizer(OPTIMIZER, model.named_parameters(), 0.0)
-                engine = DeepSpeedEngine(forward, optimizer, ZeroOptimization(stage=stage), MICRO_BATCH, ranks)
+                rule = ClipRule(kind, C, 0.0, 0.01)
+                settings = EngineSettings("deepspeed", MICRO_BATCH, ZeroOptimization(stage=stage))
+                engine = clipping_engine(model, rule, OPTIMIZER, 0.0, settings, ranks, Computation("reference")).engine
                 initial = [p.detach().double().clone() for _, p in trainable(reference)]
                 textbook = torch.optim.AdamW([p for _, p in trainable(reference)], lr=RATE, weight_decay=0.01)
                 error, clipped = first_step(engine, reference, objective, kind, ranks)

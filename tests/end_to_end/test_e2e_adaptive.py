@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from accounting.certificate import verify
-from tests.end_to_end.conftest import Launch, ledger_lines, opened_steps, wait_for
-from tests.end_to_end.runs import final_weights
+from murmuration.accounting.certificate.certificate import verify
+from tests.support.launching import Launch, ledger_lines, opened_steps, wait_for
+from tests.support.runs import final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
 SIGMA, FIRST, RATE, QUANTILE = 2.0, 3.0, 0.5, 0.7

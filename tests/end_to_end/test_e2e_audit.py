@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-import train.step
-from data.sampler import PoissonSampler
+import murmuration.train.step
+from murmuration.data.draw.poisson import PoissonSampler
+from murmuration.train.audit.canaries import CANARY, CanaryBatches, toss
+from murmuration.train.audit.checks import check_sampling
+from murmuration.train.clip.engine import clipped_totals
+from murmuration.train.commands import audit as audit_app
+from murmuration.train.noise.update import NoisyUpdate
 from tests.end_to_end.audit_toy import (
     CANARIES,
     CLAIM,
@@ -24,13 +29,8 @@ from tests.end_to_end.audit_toy import (
     toy_divisor,
     toy_plan,
 )
-from tests.end_to_end.conftest import BIN, ROOT, environment, free_port
-from tests.train.train_helpers import Toy, alone
-from train import audit_app
-from train.audit_canaries import CANARY, CanaryBatches, toss
-from train.audit_checks import check_sampling
-from train.clip import clipped_totals
-from train.gradient import NoisyUpdate
+from tests.support.launching import BIN, ROOT, environment, free_port
+from tests.support.train_helpers import Toy, alone
 
 RATE, RECORDS, DRAWS = 0.25, 400, 40
 
@@ -176,7 +176,7 @@ def test_a_divisor_that_leaks_or_is_wrong_is_caught(
                 fragment.of(flat).mul_(self.mechanism.divisor / other)
 
     monkeypatch.setattr(PoissonSampler, "draw", noted)
-    monkeypatch.setattr(train.step, "NoisyUpdate", Leaky)
+    monkeypatch.setattr(murmuration.train.step, "NoisyUpdate", Leaky)
     check = toy_divisor(tmp_path)
     assert not check.passed
     assert (check.p_values["follows the batch size"] < 1e-6) == (fault == "realised size"), check

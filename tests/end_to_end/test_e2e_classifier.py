@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.end_to_end.conftest import TIMEOUT, run_worker
+from tests.support.launching import TIMEOUT, run_worker
 
 
 @pytest.mark.slow

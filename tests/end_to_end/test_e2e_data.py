@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from data.index import build
-from data.synthetic import shape_samples, write_shards
-from tests.end_to_end.conftest import ROOT, Launch, ledger_lines, opened_steps
-from tests.end_to_end.runs import SMALL_STEPS, account, final_weights
-
-sys.path.append(str(ROOT / "tests" / "data"))
-from range_server import Fault, RangeServer, serving
+from murmuration.data.index.shard_index import build
+from murmuration.data.synthetic.index import shape_samples, write_shards
+from tests.support.launching import Launch, ledger_lines, opened_steps
+from tests.support.range_server import Fault, RangeServer, serving
+from tests.support.runs import SMALL_STEPS, account, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import ROOT, Launch, environment
+from tests.support.launching import ROOT, Launch, environment
 
 
 @pytest.mark.slow

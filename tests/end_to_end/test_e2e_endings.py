@@ -13,10 +13,10 @@ import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.end_to_end.conftest import ROOT, Launch, opened_steps
-from tests.end_to_end.runs import SMALL_STEPS, account, different, state_of
-from tests.end_to_end.warm import WarmLauncher
-from train.checkpoint import Checkpoints, Loaded
+from murmuration.train.storage.checkpoint import Checkpoints, Loaded
+from tests.support.launching import ROOT, Launch, opened_steps
+from tests.support.runs import SMALL_STEPS, account, different, state_of
+from tests.support.warm import WarmLauncher
 
 Make = Callable[..., tuple[Launch, Path]]
 

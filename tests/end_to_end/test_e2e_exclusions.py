@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.exclusions import FACTS, IDS, Exclusions
-from data.index import ShardIndex
-from tests.end_to_end.conftest import Launch, ledger_lines, opened_steps, wait_for
+from murmuration.data.index.exclusions import FACTS, IDS, Exclusions
+from murmuration.data.index.shard_index import ShardIndex
+from tests.support.launching import Launch, ledger_lines, opened_steps, wait_for
 
 Make = Callable[..., tuple[Launch, Path]]
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.end_to_end.conftest import TIMEOUT, Launch, opened_steps, run_worker, wait_for
-from tests.end_to_end.runs import SMALL_STEPS, final_weights
-from train.dry_run import dry_run
-from train.loading import load
+from murmuration.train.commands.dry_run import dry_run
+from murmuration.train.config.load import load
+from tests.support.launching import TIMEOUT, Launch, opened_steps, run_worker, wait_for
+from tests.support.runs import SMALL_STEPS, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
 NOT_THE_SUM = "UpdateError: what was reduced for"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from accounting.history import History
-from tests.end_to_end.conftest import ROOT, Launch, environment, free_port, opened_steps, wait_for
-from tests.end_to_end.runs import TOY_STEPS, ended, state_of, toy
+from murmuration.accounting.ledger.history import History
+from tests.support.launching import ROOT, Launch, environment, free_port, opened_steps, wait_for
+from tests.support.runs import TOY_STEPS, ended, state_of, toy
 
 Make = Callable[..., tuple[Launch, Path]]
 STALL = 20

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import Launch
-from tests.end_to_end.runs import nothing_lost_and_nothing_twice, toy
-from tests.end_to_end.warm import WarmLauncher
+from tests.support.launching import Launch
+from tests.support.runs import account, nothing_lost_and_nothing_twice, toy
+from tests.support.warm import WarmLauncher
 
 Make = Callable[..., tuple[Launch, Path]]
 # How far a life may get at most, by rank and the kind of operation that ends it: a rest must be left to be killed in.
@@ -32,10 +32,14 @@ def killed_often(warm: WarmLauncher, job: Launch, kinds: list[tuple[int, str]], 
     assert ended.codes == [0, 0], ended.output
 
 
+@pytest.mark.core
 def test_five_kills_at_random_operations(warm: WarmLauncher, whole: Path, launch: Make) -> None:
+    """Killed and resumed time and again, it ends with the weights of the uninterrupted run, and verifies."""
     job, run_dir = launch("five", toy)
     killed_often(warm, job, [(0, "mkdir"), (0, "fsync"), (1, "pread"), (0, "write"), (0, "rename")], seed=1)
     nothing_lost_and_nothing_twice(run_dir, whole)
+    verified = account("verify", str(run_dir))
+    assert verified.returncode == 0, verified.stdout + verified.stderr
 
 
 INSIDE = {

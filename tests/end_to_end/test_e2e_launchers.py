@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import BIN, ROOT, Launch, environment, free_port, opened_steps, wait_for
-from tests.end_to_end.runs import TOY_STEPS, ended, state_of, toy
-from train.run_dir import RunDir
+from murmuration.train.storage.run_dir import RunDir
+from tests.support.launching import BIN, ROOT, Launch, environment, free_port, opened_steps, wait_for
+from tests.support.runs import TOY_STEPS, ended, state_of, toy
 
 Make = Callable[..., tuple[Launch, Path]]
 

@@ -7,17 +7,17 @@ is asserted, of more than one standard error, and the other two claims in full.
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import ROOT, environment
+from tests.support.launching import ROOT, environment
 
 SEEDS = 4
 SHOWN = {"beats_warm_start", "large_batch_beats_small"}
@@ -64,9 +64,8 @@ def test_dpcaps_nano_beats_its_warm_start_and_a_masked_autoencoder_of_equal_cost
 
 
 @pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("learning_report")
+def report(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark("learning_report")
 
 
 def runs(caption: list[float], other: list[float]) -> list[dict[str, dict[str, float]]]:

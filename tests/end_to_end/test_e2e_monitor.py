@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from accounting.certificate import verify
-from tests.end_to_end.conftest import BIN, ROOT, TIMEOUT, Launch, environment, free_port, ledger_lines
-from tests.end_to_end.warm import WarmLauncher
-from train.dry_run import dry_run
-from train.loading import load
+from murmuration.accounting.certificate.certificate import verify
+from murmuration.train.commands.dry_run import dry_run
+from murmuration.train.config.load import load
+from tests.support.launching import BIN, ROOT, TIMEOUT, Launch, environment, free_port, ledger_lines
+from tests.support.warm import WarmLauncher
 
 pytestmark = pytest.mark.slow
 Make = Callable[..., tuple[Launch, Path]]

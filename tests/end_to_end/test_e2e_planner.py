@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from tests.end_to_end.conftest import ROOT, TIMEOUT, run_worker
-from train.planner_memory import Weights, memory
+from murmuration.train.planner.memory import WeightCounts, memory
+from tests.support.launching import TIMEOUT, run_worker
 
 NEAR = 2**0.5
 """What a planned step may be off by, either way: then a plan for twice the batch cannot pass for this one."""
@@ -29,7 +30,7 @@ def test_what_stays_and_what_the_update_needs_is_what_real_engines_allocate(tmp_
     rows = run_worker("planner_worker.py", ranks=ranks, seconds=4 * TIMEOUT, preload=counting)
     assert len(rows) == 12
     for row in rows:
-        weights = Weights(row["elements"], 0, row["largest"], 8, row["private"])
+        weights = WeightCounts(row["elements"], 0, row["largest"], 8, row["private"])
         planned = memory(weights, row["stage"], row["world"], row["offload"])
         private, exact = row["private"], planned.host_update > 0
         assert private or not exact
@@ -53,12 +54,11 @@ def _near(measured: float, planned: float, within: float) -> bool:
 
 @pytest.mark.slow
 def test_a_planned_step_takes_as_long_as_those_of_a_real_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, benchmark: Callable[[str], ModuleType]
 ) -> None:  # fmt: skip
     """By the rate that the run's self-test found on synthetic records. How near to its plain products a processor comes
     in a model this small is for benchmarks/plan.py to report: it says more of the processor than of the plan."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    plan = importlib.import_module("plan")
+    plan = benchmark("plan")
     told = plan.machine_of(2)
     data = plan.prepare(tmp_path / "data", 2000)
     raw = plan.config("captioner", data, tmp_path / "run", steps=plan.DROPPED + 7)

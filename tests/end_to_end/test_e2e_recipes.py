@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from data.synthetic import shape_samples
-from tests.end_to_end.conftest import (
+from murmuration.data.synthetic.index import shape_samples
+from murmuration.train.storage.checkpoint import Checkpoints
+from tests.end_to_end.toy_recipes import PRIVATE_STEPS, TINY, TINY_MAE, TINY_TEXT
+from tests.support.launching import (
     ROOT,
     TIMEOUT,
     Launch,
@@ -22,8 +24,6 @@ from tests.end_to_end.conftest import (
     run_worker,
     wait_for,
 )
-from tests.end_to_end.toy_recipes import PRIVATE_STEPS, TINY, TINY_MAE, TINY_TEXT
-from train.checkpoint import Checkpoints
 
 CONFIGS = ROOT / "ds_configs"
 FILES = {path.stem: path for path in sorted(CONFIGS.rglob("*.json")) if path.stem != "schema"}

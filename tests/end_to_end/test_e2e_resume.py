@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.end_to_end.conftest import Launch, ledger_lines, opened_steps, wait_for
-from tests.end_to_end.runs import SMALL_STEPS, account, final_weights, state_of
+from tests.support.launching import Launch, ledger_lines, opened_steps, wait_for
+from tests.support.runs import SMALL_STEPS, account, final_weights, state_of
 
 Make = Callable[..., tuple[Launch, Path]]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import TIMEOUT, run_worker
+from tests.support.launching import TIMEOUT, run_worker
 
 # Distances from the textbook's weights, over the distance that they moved, are bounded by what fp32 rounds away at
 # most; no bound may be so wide that a wrong sum would pass.

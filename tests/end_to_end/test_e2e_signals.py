@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.end_to_end.conftest import Launch, opened_steps, wait_for
-from tests.end_to_end.runs import TOY_STEPS, final_weights, nothing_lost_and_nothing_twice, state_of, toy
-from tests.end_to_end.warm import WarmLauncher, alive
-from train.checkpoint import Checkpoints
+from murmuration.train.storage.checkpoint import Checkpoints
+from tests.support.launching import Launch, opened_steps, wait_for
+from tests.support.runs import TOY_STEPS, final_weights, nothing_lost_and_nothing_twice, state_of, toy
+from tests.support.warm import WarmLauncher, alive
 
 Make = Callable[..., tuple[Launch, Path]]
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from PIL import Image
 
-from data.folders import build_folder
-from data.index import build
-from data.synthetic import shape_samples, texture_samples, write_shards
-from tests.end_to_end.conftest import Launch, ledger_lines, wait_for
-from tests.end_to_end.runs import SMALL_STEPS, final_weights
+from murmuration.data.index.folders import build_folder
+from murmuration.data.index.shard_index import build
+from murmuration.data.synthetic.index import shape_samples, texture_samples, write_shards
+from tests.support.launching import Launch, ledger_lines, wait_for
+from tests.support.runs import SMALL_STEPS, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
 Change = Callable[[dict[str, Any]], None]

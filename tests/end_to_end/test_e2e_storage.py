@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from accounting.history import History
-from tests.end_to_end.conftest import Launch, environment, opened_steps
-from tests.end_to_end.runs import TOY_STEPS, nothing_lost_and_nothing_twice, state_of, toy
-from tests.end_to_end.warm import WarmLauncher
+from murmuration.accounting.ledger.history import History
+from tests.support.launching import Launch, environment, opened_steps
+from tests.support.runs import TOY_STEPS, nothing_lost_and_nothing_twice, state_of, toy
+from tests.support.warm import WarmLauncher
 
 Make = Callable[..., tuple[Launch, Path]]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import run_worker
+from tests.support.launching import run_worker
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.end_to_end.conftest import ROOT, Launch, environment, ledger_lines, opened_steps
-from tests.end_to_end.runs import SMALL_STEPS, account, final_weights, state_of
-from train.checkpoint import Loaded
+from murmuration.train.storage.checkpoint import Loaded
+from tests.support.launching import ROOT, Launch, environment, ledger_lines, opened_steps
+from tests.support.runs import SMALL_STEPS, account, final_weights, state_of
 
 Make = Callable[..., tuple[Launch, Path]]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import TIMEOUT, run_worker
+from tests.support.launching import TIMEOUT, run_worker
 
 LAYOUTS = ("0", "1", "2", "3", "fsdp2")
 WORLDS = (1, 2, 3)

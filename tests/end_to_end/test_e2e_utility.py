@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import ROOT, environment
+from tests.support.launching import ROOT, environment
 
 SEEDS = 3
 

@@ -9,39 +9,34 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from data.batches import MicroBatch, slots  # noqa: E402
-from model.build import build  # noqa: E402
-from tests.end_to_end.answering import answer  # noqa: E402
-from tests.end_to_end.sharding_worker import (  # noqa: E402
+from murmuration.data.draw.micro_batch import MicroBatch, slots
+from murmuration.model.build import build
+from murmuration.train.config.optimizer import Optimizer
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.engines.base import ShardedEngine
+from murmuration.train.engines.deepspeed_zero import start_ranks
+from murmuration.train.noise.update import NoisyUpdate
+from murmuration.train.run.phase import carry_over
+from murmuration.train.storage.checkpoint import Checkpoints, Keep, Loaded, Position
+from tests.support.answering import answer
+from tests.support.sharded_engines import (
     LAYOUTS,
     MICRO_BATCH,
     RATES,
     SHAPE,
-    C,
     Layout,
     drawn,
     engine_of,
     noise,
     rows_of,
+    settings_of,
 )
-from train.checkpoint import Checkpoints, Keep, Loaded, Position  # noqa: E402
-from train.clip_bookkeeping import BookKeepingClip  # noqa: E402
-from train.clip_rule import ClipRule  # noqa: E402
-from train.engine import ShardedEngine  # noqa: E402
-from train.engine_deepspeed import start_ranks  # noqa: E402
-from train.forward import PrivateForward  # noqa: E402
-from train.gradient import NoisyUpdate  # noqa: E402
-from train.optim import make_optimizer  # noqa: E402
-from train.optim_settings import Optimizer  # noqa: E402
-from train.phase_model import carry_over  # noqa: E402
-from train.ranks import Ranks  # noqa: E402
 
 SETTINGS = Optimizer.model_validate({"params": {"weight_decay": 0.1, "ema_decay": 0.9}})
 SAVED_AFTER, NEXT = 2, "next.safetensors"
@@ -58,8 +53,7 @@ def make(ranks: Ranks, layout: Layout, loaded: Loaded | None = None) -> ShardedE
     model: nn.Module = build(SHAPE, "mae")
     if loaded is not None:
         model.load_state_dict(loaded.state_dict(model.state_dict()))
-    optimizer = make_optimizer(SETTINGS, model.named_parameters(), 0.0)
-    engine = engine_of(ranks, layout, PrivateForward(model, BookKeepingClip(ClipRule("flat", C, 0.0))), optimizer)
+    engine = engine_of(ranks, settings_of(layout), model, SETTINGS).engine
     if loaded is not None:
         loaded.restore_optimizer(engine)
     return engine

@@ -8,9 +8,9 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from evaluation.linear_probe import CHOSEN_ON, fit, pooled_tokens
-from model.build import build
-from model.settings import ModelSettings
+from murmuration.evaluation.linear_probe import CHOSEN_ON, fit, pooled_tokens
+from murmuration.model.build import build
+from murmuration.model.settings import ModelSettings
 
 
 def clusters(count: int, classes: int, width: int, apart: float, seed: int) -> tuple[Tensor, Tensor]:

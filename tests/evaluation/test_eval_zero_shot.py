@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.text import TextEncoder, word_tokenizer
-from evaluation.captions import greedy_captions
-from evaluation.zero_shot import accuracy, score_labels, zero_shot
-from model.build import build
-from model.captioner import Captioner
-from model.settings import ModelSettings
+from murmuration.data.text.encoder import TextEncoder, word_tokenizer
+from murmuration.evaluation.captions import greedy_captions
+from murmuration.evaluation.zero_shot import accuracy, score_labels, zero_shot
+from murmuration.model.build import build
+from murmuration.model.captioner import Captioner
+from murmuration.model.settings import ModelSettings
 
 WORDS = ["a", "photo", "of", "red", "blue", "dark", "circle", "square"]
 

@@ -9,21 +9,21 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from accounting import certificate
-from accounting.accountant import describe
-from accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
-from accounting.cli import main
-from accounting.facts import MetricFact
-from accounting.history import History
-from accounting.journal import Journal
-from accounting.ledger import Ledger, LedgerError, make_entry
-from accounting.origin import Origin
-from accounting.plan import PlannedMetric
-from accounting.tuning import Declared, Tuning
-from tests.accounting.acc_world import CONFIG, DATA, PLAN, facts, reopen, train, whole_run
+from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
+from murmuration.accounting.certificate import certificate
+from murmuration.accounting.cli.main import main
+from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.epsilon.tuning import Declared, Tuning
+from murmuration.accounting.ledger.chain import Ledger, LedgerError, make_entry
+from murmuration.accounting.ledger.facts import MetricFact
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.plan import PlannedMetric
 from tests.fuzz.engine import Broken, Target
 from tests.fuzz.mutate_bytes import mutate_bytes
 from tests.fuzz.mutate_json import dumps, loads, mutate_json, mutate_text, odd_value
+from tests.support.acc_world import CONFIG, DATA, PLAN, facts, reopen, train, whole_run
 
 CLOSE = 2e-6
 """Between two accountings of the same events: what `verify` lets a certificate differ by, and a little."""

@@ -13,16 +13,16 @@ from random import Random
 
 import numpy as np
 
-from accounting.escaping import sentence
-from data.exclusions import FACTS, IDS, Exclusions
-from data.index import build
-from data.index_build import WORK
-from data.index_format import MANIFEST, OFFSETS
-from data.index_known import STAMPS
-from data.index_open import open_index
-from data.shards import ShardReader
-from data.tar import ShardError, UnreadableError
-from launch import prepare
+from murmuration.accounting.escaping import sentence
+from murmuration.accounting.strict_json import parse
+from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.index.build import STAMPS, WORK
+from murmuration.data.index.exclusions import FACTS, IDS, Exclusions
+from murmuration.data.index.format import MANIFEST, OFFSETS
+from murmuration.data.index.open import open_index
+from murmuration.data.index.shard_index import build
+from murmuration.data.store.place import ShardError, UnreadableError
+from murmuration.launch import prepare
 from tests.fuzz.engine import Broken, Target
 from tests.fuzz.mutate_bytes import mutate_bytes
 from tests.fuzz.mutate_json import mutate_text
@@ -109,7 +109,7 @@ class IndexWorld(Target):
 
 
 def answered(act: Callable[[], int]) -> int:
-    """As train/exits.py answers, which would load torch."""
+    """As train/commands/exits.py answers, which would load torch."""
     try:
         return act()
     except (ShardError, OSError) as error:
@@ -196,10 +196,9 @@ class Stats(IndexWorld):
         (self.index / STAMPS).unlink()
         code = self.prepared()
         try:
-            counted = json.loads(data)["successes"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return code
-        # What is no count is told and not compared.
+            counted = parse(data)["successes"]
+        except (ValueError, KeyError, TypeError):
+            return code  # what is no count, an ambiguous one included, is told and not compared
         if code == 0 and type(counted) is int and 0 <= counted < 1 << 63 and counted != COUNTS[0]:
             raise Broken("a shard with fewer records than were counted is accepted")
         return code

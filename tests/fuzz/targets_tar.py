@@ -8,10 +8,11 @@ import tarfile
 from pathlib import Path
 from random import Random
 
-from data.index import ShardIndex
-from data.shards import ShardReader
-from data.tar import ShardError, split_name
-from launch import prepare
+from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.store.place import ShardError
+from murmuration.data.store.tar import split_name
+from murmuration.launch import prepare
 from tests.fuzz.engine import Broken, Target
 from tests.fuzz.mutate_tar import mutate_tar
 from tests.fuzz.targets_index import said_where, shard

@@ -16,28 +16,28 @@ from unittest import mock
 import numpy as np
 from safetensors.numpy import save_file
 
-from accounting import certificate
-from accounting.cli import main as account
-from accounting.journal import Journal
-from accounting.ledger import Ledger
-from launch.export import main as export
-from tests.accounting.acc_world import whole_run
+from murmuration.accounting.certificate import certificate
+from murmuration.accounting.cli.main import main as account
+from murmuration.accounting.errors import DONE
+from murmuration.accounting.ledger.chain import Ledger
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.launch.export import main as export
+from murmuration.train.commands.exits import complain, guarded
+from murmuration.train.commands.train import main as train
+from murmuration.train.config.load import ConfigError, load
+from murmuration.train.config.section import RecipeError
+from murmuration.train.recipe.open_data import open_start
+from murmuration.train.run.context import RunContext
+from murmuration.train.storage.checkpoint import Checkpoints, Keep, KeptCheckpoint, pointer_text
+from murmuration.train.storage.checkpoint_read import FORMAT, Position
+from murmuration.train.storage.run_dir import RunDir
 from tests.fuzz.engine import ROOT, Broken, Target
 from tests.fuzz.mutate_bytes import mutate_bytes
 from tests.fuzz.mutate_json import dumps, mutate_text, odd_value
 from tests.fuzz.targets_accounting import chained
-from tests.train.config_base import BASE
-from tests.train.train_helpers import alone
-from train.app import main as train
-from train.checkpoint import Checkpoints, Keep
-from train.checkpoint_keep import Entry, pointer_text
-from train.checkpoint_read import FORMAT, Position
-from train.exits import BAD_INPUT, DONE, complain, guarded
-from train.loading import ConfigError, load
-from train.opening import open_start
-from train.recipe_error import RecipeError
-from train.resume import latest_checkpoint
-from train.run_dir import RunDir
+from tests.support.acc_world import whole_run
+from tests.support.config_base import BASE
+from tests.support.train_helpers import alone
 
 SHIPPED = ("demo.json", "transfer/transfer_vitb_last.json", "continual/mixed_base.json")
 
@@ -106,7 +106,7 @@ class Overrides(Target):
         try:
             load(self.path, given)
         except ConfigError as error:
-            return complain(error, BAD_INPUT)
+            return complain(error)
         return DONE
 
 
@@ -166,7 +166,7 @@ class RunDirectory(Target):
             (place / "manifest.json").write_bytes(manifest)
             for piece in self.pieces.glob(f"{step}-*"):
                 shutil.copyfile(piece, place / piece.name.partition("-")[2])
-            listed.append(Entry(0, step, hashlib.sha256(manifest).hexdigest(), {"public_loss": 1.0}))
+            listed.append(KeptCheckpoint(0, step, hashlib.sha256(manifest).hexdigest(), {"public_loss": 1.0}))
         digest = listed[0].manifest_sha256
         (self.root / "checkpoints" / "latest").write_bytes(pointer_text(listed) if pointer is None else pointer)
         ledger = chained(self.lines.replace(b'"digest":"digest"', b'"digest":"%s"' % digest.encode()))
@@ -187,21 +187,22 @@ class RunDirectory(Target):
         try:
             open_start(SimpleNamespace(path=str(self.root), take_head=None, public=True), "phases.0.data")  # pyright: ignore
         except RecipeError as error:
-            return complain(error, BAD_INPUT)
+            return complain(error)
         return DONE
 
     def resumed(self, segment: str | None) -> int:
-        """Up to where a run that is started again has its weights, in the order of train/run.py."""
+        """Up to where a run that is started again has its weights, in the order of train/run/run.py."""
 
         def act() -> int:
             ledger = Ledger.open(self.root / "ledger.jsonl")
             try:
-                run = SimpleNamespace(
-                    checkpoints=Checkpoints(self.root / "checkpoints", alone(), Keep()), ranks=alone(),
-                    new_segment=segment, writer=Journal(ledger), board=SimpleNamespace(say=print),
-                    folder=RunDir(self.root), config=SimpleNamespace(run=SimpleNamespace(keep_best="public_loss")),
+                run = RunContext(
+                    "run", RunDir(self.root), alone(), Journal(ledger), None,
+                    Checkpoints(self.root / "checkpoints", alone(), Keep()), segment,
+                    config=SimpleNamespace(run=SimpleNamespace(keep_best="public_loss")),  # pyright: ignore
+                    board=SimpleNamespace(say=print), stop=None,  # pyright: ignore
                 )  # fmt: skip
-                loaded = latest_checkpoint(run)  # pyright: ignore[reportArgumentType]
+                loaded = run.latest_checkpoint()
             finally:
                 ledger.close()
             if segment is None and (loaded is None or loaded.digest != self.newest):

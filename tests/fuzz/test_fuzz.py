@@ -16,8 +16,9 @@ from random import Random
 
 import pytest
 
-from accounting.ledger import LedgerError, parse
-from data.tar import ShardError, walk
+from murmuration.accounting.ledger.chain import LedgerError, parse
+from murmuration.data.store.place import ShardError
+from murmuration.data.store.tar import walk
 from tests.fuzz.mutate_json import dumps, loads, mutate_json
 from tests.fuzz.mutate_tar import mutate_tar
 from tests.fuzz.run import CORPUS, TARGETS

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from accounting.keys import RunKey
-from data.public import PublicEpochs
-from data.sampler import PoissonSampler
-from train.loading import load
-from train.noise import NoiseMechanism
-from train.noise_philox import PhiloxNoise
+from murmuration.accounting.keys import RunKey
+from murmuration.data.draw.poisson import PoissonSampler
+from murmuration.data.index.epochs import PublicEpochs
+from murmuration.train.config.load import load
+from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.philox import PhiloxNoise
 
 KEY, DIGEST_KEY = bytes(range(32)), bytes(range(32, 64))
 

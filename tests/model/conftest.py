@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.build import Objective, build
-from model.encoder import Encoder
-from model.settings import ModelSettings
+from murmuration.model.build import Objective, build
+from murmuration.model.encoder import Encoder
+from murmuration.model.settings import ModelSettings
 
 NANO = ModelSettings(
     family="captioner",

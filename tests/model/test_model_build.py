@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from model.build import build, take_encoder
-from model.encoder import Encoder
-from model.positions import image_positions, text_positions
-from model.settings import ModelSettings
+from murmuration.model.build import build, take_encoder
+from murmuration.model.encoder import Encoder
+from murmuration.model.positions import image_positions, text_positions
+from murmuration.model.settings import ModelSettings
 
 
 def test_sincos_spot_values() -> None:

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import use_fused
-from model.build import build
-from model.captioner import caption_loss
-from model.settings import ModelSettings
+from murmuration.model.attention import use_fused
+from murmuration.model.build import build
+from murmuration.model.captioner import caption_loss
+from murmuration.model.settings import ModelSettings
 
 MakeInputs = Callable[[str, int], dict[str, Tensor]]
 

@@ -13,9 +13,9 @@ from timm.layers.norm_act import GroupNormAct
 from timm.layers.std_conv import StdConv2d
 from timm.models.resnetv2 import ResNetV2
 
-from model.build import build
-from model.classifier import Classifier, ResNetClassifier, TransformerClassifier, classification_loss
-from model.settings import ModelSettings
+from murmuration.model.build import build
+from murmuration.model.classifier import Classifier, ResNetClassifier, TransformerClassifier, classification_loss
+from murmuration.model.settings import ModelSettings
 
 TRANSFORMER: dict[str, Any] = {"image_size": 36, "patch_size": 8, "width": 32, "depth": 2, "heads": 4, "classes": 7}
 RESNET: dict[str, Any] = {"image_size": 32, "width": 8, "stages": (1, 2), "classes": 7}

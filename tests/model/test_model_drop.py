@@ -9,7 +9,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from model.drop import DROP_KEY, KeyedDropout, KeyedDropPath, RowKeys, dropout
+from murmuration.model.drop import DROP_KEY, KeyedDropout, KeyedDropPath, RowKeys, dropout
 
 LIKELY = 1e-7  # of a single check: about a thousand are made, and no honest mask is to fail by chance
 

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from drop_world import OBJECTIVES, dropping, drops_of, inputs_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.build import Objective
+from murmuration.model.build import Objective
+from tests.support.drop_world import OBJECTIVES, dropping, drops_of, inputs_of
 
 
 def test_a_copy_has_keys_of_its_own() -> None:

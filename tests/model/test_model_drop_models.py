@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import timm
 import torch
-from drop_world import OBJECTIVES, dropping, drops_of, inputs_of, settings_of
 from timm.layers import calculate_drop_path_rates
 from timm.layers.drop import DropPath
 from torch import Tensor, nn
 
-from model.build import Objective, build
-from model.captioner import Captioner, DecoderLayer
-from model.drop import DROP_KEY, KeyedDropPath, RowKeys
-from model.encoder import Inputs
-from model.safety import CouplingError, coupling_probe, refuse_coupling
-from model.settings import ModelSettings, SettingsError, Shape
-from model.trainable import select
+from murmuration.model.build import Objective, build
+from murmuration.model.captioner import Captioner, DecoderLayer
+from murmuration.model.drop import DROP_KEY, KeyedDropPath, RowKeys
+from murmuration.model.encoder import Inputs
+from murmuration.model.safety import CouplingError, coupling_probe, refuse_coupling
+from murmuration.model.settings import ModelSettings, SettingsError, Shape
+from murmuration.model.trainable import select
+from tests.support.drop_world import OBJECTIVES, dropping, drops_of, inputs_of, settings_of
 
 # Where
 

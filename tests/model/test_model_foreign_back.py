@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_model_warm_start import IMAGES, classifier, hugging_face, resnet, timm_bit, timm_vit
 from transformers import ViTForImageClassification
 
-from model.account import WeightsError
-from model.foreign_back import to_hugging_face, to_timm
-from model.warm_start import initialise_with
-from model.weight_files import read_weights
+from murmuration.model.foreign_back import to_hugging_face, to_timm
+from murmuration.model.load_report import WeightsError
+from murmuration.model.warm_start import initialise_with
+from murmuration.model.weight_files import read_weights
+from tests.support.foreign_models import IMAGES, classifier, hugging_face, resnet, timm_bit, timm_vit
 
 
 def test_there_and_back(tmp_path: Path) -> None:

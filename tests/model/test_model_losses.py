@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from model.attention import use_fused
-from model.encoder import Encoder
+from murmuration.model.attention import use_fused
+from murmuration.model.encoder import Encoder
 
 
 def sample_gradients(model: Encoder, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

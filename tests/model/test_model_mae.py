@@ -8,9 +8,9 @@ import torch
 from timm.layers.patch_embed import PatchEmbed as TimmPatchEmbed
 from torch import Tensor, nn
 
-from model.build import build
-from model.encoder import PatchEmbed, patchify, take_rows, unpatchify
-from model.settings import ModelSettings
+from murmuration.model.build import build
+from murmuration.model.encoder import PatchEmbed, patchify, take_rows, unpatchify
+from murmuration.model.settings import ModelSettings
 
 MakeInputs = Callable[[str, int], dict[str, Tensor]]
 

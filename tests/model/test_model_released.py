@@ -8,13 +8,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import published
 import pytest
 import torch
 from timm.layers.pos_embed import resample_abs_pos_embed
 
-from model.account import WeightsError
-from model.released import load_dpcap, load_vip_mae, read_dpcap, read_vip_mae, to_dpcap, to_vip_mae
+from murmuration.model.load_report import WeightsError
+from murmuration.model.released import load_dpcap, load_vip_mae, read_dpcap, read_vip_mae, to_dpcap, to_vip_mae
+from tests.support import published
 
 KEYS = json.loads((Path(__file__).parent / "published_keys.json").read_text())
 # width, depth, grid, patch, decoder width and depth, heads of both; the first has heads to be assumed, and rightly so.

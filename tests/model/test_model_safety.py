@@ -12,12 +12,12 @@ from timm.layers.drop import DropPath
 from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
 
-from model.build import build
-from model.classifier import TransformerClassifier
-from model.encoder import Encoder
-from model.safety import CouplingError, coupling_probe, refuse_coupling
-from model.settings import ModelSettings
-from model.trainable import select
+from murmuration.model.build import build
+from murmuration.model.classifier import TransformerClassifier
+from murmuration.model.encoder import Encoder
+from murmuration.model.safety import CouplingError, coupling_probe, refuse_coupling
+from murmuration.model.settings import ModelSettings
+from murmuration.model.trainable import select
 
 
 @pytest.mark.parametrize(

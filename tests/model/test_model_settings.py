@@ -8,9 +8,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from model.build import build
-from model.settings import ModelSettings, SettingsError
-from model.sizes import Size
+from murmuration.model.build import build
+from murmuration.model.settings import ModelSettings, SettingsError
+from murmuration.model.sizes import Size
 
 MAE_COUNTS: dict[Size, int] = {
     "nano": 18_590_464,

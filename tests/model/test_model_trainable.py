@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from model.build import Objective, build
-from model.classifier import Classifier
-from model.settings import ModelSettings
-from model.trainable import merged, select, trained
+from murmuration.model.build import Objective, build
+from murmuration.model.classifier import Classifier
+from murmuration.model.settings import ModelSettings
+from murmuration.model.trainable import merged, select, trained
 
 TOY: dict[str, Any] = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 4, "classes": 5}
 RESNET = ModelSettings(family="classifier", image_size=32, width=8, stages=(1, 1), classes=5)

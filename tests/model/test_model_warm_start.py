@@ -5,56 +5,34 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import published
 import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from timm.layers.norm_act import GroupNormAct
-from timm.layers.std_conv import StdConv2d
-from timm.models.resnetv2 import ResNetV2
 from torch import nn
-from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig, ViTMAEForPreTraining
+from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
-from model.account import WeightsError
-from model.build import build
-from model.captioner import Captioner
-from model.classifier import Classifier
-from model.settings import ModelSettings
-from model.trainable import select
-from model.warm_start import initialise_from, initialise_with
-from model.weight_files import read_weights
-
-ENCODER: dict[str, Any] = {"image_size": 16, "patch_size": 4, "width": 24, "depth": 2, "heads": 4}
-IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-
-
-def classifier(**more: Any) -> Classifier:
-    return build(ModelSettings.model_validate({"family": "classifier", "classes": 5, **ENCODER, **more}), "classify")
-
-
-def captioner(**more: Any) -> Captioner:
-    text = {"decoder_width": 24, "decoder_heads": 6, "decoder_depth": 1, "text_length": 9, "vocabulary": 50}
-    given = {"family": "captioner", **ENCODER, "width": 48, "heads": 6, **text, **more}
-    return build(ModelSettings.model_validate(given), "caption")
-
-
-def moved(model: nn.Module) -> nn.Module:
-    """No weight at a special value."""
-    draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
-    return model.eval()
-
-
-def timm_vit(**more: Any) -> nn.Module:
-    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 4, "num_classes": 5}
-    return moved(timm.create_model("vit_base_patch16_224", **{**sizes, **more}))
+from murmuration.model.build import build
+from murmuration.model.load_report import WeightsError
+from murmuration.model.settings import ModelSettings
+from murmuration.model.trainable import select
+from murmuration.model.warm_start import initialise_from, initialise_with
+from murmuration.model.weight_files import read_weights
+from tests.support import published
+from tests.support.foreign_models import (
+    ENCODER,
+    IMAGES,
+    captioner,
+    classifier,
+    hugging_face,
+    moved,
+    resnet,
+    timm_bit,
+    timm_vit,
+)
 
 
 def test_timms_transformer() -> None:
@@ -84,14 +62,6 @@ def test_timms_transformer_at_another_resolution() -> None:
     torch.testing.assert_close(ours.logits(images), larger(images), rtol=1e-4, atol=1e-5)
 
 
-def hugging_face() -> ViTForImageClassification:
-    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-    config = ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=5, layer_norm_eps=1e-6)
-    model = moved(ViTForImageClassification(config))
-    assert isinstance(model, ViTForImageClassification)
-    return model
-
-
 def test_hugging_faces_transformer_in_memory_and_from_its_folder(tmp_path: Path) -> None:
     theirs = hugging_face()
     theirs.save_pretrained(tmp_path)
@@ -104,19 +74,6 @@ def test_hugging_faces_transformer_in_memory_and_from_its_folder(tmp_path: Path)
         assert sorted(entry.key for entry in account.entries) == sorted(source)
     bare = {**theirs.vit.state_dict(), "pooler.dense.weight": torch.ones(24, 24)}
     assert initialise_with(classifier(), bare).keys("ignored") == ["pooler.dense.weight"]
-
-
-def timm_bit() -> nn.Module:
-    return moved(
-        ResNetV2(
-            layers=[1, 1], channels=(32, 64), num_classes=5, stem_chs=8, stem_type="fixed",
-            norm_layer=partial(GroupNormAct, num_groups=8), conv_layer=partial(StdConv2d, eps=1e-8),
-        )
-    )  # fmt: skip
-
-
-def resnet() -> Classifier:
-    return build(ModelSettings(family="classifier", classes=5, image_size=16, width=8, stages=(1, 1)), "classify")
 
 
 def test_hugging_faces_masked_autoencoder_gives_its_encoder() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from config_base import BASE, Change
 from PIL import Image
 
-from data.folders import build_folder
-from train.config import Config
-from train.loading import load
+from murmuration.data.index.folders import build_folder
+from murmuration.train.config.load import load
+from murmuration.train.config.root import Config
+from tests.support.config_base import BASE, Change
 
 
 @pytest.fixture(scope="session", autouse=True)

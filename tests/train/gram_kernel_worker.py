@@ -10,19 +10,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-from train_helpers import SHAPE, nano_inputs  # noqa: E402
+import torch
+from torch import Tensor
 
-import train.clip_norms as norms  # noqa: E402
-from model.build import Objective, build  # noqa: E402
-from train.clip import clipped_totals  # noqa: E402
-from train.clip_bookkeeping import BookKeepingClip  # noqa: E402
-from train.clip_gram_kernel import gram  # noqa: E402
-from train.clip_pieces import Outer  # noqa: E402
-from train.clip_rule import ClipRule  # noqa: E402
+import murmuration.train.clip.norms as norms
+from murmuration.model.build import Objective, build
+from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.engine import clipped_totals
+from murmuration.train.clip.gram_triton import gram
+from murmuration.train.clip.per_record import OuterProduct
+from murmuration.train.clip.rule import ClipRule
+from tests.support.train_helpers import SHAPE, nano_inputs
 
 # Around the borders of tiles (16, 32, 64 tokens) and of steps along the width (32 and 64 numbers).
 SHAPES = (
@@ -49,7 +49,7 @@ def products(dtype: torch.dtype) -> list[dict[str, Any]]:
         right = torch.randn(3, right_width, tokens, generator=draw).to(dtype).transpose(1, 2)  # not as rows lie
         inner, left_sizes, right_sizes = gram(left, right)
         wide_left, wide_right = left.double(), right.double()
-        piece = Outer("w", left, right, torch.Size((left_width, right_width)))
+        piece = OuterProduct("w", left, right, torch.Size((left_width, right_width)))
         norms.KERNEL_DEVICES = ()
         plain = norms.measure([piece, piece])
         norms.KERNEL_DEVICES = ("cpu",)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,20 +25,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def instruments(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The benchmark's own modules, which lie beside the program and not in a package."""
-    monkeypatch.syspath_prepend(str(PROGRAM.parent))
-    return tuple(importlib.import_module(name) for name in ("clip_flops", "clip_memory", "clip_timing"))
+def instruments(benchmark: Callable[[str], ModuleType]) -> Any:
+    """The benchmark's own modules."""
+    return tuple(benchmark(name) for name in ("clip_flops", "clip_memory", "clip_timing"))
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(PROGRAM.parent))
-    return (
-        importlib.import_module("clip"),
-        importlib.import_module("clip_models"),
-        importlib.import_module("clip_engines"),
-    )
+def program(benchmark: Callable[[str], ModuleType]) -> Any:
+    return tuple(benchmark(name) for name in ("clip", "clip_models", "clip_engines"))
 
 
 def test_a_run_gives_every_row_with_every_key(tmp_path: Path) -> None:

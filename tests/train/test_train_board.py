@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from train.board import RATE_STEPS, Board, Pace
-from train.report import read_curves
-from train.run_dir import RunDir, open_private, whole_lines
-from train.stop_rules import measured_before
+from murmuration.train.run.board import RATE_STEPS, Board, Pace
+from murmuration.train.run.early_end import measured_before
+from murmuration.train.run.report import read_curves
+from murmuration.train.storage.run_dir import RunDir, open_private, whole_lines
 
 # Pace: contract 16
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_world import HEADER, saved, trained, whole_state
-from train_helpers import LocalEngine, Toy, alone, on_ranks, private_engine, toy_batch
 
-from train import checkpoint as checkpoint_module
-from train.checkpoint import CheckpointError, Checkpoints, Keep, Loaded, Position
-from train.gradient import NoisyUpdate
+from murmuration.train.noise.update import NoisyUpdate
+from murmuration.train.storage import checkpoint as checkpoint_module
+from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, Loaded, Position
+from tests.support.checkpoint_world import HEADER, saved, trained, whole_state
+from tests.support.train_helpers import LocalEngine, Toy, alone, on_ranks, private_engine, toy_batch
 
 
 @pytest.mark.parametrize(("write_world", "replicated"), [(1, False), (2, False), (3, False), (2, True)])

@@ -10,38 +10,28 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_world import HEADER
 from safetensors.torch import load_file
-from train_helpers import LocalEngine, on_ranks, private_engine, toy_batch
 
-from launch.export import main
-from model.account import WeightsError
-from model.weight_files import read_weights
-from train.checkpoint import Checkpoints, Keep, Loaded, Position
-from train.export import FORMS, averaged
-from train.export_deepspeed import MODEL, OPTIMIZER, LayoutError, read_deepspeed, write_deepspeed
-from train.gradient import NoisyUpdate
-from train.optim import make_optimizer
-from train.optim_settings import Optimizer, OptimizerParams
+from murmuration.launch.export import main
+from murmuration.model.load_report import WeightsError
+from murmuration.model.weight_files import read_weights
+from murmuration.train.commands.export import FORMS, averaged
+from murmuration.train.config.optimizer import Optimizer, OptimizerParams
+from murmuration.train.noise.update import NoisyUpdate
+from murmuration.train.storage.checkpoint import Checkpoints, Keep, Loaded, Position
+from murmuration.train.storage.deepspeed_format import MODEL, OPTIMIZER, LayoutError, read_deepspeed, write_deepspeed
+from tests.support.checkpoint_world import HEADER
+from tests.support.train_helpers import ADAMW, on_ranks, private_engine, toy_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Averaging(LocalEngine):
-    """Keeps averaged weights, too."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        settings = Optimizer(params=OptimizerParams(ema_decay=0.5))
-        self.base = make_optimizer(settings, self.parameters.items(), 0.0)
-        self.base.param_groups[0]["params"] = self.flats
-        held = zip(self.flats, self.layout, strict=True)
-        self.base.bind({id(flat): (flat, fragments) for flat, fragments in held}, self.ranks.add)
+AVERAGING = Optimizer(params=OptimizerParams(ema_decay=0.5))
 
 
-def written(folder: Path, world: int, kind: type[LocalEngine] = LocalEngine) -> Loaded:
+def written(folder: Path, world: int, optimizer: Optimizer = ADAMW) -> Loaded:
     def act(ranks: Any) -> None:
-        engine, _, noise = private_engine(ranks, engine=kind)
+        engine, _, noise = private_engine(ranks, optimizer=optimizer)
         for step in (1, 2):
             engine.accumulate(toy_batch(6, seed=10 * step + ranks.rank))
             engine.update(NoisyUpdate(noise, step), 1e-2)
@@ -58,7 +48,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 
 def test_every_form_holds_the_weights_and_the_averages_if_there_are_any(tmp_path: Path) -> None:
-    loaded = written(tmp_path / "run", 2, Averaging)
+    loaded = written(tmp_path / "run", 2, AVERAGING)
     for form in FORMS:
         (tmp_path / form).mkdir()
         FORMS[form](loaded, tmp_path / form)

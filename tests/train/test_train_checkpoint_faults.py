@@ -14,10 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_world import HEADER, damage, save, stored, trained
-from train_helpers import LocalEngine, alone, on_ranks
 
-from train.checkpoint import FORMAT, CheckpointError, Checkpoints, Entry, Keep, Loaded, Position, StorageError
+from murmuration.train.storage.checkpoint import (
+    FORMAT,
+    CheckpointError,
+    Checkpoints,
+    Keep,
+    KeptCheckpoint,
+    Loaded,
+    Position,
+    StorageError,
+)
+from tests.support.checkpoint_world import HEADER, damage, save, stored, trained
+from tests.support.train_helpers import LocalEngine, alone, on_ranks
 
 NOBODY = 65534
 
@@ -181,7 +190,7 @@ def test_the_ledger_names_a_checkpoint_before_the_pointer_does_and_a_kill_betwee
         with pytest.raises(Killed):
             checkpoints.settle(mark, {})
         # The ledger's line may or may not have reached the disk.
-        Checkpoints(tmp_path, alone(), Keep()).recover([Entry(0, step, named[-1] if step == 3 else "another")])
+        Checkpoints(tmp_path, alone(), Keep()).recover([KeptCheckpoint(0, step, named[-1] if step == 3 else "another")])
         assert stored(Checkpoints(tmp_path, alone(), Keep()), engine)[0] == (1 if step == 2 else 3)
         assert not list(tmp_path.glob(".*"))
 
@@ -231,6 +240,8 @@ def test_a_pointer_of_before_lists_itself_alone_and_a_damaged_one_is_refused(tmp
         f'{{"folder": "{place}", "manifest_sha256": "0", "public": [1]}}',
         f'{{"folder": "{place}", "manifest_sha256": "0", "public": {{"x": {huge}}}}}',
         f'{{"folder": "{place}", "manifest_sha256": "0", "before": 3}}', f'{{"folder": "phase00-step{huge}"}}',
+        f'{{"folder": "phase00-step00000002", "folder": "{place}", "manifest_sha256": "0"}}',
+        f'{{"folder": "{place}", "manifest_sha256": "0", "public": {{"x": NaN}}}}',
     ):  # fmt: skip
         pointer.write_text(text)
         with pytest.raises(CheckpointError, match=r"latest is damaged .*restore it"):
@@ -253,6 +264,7 @@ WRONG: list[dict[str, Any]] = [
     "text",
     [
         b"", b"[]", b"null", b"\xff", b"[" * 50_000, b'{"format": ' + b"9" * 5000 + b"}",
+        json.dumps(MANIFEST)[:-1].encode() + b', "step": 2}', json.dumps(MANIFEST)[:-1].encode() + b', "x": 1e999}',
         *(json.dumps(MANIFEST | wrong).encode() for wrong in WRONG),
     ],
     ids=str,
@@ -279,5 +291,5 @@ def test_a_next_pointer_that_a_kill_tore_is_dropped(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, alone(), Keep())
     for torn in (b"", b'{"folder": "phase00-st'):
         checkpoints.next_pointer.write_bytes(torn)
-        checkpoints.recover([Entry(0, 2, "what the ledger names")])
+        checkpoints.recover([KeptCheckpoint(0, 2, "what the ledger names")])
         assert not checkpoints.next_pointer.exists() and stored(checkpoints, engine)[0] == 2

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint_world import HEADER, damage, save, stored, trained
-from train_helpers import alone
-
-from accounting.accountant import describe
-from accounting.history import History
-from accounting.journal import Journal
-from accounting.ledger import Ledger
-from accounting.plan import PrivacyPlan
-from train.checkpoint import Checkpoints, Position
-from train.checkpoint_keep import Entry, Keep
+from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.ledger.chain import Ledger
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.train.storage.checkpoint import Checkpoints, Keep, KeptCheckpoint, Position, pointer_text
+from tests.support.checkpoint_world import HEADER, damage, save, stored, trained
+from tests.support.train_helpers import alone
 
 PLAN = PrivacyPlan(
     records=100, threshold=2**32, clip_norm=1.0, noise_multiplier=20.0, steps=4, delta=1e-3, epsilon_budget=2.0
@@ -48,10 +47,10 @@ def test_what_a_kill_left_goes_before_its_steps_are_made_again(tmp_path: Path) -
     shutil.copytree(tmp_path / "phase00-step00000002", tmp_path / "phase00-step00000004")  # renamed, never named
     (tmp_path / ".phase00-step00000006.tmp").mkdir()
     (tmp_path / ".phase00-step00000006.tmp" / "piece-00000-of-00001.safetensors").write_bytes(b"weights")
-    assert checkpoints.recover([Entry(0, 2, digest)]) is None
+    assert checkpoints.recover([KeptCheckpoint(0, 2, digest)]) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "phase00-step00000002"]
     (tmp_path / "latest").unlink()
-    assert checkpoints.recover([Entry(0, 2, digest)]) == f"{tmp_path / 'latest'} is lost"
+    assert checkpoints.recover([KeptCheckpoint(0, 2, digest)]) == f"{tmp_path / 'latest'} is lost"
     assert stored(checkpoints, engine)[0] == 2
     (tmp_path / "latest").unlink()
     assert checkpoints.recover([]) is None
@@ -94,13 +93,23 @@ def test_folders_of_other_names_are_never_retired(tmp_path: Path) -> None:
     assert copy.exists() and folders(tmp_path) == [copy.name, Position(0, 3).folder]
 
 
+def test_a_loss_that_is_not_finite_is_never_the_best_and_leaves_a_pointer_that_can_be_read(tmp_path: Path) -> None:
+    losses = {40: math.nan, 30: 0.5, 20: math.inf, 10: 0.4}
+    entries = [KeptCheckpoint(0, step, "0", {"loss": loss}) for step, loss in losses.items()]
+    (tmp_path / "latest").write_bytes(pointer_text(entries))
+    listed = Checkpoints.listed(tmp_path)
+    assert {entry.step: entry.public for entry in listed} == {40: {}, 30: {"loss": 0.5}, 20: {}, 10: {"loss": 0.4}}
+    for known in (entries, listed):
+        assert [entry.step for entry in Keep(last=1, best="loss").chosen(known)] == [40, 10]
+
+
 def test_each_phase_has_a_best_of_its_own_and_of_equals_the_newest() -> None:
     losses = {(1, 20): 5.0, (1, 10): 3.0, (0, 30): 1.0, (0, 20): 1.0, (0, 10): 2.0}
-    entries = [Entry(phase, step, "", {"public_loss": loss}) for (phase, step), loss in losses.items()]
+    entries = [KeptCheckpoint(phase, step, "", {"public_loss": loss}) for (phase, step), loss in losses.items()]
     best = Keep(best="public_loss").best_of(entries)
     assert {phase: entry.step for phase, entry in best.items()} == {0: 30, 1: 10}
 
 
 def test_the_regular_ones_begin_with_the_first_that_was_trained() -> None:
-    entries = [Entry(0, step, "") for step in (25, 20, 15, 10, 0)]
+    entries = [KeptCheckpoint(0, step, "") for step in (25, 20, 15, 10, 0)]
     assert [entry.step for entry in Keep(last=1, every=10).chosen(entries)] == [25, 20, 10]

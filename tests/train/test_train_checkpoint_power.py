@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_world import HEADER, trained
-from train_helpers import LocalEngine, alone
 
-from accounting.ledger import Ledger
-from train.checkpoint import Checkpoints, Entry, Keep, Position
+from murmuration.accounting.ledger.chain import Ledger
+from murmuration.train.storage.checkpoint import Checkpoints, Keep, KeptCheckpoint, Position
+from tests.support.checkpoint_world import HEADER, trained
+from tests.support.train_helpers import LocalEngine, alone
 
 
 class Disk:
@@ -104,7 +104,9 @@ def cut_after_every_sync(tmp_path: Path, checkpoints_of: type[Checkpoints] = Che
             ledger = Ledger.open(left / "ledger.jsonl") if (left / "ledger.jsonl").exists() else None
             marks = [entry for entry in ledger.entries if entry.kind == "checkpoint"] if ledger else []
             checkpoints = Checkpoints(left / "checkpoints", alone(), Keep())
-            checkpoints.recover([Entry(0, mark.fields["step"], mark.fields["digest"]) for mark in reversed(marks)])
+            checkpoints.recover(
+                [KeptCheckpoint(0, mark.fields["step"], mark.fields["digest"]) for mark in reversed(marks)]
+            )
             loaded = checkpoints.latest()
             step = loaded.position.step if loaded is not None else 0
             named = marks[-1].fields["step"] if marks else 0
@@ -136,7 +138,7 @@ class Hasty(Checkpoints):
     """Swings the pointer without syncing the folder, as a first version might."""
 
     def _publish(self, *arguments, **options):
-        import train.checkpoint as module
+        import murmuration.train.storage.checkpoint as module
 
         real = module.sync
         module.sync = lambda path: real(path) if path.is_file() else None
@@ -150,7 +152,7 @@ class Careless(Checkpoints):
     """Never syncs a file."""
 
     def _publish(self, *arguments, **options):
-        import train.checkpoint as module
+        import murmuration.train.storage.checkpoint as module
 
         real = module.sync
         module.sync = lambda path: real(path) if path.is_dir() else None

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from train_helpers import LocalEngine, alone, on_ranks, plan_for, private_engine
 
-from model.build import build
-from model.classifier import TransformerClassifier
-from model.settings import ModelSettings
-from model.trainable import Trainable, select
-from train.self_test import SelfTestError, self_test
+from murmuration.model.build import build
+from murmuration.model.classifier import TransformerClassifier
+from murmuration.model.settings import ModelSettings
+from murmuration.model.trainable import Trainable, select
+from murmuration.train.self_test.probes import SyntheticRecords
+from murmuration.train.self_test.self_test import SelfTestError, self_test
+from tests.support.train_helpers import ADAMW, alone, on_ranks, plan_for, private_engine
 
 VIT: dict[str, Any] = {"image_size": 8, "patch_size": 4, "width": 8, "depth": 1, "heads": 2}
 BIT: dict[str, Any] = {"image_size": 16, "width": 8, "stages": (1, 1)}
@@ -31,9 +32,9 @@ def start(
     if change is not None:
         model.__class__ = change
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    own = type("Own", (LocalEngine,), {"optimizer": optimizer})
-    engine, clip, noise = private_engine(ranks, plan_for(), False, model, engine=own)
-    report = self_test(engine, clip, noise, False, model.shape, "classify", 4, ranks)
+    chosen = ADAMW.model_copy(update={"type": optimizer})
+    engine, clip, noise = private_engine(ranks, plan_for(), False, model, optimizer=chosen)
+    report = self_test(engine, clip, noise, False, SyntheticRecords.of(model.shape, "classify"), 4, ranks)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     return report.largest_hostile
 

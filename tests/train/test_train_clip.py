@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from train_helpers import SHAPE, Toy, nano_inputs, toy_batch
 
-from model.build import build
-from train.clip import clipped_totals
-from train.clip_reference import ReferenceClip
-from train.clip_rule import ClipRule
-from train.forward import PlainForward
+from murmuration.model.build import build
+from murmuration.train.clip.engine import clipped_totals
+from murmuration.train.clip.reference import ReferenceClip
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.engines.forward import PlainForward
+from tests.support.train_helpers import SHAPE, Toy, nano_inputs, toy_batch
 
 KINDS = ["flat", "automatic"]
 GAMMA = 0.01

@@ -11,25 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from self_test_world import tried
-from step_world import DIGEST_KEY, KEY, Stop, journal_at, read, weights
-from train_helpers import LocalEngine, alone, on_ranks, plan_for, private_engine
 
-from accounting.adaptive import METRIC, AdaptiveRule
-from accounting.journal import Journal
-from accounting.ledger import LedgerError
-from accounting.plan import PlannedMetric, PrivacyPlan
-from data.sampler import PoissonSampler
-from train.clip_adaptive import AdaptiveNorm
-from train.config_phase import Phase
-from train.engine import Observation
-from train.metrics import MetricRelease
-from train.noise import NoiseMechanism
-from train.noise_ahead import NoiseAhead
-from train.recipe import RecipeError, make_plan, planned_epsilon
-from train.step import PrivateStep
+from murmuration.accounting.adaptive import METRIC, AdaptiveRule
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.train.clip.engine import Observation
+from murmuration.train.config.phase import Phase
+from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.metrics import MetricRelease
+from murmuration.train.recipe.ready_phase import RecipeError, make_plan, planned_epsilon
+from murmuration.train.step import PrivateStep
+from tests.support.self_test_world import tried
+from tests.support.step_world import METRIC_KEY, journal_at, read, step_of, weights
+from tests.support.train_helpers import LocalEngine, alone, on_ranks, plan_for, private_engine
 
-COUNT_KEY = b"c" * 32
 RULE = AdaptiveRule(quantile=0.5, learning_rate=1.0, lowest=1e-3, highest=1e3)
 
 
@@ -37,24 +32,10 @@ def adaptive_plan(std: float = 1.0, rule: AdaptiveRule = RULE, **changes: Any) -
     return replace(plan_for(**changes), adaptive=rule, metrics=(PlannedMetric(METRIC, 0.5, std),))
 
 
-def step_of(ranks: Any, journal: Journal | None, plan: PrivacyPlan, first: float) -> tuple[PrivateStep, LocalEngine]:
-    engine, clip, noise = private_engine(ranks, plan)
-    fragments = [fragment for shard in engine.shards() for fragment in shard.fragments]
-    ahead = NoiseAhead(noise, fragments)
-    metrics = MetricRelease(COUNT_KEY, plan, clip.rule.bound, ranks)
-    norm = AdaptiveNorm(plan, first, clip, ahead, metrics)
-    sampler = PoissonSampler(KEY, DIGEST_KEY, plan.records, plan.threshold)
-    step = PrivateStep(
-        0, journal, sampler, clip, ahead, engine, ranks, Stop(),  # pyright: ignore[reportArgumentType]
-        lambda ids, step: read(ids, ranks), metrics, norm,
-    )  # fmt: skip
-    return step, engine
-
-
 def norms_of(step: PrivateStep, number: int, model: torch.nn.Module) -> torch.Tensor:
     """Of the drawn records, one at a time, by plain autograd."""
     found = []
-    for batch in read(step.sampler.draw(number).ids, alone(), micro_batch=1):
+    for batch in read(step.records.draw(number).ids, alone(), micro_batch=1):
         if bool(batch.present[0]):
             loss = model(batch.inputs).sum()
             gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
@@ -65,8 +46,8 @@ def norms_of(step: PrivateStep, number: int, model: torch.nn.Module) -> torch.Te
 def test_norms_shares_and_noise_of_a_run_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     plan = adaptive_plan(steps=6, clip_norm=30.0)
     journal = journal_at(tmp_path, plan)
-    step, engine = step_of(alone(), journal, plan, plan.clip_norm)
-    counts = NoiseMechanism(COUNT_KEY, 1.0, plan.divisor)
+    step, engine = step_of(alone(), journal, plan, first_norm=plan.clip_norm)
+    counts = NoiseMechanism(METRIC_KEY, 1.0, plan.divisor)
     norm, moved = 30.0, []
     for number in range(1, 7):
         lengths = norms_of(step, number, engine.model)
@@ -89,7 +70,7 @@ def test_norms_shares_and_noise_of_a_run_are_those_of_a_plain_loop(tmp_path: Pat
 def test_the_sum_is_clipped_and_noised_at_the_norm_of_its_own_step(tmp_path: Path) -> None:
     """The update of step 2 is made at C_2, not at C_1."""
     plan = adaptive_plan(steps=3, clip_norm=30.0)
-    step, engine = step_of(alone(), journal_at(tmp_path, plan), plan, plan.clip_norm)
+    step, engine = step_of(alone(), journal_at(tmp_path, plan), plan, first_norm=plan.clip_norm)
     step.run(1, 0.0)
     assert step.norm is not None
     second = step.norm.norm
@@ -101,7 +82,7 @@ def test_the_sum_is_clipped_and_noised_at_the_norm_of_its_own_step(tmp_path: Pat
     seen: list[torch.Tensor] = []
     engine.step = lambda: seen.append(engine.flats[0].grad.clone())  # pyright: ignore
     step.run(2, 1e-2)
-    (batch,) = read(step.sampler.draw(2).ids, alone(), micro_batch=400)
+    (batch,) = read(step.records.draw(2).ids, alone(), micro_batch=400)
     reference.accumulate(batch)
     reference.hand_over()
     sums = torch.cat([p.grad.flatten() for p in reference.parameters.values()])  # pyright: ignore
@@ -125,7 +106,7 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit_from_ledger_and_weights(tmp_p
             flat = torch.zeros(0)
             for cut in [*cuts, 5]:
                 first = ranks.on_main(partial(journal.clip_norm_after, 0, done, f"at {done}") if journal else nothing)
-                step, engine = step_of(ranks, journal, plan, first)
+                step, engine = step_of(ranks, journal, plan, first_norm=first)
                 if kept is not None:
                     restore(engine, kept, done)
                 for number in range(done + 1, cut + 1):
@@ -170,7 +151,7 @@ def restore(engine: LocalEngine, kept: dict[str, torch.Tensor], done: int) -> No
 def test_the_norm_follows_the_share_that_stands_in_the_ledger(tmp_path: Path) -> None:
     """A replayed step may round its share otherwise; what was told the first time counts, for the next C as well."""
     plan = adaptive_plan()
-    step, _ = step_of(alone(), journal_at(tmp_path, plan), plan, plan.clip_norm)
+    step, _ = step_of(alone(), journal_at(tmp_path, plan), plan, first_norm=plan.clip_norm)
     told, committed = 0.9375, step.record.committed
     step.record.committed = lambda *given: (committed(*given), told)[1]
     observed = step.run(1, 1e-2)
@@ -181,7 +162,7 @@ def test_the_norm_follows_the_share_that_stands_in_the_ledger(tmp_path: Path) ->
 def test_a_part_with_another_norm_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
     plan = adaptive_plan()
     journal = journal_at(tmp_path, plan)
-    step, engine = step_of(alone(), journal, plan, plan.clip_norm)
+    step, engine = step_of(alone(), journal, plan, first_norm=plan.clip_norm)
     step.run(1, 1e-2)
     before = weights(engine)
     step.clip.rule = step.clip.rule.at(plan.clip_norm * 1.01)
@@ -192,7 +173,7 @@ def test_a_part_with_another_norm_is_refused_before_anything_is_computed(tmp_pat
 
 def test_the_count_gets_the_planned_noise_at_every_step_apart_from_the_gradients(tmp_path: Path) -> None:
     plan = adaptive_plan(std=3.0)
-    release = MetricRelease(COUNT_KEY, plan, 1.0, alone())
+    release = MetricRelease(METRIC_KEY, plan, 1.0, alone())
     drawn = np.array([(release.release(step)["noised_clipped_share"] - 0.5) * plan.divisor for step in range(1, 2001)])
     assert abs(drawn.std() / 3.0 - 1) < 0.08 and abs(drawn.mean()) < 0.3 and len(set(drawn)) > 1990
     gradient = NoiseMechanism.of(b"s" * 32, plan)
@@ -205,7 +186,7 @@ def test_one_record_moves_the_count_by_a_half_and_one_that_is_not_a_number_by_no
     norms = torch.tensor([0.5, 2.0, 1.0, math.nan, math.inf, 9.0], dtype=torch.float64)
 
     def count(present: list[bool], norms: torch.Tensor = norms) -> float:
-        release = MetricRelease(COUNT_KEY, plan, 1.0, alone())
+        release = MetricRelease(METRIC_KEY, plan, 1.0, alone())
         release.add(torch.tensor(present), Observation(norms, norms, 1.0))
         return (release.release(1)["noised_clipped_share"] - 0.5) * plan.divisor
 
@@ -223,7 +204,7 @@ def test_the_norm_settles_at_the_quantile(quantile: float, first: float) -> None
     rule = replace(RULE, quantile=quantile, learning_rate=0.3)
     plan = adaptive_plan(std=20.0, rule=rule, records=400, batch=400, steps=200)
     lengths = torch.randn(400, generator=torch.Generator().manual_seed(4), dtype=torch.float64).exp()
-    release, norm, seen = MetricRelease(COUNT_KEY, plan, first, alone()), first, []
+    release, norm, seen = MetricRelease(METRIC_KEY, plan, first, alone()), first, []
     for step in range(1, 201):
         release.clip_bound = norm
         release.add(torch.ones(400, dtype=torch.bool), Observation(lengths, lengths, 1.0))

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from clip_world import FLAT
 from torch import Tensor, nn
-from train_helpers import Toy, toy_batch
 
-from train.clip import ClipEngine
-from train.clip_bookkeeping import BookKeepingClip
-from train.clip_check import check_gradients
-from train.clip_reference import ReferenceClip
-from train.clip_rule import ClipError, ClipRule
+from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.check import check_gradients
+from murmuration.train.clip.engine import ClipEngine
+from murmuration.train.clip.reference import ReferenceClip
+from murmuration.train.clip.rule import ClipError, ClipRule
+from tests.support.clip_world import FLAT
+from tests.support.train_helpers import Toy, toy_batch
 
 
 @pytest.mark.parametrize("make", [ReferenceClip, BookKeepingClip])

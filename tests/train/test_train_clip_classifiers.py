@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import brute_force
 import pytest
 import torch
-from parity_engines import prepared, summed
 
-from model.build import Objective, build
-from model.settings import ModelSettings
-from model.trainable import Trainable, select
-from train import clip_fallback
-from train.clip_rule import ClipRule
+from murmuration.model.build import Objective, build
+from murmuration.model.settings import ModelSettings
+from murmuration.model.trainable import Trainable, select
+from murmuration.train.clip import layers as clip_fallback
+from murmuration.train.clip.rule import ClipRule
+from tests.support import brute_force
+from tests.support.parity_engines import prepared, summed
 
 VIT: dict[str, Any] = {"family": "classifier", "width": 16, "depth": 1, "heads": 2}
 BIT: dict[str, Any] = {"family": "classifier", "width": 8, "stages": (1, 1)}

@@ -10,18 +10,18 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from clip_world import FLAT, Body, apart
 from torch import Tensor, nn
-from train_helpers import SHAPE, Toy, nano_inputs, toy_batch
 
-from model.build import build
-from train.clip import clipped_totals
-from train.clip_book import Book
-from train.clip_bookkeeping import HOLD, BookKeepingClip
-from train.clip_opacus import OpacusClip
-from train.clip_pieces import Outer, Whole
-from train.clip_reference import ReferenceClip
-from train.clip_rule import ClipError
+from murmuration.model.build import build
+from murmuration.train.clip.accumulator import NormAccumulator
+from murmuration.train.clip.bookkeeping import HOLD, BookKeepingClip
+from murmuration.train.clip.engine import clipped_totals
+from murmuration.train.clip.opacus import OpacusClip
+from murmuration.train.clip.per_record import Dense, OuterProduct
+from murmuration.train.clip.reference import ReferenceClip
+from murmuration.train.clip.rule import ClipError
+from tests.support.clip_world import FLAT, Body, apart
+from tests.support.train_helpers import SHAPE, Toy, nano_inputs, toy_batch
 
 
 def test_the_same_sums_come_from_gradients_held_and_not_held() -> None:
@@ -192,6 +192,6 @@ def test_only_a_bias_that_is_its_weights_left_side_shares_its_lengths(case: str)
         bias = left.flatten(1)[:, :5].copy_(bias)
     weights = torch.einsum("bto,bti->boi", left.double(), right.double()).flatten(1)
     expected = (weights.square().sum(1) + bias.double().square().sum(1)).sqrt()
-    book = Book({"w": 0, "b": 0}, 3, 0.0, False, torch.device("cpu"))
-    book.enter([Outer("w", left, right, torch.Size((5, 4))), Whole("b", bias)], {"w": 1, "b": 1})
-    torch.testing.assert_close(book.norms(torch.ones(3, dtype=torch.bool))[0], expected, rtol=1e-5, atol=0)
+    accumulator = NormAccumulator({"w": 0, "b": 0}, 3, 0.0, False, torch.device("cpu"))
+    accumulator.add([OuterProduct("w", left, right, torch.Size((5, 4))), Dense("b", bias)], {"w": 1, "b": 1})
+    torch.testing.assert_close(accumulator.norms(torch.ones(3, dtype=torch.bool))[0], expected, rtol=1e-5, atol=0)

@@ -61,7 +61,7 @@ def test_it_compiles_for_cards_to_tensor_cores_without_spilling(kind: str, tile:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from train.clip_gram_kernel import STAGES, WARPS, _tile_pair
+    from murmuration.train.clip.gram_triton import STAGES, WARPS, _tile_pair
 
     pointers = {"left": kind, "right": kind, "inner": "fp32", "left_sizes": "fp32", "right_sizes": "fp32"}
     constants = {"TILE": tile, "DEPTH": 64}

@@ -6,22 +6,22 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import brute_force
 import pytest
 import torch
-from brute_force import relative_error
-from clip_world import size
-from parity_cases import CASES, two_micro_batches
-from parity_engines import contribution, factor_of, median_norm, prepared, rule_of, summed
 from pydantic import ValidationError
-from train_helpers import SHAPE, nano_inputs
 
-from model.build import build
-from train.clip import clipped_totals
-from train.clip_bookkeeping import BookKeepingClip
-from train.clip_groups import group_of, groups_of, shares
-from train.clip_rule import ClipError, ClipRule
-from train.config_privacy import Clip
+from murmuration.model.build import build
+from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.engine import clipped_totals
+from murmuration.train.clip.groups import group_of, groups_of, shares
+from murmuration.train.clip.rule import ClipError, ClipRule
+from murmuration.train.config.privacy import Clip
+from tests.support import brute_force
+from tests.support.brute_force import relative_error
+from tests.support.clip_world import size
+from tests.support.parity_cases import CASES, two_micro_batches
+from tests.support.parity_engines import contribution, factor_of, median_norm, prepared, rule_of, summed
+from tests.support.train_helpers import SHAPE, nano_inputs
 
 # The first that fits takes a parameter; the third group gets what is left.
 BUDGETS = (("*bias", 1.0), ("*norm*", 0.25), ("*", 5.0))

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.clip_norms import STRIPS_FROM, measure, measure_affine
-from train.clip_pieces import Outer, Whole, squared_length
+from murmuration.train.clip.norms import STRIPS_FROM, measure, measure_affine
+from murmuration.train.clip.per_record import Dense, OuterProduct, squared_length
 
 
 @settings(max_examples=60, deadline=None)
@@ -23,9 +23,9 @@ def test_every_way_to_a_norm_gives_the_norm(
     draw = torch.Generator().manual_seed(seed)
     dense = torch.randn(records, tokens, rows, generator=draw)
     left = torch.randint(0, rows, (records, tokens), generator=draw) if sparse else dense
-    one = Outer("w", left, torch.randn(records, tokens, columns, generator=draw), torch.Size((rows, columns)))
-    other = Outer("w", dense[:, :1], torch.randn(records, 1, columns, generator=draw), one.shape)
-    whole = Whole("w", torch.randn(records, rows, columns, generator=draw))
+    one = OuterProduct("w", left, torch.randn(records, tokens, columns, generator=draw), torch.Size((rows, columns)))
+    other = OuterProduct("w", dense[:, :1], torch.randn(records, 1, columns, generator=draw), one.shape)
+    whole = Dense("w", torch.randn(records, rows, columns, generator=draw))
     for pieces in ([one], [one, other], [other, one, one], [one, whole]):
         exact = torch.stack([piece.instances(slice(None), torch.float64) for piece in pieces]).sum(0)
         expected = exact.flatten(1).square().sum(1)
@@ -41,9 +41,9 @@ def test_every_way_to_a_norm_gives_the_norm(
 def test_a_weight_and_its_bias_share_what_is_measured(lengths: bool) -> None:
     draw = torch.Generator().manual_seed(0)
     gradient = torch.randn(5, 1, 7, generator=draw)
-    weight = Outer("w", gradient, torch.randn(5, 1, 9, generator=draw), torch.Size((7, 9)))
+    weight = OuterProduct("w", gradient, torch.randn(5, 1, 9, generator=draw), torch.Size((7, 9)))
     together = measure_affine(weight, lengths)
-    alone, bias = measure([weight], lengths), measure([Whole("b", gradient.squeeze(1))], lengths)
+    alone, bias = measure([weight], lengths), measure([Dense("b", gradient.squeeze(1))], lengths)
     assert torch.allclose(together.square, alone.square + bias.square, rtol=1e-12)
     assert together.doubt is not None and alone.doubt is not None and torch.equal(together.doubt, alone.doubt)
     assert (together.length is None) is not lengths

@@ -8,12 +8,15 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 
-import brute_force
 import pytest
 import torch
-from brute_force import relative_error
-from parity_cases import CASES, two_micro_batches
-from parity_engines import (
+from torch import Tensor, nn
+
+from tests.support import brute_force
+from tests.support.brute_force import relative_error
+from tests.support.pairwise import all_of
+from tests.support.parity_cases import CASES, two_micro_batches
+from tests.support.parity_engines import (
     ENGINES,
     Scaled,
     Shifted,
@@ -26,27 +29,26 @@ from parity_engines import (
     rule_of,
     summed,
 )
-from torch import Tensor, nn
 
 # Clipping; automatic clipping; and the latter without gamma, which is plain normalisation.
 KINDS = ("flat", "automatic", "normalised")
 GROUPINGS = ("block", "layer")
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 SCALES = (1.0, 0.0, 1e-25, 1e-12, 1e12, 1e19, math.nan, math.inf, -math.inf, 3.0)
 # vmap cannot see through activation checkpointing, which saves tensors by hooks.
 UNSUPPORTED = {("reference", "checkpointed"), ("reference", "dropping_checkpoints")}
 
 
-def pairs() -> list[tuple[str, str]]:
-    return [(engine, case) for engine in ENGINES for case in CASES if (engine, case) not in UNSUPPORTED]
+def unsupported(engine: str, case: str, *_: str) -> bool:
+    return (engine, case) in UNSUPPORTED
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("engine", "name"), pairs())
-def test_sums_over_micro_batches_equal_a_loop_over_records(
-    engine: str, name: str, kind: str, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(
+    ("engine", "name", "kind", "precision"), all_of(ENGINES, CASES, KINDS, DTYPES, unless=unsupported)
+)
+def test_sums_over_micro_batches_equal_a_loop_over_records(engine: str, name: str, kind: str, precision: str) -> None:
+    dtype = DTYPES[precision]
     model = CASES[name].model(dtype)
     inputs, present = two_micro_batches(CASES[name], dtype)
     records = brute_force.records_of(model, inputs)
@@ -81,12 +83,11 @@ def groups_by_hand(names: list[str], grouping: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("grouping", GROUPINGS)
-@pytest.mark.parametrize("kind", ("flat", "automatic"))
 @pytest.mark.parametrize(
-    ("engine", "name"), [("book-keeping", n) for n in ("mae", "captioner", "classifier", "odd_layers")]
+    ("name", "kind", "grouping"),
+    all_of(("mae", "captioner", "classifier", "odd_layers"), ("flat", "automatic"), GROUPINGS),
 )
-def test_groups_are_clipped_each_by_its_own_norm(engine: str, name: str, kind: str, grouping: str) -> None:
+def test_groups_are_clipped_each_by_its_own_norm(name: str, kind: str, grouping: str) -> None:
     model = CASES[name].model()
     inputs, present = two_micro_batches(CASES[name], torch.float32)
     records = brute_force.records_of(model, inputs)
@@ -102,8 +103,7 @@ def test_groups_are_clipped_each_by_its_own_norm(engine: str, name: str, kind: s
     assert rule.sensitivity == bound
 
 
-@pytest.mark.parametrize("kind", ("flat", "automatic"))
-@pytest.mark.parametrize(("engine", "name"), pairs())
+@pytest.mark.parametrize(("engine", "name", "kind"), all_of(ENGINES, CASES, ("flat", "automatic"), unless=unsupported))
 def test_norms_of_any_size_are_clipped_and_leave_the_neighbours_alone(engine: str, name: str, kind: str) -> None:
     model = Scaled(CASES[name].model())
     inputs: dict[str, Tensor] = {**CASES[name].batch(len(SCALES)), "scale": torch.ones(len(SCALES))}
@@ -130,7 +130,7 @@ def test_norms_of_any_size_are_clipped_and_leave_the_neighbours_alone(engine: st
         assert torch.equal(getattr(seen, field)[[0]], getattr(before, field)[[0]]), field
 
 
-@pytest.mark.parametrize(("engine", "name"), pairs())
+@pytest.mark.parametrize(("engine", "name"), all_of(ENGINES, CASES, unless=unsupported))
 def test_a_record_adds_the_same_in_any_row_beside_anyone(engine: str, name: str) -> None:
     case, order = CASES[name], torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
     model, inputs = case.model(), case.batch(8)
@@ -151,7 +151,7 @@ def test_a_record_adds_the_same_in_any_row_beside_anyone(engine: str, name: str)
         assert contribution(clip, model, inputs, row) <= bound * (1 + 1e-5)
 
 
-@pytest.mark.parametrize(("engine", "name"), pairs())
+@pytest.mark.parametrize(("engine", "name"), all_of(ENGINES, CASES, unless=unsupported))
 def test_an_absent_record_leaves_no_trace_in_any_bit(engine: str, name: str) -> None:
     case = CASES[name]
     model, inputs = case.model(), case.batch(4)
@@ -169,6 +169,7 @@ def test_an_absent_record_leaves_no_trace_in_any_bit(engine: str, name: str) -> 
     assert not any(bool(t.any()) for t in nobody.values()) and not seen.factors.any()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", ["mae", "captioner", "one_token"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_loss_that_is_not_finite_adds_nothing_though_its_gradient_is(engine: str, name: str) -> None:
@@ -195,6 +196,7 @@ class Unused(nn.Module):
         return self.used(inputs["x"]).square().sum(1)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_trainable_parameter_that_is_never_met_is_an_error_or_adds_nothing(engine: str) -> None:
     """What must not happen: its total is missing or rubbish, and nobody is told."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import brute_force
 import pytest
 import torch
-from parity_cancel import READERS, TOKENS, WIDTHS, Read, hostile, mutated
-from parity_engines import ENGINES, contribution, only, prepared, summed
 from torch import Tensor, nn
 
-from train.clip import ClipEngine
-from train.clip_rule import FACTOR_ROUNDING, ClipRule
+from murmuration.train.clip.engine import ClipEngine
+from murmuration.train.clip.rule import FACTOR_ROUNDING, ClipRule
+from tests.support import brute_force
+from tests.support.parity_cancel import READERS, TOKENS, WIDTHS, Read, hostile, mutated
+from tests.support.parity_engines import ENGINES, contribution, only, prepared, summed
 
 C = 0.1
 RULE = ClipRule("flat", C / (1 + FACTOR_ROUNDING), FACTOR_ROUNDING)

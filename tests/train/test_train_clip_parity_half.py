@@ -9,21 +9,21 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-import brute_force
 import pytest
 import torch
-from clip_world import FLAT, apart, size
-from parity_cancel import READERS, WIDTHS, hostile, mutated
-from parity_cases import CASES
-from parity_engines import contribution, only, prepared, summed
 from torch import Tensor, nn
-from train_helpers import SHAPE, nano_inputs
 
-from model.build import build
-from train.clip import clipped_totals
-from train.clip_bookkeeping import BookKeepingClip
-from train.clip_rule import FACTOR_ROUNDING, ClipRule
-from train.precision import Precision
+from murmuration.model.build import build
+from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.engine import clipped_totals
+from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.rule import FACTOR_ROUNDING, ClipRule
+from tests.support import brute_force
+from tests.support.clip_world import FLAT, apart, size
+from tests.support.parity_cancel import READERS, WIDTHS, hostile, mutated
+from tests.support.parity_cases import CASES
+from tests.support.parity_engines import contribution, only, prepared, summed
+from tests.support.train_helpers import SHAPE, nano_inputs
 
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16")
 MODELS = ("mae", "captioner", "classifier", "attention", "hf_conv1d", "low_rank", "tied", "used_twice", "norms",
@@ -37,6 +37,7 @@ def rule_for(precision: Precision, c: float) -> ClipRule:
     return ClipRule("flat", c / (1 + allowance), allowance)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", MODELS)
 def test_no_record_of_a_model_adds_more_than_promised(name: str, precision: Precision) -> None:
@@ -96,6 +97,7 @@ def test_no_cancelling_record_of_many_thousands_adds_more_than_promised(reader: 
     assert worst(reader, width, rounds=8, measured=100) <= PROMISE
 
 
+@pytest.mark.core
 def test_parameters_in_half_precision_are_refused() -> None:
     model = nn.Linear(3, 2).to(torch.bfloat16)
     with pytest.raises(ValueError, match="fp32"):

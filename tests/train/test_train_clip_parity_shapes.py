@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import brute_force
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opacus.grad_sample import GradSampleModule
-from parity_cases import CASES, Inputs
-from parity_engines import ENGINES, prepared, summed
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from train.clip_rule import ClipRule
+from murmuration.train.clip.rule import ClipRule
+from tests.support import brute_force
+from tests.support.parity_cases import CASES, Inputs
+from tests.support.parity_engines import ENGINES, prepared, summed
 
 sizes = st.integers(1, 9)
 

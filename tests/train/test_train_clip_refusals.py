@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from clip_world import FLAT, Body
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from train_helpers import Toy, toy_batch
 
-from train.clip_book import Book
-from train.clip_bookkeeping import BookKeepingClip
-from train.clip_pieces import Whole
-from train.clip_rule import ClipError
+from murmuration.train.clip.accumulator import NormAccumulator
+from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.per_record import Dense
+from murmuration.train.clip.rule import ClipError
+from tests.support.clip_world import FLAT, Body
+from tests.support.train_helpers import Toy, toy_batch
 
 
 def test_a_use_that_was_not_announced_is_no_part_of_any_sum() -> None:
-    book = Book({"w": 0}, 2, 1.0, False, torch.device("cpu"))
-    piece = Whole("w", torch.ones(2, 3))
-    book.enter([piece], {"w": 1})
+    accumulator = NormAccumulator({"w": 0}, 2, 1.0, False, torch.device("cpu"))
+    piece = Dense("w", torch.ones(2, 3))
+    accumulator.add([piece], {"w": 1})
     with pytest.raises(ClipError, match="more uses"):
-        book.enter([piece], {"w": 1})
+        accumulator.add([piece], {"w": 1})
 
 
 def reentrant(body: Any, x: Tensor) -> Tensor:

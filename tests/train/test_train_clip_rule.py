@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.clip import assert_exact_matmul
-from train.clip_rule import ClipError, ClipRule, rounding_allowance
+from murmuration.train.clip.engine import assert_exact_matmul
+from murmuration.train.clip.rule import ClipError, ClipRule, rounding_allowance
 
 KINDS = ["flat", "automatic"]
 GAMMA = 0.01

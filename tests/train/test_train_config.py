@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_base import BASE, Change, drop, put, refusal
 
-from model.sizes import ResNet
-from train.app import main
-from train.config import Config
-from train.loading import ConfigError, load
-from train.refusals import PHASE_REFUSED, REFUSED
+from murmuration.model.sizes import ResNet
+from murmuration.train.commands.train import main
+from murmuration.train.config.load import ConfigError, load
+from murmuration.train.config.refused import PHASE_REFUSED, REFUSED
+from murmuration.train.config.root import Config
+from tests.support.config_base import BASE, Change, drop, put, refusal
 
 
 def test_the_base_of_these_tests_loads(loaded: Callable[..., Config]) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_base import drop, put, refusal
 
-from train.config import Config
+from murmuration.train.config.root import Config
+from tests.support.config_base import drop, put, refusal
 
 CONTENTS = {"data": "d1", "tokenizer": "t1"}
 SHAPES: list[tuple[str, Any]] = [

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from config_base import put, refusal
 
-from train.config import Config, json_schema, run_dir_of
-from train.loading import load
-from train.recipe import clip_rule, make_plan
+from murmuration.train.config.load import load
+from murmuration.train.config.root import Config, json_schema, run_dir_of
+from murmuration.train.recipe.ready_phase import clip_rule, make_plan
+from tests.support.config_base import put, refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted(p for p in (ROOT / "ds_configs").glob("*.json") if p.name != "schema.json")

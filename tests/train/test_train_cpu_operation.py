@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.file_baton import FileBaton
 
-from train import cpu_operation
-from train.cpu_operation import (
+from murmuration.train.engines import deepspeed_cpu as cpu_operation
+from murmuration.train.engines.deepspeed_cpu import (
     MOST_COMPILING,
     SHARED,
     SHARED_BYTES,
@@ -42,8 +42,8 @@ exec c++ "$@"
 BUILD = """
 import sys
 from torch.utils.cpp_extension import load
-from train.cpu_operation import make_ready
-from train.process import quiet_libraries
+from murmuration.train.engines.deepspeed_cpu import make_ready
+from murmuration.train.distributed.process import quiet_libraries
 quiet_libraries()
 make_ready()
 load("small", [sys.argv[1]], is_python_module=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,29 +10,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drops_world import Modes, config, noted, ready
-from test_train_four_way import local
 from torch import Tensor, nn
-from train_helpers import LocalEngine, alone, on_ranks, plan_for, private_engine
 
-from data.augment import drop_key
-from data.batches import BatchReader, slots
-from model.build import build
-from model.drop import DROP_KEY, KeyedDropout, KeyedDropPath, RowKeys
-from train.audit_canaries import CanaryBatches
-from train.clip import clipped_totals
-from train.clip_bookkeeping import BookKeepingClip
-from train.clip_opacus import OpacusClip
-from train.clip_rule import ClipRule
-from train.config_phase import Mixing
-from train.forward import PlainForward
-from train.four_way import VARIANTS, Study, _one  # pyright: ignore[reportPrivateUsage]
-from train.mixing import MixingEngine
-from train.phase import _reader  # pyright: ignore[reportPrivateUsage]
-from train.planner import counted
-from train.probes import synthetic_batch
-from train.recipe import ReadyPhase, prepare
-from train.self_test import self_test
+from murmuration.data.batch.reader import BatchReader
+from murmuration.data.decode.augment import drop_key
+from murmuration.data.draw.micro_batch import slots
+from murmuration.model.build import build
+from murmuration.model.drop import DROP_KEY, KeyedDropout, KeyedDropPath, RowKeys
+from murmuration.train.audit.canaries import CanaryBatches
+from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.engine import clipped_totals
+from murmuration.train.clip.opacus import OpacusClip
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.config.phase import Mixing
+from murmuration.train.engines.forward import PlainForward
+from murmuration.train.planner.forecast import counted
+from murmuration.train.public.four_way import VARIANTS, Study, _one  # pyright: ignore[reportPrivateUsage]
+from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
+from murmuration.train.run.phase import _reader  # pyright: ignore[reportPrivateUsage]
+from murmuration.train.run.public_mixing import MixingEngine
+from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
+from murmuration.train.self_test.self_test import self_test
+from tests.support.drops_world import Modes, config, noted, ready
+from tests.support.train_helpers import LocalEngine, alone, local, on_ranks, plan_for, private_engine
 
 RULE = ClipRule("flat", 0.05, 0.0)
 
@@ -51,10 +52,10 @@ def test_a_phase_derives_its_keys_for_dropout_as_for_masks() -> None:
         return key_of(purpose)
 
     run: Any = SimpleNamespace(ranks=alone())
-    batch = _reader(run, ready(), derive).read(np.array([4, -1, 9]), 3)
+    batch = _reader(run, ready(), nn.Module(), derive, ExitStack()).read(np.array([4, -1, 9]), 3)
     assert sorted(asked) == ["augmentation", "dropout", "masks"]
     assert batch.inputs[DROP_KEY].tolist() == [drop_key(key_of("dropout"), 3, 4), 0, drop_key(key_of("dropout"), 3, 9)]
-    plain = _reader(run, ready(dropout=0.0, drop_path=0.0), derive).read(np.array([4]), 3)
+    plain = _reader(run, ready(dropout=0.0, drop_path=0.0), nn.Module(), derive, ExitStack()).read(np.array([4]), 3)
     assert set(plain.inputs) == {"images", "mask_noise"}
     assert not ready().data_spec(augment=False).drop_keys and ready(dropout=0.0).data_spec(augment=True).drop_keys
 
@@ -188,7 +189,12 @@ def test_the_self_test_passes_where_whole_blocks_are_dropped(
     def start(ranks: Any) -> None:
         engine, clip, noise = private_engine(ranks, plan_for(), False, build(shape, objective))
         before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
-        assert self_test(engine, clip, noise, False, shape, objective, micro_batch, ranks).largest_hostile <= 1
+        assert (
+            self_test(
+                engine, clip, noise, False, SyntheticRecords.of(shape, objective), micro_batch, ranks
+            ).largest_hostile
+            <= 1
+        )
         assert engine.model.training
         assert all(torch.equal(before[name], tensor) for name, tensor in engine.model.state_dict().items())
 

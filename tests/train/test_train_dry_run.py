@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from config_base import BASE
+from tests.support.config_base import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from train.engine_fsdp2_units import parts_of
-from train.shard_map import DIGIT, ShardMapError, prove_numbering, row_slices
+from murmuration.train.engines.fsdp2 import parts_of
+from murmuration.train.engines.shard_map import DIGIT, ShardMapError, prove_numbering, row_slices
 
 SHAPES = {"one row": (1, 4), "matrix": (7, 3), "vector": (5,), "cube": (4, 2, 3), "even": (6, 2)}
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from train.exits import BAD_INPUT, guarded
-from train.features_folder import ABSENT, BAD, HEADER, LOCK, PRESENT, FeatureFolder, RowWriter
-from train.recipe_error import RecipeError
+from murmuration.accounting.errors import BAD_INPUT
+from murmuration.train.commands.exits import guarded
+from murmuration.train.config.section import RecipeError
+from murmuration.train.storage.feature_store import ABSENT, BAD, HEADER, LOCK, PRESENT, FeatureFolder, RowWriter
 
 RECORDS, WIDTH = 23, 16
 ONE, ANOTHER = "1" * 64, "2" * 64

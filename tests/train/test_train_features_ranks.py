@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_train_features import LABELS, RECORDS, Pictures, Stop, folder_of, made
-from train_helpers import alone, on_ranks
 
-from train.features_folder import ABSENT, PRESENT, FeatureFolder, RowWriter, settled
-from train.recipe_error import RecipeError
-from train.stop import Stopped
+from murmuration.train.config.section import RecipeError
+from murmuration.train.distributed.stop import Stopped
+from murmuration.train.storage.feature_store import ABSENT, PRESENT, FeatureFolder, RowWriter, settled
+from tests.support.features_world import LABELS, RECORDS, Pictures, Stop, folder_of, made
+from tests.support.train_helpers import alone, on_ranks
 
 
 def test_ranks_see_each_others_rows_although_a_machine_remembers_what_it_opened(

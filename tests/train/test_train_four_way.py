@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cosine_similarity
-from train_helpers import LocalEngine, alone
 
-from model.build import build
-from train.checkpoint import Checkpoints, Keep, Position
-from train.config import Config
-from train.four_way import VARIANTS, Study, _one, first_weights, run_study  # pyright: ignore[reportPrivateUsage]
-from train.four_way_app import main, write
-from train.recipe import RecipeError, prepare
-from train.still_phase import StillEngine
+from murmuration.model.build import build
+from murmuration.train.commands.four_way import main, write
+from murmuration.train.config.root import Config
+from murmuration.train.public.four_way import VARIANTS, Study, _one, first_weights, run_study  # pyright: ignore[reportPrivateUsage]
+from murmuration.train.recipe.ready_phase import RecipeError, prepare
+from murmuration.train.run.evaluation_phase import StillEngine
+from murmuration.train.storage.checkpoint import Checkpoints, Keep, Position
+from tests.support.train_helpers import alone, local
 
 STUDY = Study("flat", 0.05, 0.01, 0.4, [3e-4, 3e-3], 8, 32)
 
@@ -35,11 +35,6 @@ def config(**changes: Any) -> Config:
     return Config.model_validate(
         {"train_micro_batch_size_per_gpu": 16, "model": model, "phases": [phase | changes]}
     )  # fmt: skip
-
-
-def local(config: Config, forward: Any, optimizer: Any, ranks: Any) -> Any:
-    del config, optimizer
-    return LocalEngine(forward, ranks)
 
 
 def test_four_variants_each_at_its_own_rate_and_all_marked(tmp_path: Path) -> None:
@@ -63,8 +58,8 @@ def test_four_variants_each_at_its_own_rate_and_all_marked(tmp_path: Path) -> No
 
 def test_neither_is_plain_training_on_the_same_draws() -> None:
     """Without clipping and noise the update is the plain mean gradient: compared by hand for the first step."""
-    from data.batches import BatchReader
-    from data.sampler import PoissonSampler
+    from murmuration.data.batch.reader import BatchReader
+    from murmuration.data.draw.poisson import PoissonSampler
 
     whole = config()
     phase = prepare(whole)[0]
@@ -121,8 +116,8 @@ def test_a_phase_that_goes_on_from_a_trained_one_is_refused() -> None:
 def test_private_or_undeclared_data_are_refused_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
-    from data.index import build as build_index
-    from data.synthetic import texture_samples, write_shards
+    from murmuration.data.index.shard_index import build as build_index
+    from murmuration.data.synthetic.index import texture_samples, write_shards
 
     write_shards(tmp_path / "set", texture_samples(1, 40, 16), 40)
     build_index(tmp_path / "set")

@@ -10,22 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from step_world import DIGEST_KEY, KEY, Stop, journal_at, read
-from train_helpers import alone, on_ranks, plan_for, private_engine
 
-from accounting.accountant import Event, epsilon
-from accounting.facts import MetricFact
-from accounting.plan import PlannedMetric, PrivacyPlan
-from data.sampler import PoissonSampler
-from train.config import Phase
-from train.config_privacy import ReleasedMetric
-from train.engine import Observation
-from train.metrics import MetricRelease
-from train.recipe import RecipeError, make_plan, planned_epsilon
-from train.siblings import LOG, register, siblings
-from train.step import PrivateStep
+from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.ledger.facts import MetricFact
+from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.train.clip.engine import Observation
+from murmuration.train.config.privacy import ReleasedMetric
+from murmuration.train.config.root import Phase
+from murmuration.train.noise.metrics import MetricRelease
+from murmuration.train.recipe.ready_phase import RecipeError, make_plan, planned_epsilon
+from murmuration.train.storage.sibling_runs import LOG, register, siblings
+from tests.support.step_world import METRIC_KEY, journal_at, step_of
+from tests.support.train_helpers import alone, on_ranks, plan_for
 
-METRIC_KEY = b"m" * 32
 LOSS, CLIPPED = PlannedMetric("loss", 4.0, 12.0), PlannedMetric("clipped", 1.0, 5.0)
 
 
@@ -97,13 +94,9 @@ def test_the_noise_is_the_planned_one_once_for_all_ranks_and_new_at_each_step(pl
 
 def test_gradient_and_metrics_of_a_step_are_charged_as_one_event(tmp_path: Path, plan: PrivacyPlan) -> None:
     journal = journal_at(tmp_path, plan)
-    engine, clip, noise = private_engine(alone(), plan, False)
-    sampler = PoissonSampler(KEY, DIGEST_KEY, plan.records, plan.threshold)
-    release = MetricRelease(METRIC_KEY, plan, clip.rule.bound, alone())
-    step = PrivateStep(
-        0, journal, sampler, clip, noise, engine, alone(), Stop(),  # pyright: ignore[reportArgumentType]
-        lambda ids, step: read(ids, alone()), release,
-    )  # fmt: skip
+    step, _ = step_of(alone(), journal, plan)
+    release = step.metrics
+    assert release is not None
     observed = step.run(1, 1e-2)
     assert set(observed.released) == {"noised_loss", "noised_clipped"}
     entry = journal.ledger.entries[-1]

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from step_world import journal_at, kinds, step_of
-from train_helpers import Toy, alone, on_ranks, plan_for, private_engine, toy_batch
 
-from train.config_data import ShardData
-from train.config_phase import Mixing
-from train.gradient import NoisyUpdate, UpdateError
-from train.mixing import MixingEngine, PublicGradient, alpha
-from train.probes import Capture
+from murmuration.train.config.data import ShardData
+from murmuration.train.config.phase import Mixing
+from murmuration.train.noise.update import NoisyUpdate, UpdateError
+from murmuration.train.run.public_mixing import MixingEngine, PublicGradient, alpha
+from murmuration.train.self_test.probes import Capture
+from tests.support.step_world import journal_at, kinds, step_of
+from tests.support.train_helpers import Toy, alone, on_ranks, plan_for, private_engine, toy_batch
 
 PUBLIC = ShardData(path="open", public=True)
 

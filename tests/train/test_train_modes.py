@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drops_world import Modes, measured, noted, ready
 from torch import nn
-from train_helpers import alone, plan_for, private_engine
 
-from model.build import build
-from train.clip_bookkeeping import BookKeepingClip
-from train.clip_rule import ClipRule
-from train.engine_fsdp2_units import GatheredModel
-from train.modes import evaluating
-from train.monitor import LossMonitor
-from train.probes import synthetic_batch
-from train.public_eval import PublicEvaluator
+from murmuration.model.build import build
+from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.engines.base import evaluating
+from murmuration.train.engines.fsdp2 import GatheredModel
+from murmuration.train.public.evaluation import PublicEvaluator
+from murmuration.train.public.monitor import LossMonitor
+from murmuration.train.self_test.probes import synthetic_batch
+from tests.support.drops_world import Modes, measured, noted, ready
+from tests.support.train_helpers import alone, plan_for, private_engine
 
 
 def test_measurements_drop_nothing_and_training_goes_on_dropping() -> None:

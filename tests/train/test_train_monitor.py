@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
-from train_helpers import SHAPE, Toy, alone, nano_inputs, on_ranks, plan_for
 
-from accounting.plan import RATE_DENOMINATOR
-from data.batches import MicroBatch, slots
-from data.sampler import PoissonSampler
-from train.clip import clipped_totals
-from train.clip_reference import ReferenceClip
-from train.clip_rule import ClipRule
-from train.monitor_curvature import Curvature, PublicLoss, inner, measure
-from train.monitor_prediction import (
+from murmuration.accounting.plan import RATE_DENOMINATOR
+from murmuration.data.draw.micro_batch import MicroBatch, slots
+from murmuration.data.draw.poisson import PoissonSampler
+from murmuration.train.clip.engine import clipped_totals
+from murmuration.train.clip.reference import ReferenceClip
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.public.curvature import Curvature, PublicLoss, inner, measure
+from murmuration.train.public.prediction import (
     Choice,
     Mechanism,
     at_batch,
@@ -30,7 +30,7 @@ from train.monitor_prediction import (
     suggest,
     table,
 )  # fmt: skip
-from train.noise import NoiseMechanism
+from tests.support.train_helpers import SHAPE, Toy, alone, nano_inputs, on_ranks, plan_for
 
 RECORDS = 24
 
@@ -124,7 +124,7 @@ def test_every_probe_of_a_trace_is_unbiased_when_all_signs_are_tried() -> None:
 
 @pytest.mark.parametrize("objective", ["mae", "caption"])
 def test_real_models_have_second_derivatives_and_frozen_weights_stay_out(objective: str) -> None:
-    from model.build import build
+    from murmuration.model.build import build
 
     model = build(SHAPE, objective)  # pyright: ignore[reportArgumentType, reportCallIssue]
     inputs = nano_inputs(objective, 6)
@@ -220,7 +220,7 @@ def test_no_step_is_best_where_the_loss_does_not_curve_upwards() -> None:
 
 
 def test_the_suggested_batch_is_the_best_of_a_brute_search_with_sigma_calibrated_at_each_batch() -> None:
-    from accounting.accountant import Event, epsilon
+    from murmuration.accounting.epsilon.accountant import Event, epsilon
 
     plan = plan_for(records=20_000, batch=800, steps=40, noise_multiplier=1.6, epsilon_budget=1e3)
     known = choices(plan, (0.25, 1.0, 4.0))

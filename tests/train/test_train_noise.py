@@ -9,16 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from normality import normal_in_every_respect
 from scipy import stats
 from torch import nn
-from train_helpers import fragments_of, plan_for, slice_of
 
-from train import noise as noise_module
-from train.fragment import Fragment
-from train.gaussian_pairs import FURTHEST
-from train.gradient import NoisyUpdate, PlainUpdate, UpdateError
-from train.noise import CHUNK_BLOCKS, PIECE, NoiseMechanism
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.noise import aes as noise_module
+from murmuration.train.noise.aes import CHUNK_BLOCKS, NOISE_CHUNK, NoiseMechanism
+from murmuration.train.noise.box_muller import FURTHEST
+from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, UpdateError
+from tests.support.normality import normal_in_every_respect
+from tests.support.train_helpers import fragments_of, plan_for, slice_of
 
 KEY = bytes(range(32))
 N = 1_000_000
@@ -150,17 +150,17 @@ def test_global_random_state_and_threads_of_others_do_not_matter() -> None:
 
 def test_pieces_cover_every_element_once_and_equal_the_draw() -> None:
     mechanism = NoiseMechanism(KEY, 2.0, 1.0)
-    fragments = [Fragment("a", 0, 3, 2 * PIECE + 5, 7), Fragment("b", 1, 0, 9, 2 * PIECE + 20)]
-    found = torch.zeros(2 * PIECE + 40, dtype=torch.float64)
-    for piece, noise in mechanism.pieces(4, fragments, torch.device("cpu")):
-        assert noise.dtype == torch.float64 and len(noise) == piece.length <= PIECE
-        assert not piece.of(found).any()
-        piece.of(found).copy_(noise)
+    fragments = [Fragment("a", 0, 3, 2 * NOISE_CHUNK + 5, 7), Fragment("b", 1, 0, 9, 2 * NOISE_CHUNK + 20)]
+    found = torch.zeros(2 * NOISE_CHUNK + 40, dtype=torch.float64)
+    for chunk, noise in mechanism.chunks(4, fragments, torch.device("cpu")):
+        assert noise.dtype == torch.float64 and len(noise) == chunk.length <= NOISE_CHUNK
+        assert not chunk.of(found).any()
+        chunk.of(found).copy_(noise)
     for f in fragments:
         assert np.array_equal(f.of(found).numpy(), mechanism.draw(4, f.parameter, f.start, f.length, np.float64))
     assert int((found != 0).sum()) == sum(f.length for f in fragments)
     with pytest.raises(ValueError, match="float64 or rounded to float32"):
-        list(mechanism.pieces(4, fragments, torch.device("cpu"), torch.bfloat16))
+        list(mechanism.chunks(4, fragments, torch.device("cpu"), torch.bfloat16))
 
 
 def noised(world: int, mechanism: NoiseMechanism, sizes: dict[str, int], step: int = 1) -> dict[str, np.ndarray]:

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from train.fragment import Fragment
-from train.noise import PIECE, NoiseMechanism
-from train.noise_ahead import NoiseAhead
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.noise.aes import NOISE_CHUNK, NoiseMechanism
+from murmuration.train.noise.prefetch import NoiseAhead
 
 CPU = torch.device("cpu")
 KEY = bytes(range(32))
 FRAGMENTS = [
-    Fragment("a", 0, 11, PIECE + 77, 0), Fragment("b", 1, 0, 5, PIECE + 77), Fragment("c", 2, 1, 3000, PIECE + 90),
-    Fragment("d", 3, 0, 2 * PIECE, PIECE + 4000),
+    Fragment("a", 0, 11, NOISE_CHUNK + 77, 0), Fragment("b", 1, 0, 5, NOISE_CHUNK + 77),
+    Fragment("c", 2, 1, 3000, NOISE_CHUNK + 90),
+    Fragment("d", 3, 0, 2 * NOISE_CHUNK, NOISE_CHUNK + 4000),
 ]  # fmt: skip
 Found = list[tuple[Fragment, np.ndarray]]
 
@@ -42,7 +43,7 @@ class Watched(NoiseMechanism):
 
 
 def taken(noise: NoiseMechanism | NoiseAhead, step: int, fragments: list[Fragment] = FRAGMENTS) -> Found:
-    return [(piece, values.numpy().copy()) for piece, values in noise.pieces(step, fragments, CPU)]
+    return [(chunk, values.numpy().copy()) for chunk, values in noise.chunks(step, fragments, CPU)]
 
 
 def same(first: Found, second: Found) -> bool:
@@ -72,9 +73,9 @@ def test_the_bits_are_those_without_overlap(ahead: NoiseAhead, watched: Watched)
         assert same(taken(ahead, step), taken(plain, step))
     assert len(watched.drawn) == len(set(watched.drawn)) == 3 * 6, "every piece was drawn once"
     ahead.prepare(9)
-    rounded = [values for _, values in ahead.pieces(9, FRAGMENTS, CPU, torch.float32)]
+    rounded = [values for _, values in ahead.chunks(9, FRAGMENTS, CPU, torch.float32)]
     assert all(values.dtype == torch.float32 for values in rounded)
-    assert np.array_equal(rounded[0].numpy(), plain.draw(9, 0, 11, PIECE))
+    assert np.array_equal(rounded[0].numpy(), plain.draw(9, 0, 11, NOISE_CHUNK))
 
 
 def test_it_draws_while_the_caller_does_something_else(ahead: NoiseAhead, watched: Watched) -> None:
@@ -86,19 +87,19 @@ def test_it_draws_while_the_caller_does_something_else(ahead: NoiseAhead, watche
     assert len(watched.drawn) == 6, "nothing was left to draw when it was asked for"
 
 
-@pytest.mark.parametrize("most_bytes", [0, 8 * 5, 8 * PIECE, 8 * (PIECE + 5000), 1 << 40])
+@pytest.mark.parametrize("most_bytes", [0, 8 * 5, 8 * NOISE_CHUNK, 8 * (NOISE_CHUNK + 5000), 1 << 40])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_memory_is_bounded_and_does_not_change_the_bits(watched: Watched, most_bytes: int, threads: int) -> None:
     ahead = NoiseAhead(watched, FRAGMENTS, threads, most_bytes)
     watched.open.clear()
     ahead.prepare(4)
-    first = sum(8 * piece.length for piece in ahead._drawing)
-    assert first <= most_bytes and (first > 0) == (most_bytes >= 8 * PIECE)
+    first = sum(8 * chunk.length for chunk in ahead._drawing)
+    assert first <= most_bytes and (first > 0) == (most_bytes >= 8 * NOISE_CHUNK)
     watched.open.set()
     found: Found = []
-    for piece, values in ahead.pieces(4, FRAGMENTS, CPU):
+    for chunk, values in ahead.chunks(4, FRAGMENTS, CPU):
         assert sum(8 * waiting.length for waiting in ahead._drawing) <= most_bytes
-        found.append((piece, values.numpy()))
+        found.append((chunk, values.numpy()))
     assert same(found, taken(NoiseMechanism(KEY, 1.5, 10.0), 4))
     assert len(watched.drawn) == 6 and ahead._room == most_bytes
     ahead.close()
@@ -121,7 +122,7 @@ def test_a_step_given_up_leaves_nothing_behind(ahead: NoiseAhead, watched: Watch
 
 def test_a_step_given_up_half_way(ahead: NoiseAhead) -> None:
     ahead.prepare(5)
-    for _ in zip(range(2), ahead.pieces(5, FRAGMENTS, CPU), strict=False):
+    for _ in zip(range(2), ahead.chunks(5, FRAGMENTS, CPU), strict=False):
         pass
     ahead.prepare(6)
     assert same(taken(ahead, 6), taken(NoiseMechanism(KEY, 1.5, 10.0), 6))
@@ -136,7 +137,7 @@ def test_another_step_than_the_prepared_one_gets_its_own_noise(ahead: NoiseAhead
 
 
 def test_any_order_and_any_cut_are_right(watched: Watched) -> None:
-    ahead = NoiseAhead(watched, FRAGMENTS, 1, 8 * (PIECE + 100))
+    ahead = NoiseAhead(watched, FRAGMENTS, 1, 8 * (NOISE_CHUNK + 100))
     ahead.prepare(2)
     for fragments in (FRAGMENTS[::-1], [Fragment("a", 0, 20, 30, 0)], FRAGMENTS[2:3]):
         assert same(taken(ahead, 2, fragments), taken(NoiseMechanism(KEY, 1.5, 10.0), 2, fragments))

@@ -15,8 +15,8 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from train.gaussian_pairs import direction_in_place, radius_in_place
-from train.noise import NoiseMechanism
+from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.box_muller import direction_in_place, radius_in_place
 
 KEY = bytes(range(32))
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +52,7 @@ def test_vector_instructions_do_not_change_a_bit() -> None:
     """numpy without its AVX paths: what an older processor would draw."""
     features = [name for name in np._core._multiarray_umath.__cpu_dispatch__ if name]  # pyright: ignore
     code = (
-        "import hashlib, numpy as np\nfrom train.noise import NoiseMechanism\n"
+        "import hashlib, numpy as np\nfrom murmuration.train.noise.aes import NoiseMechanism\n"
         f"drawn = NoiseMechanism({KEY!r}, 2.0, 1.0).draw(3, 2, 5, 100_001, np.float64)\n"
         "print(hashlib.sha256(drawn.tobytes()).hexdigest())"
     )

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from normality import normal_in_every_respect
 from scipy import stats
 
-from accounting.statement import GENERATOR_DEVIATIONS
-from train.fragment import Fragment
-from train.noise import PIECE
-from train.noise_philox import WORD, PhiloxNoise, philox
+from murmuration.accounting.certificate.statement import GENERATOR_DEVIATIONS
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.noise.aes import NOISE_CHUNK
+from murmuration.train.noise.philox import WORD, PhiloxNoise, philox
+from tests.support.normality import normal_in_every_respect
 
 KEY = bytes(range(32))
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_any_cut_of_a_parameter_gives_the_same_numbers(start: int, cuts: list[in
     whole = noise.draw(step, 5, 0, 1000, np.float64)
     ends = np.cumsum([start, *cuts])
     fragments = [Fragment("w", 5, int(a), int(b - a), int(a)) for a, b in pairwise(ends)]
-    parts = [values.numpy() for _, values in noise.pieces(step, fragments, CPU)]
+    parts = [values.numpy() for _, values in noise.chunks(step, fragments, CPU)]
     # Torch's vector and scalar square roots differ in the last bit, so a cut may, too.
     assert np.concatenate(parts) == pytest.approx(whole[start : ends[-1]], abs=4e-15)
 
@@ -81,16 +81,17 @@ def test_any_cut_of_a_parameter_gives_the_same_numbers(start: int, cuts: list[in
 def test_large_fragments_are_cut_and_small_ones_are_drawn_together() -> None:
     noise = PhiloxNoise(KEY, 1.0, 1.0)
     fragments = [
-        Fragment("a", 0, 3, PIECE + 10, 0), Fragment("b", 1, 0, 7, PIECE + 10), Fragment("c", 2, 5, 9, PIECE + 17)
+        Fragment("a", 0, 3, NOISE_CHUNK + 10, 0), Fragment("b", 1, 0, 7, NOISE_CHUNK + 10),
+        Fragment("c", 2, 5, 9, NOISE_CHUNK + 17)
     ]  # fmt: skip
-    found = torch.zeros(PIECE + 26, dtype=torch.float64)
-    for piece, values in noise.pieces(4, fragments, CPU):
-        assert not piece.of(found).any() and len(values) == piece.length <= PIECE
-        piece.of(found).copy_(values)
+    found = torch.zeros(NOISE_CHUNK + 26, dtype=torch.float64)
+    for chunk, values in noise.chunks(4, fragments, CPU):
+        assert not chunk.of(found).any() and len(values) == chunk.length <= NOISE_CHUNK
+        chunk.of(found).copy_(values)
     for f in fragments:
         alone = noise.draw(4, f.parameter, f.start, f.length, np.float64)
         assert f.of(found).numpy() == pytest.approx(alone, abs=4e-15)
-    assert int((found != 0).sum()) == PIECE + 26
+    assert int((found != 0).sum()) == NOISE_CHUNK + 26
 
 
 def test_it_says_what_it_is_not_and_ignores_the_global_generators() -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from train_helpers import alone, on_ranks
 
-from train.observed import Observed
+from murmuration.train.step import StepSummary
+from tests.support.train_helpers import alone, on_ranks
 
 
 def test_observed_sums_over_micro_batches_and_ranks() -> None:
     def act(ranks: Any) -> dict[str, float]:
-        observed = Observed()
+        observed = StepSummary()
         present = torch.tensor([True, False, True])
         for _ in range(2):
             observed.add(present, torch.tensor([1.0, math.nan, 3.0]), torch.tensor([0.5, 99.0, 2.0 + ranks.rank]))
@@ -26,8 +26,8 @@ def test_observed_sums_over_micro_batches_and_ranks() -> None:
 
 
 def test_observed_survives_hostile_and_empty_batches() -> None:
-    observed = Observed()
+    observed = StepSummary()
     present = torch.tensor([True, True])
     observed.add(present, torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 1.0]))
     assert observed.over_ranks(alone(), 1.0)["loss"] == 0.5
-    assert Observed().over_ranks(alone(), 1.0) == {"records": 0.0, "loss": 0.0}
+    assert StepSummary().over_ranks(alone(), 1.0) == {"records": 0.0, "loss": 0.0}

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from optim_textbook import SHAPES, gradient, initial, off, on_shards, rate, textbook
 from timm.optim.lamb import Lamb
 from timm.optim.lars import Lars
 from torch import nn
 
-from train.optim import make_optimizer
-from train.optim_flat import OptimizerError
-from train.optim_settings import Optimizer, OptimizerParams, ParameterRule
+from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule
+from murmuration.train.optim.base import OptimizerError
+from murmuration.train.optim.choose import make_optimizer
+from tests.support.optim_textbook import SHAPES, gradient, initial, off, on_shards, rate, textbook
 
 CLOSE = 1e-6
 
@@ -172,7 +172,7 @@ def test_adambc_takes_the_noise_out_of_the_second_moment(kind: str, correct: boo
 
 def test_adambc_finds_the_variance_of_the_signal_alone() -> None:
     """Tang et al.'s point: with gradient = signal + noise, the corrected moment tends to that of the signal."""
-    from train.optim import make_optimizer
+    from murmuration.train.optim.choose import make_optimizer
 
     signal, noise, draw = 0.02, 0.05, torch.Generator().manual_seed(3)
     p = nn.Parameter(torch.zeros(20_000))

@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
-from optim_textbook import SHAPES, gradient, initial, off, on_shards, rate, textbook
 from pydantic import ValidationError
 from torch import Tensor, nn
-from train_helpers import fragments_of, on_ranks, slice_of
 
-from train.fragment import Fragment
-from train.optim import make_optimizer
-from train.optim_flat import CHUNK, FlatOptimizer, OptimizerError
-from train.optim_settings import Optimizer, OptimizerParams, ParameterRule
+from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.optim.base import CHUNK, FlatOptimizer, OptimizerError
+from murmuration.train.optim.choose import make_optimizer
+from tests.support.optim_textbook import SHAPES, gradient, initial, off, on_shards, rate, textbook
+from tests.support.train_helpers import fragments_of, on_ranks, slice_of
 
 KINDS = ["AdamW", "LAMB", "SGD", "LARS"]
 OWN: dict[str, dict[str, Any]] = {"LARS": {"trust_coefficient": 0.3}}

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from accounting.certificate import write
-from accounting.history import History
-from accounting.journal import Journal
-from accounting.ledger import Ledger
-from accounting.plan import PrivacyPlan, threshold_for
-from accounting.statement import compose
-from accounting.tuning import Declared
-from accounting.verify import CertificateError, verify
-from data.index import ShardIndex
-from data.index import build as build_index
-from data.synthetic import shape_samples, write_shards
-from train.loading import load
-from train.recipe import RecipeError, prepare
-from train.warm_start import EXPORTED, WarmStart
+from murmuration.accounting.certificate.certificate import write
+from murmuration.accounting.certificate.statement import compose
+from murmuration.accounting.certificate.verify import CertificateError, verify
+from murmuration.accounting.epsilon.tuning import Declared
+from murmuration.accounting.ledger.chain import Ledger
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.plan import PrivacyPlan, threshold_for
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.index.shard_index import build as build_index
+from murmuration.data.synthetic.index import shape_samples, write_shards
+from murmuration.train.config.load import load
+from murmuration.train.recipe.ready_phase import RecipeError, prepare
+from murmuration.train.recipe.warm_start import EXPORTED, WarmStart
 
 PLAN = PrivacyPlan(64, threshold_for(64, 8), 1.0, 2.0, 3, 1 / 128, 8.0)
 

@@ -11,26 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from config_base import Change, drop, put, refusal
 from safetensors.torch import save_file
-from train_helpers import LocalEngine, Toy, alone, plan_for, toy_batch
 
-from accounting.journal import Journal
-from accounting.ledger import Ledger
-from data.split import SplitIndex, apart, public_share
-from data.synthetic import SyntheticIndex
-from model.build import build
-from model.settings import ModelSettings
-from train.checkpoint import Checkpoints, Keep, Loaded, Position
-from train.config import Config
-from train.config_data import CheckpointData
-from train.forward import PlainForward
-from train.gradient import PlainUpdate
-from train.opening import open_start
-from train.phase_model import carry_over
-from train.recipe import make_plan, planned_epsilon, with_steps
-from train.still_phase import StillEngine
-from train.warm_start import NoRecords, WarmStart, WarmStartError, hand_over
+from murmuration.accounting.ledger.chain import Ledger
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.data.index.public_split import SplitIndex, apart, public_share
+from murmuration.data.synthetic.index import SyntheticIndex
+from murmuration.model.build import build
+from murmuration.model.settings import ModelSettings
+from murmuration.train.config.data import CheckpointData
+from murmuration.train.config.root import Config
+from murmuration.train.engines.forward import PlainForward
+from murmuration.train.noise.update import PlainUpdate
+from murmuration.train.recipe.open_data import open_start
+from murmuration.train.recipe.ready_phase import make_plan, planned_epsilon, with_steps
+from murmuration.train.recipe.warm_start import NoRecords, WarmStart, WarmStartError, hand_over
+from murmuration.train.run.evaluation_phase import StillEngine
+from murmuration.train.run.phase import carry_over
+from murmuration.train.storage.checkpoint import Checkpoints, Keep, Loaded, Position
+from tests.support.config_base import Change, drop, put, refusal
+from tests.support.train_helpers import LocalEngine, Toy, alone, plan_for, toy_batch
 
 Read = Callable[..., Config]
 START = {"name": "start", "data": {"source": "checkpoint", "path": "weights"}}

@@ -9,39 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from accounting.accountant import Event, epsilon
-from model.build import build
-from model.settings import ModelSettings, Shape
-from train.clip import clipped_totals
-from train.clip_bookkeeping import BookKeepingClip
-from train.clip_rule import ClipRule
-from train.planner_app import main
-from train.planner_cluster import Cluster
-from train.planner_cost import RecordCost, count
-from train.planner_memory import Memory, Weights, memory
-from train.planner_rows import Batch
-from train.planner_time import step_time
-from train.probes import synthetic_batch
-
-SHAPES = {
-    objective: ModelSettings(
-        family=family,  # pyright: ignore[reportArgumentType]
-        image_size=96, patch_size=8, width=96, depth=2, heads=4, decoder_width=96, decoder_depth=1,
-        decoder_heads=4, mae_decoder_width=64, mae_decoder_depth=1, mae_decoder_heads=4, text_length=16,
-        vocabulary=512, qkv_bias=True,
-    ).resolved()
-    for objective, family in (("mae", "mae"), ("caption", "captioner"))
-}  # fmt: skip
-CLUSTER = Cluster(gpus=4, memory_gib=16, tflops=10, link_gb_per_s=5, noise_per_second=1e8)
-
-
-def counted(shape: Shape, objective: Any) -> RecordCost:
-    example = synthetic_batch(shape, objective, 1, 0).inputs
-    inputs = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in example.items()}
-    return count(build(shape, objective, device="meta"), inputs, "fp32")
+from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.model.build import build
+from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.engine import clipped_totals
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.commands.forecast import main
+from murmuration.train.planner.cluster import step_time
+from murmuration.train.planner.cost import RecordCost
+from murmuration.train.planner.memory import Memory, WeightCounts, memory
+from murmuration.train.planner.rows import Batch
+from murmuration.train.self_test.probes import synthetic_batch
+from tests.support.planner_world import CLUSTER, SHAPES, ask, config, counted, peak_of
 
 
 @pytest.mark.parametrize("objective", ["mae", "caption"])
@@ -60,19 +41,6 @@ def test_operations_counted_from_shapes_are_those_of_the_real_model(objective: A
     assert 0.02 * cost.step_flops < cost.clipping_flops < 0.34 * cost.step_flops
 
 
-def peak_of(act: Any) -> int:
-    """The most bytes at one time, from PyTorch's own record of every allocation and release."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        act()
-    events = recorded.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-    memory = [event for event in events if event.name() == "[memory]"]
-    held = peak = 0
-    for _, _, change in sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(memory)):  # pyright: ignore[reportAttributeAccessIssue]
-        held += change
-        peak = max(peak, held)
-    return peak
-
-
 @pytest.mark.parametrize("objective", ["mae", "caption"])
 def test_a_record_takes_as_much_memory_as_a_real_clipped_micro_batch_shows(objective: Any) -> None:
     shape, cost = SHAPES[objective], counted(SHAPES[objective], objective)
@@ -87,7 +55,7 @@ def test_a_record_takes_as_much_memory_as_a_real_clipped_micro_batch_shows(objec
 
 
 def test_time_is_arithmetic_rings_and_whole_micro_batches() -> None:
-    weights = Weights(trainable=100_000_000, frozen=0, largest=1, moments=8, private=True)
+    weights = WeightCounts(trainable=100_000_000, frozen=0, largest=1, moments=8, private=True)
     cost = RecordCost(1e9, 3e9, 1e9, 1e6, 0.0)
     # 1000 records on 4 ranks are 250 each: 4 rows of 64, of which 6 slots are padding.
     found = step_time(cost, weights, CLUSTER, Batch(1000), 64, stage=1)
@@ -98,12 +66,12 @@ def test_time_is_arithmetic_rings_and_whole_micro_batches() -> None:
     partitioned = step_time(cost, weights, CLUSTER, Batch(1000), 64, stage=3)
     assert partitioned.exchange == pytest.approx(one * (2 * 8e8 + 4e8 + 4 * 4 * 4e8))
     assert step_time(cost, weights, CLUSTER, Batch(1000), 64, 1, records_per_second=64.0).compute == pytest.approx(4.0)
-    public = Weights(100_000_000, 0, 1, 8, private=False)
+    public = WeightCounts(100_000_000, 0, 1, 8, private=False)
     assert step_time(cost, public, CLUSTER, Batch(1000), 64, 1).compute == pytest.approx(256 * 3e9 / 10e12)
 
 
 def test_frozen_weights_are_gathered_too_and_whole_weights_get_all_their_noise_on_every_rank() -> None:
-    weights = Weights(trainable=100_000_000, frozen=100_000_000, largest=1, moments=8, private=True)
+    weights = WeightCounts(trainable=100_000_000, frozen=100_000_000, largest=1, moments=8, private=True)
     cost, one = RecordCost(1e9, 3e9, 1e9, 1e6, 0.0), 0.75 / 5e9
     partitioned = step_time(cost, weights, CLUSTER, Batch(1000), 64, stage=3)
     assert partitioned.exchange == pytest.approx(one * (2 * 8e8 + 4e8 + 4 * 4 * 8e8))
@@ -112,7 +80,7 @@ def test_frozen_weights_are_gathered_too_and_whole_weights_get_all_their_noise_o
 
 
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
-    weights = Weights(trainable=50_000_000, frozen=1000, largest=9_000_000, moments=8, private=True)
+    weights = WeightCounts(trainable=50_000_000, frozen=1000, largest=9_000_000, moments=8, private=True)
     cost = RecordCost(1.0, 1.0, 1.0, 3e7, 1e6)
     for stage in range(4):
         for offload in (False, True) if stage else (False,):
@@ -133,7 +101,7 @@ def test_memory_is_what_each_stage_holds() -> None:
     """The terms that test_e2e_planner.py finds in real allocations: 80 weights, the largest of 30, 8 ranks."""
 
     def held(stage: int, private: bool, offload: bool = False, ranks: int = 8) -> Memory:
-        weights = Weights(trainable=80, frozen=20, largest=30, moments=8, private=private)
+        weights = WeightCounts(trainable=80, frozen=20, largest=30, moments=8, private=private)
         return memory(weights, stage, ranks, offload)
 
     assert held(0, True) == Memory(400, 640, 0, 640, 0, 320 + 320)
@@ -147,35 +115,13 @@ def test_memory_is_what_each_stage_holds() -> None:
     assert held(1, True, offload=True) == Memory(400, 640, 0, 0, 0, 320 + 40, 0, 120 + 80 + 240, 120)
     assert held(1, False, offload=True) == Memory(400, 0, 320, 0, 0, 0, 0, 120 + 80 + 240, 0)
     assert held(3, True, offload=True) == Memory(50, 640, 0, 0, 400, 2 * 320, 0, 120 + 80, 120)
-    few = memory(Weights(trainable=80, frozen=0, largest=70, moments=8, private=True), 0, 8, False)
+    few = memory(WeightCounts(trainable=80, frozen=0, largest=70, moments=8, private=True), 0, 8, False)
     assert few.update == 320 + 8 * 70
-    huge = memory(Weights(trainable=10**9, frozen=0, largest=70, moments=8, private=True), 0, 8, False)
+    huge = memory(WeightCounts(trainable=10**9, frozen=0, largest=70, moments=8, private=True), 0, 8, False)
     assert huge.update == 4e9 + 2e9
     cost = RecordCost(1.0, 1.0, 1.0, 7.0, 3.0)
     assert held(3, True).peak(2, cost) == 850 + 640 and held(3, True).peak(90, cost, 1.0) == 850 + 400 + 990
     assert held(3, True).micro_batch(850 + 400 + 990, cost, 1.0) == 90 and held(3, True).stays == 850
-
-
-def config(tmp_path: Path, **changes: Any) -> Path:
-    """A recipe of some size, whose data are nowhere."""
-    whole = {
-        "train_micro_batch_size_per_gpu": 32,
-        "model": {"family": "mae", "size": "base", "width": 4096, "heads": 16, "depth": 3},
-        "phases": [{
-            "name": "private", "objective": "mae",
-            "data": {"source": "shards", "path": "nowhere", "expected_records": 1_000_000},
-            "privacy": {"epsilon": 8.0, "expected_batch": 4000, "noise_multiplier": 1.0},
-            "schedule": {"peak": 1e-3}, "steps": 100,
-        }],
-    } | changes  # fmt: skip
-    path = tmp_path / "big.json"
-    path.write_text(json.dumps(whole))
-    return path
-
-
-def ask(path: Path, *arguments: str) -> int:
-    cluster = ("--gpus", "16", "--memory", "80", "--tflops", "100", "--link", "20", "--noise-rate", "1e8")
-    return main(["--config", str(path), *cluster, *arguments])
 
 
 def test_a_plan_without_data_and_without_the_model_in_memory(

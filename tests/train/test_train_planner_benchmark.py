@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from train.config import Config
-from train.run_dir import RunDir
+from murmuration.train.config.root import Config
+from murmuration.train.storage.run_dir import RunDir
 
 TOLD = {"mae_tflops": 0.05, "captioner_tflops": 0.05, "link_gb_per_s": 1.0, "noise_per_second": 5e7}
 
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """It lies beside the other benchmarks and not in a package."""
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    return importlib.import_module("plan")
+def plan(benchmark: Callable[[str], ModuleType]) -> Any:
+    return benchmark("plan")
 
 
 def raw_of(plan: Any, name: str, **more: Any) -> dict[str, Any]:

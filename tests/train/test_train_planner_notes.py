@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train_planner import CLUSTER, SHAPES, ask, config, counted, peak_of
-from test_train_planner_rows import COST, SMALL, WEIGHTS
-from train_helpers import alone
 
-from accounting.accountant import Event, epsilon
-from data.batches import MicroBatch
-from model.build import build
-from train.dry_run import dry_run
-from train.loading import load
-from train.mixing import PublicGradient
-from train.planner_memory import Weights, memory
-from train.planner_rows import Batch
-from train.planner_time import step_time
-from train.probes import synthetic_batch
+from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.model.build import build
+from murmuration.train.commands.dry_run import dry_run
+from murmuration.train.config.load import load
+from murmuration.train.planner.cluster import step_time
+from murmuration.train.planner.memory import WeightCounts, memory
+from murmuration.train.planner.rows import Batch
+from murmuration.train.run.public_mixing import PublicGradient
+from murmuration.train.self_test.probes import synthetic_batch
+from tests.support.planner_world import CLUSTER, COST, SHAPES, SMALL, WEIGHTS, ask, config, counted, peak_of
+from tests.support.train_helpers import alone
 
 SAID = "NOT PRIVATE at ε = 1: a TAN simulation, batch and noise divided by 2; ε above is that of what will run"
 
@@ -78,7 +77,7 @@ def test_public_records_that_are_mixed_in_take_their_time() -> None:
     measured = step_time(COST, WEIGHTS, CLUSTER, batch, 64, 1, records_per_second=64.0, mixed=300)
     # A record without clipping takes three of the four parts of a private one.
     assert measured.public == pytest.approx(2 * 0.75)
-    twin = Weights(100_000_000, 0, 1, 8, private=False)
+    twin = WeightCounts(100_000_000, 0, 1, 8, private=False)
     assert step_time(COST, twin, CLUSTER, batch, 64, 1, records_per_second=64.0, mixed=300).public == pytest.approx(2)
 
 
@@ -110,7 +109,7 @@ def test_mixing_does_not_advise_a_stage_that_refuses_it(tmp_path: Path, capsys: 
 
 
 def test_public_gradients_lie_whole_on_every_rank() -> None:
-    weights = [Weights(80, 20, 30, 8, True, mixed=mixed) for mixed in (False, True)]
+    weights = [WeightCounts(80, 20, 30, 8, True, mixed=mixed) for mixed in (False, True)]
     for stage, offload in ((0, False), (1, False), (1, True), (2, False), (3, False)):
         without, with_ = (memory(each, stage, 8, offload) for each in weights)
         assert with_.stays == without.stays and with_.host == without.host
@@ -130,5 +129,5 @@ def test_the_mean_public_gradient_takes_as_much_memory_as_counted() -> None:
     gradient = PublicGradient(model, rows, alone())
     # So few records that the gradients are most of it, and two rows: the second finds those of the first.
     peak = peak_of(lambda: gradient.of_step(1))
-    planned = memory(Weights(own, 0, 1, 8, True, mixed=True), 1, 1, False).while_computing + size * cost.bytes
+    planned = memory(WeightCounts(own, 0, 1, 8, True, mixed=True), 1, 1, False).while_computing + size * cost.bytes
     assert 0.92 * planned < peak < 1.08 * planned

@@ -8,18 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_train_planner import CLUSTER, ask, config
 
-from accounting.plan import PrivacyPlan, threshold_for
-from data.batches import row_count, slots
-from train.planner_cost import RecordCost
-from train.planner_memory import Weights
-from train.planner_rows import Batch
-from train.planner_time import step_time
+from murmuration.accounting.plan import PrivacyPlan, threshold_for
+from murmuration.data.draw.micro_batch import row_count, slots
+from murmuration.train.planner.cluster import step_time
+from murmuration.train.planner.rows import Batch
+from tests.support.planner_world import CLUSTER, COST, SMALL, WEIGHTS, ask, config
 
 DRAWS = 20_000
-COST = RecordCost(1e9, 3e9, 1e9, 1e6, 0.0)
-WEIGHTS = Weights(trainable=100_000_000, frozen=0, largest=1, moments=8, private=True)
 
 
 def plan(records: int, batch: float) -> PrivacyPlan:
@@ -109,12 +105,6 @@ def advised(tmp_path: Path, capsys: Any, changes: dict[str, Any], micro_batch: i
     path.write_text(json.dumps(raw))
     assert ask(path, "--json", *more) == 0
     return json.loads(capsys.readouterr().out)["phases"][0]
-
-
-SMALL = {
-    "family": "mae", "image_size": 32, "patch_size": 8, "width": 64, "depth": 1, "heads": 2, "mae_decoder_width": 32,
-    "mae_decoder_depth": 1, "mae_decoder_heads": 2,
-}  # fmt: skip
 
 
 def test_a_private_phase_is_not_sent_to_the_mean_of_its_draws(

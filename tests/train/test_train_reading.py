@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from data.batches import MicroBatch
-from data.index import build
-from data.stream import PLACES, Stream
-from data.synthetic import shape_samples, write_shards
-from data.tar import UnreadableError
-from tests.train.train_helpers import Disagreement, on_ranks
-from train.config import Config
-from train.loading import ConfigError, load
-from train.reading import agree, begun, public_epochs, rank_plan, until_unreadable
-from train.recipe import ReadyPhase, RecipeError, prepare
-from train.stop import StopRequest
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.data.draw.stream import PLACES, Stream
+from murmuration.data.index.shard_index import build
+from murmuration.data.store.place import UnreadableError
+from murmuration.data.synthetic.index import shape_samples, write_shards
+from murmuration.train.config.load import ConfigError, load
+from murmuration.train.config.root import Config
+from murmuration.train.distributed.stop import StopRequest
+from murmuration.train.recipe.read_options import agree, public_epochs, rank_plan, with_stream_order
+from murmuration.train.recipe.ready_phase import ReadyPhase, RecipeError, prepare
+from murmuration.train.step import until_unreadable
+from tests.support.train_helpers import Disagreement, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 Nodes = list[list[int]]
@@ -115,7 +116,7 @@ def test_a_stream_is_dealt_out_to_ranks(tmp_path: Path, shards: Path) -> None:
 
     def act(ranks: Any) -> np.ndarray:
         (phase,) = agree(phases, ranks)
-        phase = begun(phase, b"key")
+        phase = with_stream_order(phase, b"key")
         assert isinstance(phase.index, Stream)
         plan, epochs = rank_plan(phase, ranks, 2), public_epochs(phase, 7, b"key")
         assert plan is not None and epochs.batch == 7

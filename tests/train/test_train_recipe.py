@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from config_base import Change, drop, put
 from safetensors.torch import save_file
-from train_helpers import plan_for
 
-from accounting.journal import Journal
-from accounting.ledger import Ledger
-from data.text import word_tokenizer
-from train import recipe
-from train.config import Config
-from train.recipe import RecipeError, make_plan, prepare
+from murmuration.accounting.ledger.chain import Ledger
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.data.text.encoder import word_tokenizer
+from murmuration.train.config.root import Config
+from murmuration.train.recipe import ready_phase as recipe
+from murmuration.train.recipe.ready_phase import RecipeError, make_plan, prepare
+from tests.support.config_base import Change, drop, put
+from tests.support.train_helpers import plan_for
 
 
 @pytest.fixture
 def real(tmp_path: Path, loaded: Callable[..., Config]) -> Callable[..., Config]:
     """The base with real (tiny) shards and a tokenizer."""
-    from data.index import build
-    from data.shapes import GRAMMAR_WORDS
-    from data.synthetic import shape_samples, texture_samples, write_shards
+    from murmuration.data.index.shard_index import build
+    from murmuration.data.synthetic.index import shape_samples, texture_samples, write_shards
+    from murmuration.data.synthetic.shapes import GRAMMAR_WORDS
 
     for name, samples in (
         ("warm", texture_samples(1, 16, 32)), ("private", shape_samples(2, 40, 32)),

@@ -8,17 +8,17 @@ import re
 
 import pytest
 import torch
-from test_train_recipes import FILES, PLANS, ROOT, private_phase
 
-from model.build import build
-from train.loading import load
-from train.mixing import alpha
-from train.optim import make_optimizer
-from train.optim_policy import policies
-from train.optim_settings import Optimizer
-from train.planner import forecast
-from train.planner_cluster import Cluster
-from train.recipe import resolve_shape
+from murmuration.model.build import build
+from murmuration.train.config.load import load
+from murmuration.train.config.optimizer import Optimizer
+from murmuration.train.optim.base import policies
+from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.planner.cluster import Cluster
+from murmuration.train.planner.forecast import forecast
+from murmuration.train.recipe.ready_phase import resolve_shape
+from murmuration.train.run.public_mixing import alpha
+from tests.support.shipped_recipes import FILES, PLANS, ROOT, private_phase
 
 
 def tabled(heading: str) -> list[tuple[str, list[str]]]:

@@ -7,26 +7,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import brute_force
 import numpy as np
 import pytest
 import torch
-from config_base import put
-from drops_world import ready
-from parity_engines import contribution, only, prepared, summed
-from train_helpers import SHAPE, alone, nano_inputs
 
-from data.batches import EMPTY, WEIGHT, MicroBatch
-from model.build import build
-from model.record_weight import RECORD_WEIGHT
-from train.audit_canaries import CanaryBatches
-from train.clip_rule import ClipRule
-from train.config import Config
-from train.config_data import ShardData
-from train.config_phase import Mixing
-from train.forward import PlainForward
-from train.mixing import mixed_spec
-from train.recipe import RecipeError, prepare
+from murmuration.data.batch.reader import WEIGHT
+from murmuration.data.draw.micro_batch import EMPTY, MicroBatch
+from murmuration.model.build import build
+from murmuration.model.record_weight import RECORD_WEIGHT
+from murmuration.train.audit.canaries import CanaryBatches
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.config.data import ShardData
+from murmuration.train.config.phase import Mixing
+from murmuration.train.config.root import Config
+from murmuration.train.engines.forward import PlainForward
+from murmuration.train.recipe.ready_phase import RecipeError, prepare
+from murmuration.train.run.public_mixing import mixed_spec
+from tests.support import brute_force
+from tests.support.config_base import put
+from tests.support.drops_world import ready
+from tests.support.parity_engines import contribution, only, prepared, summed
+from tests.support.train_helpers import SHAPE, alone, nano_inputs
 
 WEIGHTS = [1.0, 0.0, 0.03, 2.5, 1e6, 1e-6]
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from config_base import put
 
-from train.config import Config
-from train.report import figure, outcomes, read_curves
-from train.run_dir import RunDir
-from train.stop_rules import measured_before
+from murmuration.train.config.root import Config
+from murmuration.train.run.early_end import measured_before
+from murmuration.train.run.report import figure, outcomes, read_curves
+from murmuration.train.storage.run_dir import RunDir
+from tests.support.config_base import put
 
 NAMES = [
     "$",

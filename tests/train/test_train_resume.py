@@ -7,19 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from step_world import journal_at, step_of
-from train_helpers import alone, plan_for
 
-from accounting.journal import Journal
-from accounting.ledger import Ledger, LedgerError
-from train.board import Board
-from train.checkpoint import CheckpointError, Checkpoints, Keep, Position
-from train.checkpoint_keep import pointer_text
-from train.resume import latest_checkpoint
-from train.run_dir import RunDir
+from murmuration.accounting.ledger.chain import Ledger, LedgerError
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.train.run.board import Board
+from murmuration.train.run.context import RunContext
+from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, Position, pointer_text
+from murmuration.train.storage.run_dir import RunDir
+from tests.support.step_world import journal_at, step_of
+from tests.support.train_helpers import alone, plan_for
 
 LOSSES = {2: 1.0, 4: 3.0, 6: 2.0}
 
@@ -61,13 +59,13 @@ class Run:
     def resume(self, new_segment: str | None = None) -> tuple[int | None, str | None]:
         """The step that it continues from, and why its next steps need a new segment."""
         journal = Journal(Ledger.open(self.root / "ledger.jsonl"))
-        run: Any = SimpleNamespace(
-            ranks=alone(), writer=journal, new_segment=new_segment, folder=RunDir(self.root),
-            checkpoints=Checkpoints(self.folder, alone(), self.keep), board=SimpleNamespace(say=self.said.append),
-            config=SimpleNamespace(run=SimpleNamespace(keep_best=self.keep.best)),
+        run = RunContext(
+            "run", RunDir(self.root), alone(), journal, None, Checkpoints(self.folder, alone(), self.keep), new_segment,
+            config=SimpleNamespace(run=SimpleNamespace(keep_best=self.keep.best)),  # pyright: ignore
+            board=SimpleNamespace(say=self.said.append), stop=None,  # pyright: ignore
         )  # fmt: skip
         try:
-            loaded = latest_checkpoint(run)
+            loaded = run.latest_checkpoint()
             if loaded is None:
                 return None, None
             return loaded.position.step, journal.new_segment_reason(0, loaded.position.step, "config")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from accounting.keys import KeyFileError
-from train.run_dir import RunDir
+from murmuration.accounting.keys import KeyFileError
+from murmuration.train.storage.run_dir import RunDir
 
 
 def test_a_kill_around_the_first_ledger_line_leaves_a_run_that_can_start(tmp_path: Path) -> None:

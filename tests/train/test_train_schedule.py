@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from train.optim_settings import Schedule
-from train.schedule import learning_rate
+from murmuration.train.config.optimizer import Schedule
+from murmuration.train.optim.schedule import learning_rate
 
 
 def rates(steps: int, peak: float = 1.0, **settings: Any) -> list[float]:

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from planted_faults import ChangedAfterwards
-from self_test_world import caption_model, tried
-from train_helpers import SHAPE, LocalEngine, alone, on_ranks, plan_for, private_engine
 
-from model.build import build
-from model.safety import CouplingError
-from train.clip_rule import ClipError
-from train.noise import NoiseMechanism
-from train.probes import synthetic_batch
-from train.self_test import SelfTestError, self_test
+from murmuration.model.build import build
+from murmuration.model.safety import CouplingError
+from murmuration.train.clip.rule import ClipError
+from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
+from murmuration.train.self_test.self_test import SelfTestError, self_test
+from tests.support.planted_faults import ChangedAfterwards
+from tests.support.self_test_world import caption_model, tried
+from tests.support.train_helpers import ADAMW, SHAPE, LocalEngine, alone, on_ranks, plan_for, private_engine
 
 
 @pytest.mark.parametrize("objective", ["caption", "mae"])
@@ -31,7 +31,7 @@ def test_an_honest_engine_passes_and_is_left_bit_by_bit_as_it_was(objective: str
     flat, rule = engine.flats[0].detach().clone(), clip.rule
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    report = self_test(engine, clip, noise, False, SHAPE, objective, micro_batch, alone())
+    report = self_test(engine, clip, noise, False, SyntheticRecords.of(SHAPE, objective), micro_batch, alone())
     assert report.measured_sigma == pytest.approx(1.5, rel=0.05)
     assert 0 < report.largest_hostile <= 1 and report.records_per_second > 0
     after = model.state_dict()
@@ -64,19 +64,18 @@ def test_the_noise_of_the_self_test_is_its_own() -> None:
 
 @pytest.mark.parametrize("kind", ["AdamW", "LAMB", "SGD", "LARS"])
 def test_every_optimizer_passes_and_shows_what_changes_the_gradient_after_the_noise(kind: Any) -> None:
-    honest = type("Honest", (LocalEngine,), {"optimizer": kind})
-    tampered = type("Tampered", (ChangedAfterwards,), {"optimizer": kind})
-    tried(alone(), engine=honest)
-    on_ranks(2, lambda ranks: tried(ranks, engine=honest))
+    optimizer = ADAMW.model_copy(update={"type": kind})
+    tried(alone(), optimizer=optimizer)
+    on_ranks(2, lambda ranks: tried(ranks, optimizer=optimizer))
     with pytest.raises(SelfTestError, match="after the noise"):
-        tried(alone(), engine=tampered)
+        tried(alone(), engine=ChangedAfterwards, optimizer=optimizer)
 
 
 def test_it_refuses_to_run_where_it_would_lose_the_optimizer_state() -> None:
     engine, clip, noise = private_engine(alone(), model=caption_model())
     engine.set_optimizer_step(7)
     with pytest.raises(SelfTestError, match="before the optimizer's state is restored"):
-        self_test(engine, clip, noise, False, SHAPE, "caption", 4, alone())
+        self_test(engine, clip, noise, False, SyntheticRecords.of(SHAPE, "caption"), 4, alone())
     assert engine.optimizer_step() == 7
 
 
@@ -97,7 +96,7 @@ def test_what_each_check_of_the_model_finds_stops_every_rank(
     def objects(*given: Any, **options: Any) -> None:
         raise error(f"{check} found something")
 
-    monkeypatch.setattr(f"train.self_test.{check}", objects)
+    monkeypatch.setattr(f"murmuration.train.self_test.self_test.{check}", objects)
     with pytest.raises(SelfTestError, match=f"{check} found something"):
         on_ranks(2, tried)
 

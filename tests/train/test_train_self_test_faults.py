@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from planted_faults import (
+from torch import Tensor, nn
+
+from murmuration.train.self_test.self_test import SelfTestError
+from tests.support.planted_faults import (
     ChangedAfterwards,
     DividesByRealised,
     EqualPerParameter,
@@ -32,11 +35,8 @@ from planted_faults import (
     scaled,
     swapped,
 )
-from self_test_world import caption_model, tried
-from torch import Tensor, nn
-from train_helpers import alone, on_ranks
-
-from train.self_test import SelfTestError
+from tests.support.self_test_world import caption_model, tried
+from tests.support.train_helpers import alone, on_ranks
 
 ONE_RANK: dict[str, tuple[dict[str, Any], str]] = {
     "the hook is lost": ({"engine": HookLost}, "elements were finished"),

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from train.clip_bookkeeping import BookKeepingClip
-from train.clip_rule import ClipRule, rounding_allowance
-from train.forward import PrivateForward
-from train.precision import Precision
+from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.rule import ClipRule, rounding_allowance
+from murmuration.train.engines.forward import PrivateForward
 
 C, MICRO_BATCH, MICRO_BATCHES = 0.7, 512, 200
 

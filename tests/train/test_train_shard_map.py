@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from train_helpers import LocalEngine, Toy, on_ranks
 
-from train.fragment import Fragment
-from train.shard_map import ShardMapError, whole_parameters, zero_slices
+from murmuration.train.distributed.shards import Fragment, whole_parameters
+from murmuration.train.engines.shard_map import ShardMapError, zero_slices
+from tests.support.train_helpers import LocalEngine, Toy, on_ranks
 
 
 def mapped(parameter: nn.Parameter, start: int, length: int, position: int, group: int = 0, outside: int = -1) -> None:
@@ -80,6 +80,6 @@ def test_the_tests_own_engine_tiles_the_model() -> None:
 
 
 def _plain() -> Any:
-    from train.forward import PlainForward
+    from murmuration.train.engines.forward import PlainForward
 
     return PlainForward(Toy())

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from step_world import DIGEST_KEY, KEY, RECORDS, Stop, journal_at, kinds, step_of, weights
-from train_helpers import alone, on_ranks, plan_for, private_engine, toy_batch
 
-from accounting.journal import BudgetSpent, Journal
-from accounting.ledger import LedgerError
-from accounting.plan import PrivacyPlan
-from data.sampler import PoissonSampler
-from train.clip import clipped_totals
-from train.noise import NoiseMechanism
-from train.ranks import Disagreement
-from train.step import PrivateStep
-from train.stop import Stopped
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.journal import BudgetSpent, Journal
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.data.draw.poisson import PoissonSampler
+from murmuration.train.clip.engine import clipped_totals
+from murmuration.train.distributed.ranks import Disagreement
+from murmuration.train.distributed.stop import Stopped
+from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.step import PrivateStep
+from tests.support.step_world import DIGEST_KEY, KEY, RECORDS, Stop, journal_at, kinds, step_of, weights
+from tests.support.train_helpers import alone, on_ranks, plan_for, private_engine, toy_batch
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_the_ledger_is_written_before_anything_is_computed_and_after_everything(
     observed = step.run(1, 1e-2)
     assert set(order[:-1]) == {"accumulate after open"} and order[-1] == "update after open"
     assert kinds(journal) == ["open", "commit"]
-    draw = step.sampler.draw(1)
+    draw = step.records.draw(1)
     assert observed.records == len(draw.ids) > 0
     facts = next(iter(journal.history.committed.values()))
     assert facts.sampling.digest == draw.digest and facts.sampling.threshold == plan.threshold
@@ -60,7 +60,7 @@ def test_the_update_is_the_clipped_sum_and_the_noise_over_the_constant(tmp_path:
     step, engine = step_of(alone(), journal_at(tmp_path, plan), plan)
     reference, clip, noise = private_engine(alone(), plan)
     before = weights(engine)
-    ids = step.sampler.draw(1).ids
+    ids = step.records.draw(1).ids
     images = RECORDS[torch.from_numpy(ids.copy())]
     total, _ = clipped_totals(clip, reference.model, {"images": images}, torch.ones(len(ids), dtype=torch.bool))
     for index, (name, p) in enumerate(reference.parameters.items()):
@@ -98,7 +98,7 @@ def test_an_empty_draw_is_still_a_step_of_noise_alone(tmp_path: Path, step_numbe
     plan = plan_for(batch=400 / 2**32, noise_multiplier=2.0)  # K = 1: nobody comes
     journal = journal_at(tmp_path, plan)
     step, engine = step_of(alone(), journal, plan)
-    assert len(step.sampler.draw(step_number).ids) == 0
+    assert len(step.records.draw(step_number).ids) == 0
     before = weights(engine)
     observed = step.run(step_number, 1e-2)
     assert observed.records == 0 and kinds(journal) == ["open", "commit"]

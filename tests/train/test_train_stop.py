@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_helpers import alone, on_ranks
 
-from train import stop as stop_module
-from train.stop import Stopped, StopRequest
+from murmuration.train.distributed import stop as stop_module
+from murmuration.train.distributed.stop import Stopped, StopRequest
+from tests.support.train_helpers import alone, on_ranks
 
 
 @pytest.fixture

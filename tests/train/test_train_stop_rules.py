@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from step_world import step_of
-from train_helpers import alone, on_ranks, plan_for
 
-from accounting.history import History
-from accounting.journal import Journal
-from accounting.ledger import Ledger
-from train.config_phase import Plateau
-from train.stop_rules import Ending, PlateauRule, asked_for, measured_before
+from murmuration.accounting.ledger.chain import Ledger
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.train.config.phase import Plateau
+from murmuration.train.run.early_end import Ending, PlateauRule, asked_for, measured_before
+from tests.support.step_world import step_of
+from tests.support.train_helpers import alone, on_ranks, plan_for
 
 
 def rule(losses: list[float], patience: int = 2, min_delta: float = 0.0, not_before: int = 0) -> str | None:

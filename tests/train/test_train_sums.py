@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from train_helpers import on_ranks, plan_for
 
-from train.clip_rule import FACTOR_ROUNDING, MOST_ALLOWANCE, ClipError, ClipRule, rounding_allowance
-from train.handover import Handover
-from train.sums import ExactSums, Float32Sums, product
+from murmuration.train.clip.rule import FACTOR_ROUNDING, MOST_ALLOWANCE, ClipError, ClipRule, rounding_allowance
+from murmuration.train.clip.sums import ExactSums, Float32Sums, product
+from murmuration.train.engines.gradient_injection import GradientInjector
+from tests.support.train_helpers import on_ranks, plan_for
 
 CPU = torch.device("cpu")
 
@@ -117,7 +117,7 @@ def test_the_totals_arrive_as_gradients_whatever_scales_the_loss() -> None:
     sums = ExactSums(shapes, CPU)
     for number, (name, shape) in enumerate(shapes.items()):
         sums.add(name, torch.full(shape, number + 1 / 3))
-    handover = Handover(model)
+    handover = GradientInjector(model)
     assert list(handover.parameters()) == [], "parameters stay with their own modules"
     (handover(sums.totals) * 0.125).backward()
     for name, parameter in model.named_parameters():

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.batches import BatchReader
-from data.synthetic import SyntheticIndex
-from train.config import Config
-from train.loading import ConfigError, load
-from train.recipe import prepare
+from murmuration.data.batch.reader import BatchReader
+from murmuration.data.synthetic.index import SyntheticIndex
+from murmuration.train.config.load import ConfigError, load
+from murmuration.train.config.root import Config
+from murmuration.train.recipe.ready_phase import prepare
 
 MODEL = {
     "family": "captioner", "size": "custom", "image_size": 16, "patch_size": 8, "width": 16, "depth": 1, "heads": 2,

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from train_helpers import alone
 
-from accounting.journal import BudgetSpent
-from train.monitor import Reading
-from train.observed import Observed
-from train.stop import Stopped
-from train.trainer import Trainer
+from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.train.config.optimizer import Schedule
+from murmuration.train.distributed.stop import Stopped
+from murmuration.train.public.monitor import MonitorReading
+from murmuration.train.run.trainer import Saving, Trainer, Watching
+from murmuration.train.step import StepSummary
+from tests.support.train_helpers import alone
 
 
 class Loop:
@@ -22,28 +23,36 @@ class Loop:
         self.said: list[Any] = []
         self.at, self.stop, self.ends_after = 0, stop, ends_after
         parts: Any = {
+            "phase": SimpleNamespace(
+                number=0, name="private",
+                settings=SimpleNamespace(
+                    steps=5, schedule=Schedule(shape="constant", peak=0.5), data=SimpleNamespace(public=False)
+                ),
+            ),
             "step": SimpleNamespace(run=self.one),
             "engine": SimpleNamespace(discard=lambda: self.said.append("discard")),
-            "evaluator": SimpleNamespace(measure=lambda: {"public_loss": float(self.at)}),
-            "monitor": SimpleNamespace(measure=lambda: Reading({"monitored": float(self.at)}, [])),
-            "checkpoints": SimpleNamespace(begin=self.begin, settle=self.settle),
+            "saving": Saving(
+                SimpleNamespace(begin=self.begin, settle=self.settle), 2, lag, True, dict,  # pyright: ignore
+                lambda step, digest: self.said.append(("ledger", step, digest)),
+            ),
+            "watching": Watching(
+                SimpleNamespace(measure=lambda: {"public_loss": float(self.at)}),  # pyright: ignore
+                SimpleNamespace(measure=lambda: MonitorReading({"monitored": float(self.at)}, [])),  # pyright: ignore
+            ),
             "board": SimpleNamespace(public=self.public, private=lambda *_: None, say=lambda text: None),
             "pace": SimpleNamespace(tick=lambda: None, rate=lambda: None, line=lambda *_: ""),
             "ending": SimpleNamespace(reason=self.reason, measured=lambda *given: self.said.append(("ending", *given))),
         }  # fmt: skip
         self.trainer = Trainer(
-            number=0, name="private", steps=5, learning_rate=lambda t: 0.5, ranks=alone(), checkpoint_every=2,
-            checkpoint_lag=lag, log_every=99, replicated=True, clip_bound=None, header=dict,
-            checkpointed=lambda step, digest: self.said.append(("ledger", step, digest)), spent=lambda: None,
-            budget=None, public_records=False, **parts,
+            ranks=alone(), log_every=99, clip_bound=None, spent=lambda: None, budget=None, **parts
         )  # fmt: skip
 
-    def one(self, step: int, rate: float) -> Observed:
+    def one(self, step: int, rate: float) -> StepSummary:
         if self.stop is not None and step == 4:
             raise self.stop
         self.at = step
         self.said.append(("step", step))
-        return Observed(released={"noised_loss": float(step)})
+        return StepSummary(released={"noised_loss": float(step)})
 
     def begin(self, position: Any, *rest: Any) -> None:
         self.said.append(("copy", position.step))

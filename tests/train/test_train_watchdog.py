@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from train.watchdog import Pulse, Watchdog
+from murmuration.train.distributed.watchdog import Pulse, Watchdog
 
 STALL = 2.0
 

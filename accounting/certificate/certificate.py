@@ -1,0 +1,26 @@
+"""The certificate of a run: composed from its ledger, written as JSON, Markdown and HTML, and verified."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from murmuration.accounting.certificate.pages import html_page, markdown
+from murmuration.accounting.certificate.statement import FORMAT, compose
+from murmuration.accounting.certificate.verify import CertificateError, Verdict, verify
+from murmuration.accounting.durable import atomic
+
+__all__ = ["FORMAT", "CertificateError", "Verdict", "compose", "html_page", "markdown", "verify", "write"]
+
+
+def write(certificate: dict[str, Any], run_dir: Path) -> None:
+    """Each file whole or absent, and on disk when this returns. JSON last: its presence means that all are there."""
+    for name, text in (
+        ("certificate.html", html_page(certificate)),
+        ("certificate.md", markdown(certificate)),
+        ("certificate.json", json.dumps(certificate, indent=2, ensure_ascii=False) + "\n"),
+    ):
+        with atomic(run_dir / name, one_writer=True) as file:
+            # Halves of characters, which names of files may hold, are written as JSON writes them.
+            file.write(text.encode("utf-8", "backslashreplace"))

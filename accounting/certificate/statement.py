@@ -1,0 +1,157 @@
+"""What a ledger supports saying, as one JSON document: the content of a certificate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from murmuration.accounting.epsilon.accountant import AccountingError, describe, epsilon, round_up, show_delta
+from murmuration.accounting.epsilon.tuning import tuned_epsilon
+from murmuration.accounting.ledger.chain import LedgerEntry
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.plan import ADJACENCY, UNIT
+
+FORMAT = "murmuration-certificate/1"
+MECHANISM = (
+    "per-record gradients clipped in L2 norm over all trainable parameters, summed over an exact "
+    "Poisson sample, Gaussian noise added once to the sum, divided by the constant q·n"
+)
+DEVIATIONS = [
+    "Noise and sums are floating-point numbers (64-bit draws and totals, 32-bit products and results), not samples of "
+    "the ideal distributions.",
+    "A restored copy of the whole run directory, secret folder included, cannot be told from the original.",
+    "Ledger and certificate hold unkeyed hashes of the private records' files: whoever knows all of them but one can "
+    "test guesses of that one, and who knows the files can test which records an exclusion list left out.",
+]
+# What is to be said where the noise did not come from a cryptographic generator.
+GENERATOR_DEVIATIONS = {
+    "philox4x32-10": "The noise came from Philox4x32-10, which is not a cryptographic generator: the promise holds "
+    "against adversaries who cannot tell its output from true randomness, and that is conjectured, not proved.",
+}
+
+
+def compose(
+    history: History, entries: list[LedgerEntry], extra: dict[str, Any], epsilon_found: float | None = None
+) -> dict[str, Any]:
+    """Everything a reader needs to recompute the claim. `extra` holds what the ledger does not know: hashes, the
+    deviations of this trainer, `siblings` (other runs on the same records). The epsilon is computed unless it is given,
+    as one that another method found."""
+    added = dict(extra)
+    deviations = added.pop("known_deviations", [])
+    private = bool(history.plans)
+    objection = history.why_not_private()
+    chargeable = private and not history.faults
+    spent = (history.epsilon() if epsilon_found is None else epsilon_found) if chargeable else None
+    basis = history.why_budget_is_claimed() if chargeable else None
+    claimed = None if spent is None else max(spent, history.budget()) if basis else spent
+    delta = history.delta() if private else None
+    tunings = [declared.as_dict() for declared in history.tunings]
+    # Where the budget is claimed, each of the runs may have spent it.
+    tuned = [history.charged(), *([history.planned()] if basis else [])] if chargeable else []
+    for declared, shown in zip(history.tunings, tunings, strict=True):
+        if declared.tuning is None or delta is None or not chargeable:
+            continue
+        shown["epsilon"] = cost = max(tuned_epsilon(events, delta, declared.tuning) for events in tuned)
+        claimed = max(claimed or 0.0, cost)
+        basis = f"{basis}; and the run was chosen among several" if basis else "the run was chosen among several"
+    claim: dict[str, Any] = {
+        "private": objection is None,
+        "statement": _said(history, objection, claimed or 0.0, history.claimed_delta() if private else 0.0),
+        "epsilon": spent,
+        "epsilon_rounded_up": None if spent is None else round_up(spent),
+        "epsilon_claimed": None if claimed is None else round_up(claimed),
+        "claimed_because": basis or "every opened step is charged, and the planned number of steps was run",
+        "delta": delta,
+        **({"delta_claimed": history.claimed_delta()} if history.late_plans else {}),
+        "epsilon_budget": history.budget() if private else None,
+        "epsilon_rdp": _second_opinion(history) if chargeable else None,
+        "method": describe("pld"),
+        **({"stands_for": objection} if _simulated(history, objection) else {}),
+    }
+    return {
+        "format": FORMAT,
+        "run": history.run["name"],
+        "claim": claim,
+        "unit": UNIT,
+        "adjacency": ADJACENCY,
+        "mechanism": MECHANISM,
+        "phases": [_phase(history, index) for index in sorted(history.phase_names)],
+        "segments": [segment.__dict__ for segment in history.segments],
+        "tuned_on_private_data": tunings,
+        "known_deviations": deviations_of(history) + deviations,
+        **added,
+        "ledger": {"length": len(entries), "head": entries[-1].hash},
+    }
+
+
+def deviations_of(history: History) -> list[str]:
+    """What follows from the ledger and every certificate must state."""
+    found = list(DEVIATIONS)
+    for generator in sorted(
+        {facts.noise.generator for facts in (*history.opened.values(), *history.committed.values())}
+    ):
+        found += [text] if (text := GENERATOR_DEVIATIONS.get(generator)) else []
+    return found + [origin.deviation() for origin in history.origins]
+
+
+def _phase(history: History, index: int) -> dict[str, Any]:
+    plan, name = history.plans.get(index), history.phase_names[index]
+    if plan is None:
+        return {
+            "phase": index,
+            "name": name,
+            "private": False,
+            "data_declared_public": history.nonprivate[index],
+        }
+    faulty = bool(history.faults)
+    return {
+        "phase": index,
+        "name": name,
+        "private": True,
+        "plan": plan.as_dict(),
+        "sampling_rate": plan.sampling_rate,
+        "steps_opened": sum(1 for s in history.opened if s.phase == index),
+        "steps_committed": sum(1 for s in history.committed if s.phase == index),
+        "segments": len(history.segments_of(index)),
+        "events": [
+            {"mechanism": "Poisson-subsampled Gaussian", "rate": e.rate, "sigma": e.sigma, "count": e.count}
+            for e in ([] if faulty else history.charged(index))
+        ],
+        **({"clip_norms": norms} if (norms := _clip_norms(history, index)) else {}),
+        **({"faults": history.faults} if faulty else {}),
+    }
+
+
+def _clip_norms(history: History, index: int) -> dict[str, float]:
+    """Where C adapts: from where to where it went."""
+    trail = history.trails.get(index)
+    if trail is None or not trail.norms:
+        return {}
+    norms = list(trail.norms.values())
+    return {"first": norms[0], "last": norms[-1], "lowest": min(norms), "highest": max(norms)}
+
+
+def _said(history: History, objection: str | None, claimed: float, delta: float) -> str:
+    if objection is None:
+        return _statement(claimed, delta)
+    if _simulated(history, objection):
+        return f"{objection}; what was run has {_statement(claimed, delta)}"
+    return objection
+
+
+def _simulated(history: History, objection: str | None) -> bool:
+    """Whether the objection is no more than that ε is not the one of the run that this one stands for."""
+    return any(objection == str(plan.stands_for) for plan in history.plans.values() if plan.stands_for)
+
+
+def _statement(claimed: float, delta: float) -> str:
+    return (
+        f"({round_up(claimed)}, {show_delta(delta)})-differential privacy for {UNIT}, "
+        "for everything that this run released"
+    )
+
+
+def _second_opinion(history: History) -> float | str:
+    try:
+        return epsilon(history.charged(), history.delta(), "rdp")
+    except AccountingError as error:
+        return f"refused: {error}"

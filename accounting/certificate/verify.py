@@ -1,0 +1,165 @@
+"""The check that a ledger alone supports what a certificate and the checkpoints beside it say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from murmuration.accounting.certificate.statement import FORMAT, compose, deviations_of
+from murmuration.accounting.epsilon.accountant import Accountant, AccountingError
+from murmuration.accounting.errors import RunError
+from murmuration.accounting.ledger.chain import LedgerEntry
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.strict_json import JsonError, parse
+
+# Bounds that two processors compute for the same ledger agree to about 1e-12; nothing more is tolerated.
+AGREEMENT = 1e-9
+# Version 0.1 composed without a bound of the rounding. Its certificates still verify where the bound agrees with them.
+EARLIER_METHOD = {"accountant": "pld", "interval": 1e-4, "tail_mass": 1e-15, "estimate": "pessimistic"}
+EARLIER_AGREEMENT = 1e-5
+# What follows from the ledger alone; everything else in a certificate is somebody's word.
+DERIVED = ("run", "unit", "adjacency", "mechanism", "phases", "segments", "tuned_on_private_data")
+DERIVED_CLAIMS = (
+    "private", "statement", "epsilon", "epsilon_rounded_up", "epsilon_claimed", "claimed_because", "delta",
+    "epsilon_budget", "epsilon_rdp",
+)  # fmt: skip
+# Only some claims have these, and then the pages tell them.
+OPTIONAL_CLAIMS = ("delta_claimed", "stands_for")
+
+
+class CertificateError(RunError, ValueError):
+    """The certificate and the ledger do not support each other; the message says where."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What could be recomputed from the ledger alone."""
+
+    run: str
+    objection: str | None
+    epsilon: float
+    delta: float | None
+    budget: float
+    opened: int
+    committed: int
+    lines: int
+    head: str
+    certified: float | None
+    claimed: float | None = None
+    claimed_because: str | None = None
+    checkpoints: int = 0
+
+
+def verify(target: Path, accountant: Accountant = "pld") -> Verdict:
+    """Recomputes epsilon from the ledger of a run directory (or beside a certificate) and compares."""
+    run_dir = target if target.is_dir() else target.parent
+    named = target if target.is_file() and target.suffix == ".json" else None
+    certificate_path = named or run_dir / "certificate.json"
+    history, entries = History.read(run_dir / "ledger.jsonl")
+    checkpoints = _check_checkpoints(run_dir, entries)
+    private = bool(history.plans)
+    # A run whose ledger tells of a fault has no epsilon: this raises, and says which step.
+    spent = history.epsilon(accountant) if private else 0.0
+    if private and accountant == "pld" and spent > history.budget() * (1 + AGREEMENT):
+        raise CertificateError(f"the ledger charges epsilon = {spent:.6f}, above the budget of {history.budget():g}")
+    certified = claimed = because = None
+    if certificate_path.is_file():
+        try:
+            certificate = parse(certificate_path.read_bytes())
+            certified = _compare(certificate, history, entries)
+            claimed, because = certificate["claim"]["epsilon_claimed"], certificate["claim"]["claimed_because"]
+        except (CertificateError, AccountingError):
+            raise
+        except JsonError as error:
+            raise CertificateError(f"{certificate_path} {error}; restore it") from None
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError, ArithmeticError) as error:
+            raise CertificateError(f"{certificate_path} is damaged ({error!r}); restore it") from None
+    return Verdict(
+        run=history.run["name"], objection=history.why_not_private(), epsilon=spent,
+        delta=history.delta() if private else None, budget=history.budget() if private else 0.0,
+        opened=len(history.opened), committed=len(history.committed), lines=len(entries), head=entries[-1].hash,
+        certified=certified, claimed=claimed, claimed_because=because, checkpoints=checkpoints,
+    )  # fmt: skip
+
+
+def _check_checkpoints(run_dir: Path, entries: list[LedgerEntry]) -> int:
+    """A ledger that was cut is a valid shorter ledger; what was written later remembers how long it had been."""
+    manifests = sorted(run_dir.glob("checkpoints/phase*-step*/manifest.json"))
+    for manifest in manifests:
+        try:
+            stored = parse(manifest.read_bytes())["ledger"]
+            length, head = int(stored["length"]), stored["head"]
+        except (OSError, KeyError, TypeError, ValueError):
+            raise CertificateError(f"{manifest} is damaged, so it cannot vouch for the ledger; restore it") from None
+        _require_line(entries, length, head, f"the checkpoint {manifest.parent.name}")
+    return len(manifests)
+
+
+def _require_line(entries: list[LedgerEntry], length: int, head: str, witness: str) -> None:
+    if len(entries) < length:
+        raise CertificateError(
+            f"the ledger has {len(entries)} lines but {witness} was written after {length}: lines were removed"
+        )
+    if length < 1 or entries[length - 1].hash != head:
+        raise CertificateError(f"ledger line {length} is not the one that {witness} names as its head")
+
+
+def _compare(certificate: dict[str, Any], history: History, entries: list[LedgerEntry]) -> float | None:
+    if certificate["format"] != FORMAT:
+        raise CertificateError(f"the certificate has format {certificate['format']!r:.200}, not {FORMAT!r}")
+    length = certificate["ledger"]["length"]
+    _require_line(entries, length, certificate["ledger"]["head"], "the certificate")
+    if any(entry.kind in ("open", "commit", "segment", "origin", "tuning", "choice") for entry in entries[length:]):
+        raise CertificateError(
+            "steps were opened, or tuning was declared, after the certificate was written; it no longer covers the run"
+        )
+    expected, method = _expected(certificate, history, entries)
+    pairs = [(key, certificate[key], expected[key]) for key in DERIVED]
+    pairs += [(f"claim.{key}", certificate["claim"][key], expected["claim"][key]) for key in DERIVED_CLAIMS]
+    pairs.append(("claim", _optional(certificate), _optional(expected)))
+    pairs.append(("claim.method", _method(certificate), method))
+    for name, found, recomputed in pairs:
+        # Through JSON and back, as the certificate went.
+        if not _same(found, json.loads(json.dumps(recomputed))):
+            raise CertificateError(f"the certificate says {name} = {found!s:.200}, but the ledger gives {recomputed}")
+    for name in ("known_deviations", "siblings"):
+        if not isinstance(certificate.get(name, []), list):
+            raise CertificateError(f"the certificate's {name} are not a list; restore it")
+    left_out = set(deviations_of(history)) - set(certificate["known_deviations"])
+    if left_out:
+        raise CertificateError(f"the certificate leaves out a known deviation: {left_out.pop()}")
+    claimed = certificate["claim"]["epsilon"]
+    return None if claimed is None else float(claimed)
+
+
+def _expected(
+    certificate: dict[str, Any], history: History, entries: list[LedgerEntry]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the ledger gives, and by which method."""
+    expected = compose(history, entries, {})
+    found, bound = certificate["claim"]["epsilon"], expected["claim"]["epsilon"]
+    if _method(certificate) == EARLIER_METHOD and isinstance(found, float) and isinstance(bound, float):
+        if abs(found - bound) > EARLIER_AGREEMENT:
+            raise CertificateError(
+                f"the certificate says epsilon = {found}, but {bound} is the smallest bound that can be proved; its "
+                "method did not bound its own rounding"
+            )
+        return compose(history, entries, {}, found), EARLIER_METHOD
+    return expected, _method(expected)
+
+
+def _method(certificate: dict[str, Any]) -> dict[str, Any]:
+    """Another version of the package that computes RDP may do the check; everything else of the method is fixed."""
+    return {key: value for key, value in certificate["claim"]["method"].items() if key != "dp_accounting"}
+
+
+def _optional(certificate: dict[str, Any]) -> dict[str, Any]:
+    return {key: certificate["claim"][key] for key in OPTIONAL_CLAIMS if key in certificate["claim"]}
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, float) and isinstance(found, (int, float)) and not isinstance(found, bool):
+        return abs(found - expected) <= AGREEMENT * min(1.0, abs(expected))
+    return type(found) is type(expected) and found == expected

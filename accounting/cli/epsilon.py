@@ -1,0 +1,222 @@
+"""`account.py epsilon`: what a described training spends, by several accountants if asked."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from murmuration.accounting.epsilon.accountant import (
+    AccountingError,
+    Event,
+    delta_at,
+    describe,
+    epsilon,
+    epsilon_below,
+    gdp_mu,
+    round_up,
+)  # fmt: skip
+from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_steps
+from murmuration.accounting.epsilon.gaussian import gaussian_epsilon, participations
+from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
+from murmuration.accounting.plan import RATE_DENOMINATOR, PlanError, parse_delta, threshold_for
+
+SAFE_SPREADS = 8
+
+
+def setting(n: int, batch: float, steps: int, delta: str | None, accountant: Any) -> dict[str, Any]:
+    """The numbers as they are accounted: q on the sampler's grid."""
+    if steps < 1:
+        raise PlanError(f"--steps must be at least 1, but is {steps}")
+    threshold = threshold_for(n, batch)
+    rate = threshold / RATE_DENOMINATOR
+    return {
+        "n": n,
+        "rate": rate,
+        "threshold": threshold,
+        "expected_batch": rate * n,
+        "steps": steps,
+        "delta": parse_delta(delta, n),
+        **describe(accountant),
+    }
+
+
+def epsilon_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    values = setting(arguments.n, arguments.batch, arguments.steps, arguments.delta, arguments.accountant)
+    values["sigma"] = arguments.sigma
+    if arguments.sampling == "shuffled":
+        return _shuffled(arguments, values)
+    cap = arguments.cap
+    events = [Event(values["rate"], arguments.sigma, arguments.steps, cap, arguments.n if cap is not None else None)]
+    events += [_phase(text) for text in arguments.phase]
+    value = epsilon(events, values["delta"], arguments.accountant)
+    values |= {"sampling": "poisson", "epsilon": value, "epsilon_rounded_up": round_up(value)}
+    if arguments.json and arguments.accountant == "pld":
+        values["epsilon_lower"] = epsilon_below(events, values["delta"])
+    lines = [f"ε = {round_up(value)} (rounded up)", summary(values)]
+    for text in arguments.phase:
+        lines.append(f"and a phase n,batch,σ,steps = {text}")
+    if arguments.phase:
+        values["further_phases"] = arguments.phase
+    if cap is not None:
+        note = _cap_note(arguments.n, values["rate"], cap)
+        values |= {"cap": cap, "cap_note": note}
+        lines.append(note)
+    if arguments.at_epsilon is not None:
+        values |= {"at_epsilon": arguments.at_epsilon, "delta_at_epsilon": delta_at(events, arguments.at_epsilon)}
+        lines.append(f"δ = {values['delta_at_epsilon']:.4g} at ε = {arguments.at_epsilon:g}")
+    if arguments.gdp:
+        values["gdp_mu"] = gdp_mu(events, values["delta"])
+        lines.append(f"μ = {round_up(values['gdp_mu'])} of Gaussian differential privacy, wherever δ(ε) ≥ δ")
+    if arguments.cross_check:
+        values["cross_check"] = opacus_epsilon(events, values["delta"])
+        lines += [f"{name}: {found}" for name, found in values["cross_check"].items()]
+    return values, "\n".join(lines)
+
+
+def _shuffled(arguments: argparse.Namespace, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    if arguments.cap is not None or arguments.phase or arguments.cross_check:
+        raise AccountingError("--sampling shuffled takes no --cap, --phase or --cross-check; leave them out")
+    times = participations(arguments.steps, values["expected_batch"], arguments.n)
+    sigma = arguments.sigma / math.sqrt(times) if arguments.sigma > 0 else math.nan
+    event = Event(1.0, sigma, 1)
+    value = gaussian_epsilon(event.sigma, values["delta"])
+    values |= {
+        "sampling": "shuffled", "participations": times, "epsilon": value, "epsilon_rounded_up": round_up(value),
+        "gdp_mu": 1 / sigma, "accountant": "exact", "estimate": "exact",
+    }  # fmt: skip
+    if arguments.at_epsilon is not None:
+        values["delta_at_epsilon"] = delta_at([event], arguments.at_epsilon)
+    text = (
+        f"ε = {round_up(value)} (rounded up) without amplification: every record takes part {times} times at places "
+        f"that an adversary may know, which is one Gaussian mechanism\nσ = {arguments.sigma!r}, T = {arguments.steps}, "
+        f"δ = {values['delta']:.6g}; the amplified ε of Poisson sampling may not be claimed for shuffled epochs"
+    )
+    return values, text
+
+
+def _phase(text: str) -> Event:
+    try:
+        n, batch, sigma, steps = text.split(",")
+        return Event(threshold_for(int(n), float(batch)) / RATE_DENOMINATOR, float(sigma), int(steps))
+    except (AccountingError, PlanError):
+        raise
+    except ValueError:
+        raise PlanError(f"--phase takes N,BATCH,SIGMA,STEPS, but is {text!r}") from None
+
+
+def _cap_note(n: int, rate: float, cap: int) -> str:
+    least = math.ceil(n * rate + SAFE_SPREADS * math.sqrt(n * rate * (1 - rate)))
+    if cap >= least:
+        return f"the cap of {cap} lies {SAFE_SPREADS} or more standard deviations above the expected batch: harmless"
+    return f"the cap of {cap} is low: it couples records and costs ε; a cap of {least} or more would cost nothing"
+
+
+def summary(values: dict[str, Any]) -> str:
+    method = "PLD" if values["accountant"] == "pld" else f"RDP, dp-accounting {values['dp_accounting']}"
+    return (
+        f"σ = {values['sigma']!r}, q = {values['rate']:.8g} = {values['threshold']}/2^32, T = {values['steps']}, "
+        f"δ = {values['delta']:.6g}; {method}"
+    )
+
+
+# `account.py calibrate`: the noise, the steps or the batch that reaches an epsilon without passing it.
+
+UNKNOWNS = ("sigma", "steps", "batch")
+
+
+def calibrate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    missing = [name for name in UNKNOWNS if getattr(arguments, name) is None]
+    if len(missing) != 1:
+        raise PlanError(
+            f"leave out exactly one of --sigma, --steps and --batch, the one to be found; {len(missing)} are"
+        )
+    (unknown,) = missing
+    n, by = arguments.n, arguments.accountant
+    if n < 1:
+        raise PlanError(f"--n must be at least 1, but is {n}")
+    sigma, steps, batch = arguments.sigma, arguments.steps, arguments.batch
+    target, delta = arguments.epsilon, parse_delta(arguments.delta, n)
+    if unknown == "batch":
+        batch = calibrate_batch(n, sigma, steps, target, delta, by)
+    rate = setting(n, batch, steps or 1, arguments.delta, by)["rate"]
+    if unknown == "steps":
+        steps = calibrate_steps(rate, sigma, target, delta, by)
+    elif unknown == "sigma":
+        sigma = calibrate_sigma(rate, setting(n, batch, steps, arguments.delta, by)["steps"], target, delta, by)
+    found = {"sigma": sigma, "steps": steps, "batch": batch}
+    value = epsilon([Event(rate, sigma, steps)], delta, by)
+    if value > target:
+        raise AccountingError(f"the calibrated {unknown} gives epsilon = {value}, above {target}; report this as a bug")
+    values = {
+        **setting(n, batch, steps, arguments.delta, by), **found,
+        "unknown": unknown, "target_epsilon": target, "epsilon": value,
+    }  # fmt: skip
+    if arguments.json and by == "pld":
+        values["epsilon_lower"] = epsilon_below([Event(rate, sigma, steps)], delta)
+    letter = {"sigma": "σ", "steps": "T", "batch": "expected batch"}[unknown]
+    return values, f"{letter} = {found[unknown]} gives ε = {value:.6f} ≤ {target:g}\n{summary(values)}"
+
+
+# `account.py plan`: how epsilon grows with the steps, and how the noise per record falls with the batch.
+
+POINTS = 10
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+DIGITS = 3
+
+
+def plan_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    n, by, steps = arguments.n, arguments.accountant, arguments.steps
+    values = setting(n, arguments.batch, steps, arguments.delta, by)
+    if arguments.plot is not None and arguments.plot.suffix not in (".png", ".svg"):
+        raise PlanError(f"--plot writes .png or .svg, not {arguments.plot.suffix!r}; name such a file")
+    rate, delta = values["rate"], values["delta"]
+    sigma = arguments.sigma
+    if sigma is None:
+        sigma = calibrate_sigma(rate, steps, arguments.epsilon, delta, by)
+    marks = sorted({max(1, round(steps * k / POINTS)) for k in range(1, POINTS + 1)})
+    over_steps = [{"steps": t, "epsilon": epsilon([Event(rate, sigma, t)], delta, by)} for t in marks]
+    over_batch = []
+    for batch in sorted({min(float(n), max(1.0, arguments.batch * factor)) for factor in FACTORS}):
+        q = threshold_for(n, batch) / RATE_DENOMINATOR
+        needed = calibrate_sigma(q, steps, arguments.epsilon, delta, by, DIGITS)
+        over_batch.append({"batch": batch, "sigma": needed, "noise_per_record": needed / batch})
+    values |= {
+        "sigma": sigma, "target_epsilon": arguments.epsilon, "epsilon_over_steps": over_steps,
+        "sigma_over_batch": over_batch,
+    }  # fmt: skip
+    if arguments.plot is not None:
+        _plot(arguments.plot, values)
+        values["plot"] = str(arguments.plot)
+    return values, _table(values)
+
+
+def _table(values: dict[str, Any]) -> str:
+    lines = [f"σ = {values['sigma']:.5f}, q = {values['rate']:.6g}, δ = {values['delta']:.4g}", ""]
+    lines += [f"{'steps':>10}  {'ε':>10}"]
+    lines += [f"{row['steps']:>10}  {round_up(row['epsilon']):>10.4f}" for row in values["epsilon_over_steps"]]
+    lines += ["", f"for ε = {values['target_epsilon']:g} after {values['steps']} steps:"]
+    lines += [f"{'batch':>12}  {'σ':>8}  {'σ / batch':>12}"]
+    for row in values["sigma_over_batch"]:
+        lines.append(f"{row['batch']:>12,.0f}  {row['sigma']:>8.3f}  {row['noise_per_record']:>12.3e}")
+    if "plot" in values:
+        lines += ["", f"plot: {values['plot']}"]
+    return "\n".join(lines)
+
+
+def _plot(path: Path, values: dict[str, Any]) -> None:
+    # matplotlib is slow to load and only wanted here.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    steps = values["epsilon_over_steps"]
+    left.plot([row["steps"] for row in steps], [row["epsilon"] for row in steps], marker="o")
+    left.axhline(values["target_epsilon"], linestyle=":", color="grey")
+    left.set(xlabel="steps", ylabel="ε", title=f"ε over steps at σ = {values['sigma']:.4g}", ylim=(0, None))
+    batches = values["sigma_over_batch"]
+    right.plot([row["batch"] for row in batches], [row["sigma"] for row in batches], marker="o")
+    right.set(xlabel="expected batch", ylabel="σ", title=f"σ over batch at ε = {values['target_epsilon']:g}")
+    right.set_xscale("log")
+    figure.savefig(path)

@@ -1,0 +1,114 @@
+"""The commands of `launch/account.py` and their options. JSON with --json, a few lines for people without.
+
+No command imports torch: whoever checks a run needs dp-accounting and nothing of the trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from murmuration.accounting.certificate.certificate import CertificateError
+from murmuration.accounting.cli.epsilon import calibrate, epsilon_command, plan_command
+from murmuration.accounting.cli.run import explain_command, verify_command
+from murmuration.accounting.errors import BAD_INPUT, DONE, REFUSED, RunError
+from murmuration.accounting.escaping import sentence
+
+Command = Callable[[argparse.Namespace], tuple[dict[str, Any], str]]
+COMMANDS: dict[str, Command] = {
+    "epsilon": epsilon_command,
+    "calibrate": calibrate,
+    "plan": plan_command,
+    "verify": verify_command,
+    "explain": explain_command,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        values, text = COMMANDS[arguments.command](arguments)
+    except (RunError, OSError) as error:
+        print(f"error: {sentence(error)}", file=sys.stderr)
+        # Here the certificate is what was asked about; a run that doubts its own ends with the error's own code.
+        if isinstance(error, CertificateError):
+            return REFUSED
+        return error.exit_code if isinstance(error, RunError) else BAD_INPUT
+    except ArithmeticError as error:
+        print(f"error: these numbers are too large or too small to compute with ({error})", file=sys.stderr)
+        return BAD_INPUT
+    print(json.dumps(values) if arguments.json else text)
+    return DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="account.py", description="Recompute, plan, check and explain epsilon.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _epsilon_options(commands.add_parser("epsilon", help="epsilon of Poisson-sampled Gaussian steps"))
+    _calibrate_options(commands.add_parser("calibrate", help="the sigma, steps or batch that reaches an epsilon"))
+    _plan_options(commands.add_parser("plan", help="tables and plots: epsilon over steps, sigma over batch"))
+    _verify_options(commands.add_parser("verify", help="recompute a run's epsilon from its ledger alone"))
+    _explain_options(commands.add_parser("explain", help="what a run or an epsilon promises, in plain words"))
+    return parser
+
+
+def _common(command: argparse.ArgumentParser, required: bool = True) -> None:
+    command.add_argument("--n", type=int, required=required, help="records")
+    command.add_argument("--delta", default=None, help="a number, 1/n or 1/(2n); default 1/(2n)")
+    command.add_argument("--accountant", choices=("pld", "rdp"), default="pld")
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _epsilon_options(command: argparse.ArgumentParser) -> None:
+    _common(command)
+    command.add_argument("--batch", type=float, required=True, help="expected batch, q·n")
+    command.add_argument("--steps", type=int, required=True)
+    command.add_argument("--sigma", type=float, required=True, help="noise multiplier, std / C")
+    command.add_argument(
+        "--phase", action="append", default=[], metavar="N,BATCH,SIGMA,STEPS", help="a further phase; may be repeated"
+    )
+    command.add_argument("--cap", type=int, help="most records per step; drawn ones beyond it are dropped at random")
+    command.add_argument(
+        "--sampling", choices=("poisson", "shuffled"), default="poisson",
+        help="shuffled: fixed slices of shuffled epochs, for which no amplification may be claimed",
+    )  # fmt: skip
+    command.add_argument("--at-epsilon", type=float, metavar="EPSILON", help="also the delta at this epsilon")
+    command.add_argument("--gdp", action="store_true", help="also the mu of Gaussian differential privacy")
+    command.add_argument("--cross-check", choices=("opacus",), help="also Opacus's RDP and PRV (imports torch, apart)")
+
+
+def _calibrate_options(command: argparse.ArgumentParser) -> None:
+    command.epilog = "Of --sigma, --steps and --batch leave out the one to be found."
+    _common(command)
+    command.add_argument("--epsilon", type=float, required=True, help="target, never exceeded")
+    command.add_argument("--batch", type=float, help="expected batch, q·n")
+    command.add_argument("--steps", type=int)
+    command.add_argument("--sigma", type=float, help="noise multiplier, std / C")
+
+
+def _plan_options(command: argparse.ArgumentParser) -> None:
+    _common(command)
+    command.add_argument("--epsilon", type=float, required=True, help="the fixed epsilon of the second table")
+    command.add_argument("--batch", type=float, required=True, help="expected batch, q·n")
+    command.add_argument("--steps", type=int, required=True)
+    command.add_argument("--sigma", type=float, help="noise multiplier of the first table; calibrated if left out")
+    command.add_argument("--plot", type=Path, metavar="FILE.png|FILE.svg", help="both tables as a picture")
+
+
+def _verify_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", type=Path, metavar="RUN_DIR|certificate.json")
+    command.add_argument("--accountant", choices=("pld", "rdp"), default="pld")
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _explain_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", type=Path, nargs="?", metavar="RUN_DIR", help="or give numbers instead")
+    _common(command, required=False)
+    command.add_argument("--epsilon", type=float, help="with --delta: the promise itself")
+    command.add_argument("--batch", type=float, help="with --n, --steps and --sigma: it is computed")
+    command.add_argument("--steps", type=int)
+    command.add_argument("--sigma", type=float)

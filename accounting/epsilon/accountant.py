@@ -1,0 +1,265 @@
+"""Epsilon of what was released: Poisson-subsampled Gaussian steps, composed.
+
+The default composes privacy loss distributions (PLD): each step is discretised pessimistically (`loss_lattice`), the
+composition is a tilted Fourier transform whose rounding is bounded and added to delta (`composition`), so the result is
+an upper bound on every processor. RDP stands beside it as a second opinion. Steps with q = 1 alone are a plain
+Gaussian mechanism and are answered in closed form. A result that did not converge is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Literal
+
+import dp_accounting
+import numpy as np
+from dp_accounting.pld import privacy_loss_distribution as pld
+from dp_accounting.rdp import RdpAccountant
+
+from murmuration.accounting.epsilon.composition import MOST_ERROR, Composition
+from murmuration.accounting.epsilon.gaussian import AccountingError, gaussian_delta, gaussian_epsilon, gaussian_mu
+from murmuration.accounting.epsilon.loss_lattice import LossLattice, lower, upper
+
+__all__ = [
+    "Accountant", "AccountingError", "Event", "delta_at", "describe", "epsilon", "epsilon_below", "gaussian_epsilon",
+    "gdp_mu", "merge", "round_up",
+]  # fmt: skip
+
+Accountant = Literal["pld", "rdp"]
+INTERVAL = 1e-4
+# Beyond these, squares over- or underflow, and no training is meant.
+LEAST_SIGMA, MOST_SIGMA = 1e-9, 1e9
+# A finer lattice is laid where the sum of all losses spreads over fewer intervals than this.
+LEAST_SPREAD = 2000
+# A lower bound takes a finer lattice where rounding the losses would take more than this off their sum.
+MOST_ROUNDED = 3e-4
+
+
+@dataclass(frozen=True)
+class Event:
+    """`count` steps in which each record took part with probability `rate`, noised with `sigma` = std / sensitivity.
+
+    With a `cap`, at most so many of the `records` took part, chosen uniformly among those that were drawn.
+    """
+
+    rate: float
+    sigma: float
+    count: int
+    cap: int | None = None
+    records: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate <= 1:
+            raise AccountingError(f"a sampling rate must lie in (0, 1], but is {self.rate}")
+        if not (math.isfinite(self.sigma) and self.sigma > 0):
+            raise AccountingError(f"a noise multiplier must be finite and positive, but is {self.sigma}")
+        if not LEAST_SIGMA <= self.sigma <= MOST_SIGMA:
+            raise AccountingError(
+                f"a noise multiplier can be accounted between {LEAST_SIGMA:g} and {MOST_SIGMA:g}, but is {self.sigma}"
+            )
+        if self.count < 0:
+            raise AccountingError(f"a step count cannot be negative, but is {self.count}")
+        if (self.cap is None) != (self.records is None) or min(self.cap or 1, self.records or 1) < 1:
+            raise AccountingError(f"a capped batch needs a cap and a record count of at least 1: {self}")
+
+
+def describe(accountant: Accountant) -> dict[str, object]:
+    """What the ledger records about the method, so that a reader can repeat it."""
+    settings: dict[str, object] = {"accountant": accountant, "dp_accounting": version("dp-accounting")}
+    if accountant == "pld":
+        settings |= {
+            "interval": INTERVAL, "estimate": "pessimistic", "composition": "tilted-fft", "most_error": MOST_ERROR,
+        }  # fmt: skip
+    return settings
+
+
+def merge(events: Iterable[Event]) -> list[Event]:
+    """Equal mechanisms counted together: composition does not depend on order."""
+    counts: dict[Event, int] = {}
+    for event in events:
+        kind = replace(event, count=0)
+        counts[kind] = counts.get(kind, 0) + event.count
+    merged = [replace(kind, count=count) for kind, count in counts.items() if count]
+    return sorted(merged, key=lambda e: (e.rate, e.sigma, e.cap or 0, e.records or 0))
+
+
+def epsilon(events: Sequence[Event], delta: float, accountant: Accountant = "pld") -> float:
+    """Epsilon at `delta` of all the events together."""
+    if not 0 < delta < 1:
+        raise AccountingError(f"delta must lie in (0, 1), but is {delta}")
+    merged = merge(events)
+    if not merged:
+        return 0.0
+    if accountant == "rdp":
+        value = _rdp_epsilon(merged, delta)
+    elif (sigma := _plain_sigma(merged)) is not None:
+        value = gaussian_epsilon(sigma, delta)
+    else:
+        value = _pld_epsilon(tuple(merged), delta)
+    if not math.isfinite(value) or value < 0:
+        raise AccountingError(f"the {accountant} accountant did not converge (epsilon = {value}) for {merged}")
+    return value
+
+
+def epsilon_below(events: Sequence[Event], delta: float) -> float | None:
+    """A lower bound of the epsilon at `delta`, so that a reader sees how tight `epsilon` is; None for capped batches.
+
+    It looks at one of the two neighbours (the record's presence), which a lower bound may.
+    """
+    merged = merge(events)
+    if not merged:
+        return 0.0
+    if any(event.cap is not None for event in merged):
+        return None
+    if (sigma := _plain_sigma(merged)) is not None:
+        value = gaussian_epsilon(sigma, delta)
+        return max(0.0, value - 1e-9 * (1 + value))
+    counts = tuple(event.count for event in merged)
+    interval, best = _interval(merged, delta), (math.inf, ())
+    for finer in (1, 2, 4):
+        lattices = tuple(lower(event.rate, event.sigma, interval / finer) for event in merged)
+        rounded = sum(n * lattice.rounded for n, lattice in zip(counts, lattices, strict=True))
+        best = min(best, (rounded, lattices), key=lambda found: found[0])
+        if rounded < MOST_ROUNDED:
+            break
+    return Composition(best[1], counts).epsilon_below(delta)
+
+
+def delta_at(events: Sequence[Event], epsilon: float) -> float:
+    """Smallest provable delta at `epsilon` of all the events together (exact for q = 1, PLD otherwise)."""
+    if not (math.isfinite(epsilon) and epsilon >= 0):
+        raise AccountingError(f"epsilon must be finite and at least 0, but is {epsilon}")
+    merged = merge(events)
+    if not merged:
+        return 0.0
+    if (sigma := _plain_sigma(merged)) is not None:
+        return gaussian_delta(sigma, epsilon)
+    return _curve(merged, [epsilon], _interval(merged, 1e-6))[0]
+
+
+def gdp_mu(events: Sequence[Event], delta: float, points: int = 64) -> float:
+    """The mu of the Gaussian mechanism that protects no better than these events wherever delta(eps) >= `delta`.
+
+    Exact for q = 1. Otherwise the largest mu over a grid of (eps, delta(eps)) of the PLD, not the central-limit
+    formula, which understates; between grid points it is an interpolation, so it describes and does not certify.
+    """
+    merged = merge(events)
+    if not merged:
+        return 0.0
+    if (sigma := _plain_sigma(merged)) is not None:
+        return 1 / sigma
+    grid = np.linspace(0.0, epsilon(merged, delta), points)
+    curve = _curve(merged, [float(e) for e in grid], _interval(merged, delta))
+    return max(
+        (math.inf if d >= 1 else gaussian_mu(float(e), d) for e, d in zip(grid, curve, strict=True) if d > 0),
+        default=0.0,
+    )
+
+
+def round_up(value: float, digits: int = 4) -> float:
+    """Decimal rounding that never makes a promise look better than it is."""
+    scale = 10**digits
+    rounded = math.ceil(value * scale) / scale
+    return rounded if rounded >= value else (math.ceil(value * scale) + 1) / scale
+
+
+def show_delta(delta: float) -> str:
+    """Three significant digits, rounded up: a smaller delta than the true one would be a better promise."""
+    digits = 2 - math.floor(math.log10(delta))
+    shown = f"{delta:.3g}"
+    return shown if float(shown) >= delta else f"{float(shown) + 10.0**-digits:.3g}"
+
+
+def _plain_sigma(events: Sequence[Event]) -> float | None:
+    """Noise of the one Gaussian mechanism that full-batch steps amount to; None if anything was sampled."""
+    if any(event.rate != 1 or event.cap is not None for event in events):
+        return None
+    return sum(e.count / e.sigma**2 for e in events) ** -0.5
+
+
+@lru_cache(maxsize=256)
+def _pld_epsilon(events: tuple[Event, ...], delta: float) -> float:
+    present, absent = _compositions(events, _interval(events, delta))
+    value = present.epsilon(delta)
+    return value if absent.delta_is_below(delta, value) else max(value, absent.epsilon(delta))
+
+
+def _curve(events: Sequence[Event], epsilons: Sequence[float], interval: float) -> list[float]:
+    """Delta at each epsilon: the larger one of the two neighbours."""
+    both = (composition.deltas(epsilons) for composition in _compositions(events, interval))
+    return [max(pair) for pair in zip(*both, strict=True)]
+
+
+def _interval(events: Sequence[Event], delta: float) -> float:
+    """1e-4, or a power of two less where the losses are so small that this would be coarse."""
+    if any(event.cap is not None for event in events):
+        return INTERVAL
+    spread = _compositions(events, INTERVAL)[0].spread_at(delta)
+    return INTERVAL / 2 ** min(12, max(0, math.ceil(math.log2(LEAST_SPREAD * INTERVAL / spread))))
+
+
+def _compositions(events: Sequence[Event], interval: float) -> tuple[Composition, Composition]:
+    """All steps together, for a record that is there and for one that is not."""
+    pairs = [_capped(replace(e, count=1)) if e.cap is not None else upper(e.rate, e.sigma, interval) for e in events]
+    counts = tuple(event.count for event in events)
+    return Composition(tuple(x for x, _ in pairs), counts), Composition(tuple(x for _, x in pairs), counts)
+
+
+@lru_cache(maxsize=8)
+def _capped(kind: Event) -> tuple[LossLattice, LossLattice]:
+    """dp_accounting's discretisation, whose masses are differences: one step's delta is taken to be right to 2^-52."""
+    assert kind.cap is not None and kind.records is not None
+    try:
+        found = pld.from_truncated_subsampled_gaussian_mechanism(
+            kind.records, kind.rate, kind.cap, kind.sigma, value_discretization_interval=INTERVAL
+        )
+    except (ValueError, MemoryError, OverflowError) as error:
+        raise AccountingError(f"the pld accountant cannot discretise {kind}: {error}; use more noise") from None
+    pair = []
+    for dense in (found._pmf_remove.to_dense_pmf(), found._pmf_add.to_dense_pmf()):
+        masses = np.maximum(np.asarray(dense._probs, dtype=np.float64), 0.0)
+        pair.append(LossLattice(INTERVAL, dense._lower_loss, masses, infinite=dense._infinity_mass, absolute=2.0**-52))
+    return pair[0], pair[1]
+
+
+def _rdp_epsilon(events: Sequence[Event], delta: float) -> float:
+    return rdp_epsilon([(dp_event(event), event.count) for event in events], delta)
+
+
+def dp_event(event: Event) -> dp_accounting.DpEvent:
+    """One of the event's steps, as dp_accounting's RDP accountant knows it."""
+    if event.cap is not None:
+        raise AccountingError("RDP cannot account for a capped batch; use the PLD accountant")
+    return dp_accounting.PoissonSampledDpEvent(event.rate, dp_accounting.GaussianDpEvent(event.sigma))
+
+
+def rdp_epsilon(events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: float) -> float:
+    """dp_accounting's RDP answer, or an error where its orders do not carry it."""
+    accountant = RdpAccountant()
+    absl_logger = logging.getLogger("absl")
+    level = absl_logger.level
+    absl_logger.setLevel(logging.CRITICAL)  # its per-order warnings become one error below
+    try:
+        for event, count in events:
+            accountant.compose(event, count)
+        value, order = accountant.get_epsilon_and_optimal_order(delta)
+    finally:
+        absl_logger.setLevel(level)
+    orders, divergences = np.asarray(accountant._orders), np.asarray(accountant._rdp)
+    if np.isnan(divergences).any() or (divergences < 0).any():
+        # The library answers a negative divergence with epsilon = 0.
+        raise AccountingError("RDP accounting is numerically unstable here; use the PLD accountant")
+    usable = orders[np.isfinite(divergences)]
+    # The bound is convex in the order: an optimum inside the converged orders is the optimum, one at their edge is not.
+    if not usable.size or order <= usable.min() or order >= usable.max():
+        raise AccountingError(
+            f"RDP accounting did not converge: its best order {order:g} is the last usable one of "
+            f"[{usable.min() if usable.size else math.nan:g}, {usable.max() if usable.size else math.nan:g}]; "
+            "use the PLD accountant"
+        )
+    return float(value)

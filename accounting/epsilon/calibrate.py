@@ -1,0 +1,207 @@
+"""From a target epsilon to the noise, the steps or the batch: rounded to the safe side and accounted again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from murmuration.accounting.epsilon.accountant import Accountant, AccountingError, Event, epsilon
+from murmuration.accounting.plan import RATE_DENOMINATOR, threshold_for
+
+DIGITS = 5
+# Processors round differently: what is calibrated on one keeps its budget on all others.
+MARGIN = 1e-8
+MOST_STEPS = 10**9
+
+
+@lru_cache(maxsize=256)
+def calibrate_sigma(
+    rate: float, steps: int, target: float, delta: float, accountant: Accountant = "pld", digits: int = DIGITS
+) -> float:
+    """Smallest noise multiplier with so many decimals whose re-accounted epsilon is at most `target`."""
+    _require_target(target)
+    ladder = _SigmaLadder(rate, steps, target, delta, digits)
+    # RDP is quick and pessimistic: its crossing is a close upper bracket for PLD as well.
+    try:
+        ticks = _first_tick(lambda ticks: ladder.excess(ticks, "rdp") <= 0, ladder)
+    except AccountingError:
+        if accountant == "rdp":
+            raise
+        ticks = 10**digits  # RDP has no answer there (a tiny epsilon): PLD searches alone
+    if accountant != "rdp":
+        ticks = _interpolated(*_bracket(ticks, ladder, accountant), ladder, accountant)
+    return ladder.sigma(ticks)
+
+
+def calibrate_steps(rate: float, sigma: float, target: float, delta: float, accountant: Accountant = "pld") -> int:
+    """Most steps whose re-accounted epsilon is at most `target`; at least 1, or an error."""
+    _require_target(target)
+
+    def fits(count: int, by: Accountant) -> bool:
+        return _at_most([Event(rate, sigma, count)], target, delta, by)
+
+    if not fits(1, accountant):
+        raise AccountingError(f"a single step passes epsilon = {target:g}; use more noise or a smaller batch")
+    return _largest(fits, accountant, MOST_STEPS)
+
+
+def calibrate_batch(
+    records: int, sigma: float, steps: int, target: float, delta: float, accountant: Accountant = "pld"
+) -> int:
+    """Largest whole expected batch whose re-accounted epsilon is at most `target`; at least 1, or an error."""
+    _require_target(target)
+
+    def fits(batch: int, by: Accountant) -> bool:
+        rate = threshold_for(records, batch) / RATE_DENOMINATOR
+        return _at_most([Event(rate, sigma, steps)], target, delta, by)
+
+    if not fits(1, accountant):
+        raise AccountingError(f"even an expected batch of 1 passes epsilon = {target:g}; use more noise or fewer steps")
+    return _largest(fits, accountant, records)
+
+
+def affordable_steps(
+    charged: Sequence[Event], rate: float, sigma: float, wanted: int, budget: float, delta: float,
+    accountant: Accountant = "pld",
+) -> int:  # fmt: skip
+    """How many of `wanted` further steps fit the budget after `charged`."""
+
+    def fits(count: int) -> bool:
+        return _within(epsilon([*charged, Event(rate, sigma, count)], delta, accountant), budget)
+
+    if wanted <= 0 or not fits(1):
+        return 0
+    if fits(wanted):
+        return wanted
+    return _halve(fits, 1, wanted)
+
+
+def _require_target(target: float) -> None:
+    if not (math.isfinite(target) and target > 0):
+        raise AccountingError(f"the target epsilon must be finite and positive, but is {target}")
+
+
+def _within(spent: float, target: float) -> bool:
+    return spent <= target * (1 - MARGIN)
+
+
+def _at_most(events: list[Event], target: float, delta: float, by: Accountant) -> bool:
+    """Where an accountant does not answer, the events count as too expensive: the safe side of a search."""
+    try:
+        return _within(epsilon(events, delta, by), target)
+    except AccountingError:
+        return False
+
+
+@dataclass(frozen=True)
+class _SigmaLadder:
+    """Noise multipliers as whole ticks of their last decimal, and how far above the target each one's epsilon is."""
+
+    rate: float
+    steps: int
+    target: float
+    delta: float
+    digits: int
+
+    def sigma(self, ticks: int) -> float:
+        return round(ticks * 10.0**-self.digits, self.digits)
+
+    def excess(self, ticks: int, by: Accountant) -> float:
+        """Log ratio to the target: nearly linear in log sigma, so that interpolation lands close."""
+        try:
+            spent = epsilon([Event(self.rate, self.sigma(ticks), self.steps)], self.delta, by)
+        except AccountingError:
+            # Far too little noise is where accountants stop converging: that is over the budget.
+            if ticks > 50 * 10**self.digits:
+                raise
+            return math.inf
+        ratio = math.log(max(spent, 1e-12) / self.target)
+        # The logarithm may round an excess away; the comparison itself decides.
+        return min(ratio, 0.0) if _within(spent, self.target) else max(ratio, 1e-300)
+
+    def doubled(self, ticks: int) -> int:
+        if 2 * ticks > 10 ** (self.digits + 5):
+            raise AccountingError(
+                f"no noise multiplier up to 1e5 reaches epsilon = {self.target}; allow a larger epsilon"
+            )
+        return 2 * ticks
+
+
+class _Probe(NamedTuple):
+    """A place on the ladder that was accounted."""
+
+    ticks: int
+    excess: float
+
+
+def _first_tick(fits: Callable[[int], bool], ladder: _SigmaLadder) -> int:
+    low, high = 1, 10**ladder.digits
+    while not fits(high):
+        low, high = high, ladder.doubled(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _bracket(near: int, ladder: _SigmaLadder, by: Accountant) -> tuple[_Probe, _Probe]:
+    """A probe with too little noise and one with enough; twice the same where the lowest tick has enough."""
+    high = _Probe(near, ladder.excess(near, by))
+    while high.excess > 0:
+        ticks = ladder.doubled(high.ticks)
+        high = _Probe(ticks, ladder.excess(ticks, by))
+    ticks = max(1, int(high.ticks * 0.85))
+    low = _Probe(ticks, ladder.excess(ticks, by))
+    while low.excess <= 0:
+        high, ticks = low, max(1, int(low.ticks * 0.7))
+        if ticks == high.ticks:
+            return high, high
+        low = _Probe(ticks, ladder.excess(ticks, by))
+    return low, high
+
+
+def _interpolated(low: _Probe, high: _Probe, ladder: _SigmaLadder, by: Accountant) -> int:
+    """The first tick with enough noise between the two probes."""
+    pulled_low = pulled_high = 0
+    while (gap := high.ticks - low.ticks) > 1:
+        if math.isfinite(low.excess) and max(pulled_low, pulled_high) < 3:
+            guess = low.ticks + round(gap * low.excess / (low.excess - high.excess))
+            ticks = min(high.ticks - 1, max(low.ticks + 1, guess))
+        else:  # interpolation keeps landing on one side: halve instead
+            ticks, pulled_low, pulled_high = (low.ticks + high.ticks) // 2, 0, 0
+        middle = _Probe(ticks, ladder.excess(ticks, by))
+        if middle.excess > 0:
+            low, pulled_low, pulled_high = middle, pulled_low + 1, 0
+        else:
+            high, pulled_low, pulled_high = middle, 0, pulled_high + 1
+    return high.ticks
+
+
+def _largest(fits: Callable[[int, Accountant], bool], accountant: Accountant, most: int) -> int:
+    """Largest number in [1, most] that fits, 1 being known to; RDP, quick and pessimistic, brings the search close."""
+    known = 1
+    for by in ("rdp", accountant):
+        low, high = known, min(most, max(2, known + known // 8))
+        while high > low and fits(high, by):
+            if high == most:
+                return most if by == accountant else _largest_from(fits, accountant, most)
+            low, high = high, min(most, high * 2 if by == "rdp" else high + max(1, high // 8))
+        known = _halve(lambda value, by=by: fits(value, by), low, high)
+        if not fits(known, accountant):
+            known = 1
+    return known
+
+
+def _largest_from(fits: Callable[[int, Accountant], bool], accountant: Accountant, most: int) -> int:
+    return most if fits(most, accountant) else _halve(lambda value: fits(value, accountant), 1, most)
+
+
+def _halve(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Largest number that fits between `low`, which does, and `high`, which does not."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,16 @@
+"""Exit codes of every command, on which scripts and schedulers act, and the errors that carry one."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+DONE, BAD_INPUT, BUDGET_SPENT, SELF_TEST_FAILED, REFUSED, REFUTED, RESUME_ME = 0, 2, 3, 4, 5, 6, 75
+
+
+class RunError(Exception):
+    """Ends a command with one sentence, which names the cause and the fix, and with the code of its class.
+
+    Errors without this base are mistakes in the program and keep their traceback.
+    """
+
+    exit_code: ClassVar[int] = BAD_INPUT

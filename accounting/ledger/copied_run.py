@@ -1,0 +1,69 @@
+"""Tells a run directory from a copy of itself, because two of them must not go on with the same keys.
+
+The secret folder remembers which files on which device it belongs to. A copy has other inodes; a folder that was
+only renamed keeps them. Where a network file system gets a new number on another machine, that looks like a copy:
+it costs a new segment and no privacy. A snapshot keeps everything, so it cannot be told apart (a known deviation).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from murmuration.accounting.strict_json import parse
+
+if TYPE_CHECKING:
+    from murmuration.accounting.ledger.journal import Journal
+
+NAME = "identity.json"
+
+
+def recognise(journal: Journal, secret: Path) -> str | None:
+    """Call under the ledger's lock, before anything is derived. Notes in the ledger that this is a copy, and why.
+
+    The ledger's line is durable before the memory changes, so that a kill between the two is noticed again.
+    """
+    changed = _why_copied(secret / NAME, _identity(journal.ledger.path, secret))
+    if changed is None:
+        return None  # and nothing is written: a kill in the middle would look like a copy
+    reason = changed if journal.history.segments else None
+    if reason is not None:
+        journal.note_copied(reason)
+    _remember(journal.ledger.path, secret)
+    return reason
+
+
+def _why_copied(memory: Path, found: dict[str, list[int]]) -> str | None:
+    try:
+        known = parse(memory.read_bytes())
+    except FileNotFoundError:
+        return f"{NAME} is missing from the secret folder, so it may be a copy"
+    except (OSError, ValueError):
+        return f"{NAME} in the secret folder cannot be read, so it may be a copy"
+    if known == found:
+        return None
+    return "the ledger or its folders lie elsewhere than when the run last went on, so this is a copy or was restored"
+
+
+def _remember(ledger: Path, secret: Path) -> None:
+    # In place, because the memory's own inode is a part of the identity.
+    descriptor = os.open(secret / NAME, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        text = json.dumps(_identity(ledger, secret)).encode()
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, text)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _identity(ledger: Path, secret: Path) -> dict[str, list[int]]:
+    places = {"ledger": ledger, "folder": ledger.parent, "secret": secret, "memory": secret / NAME}
+    found = {}
+    for name, path in places.items():
+        if path.exists():
+            # The file system's own identifier outlives a restart; where there is none (NFS), the device must do.
+            found[name] = [os.statvfs(path).f_fsid or path.stat().st_dev, path.stat().st_ino]
+    return found

@@ -1,0 +1,163 @@
+"""What the acting parts report to the ledger about a step: each writes down what it did, not what a config says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from murmuration.accounting.adaptive import ROUNDING
+from murmuration.accounting.epsilon.accountant import AccountingError, Event
+from murmuration.accounting.plan import RATE_DENOMINATOR, PrivacyPlan
+from murmuration.accounting.typed import CLOSED
+
+RULES = ("flat", "automatic")
+GENERATORS = ("aes-256-ctr", "philox4x32-10")
+
+
+@dataclass(frozen=True, order=True)
+class StepId:
+    phase: int
+    segment: int
+    step: int
+
+
+@dataclass(frozen=True)
+class SamplingFact:
+    """By the sampler: who could take part, how likely, and a keyed digest of who did."""
+
+    __pydantic_config__ = CLOSED
+    threshold: int
+    records: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class ClippingFact:
+    """By the clip engine: the most that one record moves the sum."""
+
+    __pydantic_config__ = CLOSED
+    rule: str
+    sensitivity: float
+
+
+@dataclass(frozen=True)
+class NoiseFact:
+    """By the noise mechanism: the deviation it drew and from which random bits, the elements that got a draw, the
+    constant it divided by."""
+
+    __pydantic_config__ = CLOSED
+    std: float
+    divisor: float
+    elements: int
+    generator: str = "aes-256-ctr"
+
+
+@dataclass(frozen=True)
+class MetricFact:
+    """By whoever releases a noised metric of the same draw: its name, what one record moves it by, its noise."""
+
+    __pydantic_config__ = CLOSED
+    name: str
+    sensitivity: float
+    std: float
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    __pydantic_config__ = CLOSED
+    sampling: SamplingFact
+    clipping: ClippingFact
+    noise: NoiseFact
+    metrics: tuple[MetricFact, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        value = asdict(self)
+        metrics = list(value.pop("metrics"))
+        return {**value, "metrics": metrics} if metrics else value
+
+    def event(self) -> Event:
+        """The mechanism that these facts describe; a step without noise is no mechanism at all."""
+        released = [(self.clipping.sensitivity, self.noise.std)]
+        released += [(metric.sensitivity, metric.std) for metric in self.metrics]
+        return Event(self.sampling.threshold / RATE_DENOMINATOR, combined_sigma(released), 1)
+
+    def departure_from(self, plan: PrivacyPlan) -> str | None:
+        """Where an announced step contradicts its frozen plan. Where C adapts, C and its noise are `NormTrail`'s."""
+        if self.clipping.rule not in RULES:
+            return f"clips by the rule {self.clipping.rule!r}, of which nothing is known; read it with a newer version"
+        if self.noise.generator not in GENERATORS:
+            return f"draws noise from {self.noise.generator!r}, of which nothing is known; read it with a newer version"
+        if self.noise.elements < 1:
+            return "announces noise for no element"
+        fixed: list[tuple[str, float, float]] = [
+            ("K", self.sampling.threshold, plan.threshold),
+            ("n", self.sampling.records, plan.records),
+            ("the divisor", self.noise.divisor, plan.divisor),
+        ]
+        if plan.adaptive is None:
+            fixed.append(("the deviation of the noise", self.noise.std, plan.noise_std))
+        for name, stated, planned in fixed:
+            if stated != planned:
+                return f"states {name} = {stated}, but its plan says {planned}"
+        if plan.adaptive is None and abs(self.clipping.sensitivity - plan.clip_norm) > ROUNDING * plan.clip_norm:
+            return f"states the sensitivity {self.clipping.sensitivity}, but its plan says {plan.clip_norm}"
+        if [(m.name, m.sensitivity, m.std) for m in self.metrics] != [(m.name, m.bound, m.std) for m in plan.metrics]:
+            return "publishes metrics of its records otherwise than its plan"
+        return None
+
+    def fault_of(self, done: StepFacts) -> str | None:
+        """What puts a step that was announced so outside any accounting; weaker noise alone is charged instead."""
+        if done.sampling != self.sampling:
+            return "used other records than were announced"
+        if done.noise.elements != self.noise.elements:
+            return f"put noise on {done.noise.elements} elements and not on the announced {self.noise.elements}"
+        if done.noise.divisor != self.noise.divisor:
+            return "was divided by another number than was announced"
+        if (done.clipping.rule, done.noise.generator) != (self.clipping.rule, self.noise.generator):
+            return "used another clipping rule or source of noise than was announced"
+        try:
+            done.event()
+        except (AccountingError, ArithmeticError) as error:
+            return f"was not a noised step ({error})"
+        return None
+
+
+def combined_sigma(released: Sequence[tuple[float, float]]) -> float:
+    """Noise multiplier of everything released from one draw: (sensitivity, std) of each, joined as one vector.
+
+    One draw is one event. Charging its parts as events of their own would sample it again for each of them.
+    """
+    if not all(sensitivity > 0 and std > 0 for sensitivity, std in released):
+        return math.nan
+    if len(released) == 1:  # the plain ratio, without the rounding of squares and roots
+        return released[0][1] / released[0][0]
+    return sum((sensitivity / std) ** 2 for sensitivity, std in released) ** -0.5
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of steps that share their keys and everything that shapes a release."""
+
+    __pydantic_config__ = CLOSED
+    phase: int
+    number: int
+    salt: str
+    config_digest: str
+    manifest_digest: str
+    from_step: int
+    reason: str
+
+    @property
+    def key_name(self) -> str:
+        return f"{self.number}:{self.salt}"
+
+
+@dataclass(frozen=True)
+class CheckpointMark:
+    __pydantic_config__ = CLOSED
+    phase: int
+    segment: int
+    step: int
+    digest: str

@@ -1,0 +1,309 @@
+"""What a ledger says happened: segments, opened and committed steps, checkpoints, and the epsilon that is charged.
+
+Every opened step is charged, committed or not, in whichever segment; a step replayed within its segment is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from murmuration.accounting.adaptive import ROUNDING
+from murmuration.accounting.epsilon.accountant import Accountant, AccountingError, Event, epsilon, merge
+from murmuration.accounting.epsilon.tuning import Declared
+from murmuration.accounting.ledger.chain import FORMAT, LedgerEntry, LedgerError, parse
+from murmuration.accounting.ledger.facts import CheckpointMark, Segment, StepFacts, StepId
+from murmuration.accounting.ledger.lines import (
+    LINES,
+    ChoiceLine,
+    FinishLine,
+    NonprivateLine,
+    PlanLine,
+    ReasonLine,
+    RecoveredLine,
+    ResumeLine,
+    RunLine,
+    StepLine,
+    TuningLine,
+)  # fmt: skip
+from murmuration.accounting.ledger.norm_trail import NormTrail
+from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.plan import ADJACENCY, UNIT, PrivacyPlan
+from murmuration.accounting.typed import read
+
+NOTHING_PRIVATE = "NOT PRIVATE: no phase of this run was private"
+
+
+@dataclass
+class History:
+    """The ledger, read from its first line to its last."""
+
+    run: dict[str, Any] = field(default_factory=dict)
+    plans: dict[int, PrivacyPlan] = field(default_factory=dict)
+    phase_names: dict[int, str] = field(default_factory=dict)
+    nonprivate: dict[int, bool] = field(default_factory=dict)
+    """Phases without clipping and noise, and whether their data were declared public every time."""
+    public_manifests: dict[int, set[str]] = field(default_factory=dict)
+    segments: list[Segment] = field(default_factory=list)
+    opened: dict[StepId, StepFacts] = field(default_factory=dict)
+    committed: dict[StepId, StepFacts] = field(default_factory=dict)
+    trails: dict[int, NormTrail] = field(default_factory=dict)
+    """Clipping norms of phases that adapt them."""
+    shares: dict[StepId, float] = field(default_factory=dict)
+    """What was released at a committed step for the next norm, with noise."""
+    checkpoints: list[CheckpointMark] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # steps that did what no epsilon covers
+    late_plans: list[int] = field(default_factory=list)  # phases whose plan may depend on steps opened before
+    tunings: list[Declared] = field(default_factory=list)  # chosen by outputs; no declaration can be taken back
+    choices: list[str] = field(default_factory=list)  # public metrics by which checkpoints are kept, perhaps chosen
+    origins: list[Origin] = field(default_factory=list)  # runs whose weights this one began from
+    finished: bool = False
+    _line: int = 0
+    _acting: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
+    """Clipping rule and trained elements of each segment, which its config fixes."""
+    segment_lines: dict[tuple[int, int], int] = field(default_factory=dict)
+    """How long the ledger was before each segment: what was written before belongs to an earlier one."""
+    marks_before: dict[tuple[int, int], int] = field(default_factory=dict)
+    """How many checkpoints a segment was preceded by."""
+    copied: int = 0
+    """How many segments there were when the run directory was last found to be a copy."""
+
+    @staticmethod
+    def of(entries: Iterable[LedgerEntry]) -> History:
+        history = History()
+        for entry in entries:
+            history.take(entry)
+        return history
+
+    @staticmethod
+    def read(path: Path) -> tuple[History, list[LedgerEntry]]:
+        if not path.is_file():
+            raise LedgerError(f"there is no ledger at {path}; name the run directory that holds ledger.jsonl")
+        entries = parse(path.read_bytes(), path.name)
+        if not entries:
+            raise LedgerError(f"{path} is empty, so it tells of no run; restore it, or name another run directory")
+        return History.of(entries), entries
+
+    def take(self, entry: LedgerEntry) -> None:
+        if entry.kind not in LINES:
+            raise LedgerError(f"line {entry.index + 1}: unknown kind {entry.kind!r}; read it with a newer version")
+        if (entry.kind == "run") != (entry.index == 0):
+            raise LedgerError(f"line {entry.index + 1}: a ledger starts with exactly one run entry")
+        self._line = entry.index
+        try:
+            if self.finished and entry.kind in ("plan", "nonprivate", "origin", "segment", "open", "commit", "finish"):
+                raise ValueError("the run was finished before")
+            getattr(self, f"_{entry.kind}")(read(LINES[entry.kind], entry.fields))
+        except (ValueError, ArithmeticError) as error:
+            raise LedgerError(f"line {entry.index + 1}: malformed {entry.kind!r} entry: {error}") from None
+
+    def _run(self, line: RunLine) -> None:
+        if line.format != FORMAT:
+            raise ValueError(f"format {line.format!r} is not {FORMAT!r}")
+        self.run = asdict(line)
+
+    def _plan(self, line: PlanLine) -> None:
+        phase, plan = line.phase, line.plan
+        if phase in self.plans:
+            raise ValueError(f"phase {phase} has a plan already, and a plan is frozen")
+        if phase in self.nonprivate:
+            raise ValueError(f"phase {phase} was non-private before, so it cannot become private")
+        if (plan.unit, plan.adjacency) != (UNIT, ADJACENCY):
+            raise ValueError(f"the plan promises something for {plan.unit!r} and neighbours {plan.adjacency!r}")
+        Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.steps)  # refused if it is no mechanism
+        if self.opened:
+            self.late_plans.append(phase)
+        self.plans[phase] = plan
+        if plan.adaptive is not None:
+            self.trails[phase] = NormTrail(plan.adaptive, plan.clip_norm)
+        self.phase_names[phase] = line.name
+
+    def _nonprivate(self, line: NonprivateLine) -> None:
+        phase = line.phase
+        if phase in self.plans:
+            raise ValueError(f"phase {phase} was private before, so it cannot train without noise")
+        # One declaration as not public is enough, whatever is said before or after.
+        self.nonprivate[phase] = line.public_data and self.nonprivate.get(phase, True)
+        self.public_manifests.setdefault(phase, set()).add(line.manifest_digest)
+        self.phase_names[phase] = line.name
+
+    def _segment(self, segment: Segment) -> None:
+        if segment.phase not in self.plans:
+            raise ValueError(f"phase {segment.phase} has no plan")
+        if segment.number != len(self.segments_of(segment.phase)):
+            raise ValueError(f"segment {segment.number} is out of order")
+        if not 0 <= segment.from_step <= self.plans[segment.phase].steps:
+            raise ValueError(f"segment {segment.number} begins after step {segment.from_step}, which its plan has not")
+        self.marks_before[segment.phase, segment.number] = len(self.checkpoints)
+        self.segment_lines[segment.phase, segment.number] = self._line
+        self.segments.append(segment)
+
+    def _open(self, line: StepLine) -> None:
+        step_id, facts = line.step_id, line.facts
+        if step_id in self.opened:
+            raise ValueError(f"{step_id} was opened before; a replayed step is not written twice")
+        segment = self._require_current(step_id)
+        plan = self.plans[step_id.phase]
+        if not segment.from_step < step_id.step <= plan.steps:
+            raise ValueError(f"{step_id} is outside the steps {segment.from_step + 1} to {plan.steps} of its segment")
+        if (departure := facts.departure_from(plan)) is not None:
+            raise ValueError(f"step {step_id.step} of phase {step_id.phase} {departure}")
+        acting = (facts.clipping.rule, facts.noise.elements)
+        if self._acting.setdefault((segment.phase, segment.number), acting) != acting:
+            raise ValueError(
+                f"step {step_id.step} of phase {step_id.phase} clips by another rule or trains another number of "
+                "weights than the steps before it, which one config cannot do"
+            )
+        if (trail := self.trails.get(step_id.phase)) is not None:
+            trail.opened(step_id.segment, step_id.step, segment.from_step, plan.noise_multiplier, facts)
+        self.opened[step_id] = facts
+
+    def _commit(self, line: StepLine) -> None:
+        step_id, facts = line.step_id, line.facts
+        if step_id not in self.opened or step_id in self.committed:
+            raise ValueError(f"{step_id} was committed without being open, or twice")
+        self._require_current(step_id)
+        if step_id.phase in self.trails:
+            self.trails[step_id.phase].committed(step_id.segment, step_id.step, line.share)
+            self.shares[step_id] = line.share
+        self.committed[step_id] = facts
+        if (fault := self.opened[step_id].fault_of(facts)) is not None:
+            self.faults.append(f"step {step_id.step} of phase {step_id.phase} {fault}")
+
+    def _require_current(self, step_id: StepId) -> Segment:
+        """Acts happen in the segment that was begun last, in any phase: going back to another needs a new one."""
+        if not self.segments or (self.segments[-1].phase, self.segments[-1].number) != (step_id.phase, step_id.segment):
+            raise ValueError(f"{step_id} is outside the current segment")
+        return self.segments[-1]
+
+    def _checkpoint(self, mark: CheckpointMark) -> None:
+        self.checkpoints.append(mark)
+
+    def _copied(self, line: ReasonLine) -> None:
+        del line
+        self.copied = len(self.segments)
+
+    def _resume(self, line: ResumeLine | RecoveredLine) -> None:
+        del line  # tells a reader where the run went on; nothing is charged or credited for it
+
+    _recovered = _resume
+
+    def _tuning(self, line: TuningLine) -> None:
+        self.tunings.append(line.declared())
+
+    def _choice(self, line: ChoiceLine) -> None:
+        self.choices.append(line.by)
+
+    def _origin(self, origin: Origin) -> None:
+        self.origins.append(origin)
+
+    def _finish(self, line: FinishLine) -> None:
+        del line
+        self.finished = True
+
+    def segments_of(self, phase: int) -> list[Segment]:
+        return [segment for segment in self.segments if segment.phase == phase]
+
+    def last_checkpoint(self) -> CheckpointMark | None:
+        return self.checkpoints[-1] if self.checkpoints else None
+
+    def pending(self) -> list[StepId]:
+        """Steps of the current segment that were opened and never committed."""
+        if not self.segments:
+            return []
+        last = self.segments[-1]
+        found = []
+        for step_id in reversed(self.opened):  # in the order of opening, hence the current segment's are at the end
+            if (step_id.phase, step_id.segment) != (last.phase, last.number) or step_id in self.committed:
+                break
+            found.append(step_id)
+        return found
+
+    def protected(self) -> frozenset[str]:
+        """Digests of all records that these weights may tell of: this run's own, and those of runs before it."""
+        before = (digest for origin in self.origins for digest in origin.protected)
+        return frozenset(segment.manifest_digest for segment in self.segments).union(before)
+
+    def why_not_private(self) -> str | None:
+        """None if the claim of privacy may be made."""
+        if self.run["debug"]:
+            return "NOT PRIVATE (debug): the keys come from a seed that the user gave"
+        undeclared = [self.phase_names[index] for index, public in self.nonprivate.items() if not public]
+        if undeclared:
+            return f"NOT PRIVATE: phase {', '.join(undeclared)} trained without noise on data not declared public"
+        protected = {segment.manifest_digest for segment in self.segments}
+        exposed = [self.phase_names[i] for i, manifests in self.public_manifests.items() if manifests & protected]
+        if exposed:
+            return f"NOT PRIVATE: phase {', '.join(exposed)} had no noise on records that another phase protects"
+        if self.faults:
+            return f"NOT PRIVATE: {self.faults[0]}"
+        if free := [declared.statement for declared in self.tunings if declared.tuning is None]:
+            return f"NOT PRIVATE: tuned on private data, by a number of runs that is not charged ({free[0]})"
+        simulated = (str(plan.stands_for) for plan in self.plans.values() if plan.stands_for)
+        return next(simulated, None if self.plans else NOTHING_PRIVATE)
+
+    def why_budget_is_claimed(self) -> str | None:
+        """Why the claim must be the planned budget and not what was spent: someone may have chosen by the outputs."""
+        if later := [segment for segment in self.segments if segment.number > 0]:
+            return f"phase {self.phase_names[later[0].phase]} went on in a new segment ({later[0].reason})"
+        for phase, plan in self.plans.items():
+            done = max((step_id.step for step_id in self.committed if step_id.phase == phase), default=0)
+            if done < plan.steps and (self.finished or any(later > phase for later in self.phase_names)):
+                return f"phase {self.phase_names[phase]} ended after {done} of {plan.steps} planned steps"
+        if self.choices:
+            return f"checkpoints are kept by their {self.choices[0]}, so one may be chosen by outputs"
+        if self.late_plans:
+            return f"the plan of phase {self.phase_names[self.late_plans[0]]} was declared after private steps had run"
+        return None
+
+    def charged(self, phase: int | None = None) -> list[Event]:
+        """Each opened step at the weaker of what was announced and what was done."""
+        events: list[Event] = []
+        for step_id, announced in self.opened.items():
+            if phase is not None and step_id.phase != phase:
+                continue
+            done = self.committed.get(step_id, announced)
+            if done is not announced and (fault := announced.fault_of(done)) is not None:
+                raise LedgerError(f"no epsilon can be given: step {step_id.step} of phase {step_id.phase} {fault}")
+            both = (self.event(step_id.phase, announced), self.event(step_id.phase, done))
+            events.append(min(both, key=lambda event: event.sigma))
+        return merge(events)
+
+    def event(self, phase: int, facts: StepFacts) -> Event:
+        """Where C adapts, σ·C_t / C_t is σ but for its last bit: steps that differ by no more are one mechanism."""
+        event, plan = facts.event(), self.plans[phase]
+        planned = plan.effective_noise_multiplier
+        if plan.adaptive is None or abs(event.sigma - planned) > 4 * ROUNDING * planned:
+            return event
+        return replace(event, sigma=planned)
+
+    def planned(self) -> list[Event]:
+        """All steps of all plans, as they were planned."""
+        return merge(Event(p.sampling_rate, p.effective_noise_multiplier, p.steps) for p in self.plans.values())
+
+    def delta(self) -> float:
+        deltas = {plan.delta for plan in self.plans.values()}
+        if len(deltas) != 1:
+            raise LedgerError(f"the ledger has {len(deltas)} values of delta, so no single claim can be made")
+        return deltas.pop()
+
+    def claimed_delta(self) -> float:
+        """Plans that were declared in the beginning are composed as one; each that outputs may have shaped adds its own
+        delta, as basic composition has it."""
+        return self.delta() * (1 + len(self.late_plans))
+
+    def epsilon(self, accountant: Accountant = "pld") -> float:
+        """Of everything opened in all private phases, at the run's delta."""
+        events = self.charged()
+        try:
+            return epsilon(events, self.delta(), accountant) if events else 0.0
+        except ArithmeticError as error:
+            raise AccountingError(
+                f"no epsilon can be computed for the noise that this ledger states ({error})"
+            ) from None
+
+    def budget(self) -> float:
+        """Sum of the phases' budgets: basic composition bounds what the phases may spend together."""
+        return sum(plan.epsilon_budget for plan in self.plans.values())

@@ -1,0 +1,272 @@
+"""The rules by which a run writes its ledger: open before, commit after, replay only what is provably the same.
+
+The journal refuses a step that would pass the budget, a replay that differs from what it replays, and a commit
+that promises less than was announced.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from murmuration.accounting.epsilon.accountant import Event
+from murmuration.accounting.epsilon.calibrate import affordable_steps
+from murmuration.accounting.epsilon.tuning import Declared, tuned_epsilon
+from murmuration.accounting.errors import BUDGET_SPENT, RunError
+from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerError, make_entry
+from murmuration.accounting.ledger.facts import CheckpointMark, Segment, StepFacts, StepId
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.plan import PrivacyPlan
+
+
+class BudgetSpent(RunError, RuntimeError):
+    """The next step would pass the planned epsilon."""
+
+    exit_code = BUDGET_SPENT
+
+
+class Journal:
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.history = History.of(ledger.entries)
+        self._credit: dict[tuple[float, float], int] = {}
+
+    def declare_choice(self, by: str) -> None:
+        """Checkpoints are kept by a public metric: whichever is released, the planned budget is claimed."""
+        if by not in self.history.choices:
+            self._append("choice", by=by)
+
+    def _append(self, kind: str, **fields: Any) -> None:
+        # Read by the rules first, so that a line that would make the ledger unreadable is never written.
+        self.history.take(make_entry(self.ledger.length, kind, fields, self.ledger.head))
+        self.ledger.append(kind, **fields)
+
+    def start_run(self, name: str, key_check: str, debug: bool, versions: dict[str, str]) -> None:
+        self._append("run", format=FORMAT, name=name, key_check=key_check, debug=debug, versions=versions)
+
+    def declare_plan(self, phase: int, name: str, plan: PrivacyPlan, method: dict[str, object]) -> None:
+        """Freezes the plan; on resume, refuses one that differs from the frozen one."""
+        if phase in self.history.nonprivate:
+            raise LedgerError(
+                f"phase {name!r} began without noise, so it cannot become private; start a new run directory"
+            )
+        known = self.history.plans.get(phase)
+        if known is None:
+            others = {other.delta for other in self.history.plans.values()} - {plan.delta}
+            if others:
+                raise LedgerError(
+                    f"phase {name!r} has delta = {plan.delta:.6g} but an earlier phase has {others.pop():.6g}; "
+                    "a run claims one delta, so write the same number in every privacy section"
+                )
+            self._append("plan", phase=phase, name=name, plan=plan.as_dict(), method=method)
+        elif known != plan:
+            new, old = plan.as_dict(), known.as_dict()
+            changed = [k for k in {**old, **new} if new.get(k) != old.get(k)]
+            raise LedgerError(
+                f"the plan of phase {name!r} is frozen in the ledger, but {', '.join(changed)} changed; "
+                "restore the config and data, or start a new run directory"
+            )
+
+    def declare_nonprivate(self, phase: int, name: str, public_data: bool, manifest_digest: str) -> None:
+        """`public_data` is the user's word, and every change of it is kept; one "no" marks the run NOT PRIVATE."""
+        if phase in self.history.plans:
+            raise LedgerError(
+                f"phase {name!r} began as a private phase, so it cannot go on without noise; start a new run directory"
+            )
+        known = self.history.nonprivate.get(phase)
+        if known is None or known > public_data or manifest_digest not in self.history.public_manifests[phase]:
+            fields = {"name": name, "public_data": public_data, "manifest_digest": manifest_digest}
+            self._append("nonprivate", phase=phase, **fields)
+
+    def declare_origin(self, origin: Origin) -> bool:
+        """Whether it was not known before."""
+        if origin in self.history.origins:
+            return False
+        self._append("origin", **origin.as_dict())
+        return True
+
+    def declare_tuning(self, declared: Declared) -> float | None:
+        """Written once, before the first step if it is known then. The epsilon that it will make of the planned run."""
+        planned = self.history.planned()
+        cost = tuned_epsilon(planned, self.history.delta(), declared.tuning) if declared.tuning and planned else None
+        if declared not in self.history.tunings:
+            self._append("tuning", **declared.as_dict())
+        return cost
+
+    def begin_segment(
+        self, phase: int, config_digest: str, manifest_digest: str, from_step: int, reason: str, salt: str | None = None
+    ) -> Segment:
+        """New keys from here on. The salt keeps two copies of a run from ever deriving the same next keys."""
+        segment = Segment(
+            phase=phase, number=len(self.history.segments_of(phase)), salt=salt or secrets.token_hex(16),
+            config_digest=config_digest, manifest_digest=manifest_digest, from_step=from_step, reason=reason,
+        )  # fmt: skip
+        self._append("segment", **segment.__dict__)
+        self._credit.clear()
+        return segment
+
+    def resumed(self, phase: int, step: int) -> None:
+        self._append("resume", phase=phase, step=step)
+
+    def open_step(self, phase: int, step: int, facts: StepFacts) -> None:
+        """Durable before anything of the step is computed; a replay writes nothing and must be identical."""
+        step_id = self._step_id(phase, step)
+        known = self.history.opened.get(step_id)
+        if known is not None:
+            if known != facts:
+                raise LedgerError(f"step {step} of phase {phase} would be replayed differently from how it was opened")
+            return
+        unfinished = self.history.pending()
+        if unfinished:
+            raise LedgerError(
+                f"step {step} of phase {phase} cannot begin while step {unfinished[0].step} is open; finish that first"
+            )
+        plan = self.history.plans[phase]
+        if (departure := facts.departure_from(plan)) is not None:
+            raise LedgerError(f"step {step} of phase {phase} {departure}")
+        event = self.history.event(phase, facts)
+        key = (event.rate, event.sigma)
+        if self._credit.get(key, 0) < 1:
+            self._credit = {key: self._affordable(phase, event, max(1, plan.steps - step + 1))}
+        if self._credit[key] < 1:
+            raise BudgetSpent(f"step {step} would pass epsilon = {self._budget(phase):g}; the run ends here")
+        self._append("open", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict())
+        self._credit[key] -= 1
+
+    def commit_step(self, phase: int, step: int, facts: StepFacts, share: float | None = None) -> float | None:
+        """`share`: what is released for the next clipping norm. Returns what stands in the ledger: on a replay, which
+        may round otherwise, that of the first time, since a share is released once."""
+        step_id = self._step_id(phase, step)
+        known = self.history.committed.get(step_id)
+        if known is not None:
+            if known != facts:
+                raise LedgerError(f"step {step} of phase {phase} was replayed differently from how it was committed")
+            return self.history.shares.get(step_id)
+        announced = self.history.opened.get(step_id)
+        if announced is None:
+            raise LedgerError(f"step {step} of phase {phase} cannot be committed before it is opened")
+        if facts != announced:
+            self._credit.clear()
+        more = {} if share is None else {"share": share}
+        self._append("commit", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict(), **more)
+        if facts != announced:  # charged with the weaker of the two either way
+            raise LedgerError(
+                f"step {step} of phase {phase} did {facts} but had announced {announced}; the run stops, "
+                "and the ledger charges the weaker of the two"
+            )
+        return share
+
+    def clip_norm_after(self, phase: int, step: int, digest: str | None) -> float:
+        """C of the step after the checkpoint with this digest, from the ledger alone; None: the phase begins."""
+        named = [mark.segment for mark in self.history.checkpoints if mark.digest == digest]
+        newest = len(self.history.segments_of(phase))
+        return self.history.trails[phase].after(named[0] if named else newest, step)
+
+    def checkpointed(self, phase: int, step: int, digest: str) -> None:
+        """Only after the checkpoint is durable: from here on, what depends on it may leave the job."""
+        segments = self.history.segments_of(phase)
+        mark = CheckpointMark(phase, segments[-1].number if segments else 0, step, digest)
+        if mark != self.history.last_checkpoint():
+            self._append("checkpoint", **mark.__dict__)
+
+    def finish(self) -> None:
+        if not self.history.finished:
+            self._append("finish")
+
+    def note_copied(self, reason: str) -> None:
+        """This directory is a copy, and its original may go on too: no key of before may be used from here on."""
+        self._append("copied", reason=reason)
+
+    def admit_checkpoint(self, phase: int, step: int, digest: str, written_at: int) -> None:
+        """Refuses to go on from weights whose last step may stand elsewhere, made again and rounded differently.
+
+        The ledger names every checkpoint that outputs may depend on. One that it does not name is either the newest,
+        whose line a kill prevented, or an orphan: of a copy, or of a segment that was left. `written_at` is the length
+        of the ledger that the checkpoint remembers: an orphan is older than the current segment, or than a resume from
+        elsewhere.
+        """
+        if phase not in self.history.plans or any(mark.digest == digest for mark in self.history.checkpoints):
+            return
+        current = self.history.segments[-1] if self.history.segments else None
+        if current is not None and current.phase == phase and self.history.copied < len(self.history.segments):
+            done = [s.step for s in self.history.committed if (s.phase, s.segment) == (phase, current.number)]
+            own = written_at > self.history.segment_lines[phase, current.number]
+            # Since then the run may have gone on from an older checkpoint, and made these very steps again.
+            own = own and not any(
+                later.kind in ("resume", "checkpoint")
+                and (later.fields["phase"], later.fields["step"]) != (phase, step)
+                for later in self.ledger.entries[written_at:]
+            )
+            if own and max(done, default=current.from_step) == step:
+                return
+        raise LedgerError(
+            f"the ledger does not know this checkpoint of step {step}, and another copy of the run may have made the "
+            "step again; go on from a checkpoint that the ledger names, or start a new run directory"
+        )
+
+    def new_segment_reason(self, phase: int, step: int, config_digest: str) -> str | None:
+        """Why steps after `step` must not be replayed under their old keys; None if they may be.
+
+        They may be only if nothing that depends on them can have left the job: the last durable checkpoint of the
+        whole run is the one at `step`, in the segment that was begun last.
+        """
+        segments = self.history.segments_of(phase)
+        if not segments:
+            return "first"
+        current = segments[-1]
+        # First, because the caller demands a declaration for it, and a rollback must not hide it.
+        if current.config_digest != config_digest:
+            return "the config changed"
+        if self.history.copied >= len(self.history.segments):
+            return "the run directory was copied, and its original may go on with the same keys"
+        if current is not self.history.segments[-1]:
+            return f"another phase was trained after phase {phase}"
+        trail = self.history.trails.get(phase)
+        if trail is not None and trail.told(current.number) > step + 1:
+            # The first share after the checkpoint came from its weights; later ones from weights that nobody has.
+            return f"the ledger tells shares of clipped records from weights that were lost after step {step}"
+        return self._reason_of_checkpoints(current, step)
+
+    def _reason_of_checkpoints(self, current: Segment, step: int) -> str | None:
+        """Why the checkpoint of `step` is not the last state of this segment that outputs may depend on; None if it is.
+
+        Where the segment has no checkpoint yet, that state is the one it began from.
+        """
+        phase = current.phase
+        marks = self.history.checkpoints[self.history.marks_before[phase, current.number] :]
+        if not marks:
+            # Nothing of this segment has left the job, so it may be done again from where it began.
+            if step == current.from_step:
+                return None
+            return f"the checkpoint is of step {step}, but the segment began after step {current.from_step}"
+        last = marks[-1]
+        if (last.phase, last.segment) != (phase, current.number):
+            return f"phase {last.phase} was trained after phase {phase}"
+        if last.step > step:
+            return f"rolled back to step {step} of phase {phase}, behind a checkpoint that outputs may depend on"
+        # A kill between a checkpoint and its line leaves a checkpoint of the newest committed step.
+        # (The step after it may be open: it was dropped in the middle, and released nothing.)
+        done = [s.step for s in self.history.committed if (s.phase, s.segment) == (phase, current.number)]
+        if last.step < step and max(done, default=None) != step:
+            return f"the checkpoint of step {step} is not the last one that the ledger knows of"
+        return None
+
+    def _step_id(self, phase: int, step: int) -> StepId:
+        segments = self.history.segments_of(phase)
+        if not segments:
+            raise LedgerError(f"phase {phase} has no segment; begin one before its first step")
+        return StepId(phase, segments[-1].number, step)
+
+    def _budget(self, phase: int) -> float:
+        """Of the phases up to this one, and of later ones that were opened before a rollback led back here."""
+        reached = max([phase, *(segment.phase for segment in self.history.segments)])
+        return sum(plan.epsilon_budget for index, plan in self.history.plans.items() if index <= reached)
+
+    def _affordable(self, phase: int, event: Event, wanted: int) -> int:
+        """Of all phases together, and of this one by itself: what an earlier one left is not this one's to spend."""
+        history, own = self.history, self.history.plans[phase].epsilon_budget
+        return min(
+            affordable_steps(charged, event.rate, event.sigma, wanted, budget, history.delta())
+            for charged, budget in ((history.charged(), self._budget(phase)), (history.charged(phase), own))
+        )

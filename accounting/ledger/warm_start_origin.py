@@ -1,0 +1,37 @@
+"""Runs whose weights a run began from: what they promised is about other records, and adds up where both meet."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from murmuration.accounting.typed import CLOSED
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A run that is known by its ledger; `protected` are digests of its records, and of those of runs before it."""
+
+    __pydantic_config__ = CLOSED
+    run: str
+    id: str
+    """Of the ledger's first line."""
+    epsilon: float
+    """Its budget."""
+    delta: float
+    protected: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not (self.epsilon >= 0 and 0 <= self.delta < 1):
+            raise ValueError(f"epsilon = {self.epsilon} with delta = {self.delta} is no promise of an earlier run")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"protected": list(self.protected)}
+
+    def deviation(self) -> str:
+        """What a certificate must say of it."""
+        return (
+            f"The weights began from those of run {self.run!r}, which promised (epsilon = {self.epsilon:g}, delta = "
+            f"{self.delta:.3g}) on records of its own. Whoever has records there, too, in whichever set of them, is "
+            "promised no more than the sum of both."
+        )

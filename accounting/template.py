@@ -1,0 +1,37 @@
+"""Pages from Jinja templates, which lie beside the modules that fill them in.
+
+Whatever a template prints is escaped for the page's language, because names come from anybody's files. What is markup
+itself, such as a drawing, says so in the template (`| safe`).
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from murmuration.accounting.escaping import markdown_text
+
+
+def html_page(template: Path, **values: Any) -> str:
+    # By the standard library, as in the pages of earlier versions: Jinja writes quotation marks as other entities.
+    return _filled(template, values, lambda text: html.escape(text))
+
+
+def markdown_page(template: Path, **values: Any) -> str:
+    return _filled(template, values, markdown_text)
+
+
+def _filled(template: Path, values: dict[str, Any], escape: Callable[[str], str]) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # not above: few commands write a page
+    from markupsafe import Markup
+
+    def printed(value: Any) -> Markup:
+        return value if isinstance(value, Markup) else Markup(escape(str(value)))
+
+    pages = Environment(
+        autoescape=True, finalize=printed, undefined=StrictUndefined, loader=FileSystemLoader(template.parent),
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    return pages.get_template(template.name).render(values)

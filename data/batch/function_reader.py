@@ -1,0 +1,69 @@
+"""Micro-batches of records that a function returns: tensors in memory, a data set of one's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from murmuration.data.decode.decode import BadRecord
+from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
+
+Read = Callable[[np.ndarray], Mapping[str, Tensor]]
+"""From an array with the number of one record to the model's inputs: by name, each with one row."""
+
+
+class FunctionReader:
+    """What a `Loader` reads by. `read` is asked for one record at a time, by one thread at a time, so that no record's
+    inputs can depend on the others that were drawn.
+
+    A record for which it raises BadRecord, or gives another shape than `like` has, is left out: absent, and n stays.
+    """
+
+    in_flight = 1
+
+    def __init__(self, read: Read, like: Mapping[str, Tensor]) -> None:
+        self._read = read
+        self._empty = {name: torch.zeros_like(tensor[:1]) for name, tensor in like.items()}
+        self._lock = threading.Lock()
+        self.bad_reasons: dict[int, str] = {}
+
+    def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
+        del step
+        present = torch.zeros(len(ids_row), dtype=torch.bool)
+        inputs = {name: tensor.repeat(len(ids_row), *[1] * (tensor.dim() - 1)) for name, tensor in self._empty.items()}
+        bad: dict[int, str] = {}
+        with self._lock:
+            for place in np.flatnonzero(ids_row != EMPTY):
+                try:
+                    found = self._one(ids_row[place : place + 1])
+                except BadRecord as error:
+                    bad[int(ids_row[place])] = str(error)
+                    continue
+                for name, row in found.items():
+                    inputs[name][place] = row[0].to(inputs[name].dtype)
+                present[place] = True
+        return Fetched(MicroBatch(inputs, present), bad)
+
+    def _one(self, number: np.ndarray) -> dict[str, Tensor]:
+        found = dict(self._read(number))
+        if found.keys() != self._empty.keys():
+            raise ValueError(
+                f"read() gives other inputs than the synthetic records have, which are {sorted(self._empty)}; both are "
+                "the model's inputs, so give both the same names"
+            )
+        for name, row in found.items():
+            if row.shape != self._empty[name].shape:
+                raise BadRecord(f"{name} has shape {list(row.shape)}, not {list(self._empty[name].shape)}")
+        return found
+
+    def report(self, fetched: Fetched) -> None:
+        """Private: which records are unusable says something about them."""
+        for record, reason in fetched.bad.items():
+            self.bad_reasons.setdefault(record, reason)
+
+    def close(self) -> None:
+        """Nothing is open."""

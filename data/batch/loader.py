@@ -1,0 +1,168 @@
+"""Micro-batches step after step, read ahead across step boundaries, with no state but the step number.
+
+The draw of step t+1 is known while t trains, because the sampler is a function of the step. So it is drawn in a
+background thread, and its first micro-batches are read as soon as the last ones of t are on their way. Reading
+ahead computes nothing on private records and reports nothing about them: bad records are reported, and errors
+raised, with the micro-batch that is handed out. At most `ahead` micro-batches are in memory or on their way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from murmuration.data.draw.micro_batch import Fetched, MicroBatch, slots
+from murmuration.data.draw.poisson import Ids, Sampler
+from murmuration.data.index.epochs import Epochs
+
+D = TypeVar("D", bound=Ids)
+
+
+class BackgroundSampler(Generic[D]):
+    """The same draws as `sampler`, each begun while the step before it trains."""
+
+    def __init__(self, sampler: Sampler[D], last: int) -> None:
+        self._sampler, self._last = sampler, last
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draw")
+        self._known: dict[int, Future[D]] = {}
+
+    def draw(self, step: int) -> D:
+        found = self._begin(step)
+        for old in [known for known in self._known if known < step]:
+            del self._known[old]
+        self.begin_after(step)
+        return found.result()
+
+    def begin_after(self, step: int) -> None:
+        if step < self._last:
+            self._begin(step + 1)
+
+    def ready(self, step: int) -> D | None:
+        """The draw where it is there already; None where it is not, or failed (it will fail again when asked for)."""
+        found = self._known.get(step)
+        return found.result() if found is not None and found.done() and found.exception() is None else None
+
+    def _begin(self, step: int) -> Future[D]:
+        if step not in self._known:
+            self._known[step] = self._thread.submit(self._sampler.draw, step)
+        return self._known[step]
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class PublicDraw:
+    ids: np.ndarray
+
+
+@dataclass(frozen=True)
+class PublicOrder:
+    """Public epochs as a sampler whose steps, like all trainers' steps, count from one."""
+
+    epochs: Epochs
+
+    def draw(self, step: int) -> PublicDraw:
+        return PublicDraw(self.epochs.ids(step - 1))
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One micro-batch on its way."""
+
+    step: int
+    number: int
+    ids: np.ndarray
+    fetched: Future[Fetched]
+
+
+class Reader(Protocol):
+    """What a loader reads by: records of shards, or rows that were made of them."""
+
+    @property
+    def in_flight(self) -> int: ...
+
+    def fetch(self, ids_row: np.ndarray, step: int) -> Fetched: ...
+
+    def report(self, fetched: Fetched) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Loader(Generic[D]):
+    """`step(t)`, or `draw(t)` and then `micro_batches(ids, t)`. Used by one thread; owns the reader it is given.
+
+    Steps may be asked for in any order; only when they come one after the other is reading ahead of use.
+    """
+
+    def __init__(
+        self, reader: Reader, sampler: Sampler[D], rank: int, world: int, micro_batch: int, *,
+        last: int, ahead: int | None = None, plan: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> None:  # fmt: skip
+        if ahead is None:
+            # Small micro-batches must not keep the reader from having as many records on their way as it can.
+            ahead = max(3, 1 + math.ceil(reader.in_flight / micro_batch))
+        if ahead < 1:
+            raise ValueError(f"{ahead} micro-batches ahead: at least the one that is asked for must be read")
+        self._reader, self._last, self._ahead = reader, last, ahead
+        self._plan = plan or (lambda ids: slots(ids, rank, world, micro_batch))
+        self._sampler = BackgroundSampler(sampler, last)
+        self._threads = ThreadPoolExecutor(ahead, thread_name_prefix="micro-batch")
+        self._waiting: deque[_Row] = deque()
+
+    def step(self, step: int) -> tuple[D, Iterator[MicroBatch]]:
+        draw = self.draw(step)
+        return draw, self.micro_batches(draw.ids, step)
+
+    def draw(self, step: int) -> D:
+        return self._sampler.draw(step)
+
+    def micro_batches(self, ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
+        """Those of `ids`, in order. Leaving the iterator early drops what was read for it."""
+        self._sampler.begin_after(step)
+        rows = self._plan(ids)
+        at = 0
+        try:
+            while at < len(rows):
+                self._fill(rows, step, at)
+                row = self._waiting.popleft()
+                fetched = row.fetched.result()
+                self._fill(rows, step, at + 1)
+                at += 1
+                self._reader.report(fetched)
+                yield fetched.batch
+        finally:
+            if at < len(rows):
+                self._drop()
+
+    def _fill(self, rows: np.ndarray, step: int, at: int) -> None:
+        """Sends off what is missing of the next `ahead` micro-batches, counted from row `at` of `step`."""
+        wanted = [(step, number, rows[number]) for number in range(at, min(len(rows), at + self._ahead))]
+        if len(wanted) < self._ahead and step < self._last and (coming := self._sampler.ready(step + 1)) is not None:
+            following = self._plan(coming.ids)[: self._ahead - len(wanted)]
+            wanted += [(step + 1, number, row) for number, row in enumerate(following)]
+        for place, (when, number, ids) in enumerate(wanted):
+            if place < len(self._waiting):
+                known = self._waiting[place]
+                if (known.step, known.number) == (when, number) and np.array_equal(known.ids, ids):
+                    continue
+                self._drop(place)
+            self._waiting.append(_Row(when, number, ids, self._threads.submit(self._reader.fetch, ids, when)))
+        self._drop(len(wanted))
+
+    def _drop(self, start: int = 0) -> None:
+        while len(self._waiting) > start:
+            self._waiting.pop().fetched.cancel()
+
+    def close(self) -> None:
+        """At once, in the middle of anything; what is still being read ends by itself and goes nowhere."""
+        self._drop()
+        self._sampler.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._reader.close()

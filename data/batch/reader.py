@@ -1,0 +1,264 @@
+"""Sampled ids -> micro-batches of fixed shape, equally many on every rank.
+
+Shapes and counts never depend on the data: padding fills the last micro-batch and idle ranks, because ranks
+that disagree about the number of collectives hang, and because |S_t| is private. A bad record keeps its slot
+with `present` False and zero inputs; putting another record in its place would let that one count twice.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, ShardReader, open_source
+from murmuration.data.decode.augment import KINDS, Kind, drop_key, mask_noise
+from murmuration.data.decode.decode import SUFFIXES, BadRecord, parsing
+from murmuration.data.decode.fields import numbers_of
+from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.decode.pool import DecodePool
+from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
+from murmuration.data.store.local import RangeSource
+from murmuration.data.store.place import RecordIndex
+from murmuration.data.text.encoder import TextEncoder
+
+TARGET = "labels"
+WEIGHT = "record_weight"
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What the model needs of a record, and in which shape."""
+
+    image_size: int
+    augment: Kind = "none"
+    mask_patches: int = 0  # > 0: `mask_noise` with that many columns
+    drop_keys: bool = False  # `drop_key`, for a model that drops units
+    labels: tuple[str, ...] = ()  # integer fields of the record's .json; `cls` is its .cls or class folder
+    target: str | None = None  # one of `labels`: what a classifier is to say, handed over as "labels"
+    weight: str | None = None  # a number in the record's .json, handed over as WEIGHT
+    classes: int = 0  # > 0: a target that is not in 0..classes-1 makes a bad record
+    image_suffixes: tuple[str, ...] = SUFFIXES
+    text_suffix: str = "txt"
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
+
+    def __post_init__(self) -> None:
+        if self.augment not in KINDS:
+            raise ValueError(f"augment '{self.augment}' is unknown; choose one of {', '.join(KINDS)}")
+        if self.image_size < 1:
+            raise ValueError(f"image size {self.image_size} is not positive")
+        if self.target is not None and (self.target not in self.labels or TARGET in {*self.labels} - {self.target}):
+            raise ValueError(f"target '{self.target}' must be one of the labels, and no other may be called '{TARGET}'")
+        if self.classes < 0:
+            raise ValueError(f"{self.classes} classes: at least 1, or 0 for any number")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """One record, ready to be laid into its slot."""
+
+    pixels: np.ndarray
+    tokens: list[int]
+    labels: list[int]
+    weight: float
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One micro-batch; a row keeps its zeros until a record is laid into it."""
+
+    images: np.ndarray
+    tokens: np.ndarray
+    labels: np.ndarray
+    noise: np.ndarray
+    drop_keys: np.ndarray
+    weights: np.ndarray
+    present: np.ndarray
+
+    @staticmethod
+    def empty(count: int, spec: DataSpec, text_length: int) -> _Rows:
+        return _Rows(
+            images=np.zeros((count, 3, spec.image_size, spec.image_size), dtype=np.float32),
+            tokens=np.zeros((count, text_length), dtype=np.int64),
+            labels=np.zeros((count, len(spec.labels)), dtype=np.int64),
+            noise=np.zeros((count, spec.mask_patches), dtype=np.float32),
+            drop_keys=np.zeros(count, dtype=np.int64),
+            weights=np.zeros(count, dtype=np.float32),
+            present=np.zeros(count, dtype=bool),
+        )
+
+
+class BatchReader:
+    """Reads rows of ids into MicroBatches. `bad_records` is private: its length is a function of the data.
+
+    `read` may be called from several threads; records of all rows go through one pool of them, first come first.
+    """
+
+    def __init__(
+        self,
+        index: RecordIndex,
+        spec: DataSpec,
+        text: TextEncoder | None = None,
+        augment_key: bytes = b"",
+        mask_key: bytes = b"",
+        dropout_key: bytes = b"",
+        *,
+        reading: ReadOptions | None = None,
+        pin_memory: bool = False,
+        source: RangeSource | None = None,
+    ) -> None:
+        if spec.mask_patches and not mask_key:
+            raise ValueError("mask noise needs a mask key; derive one from the run key")
+        if spec.drop_keys and not dropout_key:
+            raise ValueError("drop keys need a dropout key; derive one from the run key")
+        reading = reading or ReadOptions()
+        pictures = PictureMaker(spec.image_size, spec.augment, augment_key)
+        self.index, self.spec, self.text = index, spec, text
+        self._mask_key, self._dropout_key = mask_key, dropout_key
+        self._cancelled = threading.Event()
+        self._records: RecordReader
+        if isinstance(index, RecordReader):
+            self._records = index
+        else:
+            source = source or open_source(index, reading)
+            self._records = ShardReader(index, source, cancelled=self._cancelled)
+        self._processes = DecodePool(pictures, reading.workers, reading.limits) if reading.workers else None
+        self._picture = (self._processes or pictures).make
+        self.in_flight = threads = reading.in_flight
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="records") if threads > 1 else None
+        self._pin = pin_memory
+        self._bad: dict[int, str] = {}
+        # In the form the uint8 pixels want: x * scale + shift.
+        std = np.asarray(spec.std, dtype=np.float32)
+        self._scale = (1 / (255 * std)).reshape(3, 1, 1)
+        self._shift = (-np.asarray(spec.mean, dtype=np.float32) / std).reshape(3, 1, 1)
+
+    @property
+    def bad_records(self) -> list[int]:
+        """Ids found bad so far, each once. For private sinks only."""
+        return list(self._bad)
+
+    @property
+    def bad_reasons(self) -> dict[int, str]:
+        return dict(self._bad)
+
+    def drop_key(self, record: int, step: int) -> int:
+        return drop_key(self._dropout_key, step, record)
+
+    def read(self, ids_row: np.ndarray, step: int) -> MicroBatch:
+        fetched = self.fetch(ids_row, step)
+        self.report(fetched)
+        return fetched.batch
+
+    def report(self, fetched: Fetched) -> None:
+        """Bad records of a batch that is used. What was read ahead and dropped is nobody's business."""
+        for record, reason in fetched.bad.items():
+            self._bad.setdefault(record, reason)
+
+    def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
+        rows = _Rows.empty(len(ids_row), self.spec, self.text.length if self.text else 0)
+        bad: dict[int, str] = {}
+        for row, parts in enumerate(self._all([int(record) for record in ids_row], step)):
+            if isinstance(parts, BadRecord):
+                bad[int(ids_row[row])] = str(parts)
+            elif parts is not None:
+                self._lay(parts, rows, row, int(ids_row[row]), step)
+        inputs, there = self._inputs(rows), torch.from_numpy(rows.present)
+        if self._pin:
+            inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
+            there = there.pin_memory()
+        return Fetched(MicroBatch(inputs, there), bad)
+
+    def _lay(self, parts: _Parts, rows: _Rows, row: int, record: int, step: int) -> None:
+        # Normalised one by one: a picture fits in the processor's cache, a batch does not.
+        np.multiply(parts.pixels.transpose(2, 0, 1), self._scale, out=rows.images[row], dtype=np.float32)
+        rows.images[row] += self._shift
+        rows.tokens[row], rows.labels[row], rows.weights[row] = parts.tokens, parts.labels, parts.weight
+        if self.spec.mask_patches:
+            rows.noise[row] = mask_noise(self._mask_key, step, record, self.spec.mask_patches)
+        if self.spec.drop_keys:
+            rows.drop_keys[row] = self.drop_key(record, step)
+        rows.present[row] = True
+
+    def _inputs(self, rows: _Rows) -> dict[str, torch.Tensor]:
+        """What the model takes of the rows, by the names it takes them under."""
+        spec = self.spec
+        inputs = {"images": torch.from_numpy(rows.images)}
+        if self.text is not None:
+            inputs["tokens"] = torch.from_numpy(rows.tokens)
+        if spec.mask_patches:
+            inputs["mask_noise"] = torch.from_numpy(rows.noise)
+        if spec.drop_keys:
+            inputs["drop_key"] = torch.from_numpy(rows.drop_keys)
+        if spec.weight is not None:
+            inputs[WEIGHT] = torch.from_numpy(rows.weights)
+        for column, name in enumerate(spec.labels):
+            inputs[TARGET if name == spec.target else name] = torch.from_numpy(rows.labels[:, column].copy())
+        return inputs
+
+    def close(self) -> None:
+        """At once: reads in progress end with an error, nothing waits for a slow store."""
+        self._cancelled.set()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._processes is not None:
+            self._processes.close()
+
+    def _all(self, records: list[int], step: int) -> Iterable[_Parts | BadRecord | None]:
+        if self._pool is None:
+            return (self._one(record, step) for record in records)
+        try:
+            return self._pool.map(self._one, records, [step] * len(records))
+        except RuntimeError:  # closed by another thread between two of them
+            if self._cancelled.is_set():
+                raise CancelledError from None
+            raise
+
+    def _one(self, record: int, step: int) -> _Parts | BadRecord | None:
+        if record == EMPTY:
+            return None
+        members = self._records.read(record)
+        try:
+            return self._prepare(members, record, step)
+        except BadRecord as error:
+            return error
+
+    def _prepare(self, members: dict[str, bytes], record: int, step: int) -> _Parts:
+        suffix = next((suffix for suffix in self.spec.image_suffixes if suffix in members), None)
+        if suffix is None:
+            raise BadRecord(f"no image: the record holds {sorted(members)}")
+        # The cheap parts first: a record without a caption needs no decoding.
+        spec = self.spec
+        with parsing("the caption or a number cannot be read"):
+            tokens = self._tokens(members)
+            labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight)
+        return _Parts(self._picture(members[suffix], step, record), tokens, labels, weight)
+
+    def _tokens(self, members: dict[str, bytes]) -> list[int]:
+        if self.text is None:
+            return []
+        if self.spec.text_suffix not in members:
+            raise BadRecord(f"no caption: the record holds {sorted(members)}")
+        try:
+            return self.text.encode(members[self.spec.text_suffix].decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise BadRecord(f"the caption is not UTF-8 ({error.reason})") from error
+
+
+def iterate(reader: BatchReader, rows: np.ndarray, step: int) -> Iterator[MicroBatch]:
+    """The micro-batches of `rows` in order, the next one being read while the caller computes."""
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as ahead:
+        waiting = ahead.submit(reader.read, rows[0], step) if len(rows) else None
+        for row in rows[1:]:
+            assert waiting is not None
+            ready, waiting = waiting, ahead.submit(reader.read, row, step)
+            yield ready.result()
+        if waiting is not None:
+            yield waiting.result()

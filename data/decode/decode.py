@@ -1,0 +1,149 @@
+"""Image bytes -> RGB pixels, with one clear answer for bytes that are no image.
+
+BadRecord means: these bytes will fail in the same way on every machine and at every try. Only such a record
+may be left out of a step (its slot contributes zero); anything that could go better next time must stop the
+run instead, which is why a MemoryError passes through here untouched.
+
+What becomes of unusual images: EXIF orientation is applied; CMYK, grey, palette and 1-bit become RGB; alpha and
+transparent palettes are laid on white; 16 bits per channel are scaled to 8 (Pillow alone turns 16-bit grey
+white); of an animation the first frame counts; a damaged EXIF block is ignored. Refused as bad: images over
+MAX_PIXELS (decompression bombs), truncated ones, and formats that are not in FORMATS. Bit flips in the middle
+of a JPEG decode to noise without an error: no decoder notices them all.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError, WebPImagePlugin
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # a short list: every further parser is attack surface
+SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")  # of members that hold an image, in the order of preference
+MAX_PIXELS = 89_478_485  # Pillow's own limit, spelt out because other libraries like to switch Pillow's off
+# Pillow loads this parser late, and all its others with it: a quarter of a second of computing in whichever record
+# comes first that is no JPEG, PNG, GIF or BMP.
+assert WebPImagePlugin.WebPImageFile.format in FORMATS
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SIDEWAYS = (5, 6, 7, 8)
+# Whose first column, and whose first row, is the last one stored.
+_LEFT_WAS_LAST, _TOP_WAS_LAST = (2, 3, 6, 7), (3, 4, 7, 8)
+
+# Set once, here: warnings.catch_warnings around each decode would not be thread-safe. Pillow's remarks about
+# a file (corrupt EXIF and the like) would reach the console, a public sink, and speak of private records;
+# but between its pixel limit and twice that it warns and then decodes, which has to be an error.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+warnings.simplefilter("error", Image.DecompressionBombWarning)
+
+
+class BadRecord(ValueError):
+    """The content of one record is unusable, deterministically. The message is private: it describes data."""
+
+
+@contextmanager
+def parsing(what: str) -> Iterator[None]:
+    """Any error in the block makes a bad record: parsers do no I/O, so it speaks about the content.
+
+    They raise nearly everything on hostile bytes (OSError, SyntaxError, struct.error, IndexError ...), and one
+    record must not end a run. Only memory may be there next time.
+    """
+    try:
+        yield
+    except (BadRecord, MemoryError):
+        raise
+    except BaseException as error:
+        # A library in Rust may panic, as tokenizers does where a regular expression gives up: that is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise BadRecord(f"{what} ({type(error).__name__}: {error})") from error
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Pixels, uint8 [rows, columns, 3], and the upright size of the image in full.
+
+    An image shrunk by 8 has a last column that stands for up to 8 pixels, some of them beyond the edge. Turned
+    around it is the first column: the image begins `margin` (left, top) full pixels inside of it.
+    """
+
+    pixels: np.ndarray
+    width: int
+    height: int
+    shrunk: int
+    margin: tuple[int, int]
+
+
+def decode(data: bytes, at_least: int | None = None) -> np.ndarray:
+    """RGB pixels, uint8 [height, width, 3]; `at_least` as in `decode_scaled`."""
+    return decode_scaled(data, lambda _width, _height: at_least).pixels
+
+
+def decode_scaled(data: bytes, at_least: Callable[[int, int], int | None]) -> Decoded:
+    """`at_least(width, height)`, asked with the upright full size, says what the shorter side must keep.
+
+    A large JPEG is then decoded at 1/2, 1/4 or 1/8, which is several times faster than decoding in full and
+    shrinking afterwards. None decodes in full.
+    """
+    if not data:
+        raise BadRecord("the image is empty")
+    with parsing("the image cannot be decoded"):
+        return _decoded(data, at_least)
+
+
+def _decoded(data: bytes, at_least: Callable[[int, int], int | None]) -> Decoded:
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise Image.DecompressionBombError
+            turn = _orientation(image)
+            full = image.size
+            side = at_least(*_upright(full, turn))
+            if side is not None:
+                image.draft(None, (side, side))
+            image.load()
+            rgb = _rgb(image)
+        shrunk = 1 << round(math.log2(max(full) / max(rgb.size)))
+        beyond = _upright((rgb.width * shrunk - full[0], rgb.height * shrunk - full[1]), turn)
+        margin = beyond[0] * (turn in _LEFT_WAS_LAST), beyond[1] * (turn in _TOP_WAS_LAST)
+        pixels = np.array(rgb.transpose(_TURNS[turn]) if turn in _TURNS else rgb)
+        return Decoded(pixels, *_upright(full, turn), shrunk, margin)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise BadRecord(f"the image has more than {MAX_PIXELS} pixels") from None
+    except UnidentifiedImageError:
+        raise BadRecord(f"the bytes are no image in any of {', '.join(FORMATS)}") from None
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return image.getexif().get(_ORIENTATION, 1)
+    except Exception:
+        return 1
+
+
+def _upright(size: tuple[int, int], orientation: int) -> tuple[int, int]:
+    return (size[1], size[0]) if orientation in _SIDEWAYS else size
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        # Pillow clips 16-bit grey to 255, that is to white; scale it instead.
+        wide = np.asarray(image).clip(0, 65535).astype(np.uint32)
+        return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        opaque = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(opaque, image.convert("RGBA")).convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,41 @@
+"""Image bytes -> the pixels that a model sees: decoding and augmentation in one step, pure in (key, step, record).
+
+They belong together because the crop is chosen first, from the size in the header: a large JPEG is then decoded
+no larger than the crop needs. This is what a decoding process runs; it imports neither torch nor our index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from murmuration.data.decode.augment import AREAS, KINDS, Kind, View, choose_view
+from murmuration.data.decode.decode import decode_scaled, parsing
+
+
+@dataclass(frozen=True)
+class PictureMaker:
+    """`key` is secret: it decides the random crops."""
+
+    size: int
+    augment: Kind = "none"
+    key: bytes = b""
+
+    def __post_init__(self) -> None:
+        if self.augment not in KINDS:
+            raise ValueError(f"augment '{self.augment}' is unknown; choose one of {', '.join(KINDS)}")
+        if self.size < 1:
+            raise ValueError(f"image size {self.size} is not positive")
+        if self.augment in AREAS and not self.key:
+            raise ValueError(f"{self.augment} needs an augmentation key; derive one from the run key")
+
+    def make(self, data: bytes, step: int, record: int) -> np.ndarray:
+        """uint8 [size, size, 3]; raises BadRecord for bytes that are no usable image."""
+
+        def view(width: int, height: int) -> View:
+            return choose_view(self.augment, width, height, self.key, step, record)
+
+        found = decode_scaled(data, lambda width, height: view(width, height).shorter_side(width, height, self.size))
+        with parsing("the image cannot be cut to its view"):
+            return view(found.width, found.height).render(found.pixels, self.size, found.shrunk, found.margin)

@@ -1,0 +1,267 @@
+"""Decoding in processes of their own: a file that crashes or hangs its decoder costs one record, not the run.
+
+The verdict "bad" must not depend on chance, because it decides what enters a private sum. A record whose
+process died is tried once more, in a fresh process that handles nothing else, with ten times the time, and only
+what fails there too is bad. Time means CPU time of that process, which a busy machine does not use up. Where
+the machine itself is to blame (killed from outside, or a known picture does not decode either), the run stops.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+import os
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from murmuration.data.decode.decode import BadRecord
+from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.decode.worker import BAD, JOB, MADE, NO_MEMORY, READY
+from murmuration.data.store.place import UnreadableError
+
+# The trainer's end of one decoding process: starts it, hands it bytes, takes pixels or learns how it died.
+
+# Not resolved: in a checkout `murmuration/data` is a link to `data`, and the package lies beside it.
+_ROOT = str(Path(__file__).absolute().parents[3])
+_START_SECONDS = 120.0
+# How much later than the process's own timers the parent acts: only a stopped process is still there then.
+_GRACE = 1.5
+
+
+class ProcessDied(Exception):
+    """`signal` is what killed it, 0 where it ended by itself."""
+
+    def __init__(self, code: int | None) -> None:
+        self.signal = -code if code is not None and code < 0 else 0
+        try:
+            super().__init__(signal.Signals(self.signal).name if self.signal else f"exit code {code}")
+        except ValueError:
+            super().__init__(f"signal {self.signal}")
+
+
+class OutOfMemory(Exception):
+    """The decoder came to the end of its address space."""
+
+
+class DecodeProcess:
+    """Used by one thread at a time. Pixels come through memory that both ends map, never through the socket."""
+
+    def __init__(self, pictures: PictureMaker, program: str, address_bytes: int) -> None:
+        self.jobs = 0
+        self._shape = (pictures.size, pictures.size, 3)
+        room = pictures.size * pictures.size * 3
+        module, _, function = program.partition(":")
+        code = f"import sys; sys.path[:0] = {[_ROOT, *sys.path]!r}; from {module} import {function}; {function}()"
+        ours, theirs = socket.socketpair()
+        shared = _anonymous_file(room)
+        try:
+            self._pixels = np.frombuffer(mmap.mmap(shared, room), dtype=np.uint8)
+            # Not multiprocessing: forking a process with torch's threads may deadlock, and its spawning runs the
+            # main script again. Popen executes a new interpreter, which sees nothing but these two descriptors.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code, str(theirs.fileno()), str(shared)],
+                pass_fds=(theirs.fileno(), shared),
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONFAULTHANDLER": ""},
+            )  # fmt: skip
+        finally:
+            theirs.close()
+            os.close(shared)
+        self._ours, self._patience = ours, 0.0
+        self._control = Connection(os.dup(ours.fileno()))
+        setup = {
+            "size": pictures.size, "augment": pictures.augment, "key": pictures.key.hex(), "room": room,
+            "address_bytes": address_bytes,
+        }  # fmt: skip
+        if self._ask(json.dumps(setup).encode(), _START_SECONDS) != READY:
+            raise ProcessDied(self._ended())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def make(self, data: bytes, step: int, record: int, cpu_seconds: float, wall_seconds: float) -> np.ndarray:
+        """The picture; raises BadRecord, OutOfMemory or ProcessDied, and is of no more use after the last."""
+        self.jobs += 1
+        answer = self._ask(JOB.pack(step, record, cpu_seconds, wall_seconds) + data, wall_seconds * _GRACE)
+        if answer == MADE:
+            return self._pixels.reshape(self._shape).copy()
+        if answer == NO_MEMORY:
+            raise OutOfMemory
+        raise BadRecord(answer[len(BAD) :].decode(errors="replace"))
+
+    def _ask(self, message: bytes, seconds: float) -> bytes:
+        try:
+            self._wait_at_most(seconds)
+            self._control.send_bytes(message)
+            return self._control.recv_bytes()
+        except BlockingIOError:
+            self._process.kill()
+            self._process.wait()
+            raise ProcessDied(-signal.SIGALRM) from None
+        except (EOFError, OSError):
+            raise ProcessDied(self._ended()) from None
+
+    def _wait_at_most(self, seconds: float) -> None:
+        """A time-out of the socket itself: polling before each answer would cost a tenth of a decode."""
+        if seconds != self._patience:
+            limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+            for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self._ours.setsockopt(socket.SOL_SOCKET, direction, limit)
+            self._patience = seconds
+
+    def _ended(self) -> int | None:
+        """How a process ended whose socket is closed already."""
+        try:
+            return self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
+        self._ours.close()
+
+
+def _anonymous_file(size: int) -> int:
+    """Without a name, so that nothing is left behind whoever is killed."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("pixels")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+_OUTSIDE_TRIES = 3  # deaths by a signal that no decoder sends itself
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one record may use. Constants of the data plane, not options: they decide which records are bad."""
+
+    cpu_seconds: float = 10.0  # the largest images that are decoded at all take about a second
+    wall_seconds: float = 120.0
+    patience: float = 10.0  # by which both grow for the second, lonely try
+    address_bytes: int = 4 << 30
+    jobs_per_process: int = 50_000  # then replaced, so that what decoders leak cannot add up
+
+
+LIMITS = Limits()
+
+
+class DecoderError(UnreadableError):
+    """Decoding cannot go on on this machine. The run stops: no record is to blame."""
+
+
+class DecodePool:
+    """`make(data, step, record)` from any number of threads; as many processes as asked for, started when needed."""
+
+    def __init__(
+        self,
+        pictures: PictureMaker,
+        processes: int,
+        limits: Limits = LIMITS,
+        program: str = "murmuration.data.decode.worker:serve",
+    ) -> None:
+        if processes < 1:
+            raise ValueError(f"{processes} decoding processes: at least 1 is needed")
+        self._pictures, self._program = pictures, program
+        self.limits = limits
+        # Last in, first out: on a quiet step a few warm processes do all the work.
+        self._idle: queue.LifoQueue[DecodeProcess | None] = queue.LifoQueue()
+        for _ in range(processes):
+            self._idle.put(None)
+        self._alone = threading.Lock()
+        self._closed = False
+        self._all: set[DecodeProcess] = set()
+
+    def make(self, data: bytes, step: int, record: int) -> np.ndarray:
+        """uint8 [size, size, 3]; raises BadRecord for content, DecoderError for trouble of the machine."""
+        process = self._idle.get()
+        try:
+            if process is None or process.jobs >= self.limits.jobs_per_process:
+                self._drop(process)
+                process = None
+                process = self._start()
+            return process.make(data, step, record, self.limits.cpu_seconds, self.limits.wall_seconds)
+        except (ProcessDied, OutOfMemory):
+            self._drop(process)
+            process = None
+        finally:
+            self._idle.put(process)
+        return self._again(data, step, record)
+
+    def _again(self, data: bytes, step: int, record: int) -> np.ndarray:
+        cpu, wall = self.limits.cpu_seconds * self.limits.patience, self.limits.wall_seconds * self.limits.patience
+        with self._alone:
+            for _ in range(_OUTSIDE_TRIES):
+                process = self._start()
+                try:
+                    return process.make(data, step, record, cpu, wall)
+                except OutOfMemory:
+                    raise BadRecord(f"the decoder needs more than {self.limits.address_bytes} bytes") from None
+                except ProcessDied as death:
+                    if death.signal == signal.SIGPROF:
+                        raise BadRecord(f"the decoder was not done after {cpu:g} s of computing") from None
+                    if death.signal == signal.SIGALRM:
+                        self._check_machine(wall)
+                        raise BadRecord(f"the decoder stood still for {wall:g} s") from None
+                    if death.signal != signal.SIGKILL:
+                        raise BadRecord(f"the decoder crashed ({death})") from None
+                finally:
+                    self._drop(process)
+        raise DecoderError(
+            f"decoding processes were killed from outside {_OUTSIDE_TRIES} times running; the machine may be out of "
+            "memory: use fewer data workers and resume"
+        )
+
+    def _check_machine(self, wall_seconds: float) -> None:
+        """A known picture decodes here and now, else it is not the record that stands still."""
+        known = io.BytesIO()
+        Image.new("RGB", (16, 16)).save(known, "JPEG")
+        process = self._start()
+        try:
+            process.make(known.getvalue(), 0, 0, wall_seconds, wall_seconds)
+        except (ProcessDied, OutOfMemory) as error:
+            raise DecoderError("decoding stands still on this machine; see to its load and resume") from error
+        finally:
+            self._drop(process)
+
+    def _start(self) -> DecodeProcess:
+        try:
+            process = DecodeProcess(self._pictures, self._program, self.limits.address_bytes)
+        except (ProcessDied, OSError) as error:
+            raise DecoderError(f"a decoding process cannot start ({error}); see to memory and limits") from error
+        self._all.add(process)
+        if self._closed:
+            self._drop(process)
+            raise DecoderError("the decoding processes were closed")
+        return process
+
+    def _drop(self, process: DecodeProcess | None) -> None:
+        if process is not None:
+            self._all.discard(process)
+            process.close()
+
+    def close(self) -> None:
+        """At once: whoever still waits for a picture gets a DecoderError."""
+        self._closed = True
+        for process in list(self._all):
+            self._drop(process)

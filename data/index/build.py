@@ -1,0 +1,360 @@
+"""Writes an index: shards are scanned in parallel, each result is kept as soon as it is there, none is made twice.
+
+What is trusted from an earlier run: a shard whose size, mtime and ctime (for a URL: size and ETag) are those noted
+when it was scanned is taken to hold the same bytes. Noted results carry a hash of their own. Everything else is
+scanned anew, and the index comes out bitwise the same by whichever way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+
+from murmuration.accounting.file_lock import try_lock
+from murmuration.accounting.strict_json import parse
+from murmuration.data.index.census import Census, remarks, total
+from murmuration.data.index.energon import check_sidecar, sidecar, trusted_scan, write_sidecar
+from murmuration.data.index.format import OFFSETS, SHARDS, read_manifest, same_content, shard_of, write_manifest
+from murmuration.data.index.scan import Scan, Stamp, check_stats, scan, stamp_of
+from murmuration.data.store.index_files import cannot_write, index_file, make_folder, open_npy, read_json
+from murmuration.data.store.place import Place, Shard, ShardError, join
+from murmuration.data.store.retry import until_hopeless
+
+# What earlier runs of the index builder found out about shards, and whether it still holds.
+#
+# Two places: the work area, with one file per shard scanned since the last complete index, and that index itself.
+
+STAMPS = "stamps.json"
+_ASKED_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A shard's line of the manifest. Its offsets stay on disk: in the work area, or from `row` of the old index."""
+
+    shard: Shard
+    stamp: Stamp | None
+    row: int | None = None
+    census: Census | None = None  # of a shard that was read since the last complete index
+
+
+@dataclass(frozen=True)
+class WorkArea:
+    """One file per scanned shard, complete or not there; what worker processes write to."""
+
+    folder: Path
+    root: Place
+
+    def place(self, name: str) -> Place:
+        return join(self.root, name)
+
+    def note(self, name: str, scan: Scan) -> Noted:
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise cannot_write(self.folder, error) from error
+        shard = Shard(name, scan.records, scan.bytes, scan.sha256, scan.offsets_sha256, scan.etag)
+        head = {"place": str(self.place(name)), "stamp": scan.stamp, "shard": asdict(shard)}
+        if scan.census is not None:
+            head["census"] = scan.census.facts()
+        # Readable by its owner alone: which members records have is nobody else's business.
+        with index_file(self._file(name), 0o600) as file:
+            file.write(json.dumps(head).encode() + b"\n" + scan.offsets.tobytes())
+        return Noted(shard, scan.stamp, census=scan.census)
+
+    def read(self, name: str) -> tuple[Noted, np.ndarray] | None:
+        """None for what is not there, not whole, or about another place."""
+        try:
+            head, _, raw = self._file(name).read_bytes().partition(b"\n")
+            facts = parse(head)
+            shard = shard_of(facts["shard"])
+            if facts["place"] != str(self.place(name)) or hashlib.sha256(raw).hexdigest() != shard.offsets_sha256:
+                return None
+            offsets = np.frombuffer(raw, dtype="<u8")
+            if len(offsets) != shard.records + 1:
+                return None
+            stamp = tuple(facts["stamp"]) if facts["stamp"] else None
+            census = Census.of_facts(facts["census"]) if "census" in facts else None
+            return Noted(shard, stamp, census=census), offsets
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def clear(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _file(self, name: str) -> Path:
+        return self.folder / hashlib.sha256(json.dumps(str(self.place(name))).encode()).hexdigest()[:40]
+
+
+class Known:
+    """Answers from both places, as far as the shard still looks as it did when it was scanned."""
+
+    def __init__(self, target: Path, work: WorkArea) -> None:
+        self._work = work
+        self._indexed: dict[str, Noted] = {}
+        self._rows: np.ndarray | None = None
+        try:
+            manifest = read_manifest(target)
+            stamps = read_json(target / STAMPS)
+            rows = open_npy(target / OFFSETS)
+        except (ShardError, OSError, ValueError):
+            return
+        if manifest.kind != SHARDS or rows.dtype != np.dtype("<u8") or rows.ndim != 1 or not isinstance(stamps, dict):
+            return
+        self._rows = rows
+        root = Path(os.path.realpath(manifest.root)) if isinstance(manifest.root, Path) else manifest.root
+        row = 0
+        for shard in manifest.shards:
+            place = str(join(root, shard.name))
+            if isinstance(stamps.get(place), list):
+                self._indexed[place] = Noted(shard, tuple(stamps[place]), row)
+            row += shard.records + 1
+
+    def look_up(self, names: Sequence[str], *, without_content: bool) -> list[Noted | None]:
+        """What is known of each shard, None for what has to be scanned; `without_content` accepts unread ones."""
+        if all(isinstance(self._work.place(name), Path) for name in names):
+            return [self._find(name, without_content) for name in names]
+        with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+            return list(pool.map(lambda name: self._find(name, without_content), names))
+
+    def offsets(self, noted: Noted) -> np.ndarray:
+        if noted.row is None:
+            found = self._work.read(noted.shard.name)
+            if found is None or found[0].shard != noted.shard:
+                raise ShardError(f"{self._work.folder}: changed while the index was written; give the command again")
+            return found[1]
+        assert self._rows is not None
+        return np.asarray(self._rows[noted.row : noted.row + noted.shard.records + 1])
+
+    def _find(self, name: str, without_content: bool) -> Noted | None:
+        found = self._work.read(name)
+        indexed = self._indexed.get(str(self._work.place(name)))
+        candidates = [found[0] if found else None, indexed if indexed and self._whole(indexed) else None]
+        usable = [each for each in candidates if each and each.stamp and (each.shard.sha256 or without_content)]
+        now = self._stamp(name) if usable else None
+        fitting = next((each for each in usable if each.stamp == now), None)
+        if fitting is None:
+            return None
+        # In the old index the shard may have been named from another root.
+        shard = replace(fitting.shard, name=name)
+        return replace(fitting, shard=shard)
+
+    def _whole(self, noted: Noted) -> bool:
+        return hashlib.sha256(self.offsets(noted).tobytes()).hexdigest() == noted.shard.offsets_sha256
+
+    def _stamp(self, name: str) -> Stamp | None:
+        """What the shard looks like now; None where it cannot be asked, so that scanning says what is wrong."""
+        place = self._work.place(name)
+        try:
+            if isinstance(place, Path):
+                return stamp_of(place.stat())
+            from murmuration.data.store.remote import open_shard
+
+            with open_shard(place) as stream:
+                return (stream.size, stream.etag) if stream.etag else None
+        except (OSError, ShardError):
+            return None
+
+
+Report = Callable[[int, int], None]
+Tell = Callable[[str], None]
+WORK = ".work"
+# Below this many bytes, starting worker processes costs more than it saves.
+_WORTH_PROCESSES = 512 << 20
+_NAMED = 3  # shards that a remark names
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How to index: `trust_sidecars` spares reading the shards, `rescan` trusts nothing from before."""
+
+    trust_sidecars: bool = False
+    write_sidecars: bool = False
+    rescan: bool = False
+    workers: int | None = None
+
+
+def write_index(root: Place, names: Sequence[str], target: Path, wanted: Wanted, progress: Report, tell: Tell) -> int:
+    """Index `root`/`names` in this order into `target`; returns how many shards had to be scanned.
+
+    What is no reason to refuse, but may not have been meant, is told in sentences.
+    """
+    if wanted.write_sidecars and not isinstance(root, Path):
+        raise ShardError(f"{root}: sidecars cannot be written beside remote shards; leave --energon out")
+    make_folder(target)
+    with _only_one(target):
+        work = WorkArea(target / WORK, root)
+        if wanted.rescan:
+            work.clear()
+            (target / STAMPS).unlink(missing_ok=True)
+        known = Known(target, work)
+        before = known.look_up(names, without_content=wanted.trust_sidecars)
+        found = {noted.shard.name: noted for noted in before if noted}
+        missing = [name for name in names if name not in found]
+        progress(len(found), len(names))
+        refused: list[ShardError] = []
+        for result in until_hopeless(_scan_all(work, missing, wanted)):
+            if isinstance(result, ShardError):
+                refused.append(result)
+                continue
+            found[result.shard.name] = result
+            progress(len(found), len(names))
+        if refused:
+            more = f" ({len(refused) - 1} more shards were refused as well)" if len(refused) > 1 else ""
+            raise ShardError(f"{min(refused, key=str)}{more}")
+        inside = [found[name] for name in names]
+        for sentence in [*_assemble(work, known, inside, target, wanted), *_remarks(inside)]:
+            tell(sentence)
+        work.clear()
+    return len(missing)
+
+
+@contextmanager
+def _only_one(target: Path) -> Iterator[None]:
+    """Two builders in one folder would mix their results; the lock ends with the process, however it ends."""
+    folder = os.open(target, os.O_RDONLY)
+    try:
+        _lock(folder, target)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _lock(folder: int, target: Path) -> None:
+    try:
+        ours = try_lock(folder)
+    except OSError as error:
+        raise ShardError(f"{target}: cannot be locked ({error.strerror}); name another folder with --out") from error
+    if not ours:
+        raise ShardError(f"{target}: another prepare.py is indexing into this folder; wait until it is done")
+
+
+def _scan_all(work: WorkArea, names: Sequence[str], wanted: Wanted) -> Generator[Noted | ShardError]:
+    places = [work.place(name) for name in names]
+    total = sum(place.stat().st_size for place in places if isinstance(place, Path) and place.is_file())
+    large = total >= _WORTH_PROCESSES or not all(isinstance(place, Path) for place in places)
+    asked = wanted.workers if wanted.workers is not None else (os.cpu_count() or 1 if large else 1)
+    workers = min(asked, len(names))
+    if workers <= 1:
+        yield from (_scan_one(work, name, wanted) for name in names)
+        return
+    # Spawned, because the caller may have threads.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
+        try:
+            for job in as_completed([pool.submit(_scan_one, work, name, wanted) for name in names]):
+                yield job.result()
+        except BrokenProcessPool:
+            raise ShardError(
+                f"{work.folder.parent}: a process that scans shards was killed, perhaps for memory; give the command "
+                "again, with fewer --workers, and it goes on"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """A worker of a killed builder would otherwise wait for work for ever."""
+
+    def watch() -> None:
+        parent = parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
+
+
+def _scan_one(work: WorkArea, name: str, wanted: Wanted) -> Noted | ShardError:
+    """Errors are returned: one damaged shard among thousands should not hide the next one until tomorrow."""
+    place = work.place(name)
+    try:
+        trusting = wanted.trust_sidecars and isinstance(place, Path) and sidecar(place).is_file()
+        found = trusted_scan(place) if trusting and isinstance(place, Path) else scan(place)
+        _ask_witnesses(place, found.offsets, wanted)
+    except ShardError as error:
+        return error
+    # Not returned: where one result cannot be written, the next one cannot either.
+    _write_sidecar(place, found.offsets, wanted)
+    return work.note(name, found)
+
+
+def _assemble(work: WorkArea, known: Known, found: Sequence[Noted], target: Path, wanted: Wanted) -> list[str]:
+    shards = [noted.shard for noted in found]
+    _refuse_twins([shard for shard in shards if shard.records])
+    unclear: list[str] = []
+
+    def parts() -> Iterator[np.ndarray]:
+        for noted in found:
+            place, offsets = work.place(noted.shard.name), known.offsets(noted)
+            if said := _ask_witnesses(place, offsets, wanted):
+                unclear.append(said)
+            _write_sidecar(place, offsets, wanted)
+            yield offsets
+
+    write_offsets(target, shards, parts())
+    # After the offsets, so that a kill in between leaves hashes that do not match: refused, not misread.
+    write_manifest(target, SHARDS, work.root, shards, {})
+    stamps = {str(work.place(noted.shard.name)): noted.stamp for noted in found if noted.stamp}
+    with index_file(target / STAMPS) as file:
+        file.write(json.dumps(stamps).encode())
+    return unclear
+
+
+def _remarks(found: Sequence[Noted]) -> Iterator[str]:
+    empty = [noted.shard.name for noted in found if not noted.shard.records]
+    if empty:
+        more = f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else ""
+        yield f"{len(empty)} of {len(found)} shards hold no record: {', '.join(empty[:_NAMED])}{more}"
+    yield from remarks(total(noted.census for noted in found if noted.census is not None))
+
+
+def write_offsets(target: Path, shards: Sequence[Shard], parts: Iterable[np.ndarray]) -> None:
+    """offsets.npy, one shard's part after the other: never all of it in memory."""
+    with index_file(target / OFFSETS) as file:
+        shape = (sum(shard.records + 1 for shard in shards),)
+        np.lib.format.write_array_header_1_0(file, {"descr": "<u8", "fortran_order": False, "shape": shape})
+        for part in parts:
+            file.write(part.astype("<u8", copy=False).tobytes())
+
+
+def _ask_witnesses(place: Place, offsets: np.ndarray, wanted: Wanted) -> str | None:
+    """What lies beside a shard. Asked of known shards too: it may have changed although the shard has not.
+
+    Returns what is to be said of a witness that cannot be understood.
+    """
+    if not isinstance(place, Path):
+        return None
+    unclear = check_stats(place, len(offsets) - 1)
+    if not wanted.write_sidecars:
+        check_sidecar(place, offsets)
+    return unclear
+
+
+def _write_sidecar(place: Place, offsets: np.ndarray, wanted: Wanted) -> None:
+    if wanted.write_sidecars and isinstance(place, Path):
+        write_sidecar(place, offsets)
+
+
+def _refuse_twins(full: Sequence[Shard]) -> None:
+    if not full:
+        raise ShardError("no record in any shard; records are members named like 000123.jpg")
+    first: dict[str | tuple[int, str], Shard] = {}
+    for shard in full:
+        for key in (shard.sha256, (shard.bytes, shard.offsets_sha256)):
+            twin = first.setdefault(key, shard) if key else shard
+            if twin is not shard and same_content(twin, shard):
+                raise ShardError(
+                    f"{twin.name} and {shard.name}: the same bytes; their records would count twice, so remove one"
+                )

@@ -1,0 +1,92 @@
+"""Which records of an index are left out of training, and why: two small files beside the index.
+
+`exclusions.npy` holds the ids (sorted u64, numbered as in the index without exclusions), `exclusions.json` what
+they were compared with. Excluded records do not exist for a run: n shrinks and the manifest digest changes, so a
+run that has begun on the whole set refuses to go on with a part of it.
+
+The number of records that are left becomes the public n, as the number of all of them was before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from murmuration.data.store.index_files import index_file, open_npy, read_json
+from murmuration.data.store.place import ShardError
+
+IDS, FACTS = "exclusions.npy", "exclusions.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Exclusions:
+    """`manifest_digest` is that of the index as a whole; `ids` are numbers in it. Both files are private."""
+
+    manifest_digest: str
+    ids: np.ndarray
+    against: tuple[str, ...] = ()
+    distance: int = 0
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ids.dtype != np.uint64 or self.ids.ndim != 1 or np.any(self.ids[1:] <= self.ids[:-1]):
+            raise ValueError("excluded ids must be one sorted row of different u64 numbers")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the ids, for the manifest digest of what is left."""
+        return hashlib.sha256(np.ascontiguousarray(self.ids, dtype="<u8").tobytes()).hexdigest()
+
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        """Into the index folder. A kill in between leaves files that do not fit together: refused, not misread."""
+        target = Path(folder)
+        with index_file(target / IDS, 0o600) as file:
+            np.save(file, self.ids.astype("<u8"))
+        facts = {
+            "format": FORMAT,
+            "manifest_digest": self.manifest_digest,
+            "records": len(self.ids),
+            "ids_sha256": self.digest,
+            "against": list(self.against),
+            "distance": self.distance,
+            "reason": self.reason,
+        }
+        with index_file(target / FACTS, 0o600) as file:
+            file.write(json.dumps(facts, indent=1).encode() + b"\n")
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str], manifest_digest: str, records: int) -> Exclusions | None:
+        """None where there are none; ShardError where they belong to other records or are damaged.
+
+        `manifest_digest` and `records` are those of the index as a whole.
+        """
+        target = Path(folder)
+        mend = "run launch/prepare.py overlap again, or remove both files to train on every record"
+        if not (target / FACTS).exists() and not (target / IDS).exists():
+            return None
+        try:
+            facts: dict[str, Any] = read_json(target / FACTS)
+            found = cls(
+                facts["manifest_digest"],
+                open_npy(target / IDS).astype(np.uint64, casting="equiv"),
+                tuple(facts["against"]),
+                int(facts["distance"]),
+                str(facts["reason"]),
+            )
+            damaged = facts["ids_sha256"] != found.digest or facts["format"] != FORMAT
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            raise ShardError(f"{target / FACTS}: the exclusions cannot be read ({error}); {mend}") from error
+        if damaged:
+            raise ShardError(f"{target / IDS}: not the ids that {FACTS} was written for; {mend}")
+        if found.manifest_digest != manifest_digest:
+            raise ShardError(f"{target / FACTS}: made for other records than this index holds; {mend}")
+        if len(found.ids) and int(found.ids[-1]) >= records:
+            raise ShardError(f"{target / IDS}: names a record beyond the {records} of the index; {mend}")
+        return found

@@ -1,0 +1,360 @@
+"""Folders of single image files as records: ImageFolder, ImageNet, Places365 and iNaturalist as they are unpacked.
+
+A record is one file; its id is its place in the sorted list of files, frozen in the index together with its size.
+Trusted afterwards is that list: files that appear later are no records, one that is gone or of another size stops
+the run. Contents are pinned only where the index was made with `contents`, because that reads every file.
+
+`names.bin` holds the paths one after the other, `files.npy` where each ends and how large its file is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from murmuration.data.index.format import BESIDE, FILES, Kept, Manifest, mend, read_manifest, write_manifest
+from murmuration.data.store.index_files import index_file, make_folder, open_npy
+from murmuration.data.store.place import Place, Shard, ShardError
+from murmuration.data.store.tar import shown
+
+# Which files of a folder are records, in which order, and of which class.
+#
+# Symbolic links are followed, but nothing is counted twice: a folder or a file that is reached by two ways is refused,
+# which also ends every loop. Hidden files and other extensions are no records; the caller is told how many there were.
+
+IMAGES = (".jpg", ".jpeg", ".png", ".webp")
+NO_FILE = "pipe or device"
+_SHOWN = 5
+_SPLITS = {"train", "val", "valid", "validation", "test", "train_mini", "train2017", "val2017", "test2017"}
+
+# auto: what the folder looks like. top: the first folder is the class (torchvision's ImageFolder, ImageNet,
+# iNaturalist). leaf: the whole path of folders is (Places365: a/abbey). none: no classes.
+Rule = Literal["auto", "top", "leaf", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """`name` is the path below the root, as bytes, because file names need not be text."""
+
+    group: str
+    name: bytes
+    size: int
+
+
+def list_images(root: Path, rule: Rule = "auto") -> tuple[list[ImageFile], bool]:
+    """The records, sorted by class and path, and whether they have classes."""
+    found = [(name, size) for name, size in _walk(root) if size is not None and _is_image(name)]
+    if not found:
+        raise ShardError(
+            f"{root}: neither tar shards nor images ({', '.join(IMAGES)}) in this folder{_but(ignored_files(root))}; "
+            "name another"
+        )
+    chosen = _recognise(root, [name for name, _ in found]) if rule == "auto" else rule
+    files = [ImageFile(_group(name, chosen), name, size) for name, size in found]
+    if chosen != "none" and (loose := next((file for file in files if not file.group), None)):
+        raise ShardError(
+            f"{root / os.fsdecode(loose.name)}: an image beside the class folders has no class; move it, or give "
+            "--classes none"
+        )
+    if chosen == "top":
+        _refuse_empty(root, {file.group for file in files})
+    return sorted(files, key=lambda file: (os.fsencode(file.group), file.name)), chosen != "none"
+
+
+def ignored_files(root: Path) -> Counter[str]:
+    """How many files of which extension are no records."""
+    others = ((os.fsdecode(name), size) for name, size in _walk(root) if size is None or not _is_image(name))
+    return Counter(NO_FILE if size is None else extension(name) for name, size in others)
+
+
+def extension(name: str) -> str:
+    """As it may be printed: `.dcm`, `.tar.gz`, or the whole name where there is none."""
+    stem, last = os.path.splitext(os.path.basename(name).lower())
+    before = os.path.splitext(stem)[1]
+    return shown(before + last if before == ".tar" else last or stem)
+
+
+def most_common(files: Counter[str]) -> str:
+    """How many files, and of which extensions: 3 files (2 .dcm, 1 .csv)."""
+    named = ", ".join(f"{count} {what}" for what, count in files.most_common(_SHOWN))
+    return f"{files.total()} {'file' if files.total() == 1 else 'files'} ({named})"
+
+
+def _but(others: Counter[str]) -> str:
+    return f", but {most_common(others)}" if others else ""
+
+
+def _walk(root: Path) -> Iterator[tuple[bytes, int | None]]:
+    """Paths below the root and sizes of all files that are not hidden; None for a pipe, a socket or a device."""
+    folders = {_identity(root.stat()): b""}
+    linked: dict[tuple[int, int], bytes] = {}
+    waiting = [b""]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            with os.scandir(os.path.join(os.fsencode(root), folder)) as entries:
+                inside = sorted((entry for entry in entries if not entry.name.startswith(b".")), key=lambda e: e.name)
+            states = [(entry, entry.stat()) for entry in inside]
+        except OSError as error:
+            raise ShardError(f"{os.fsdecode(error.filename or root)}: {error.strerror}; mend or remove it") from error
+        for entry, state in states:
+            path = os.path.join(folder, entry.name)
+            if stat.S_ISDIR(state.st_mode):
+                if (twin := folders.setdefault(_identity(state), path)) is not path:
+                    raise _reached_twice(root, twin, path)
+                waiting.append(path)
+            elif stat.S_ISREG(state.st_mode):
+                if (twin := linked.setdefault(_identity(state), path)) is not path:
+                    raise _reached_twice(root, twin, path)
+                yield path, state.st_size
+            else:
+                yield path, None
+
+
+def _identity(state: os.stat_result) -> tuple[int, int]:
+    return state.st_dev, state.st_ino
+
+
+def _reached_twice(root: Path, one: bytes, other: bytes) -> ShardError:
+    shown = " and ".join(os.fsdecode(name) or "the folder itself" for name in (one, other))
+    return ShardError(f"{root}: {shown} are the same through a link; records would count twice, so remove one")
+
+
+def _is_image(name: bytes) -> bool:
+    return os.path.splitext(os.fsdecode(name))[1].lower() in IMAGES
+
+
+def _group(name: bytes, rule: Rule) -> str:
+    folders = os.fsdecode(name).split("/")[:-1]
+    if rule == "none" or not folders:
+        return ""
+    return folders[0] if rule == "top" else "/".join(folders)
+
+
+def _recognise(root: Path, names: list[bytes]) -> Rule:
+    tops = {_group(name, "top") for name in names}
+    if tops == {""}:
+        return "none"
+    if tops <= _SPLITS:
+        shown = ", ".join(sorted(tops))
+        raise ShardError(f"{root}: holds splits ({shown}), not classes; name one of them, such as {root / min(tops)}")
+    # Places365 sorts its classes into one folder per letter.
+    return "leaf" if all(len(top) == 1 and top.isalpha() for top in tops) and _deep(names) else "top"
+
+
+def _deep(names: list[bytes]) -> bool:
+    return all(name.count(b"/") >= 2 for name in names)
+
+
+def _refuse_empty(root: Path, groups: set[str]) -> None:
+    """torchvision numbers all class folders and refuses empty ones; skipping one would shift the labels after it."""
+    with os.scandir(root) as entries:
+        folders = {entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
+    if empty := min(folders - groups, default=None):
+        raise ShardError(f"{root / empty}: no image in this class folder; remove it, or give --classes none")
+
+
+NAMES, ROWS, DIGESTS = "names.bin", "files.npy", "digests.npy"
+_ROW = np.dtype([("end", "<u8"), ("size", "<u8")])
+_DIGEST_BYTES = 16
+
+
+def build_folder(
+    folder: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None = None,
+    *,
+    rule: Rule = "auto",
+    contents: bool = False,
+    refuse_twins: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> FolderIndex:
+    """Index the images below `folder` into `target` (default: `<folder>.index`).
+
+    `refuse_twins` refuses two files of equal content and implies `contents`.
+    """
+    root = Path(os.path.realpath(folder))
+    out = Path(os.path.realpath(target)) if target is not None else root.with_name(root.name + BESIDE)
+    files, labelled = list_images(root, rule)
+    paths = [root / os.fsdecode(file.name) for file in files]
+    digests = _hash_all(paths, progress or (lambda done, total: None)) if contents or refuse_twins else None
+    if refuse_twins and digests is not None:
+        _refuse_twins(paths, digests)
+    rows = np.zeros(len(files), dtype=_ROW)
+    rows["end"] = np.cumsum([len(file.name) for file in files])
+    rows["size"] = [file.size for file in files]
+    make_folder(out)
+    (out / DIGESTS).unlink(missing_ok=True)
+    with index_file(out / NAMES) as file:
+        file.write(b"".join(image.name for image in files))
+    with index_file(out / ROWS) as file:
+        np.save(file, rows)
+    if digests is not None:
+        with index_file(out / DIGESTS) as file:
+            np.save(file, digests)
+    shards = list(_classes(files, digests))
+    write_manifest(out, FILES, root, shards, {"labelled": labelled, "contents": digests is not None})
+    return FolderIndex.open(out)
+
+
+def _classes(files: list[ImageFile], digests: np.ndarray | None) -> Iterator[Shard]:
+    first = 0
+    for name, group in groupby(files, key=lambda file: file.group):
+        members = list(group)
+        part = None if digests is None else digests[first : first + len(members)]
+        sizes = np.array([file.size for file in members], dtype="<u8")
+        sha = _class_digest([file.name for file in members], sizes, part)
+        yield Shard(name or ".", len(members), int(sizes.sum()), sha)
+        first += len(members)
+
+
+def _class_digest(names: list[bytes], sizes: np.ndarray, digests: np.ndarray | None) -> str:
+    hashed = hashlib.sha256(b"\0".join(names) + b"\0\0" + sizes.astype("<u8").tobytes())
+    if digests is not None:
+        hashed.update(digests.tobytes())
+    return hashed.hexdigest()
+
+
+def _hash_all(paths: list[Path], progress: Callable[[int, int], None]) -> np.ndarray:
+    found = np.zeros((len(paths), _DIGEST_BYTES), dtype=np.uint8)
+    progress(0, len(paths))
+    with ThreadPoolExecutor(max(4, os.cpu_count() or 1)) as pool:
+        for at, digest in enumerate(pool.map(_hash_file, paths)):
+            found[at] = np.frombuffer(digest, dtype=np.uint8)
+            progress(at + 1, len(paths))
+    return found
+
+
+def _hash_file(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()[:_DIGEST_BYTES]
+    except OSError as error:
+        raise ShardError(f"{path}: cannot be read ({error.strerror}); check the permissions") from error
+
+
+def _refuse_twins(paths: list[Path], digests: np.ndarray) -> None:
+    seen: dict[bytes, Path] = {}
+    twins = 0
+    example = ""
+    for path, digest in zip(paths, digests, strict=True):
+        twin = seen.setdefault(digest.tobytes(), path)
+        if twin is not path:
+            twins += 1
+            example = example or f"{twin} and {path}"
+    if twins:
+        raise ShardError(f"{example}: the same content, one of {twins} such cases; remove all but one of each")
+
+
+class FolderIndex:
+    """The same interface as ShardIndex; each class folder plays a shard."""
+
+    def __init__(self, manifest: Manifest, names: np.ndarray, rows: np.ndarray, digests: np.ndarray | None, kept: Kept):
+        assert isinstance(manifest.root, Path)
+        self.folder, self.root = manifest.folder, manifest.root
+        self.shards = manifest.shards
+        self.records = kept.records
+        self.labelled = manifest.head["labelled"]
+        self._kept, self._names, self._rows, self._digests = kept, names, rows, digests
+        self._ends = np.cumsum([shard.records for shard in manifest.shards], dtype=np.int64)
+        self._checked = bytearray(len(manifest.shards))
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], *, verify: bool = True, exclusions: bool = True) -> FolderIndex:
+        """Open an index of single files; each class is compared with the manifest when one of its files is used."""
+        manifest = read_manifest(folder)
+        if manifest.kind != FILES:
+            raise ShardError(f"{manifest.folder}: an index of tar shards, not of single files; name another folder")
+        try:
+            rows = open_npy(manifest.folder / ROWS)
+            names = np.asarray(np.memmap(manifest.folder / NAMES, dtype=np.uint8, mode="r"))
+            hashed, labelled = manifest.head["contents"], manifest.head["labelled"]
+            if not isinstance(manifest.root, Path) or not isinstance(hashed, bool) or not isinstance(labelled, bool):
+                raise ValueError("the manifest is none of a folder of images")
+            digests = open_npy(manifest.folder / DIGESTS) if hashed else None
+        except (OSError, ValueError, KeyError) as error:
+            raise ShardError(f"{manifest.folder}: the index cannot be read ({error}); {mend(folder)}") from error
+        whole = rows.dtype == _ROW and rows.shape == (manifest.records,) and int(rows["end"][-1]) == len(names)
+        if digests is not None:
+            whole = whole and digests.shape == (manifest.records, _DIGEST_BYTES) and digests.dtype == np.uint8
+        if not whole:
+            raise ShardError(f"{manifest.folder}: files and manifest do not belong together; {mend(folder)}")
+        index = cls(manifest, names, rows, digests, Kept.of(manifest, exclusions))
+        if not verify:
+            index._checked = bytearray(b"\1" * len(manifest.shards))
+        return index
+
+    @property
+    def manifest_digest(self) -> str:
+        """Paths and sizes of all files, their contents where hashed, and what is left out."""
+        return self._kept.digest
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Class names in the order of their numbers; none for a folder without classes."""
+        return tuple(shard.name for shard in self.shards) if self.labelled else ()
+
+    def locate(self, record: int) -> tuple[Place, int, int]:
+        """The file, 0 and its size."""
+        number, _ = self._find(record)
+        return self.root / os.fsdecode(self._name(number)), 0, int(self._rows["size"][number])
+
+    def owner(self, record: int) -> str:
+        """The class folder: a file name would tell which record was drawn."""
+        return str(self.root / self.shards[self._find(record)[1]].name)
+
+    def members(self, record: int, raw: bytes) -> dict[str, bytes]:
+        """The file under its extension, and the number of its class as `cls`, like a class in webdataset's shards."""
+        number, group = self._find(record)
+        same = len(raw) == int(self._rows["size"][number])
+        if same and self._digests is not None:
+            same = hashlib.sha256(raw).digest()[:_DIGEST_BYTES] == self._digests[number].tobytes()
+        if not same:
+            raise ShardError(f"{self.owner(record)}: a file changed since it was indexed; restore it or index anew")
+        suffix = os.fsdecode(self._name(number)).rpartition(".")[2].lower()
+        return {suffix: raw, "cls": str(group).encode()} if self.labelled else {suffix: raw}
+
+    def check_unchanged(self, *, contents: bool = False) -> None:
+        """Every file is there with its size; with `contents`, where they were hashed, their bytes too."""
+        for number in range(len(self._rows)):
+            path = self.root / os.fsdecode(self._name(number))
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise ShardError(f"{path}: gone or unreadable since it was indexed ({error.strerror})") from error
+            same = size == int(self._rows["size"][number])
+            if same and contents and self._digests is not None:
+                same = _hash_file(path) == self._digests[number].tobytes()
+            if not same:
+                raise ShardError(f"{path}: changed since it was indexed; restore it or run launch/prepare.py index")
+
+    def _find(self, record: int) -> tuple[int, int]:
+        """Number in the whole list, and class."""
+        number = self._kept.number(record)
+        group = int(np.searchsorted(self._ends, number, side="right"))
+        self._check(group)
+        return number, group
+
+    def _name(self, number: int) -> bytes:
+        begin = int(self._rows["end"][number - 1]) if number else 0
+        return self._names[begin : int(self._rows["end"][number])].tobytes()
+
+    def _check(self, group: int) -> None:
+        if self._checked[group]:
+            return
+        end = int(self._ends[group])
+        first = end - self.shards[group].records
+        digests = None if self._digests is None else self._digests[first:end]
+        names = [self._name(number) for number in range(first, end)]
+        if _class_digest(names, self._rows["size"][first:end], digests) != self.shards[group].sha256:
+            raise ShardError(f"{self.folder}: files and manifest do not belong together; {mend(self.root)}")
+        self._checked[group] = 1

@@ -1,0 +1,167 @@
+"""The files of an index: the manifest that pins the set, and what may be left out of it.
+
+The manifest names every shard with its count, size and hashes. Its digest is the identity of the record set in the
+ledger; it holds no place and no time, so it is equal wherever the same shards lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from murmuration.data.index.exclusions import Exclusions
+from murmuration.data.store.index_files import index_file, read_json
+from murmuration.data.store.place import Place, Shard, ShardError, is_url
+
+FORMAT = 2
+OFFSETS, MANIFEST, FOLDER = "offsets.npy", "manifest.json", "index"
+BESIDE = ".index"  # an index of single files lies beside their folder, where it cannot be taken for a class
+SHARDS, FILES = "shards", "files"  # what an index is made of
+
+
+def digest_of(kind: str, shards: Iterable[Shard]) -> str:
+    """SHA-256 over names, counts, sizes and hashes, one JSON line per shard."""
+    hashed = hashlib.sha256(f"murmuration {kind} {FORMAT}\n".encode())
+    for shard in shards:
+        line = [shard.name, shard.records, shard.bytes, shard.sha256, shard.offsets_sha256]
+        hashed.update(json.dumps(line).encode() + b"\n")
+    return hashed.hexdigest()
+
+
+def same_content(one: Shard, other: Shard) -> bool:
+    """Whether two lines are the same shard. Where one was indexed without reading it, equal offsets count as equal:
+    a false alarm is harmless, a record that counts twice is not."""
+    if one.sha256 and other.sha256:
+        return one.sha256 == other.sha256
+    return (one.bytes, one.offsets_sha256) == (other.bytes, other.offsets_sha256)
+
+
+def shared_shard(one: Sequence[Shard], other: Sequence[Shard]) -> Shard | None:
+    """The first shard of `other` whose records also lie in `one`."""
+    by_content = {shard.sha256: shard for shard in one if shard.records}
+    by_layout = {(shard.bytes, shard.offsets_sha256): shard for shard in one if shard.records}
+    for shard in other:
+        for twin in (by_content.get(shard.sha256), by_layout.get((shard.bytes, shard.offsets_sha256))):
+            if twin is not None and shard.records and same_content(twin, shard):
+                return shard
+    return None
+
+
+def write_manifest(target: Path, kind: str, root: Place, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
+    """One line per shard, so that two manifests can be compared by eye and by diff."""
+    where = os.path.relpath(root, target) if isinstance(root, Path) else root
+    head = {"format": FORMAT, "kind": kind, "folder": where, "records": sum(shard.records for shard in shards), **extra}
+    lines = [json.dumps({key: value for key, value in asdict(shard).items() if value != ""}) for shard in shards]
+    with index_file(target / MANIFEST) as file:
+        file.write((json.dumps(head)[:-1] + ', "shards": [\n' + ",\n".join(lines) + "\n]}\n").encode())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`root` is where the shards lie now; `head` what else the manifest says."""
+
+    folder: Path
+    kind: str
+    root: Place
+    records: int
+    shards: tuple[Shard, ...]
+    head: dict[str, Any]
+
+
+def find(folder: str | os.PathLike[str]) -> Path:
+    """`folder`, if it is an index, or the one inside or beside it."""
+    target = Path(folder)
+    beside = Path(f"{os.fspath(folder).rstrip('/')}{BESIDE}")
+    return next((each for each in (target, target / FOLDER, beside) if (each / MANIFEST).is_file()), target)
+
+
+def mend(folder: str | os.PathLike[str]) -> str:
+    return f"build it with: python launch/prepare.py index {folder}"
+
+
+def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
+    target = find(folder)
+    try:
+        head: dict[str, Any] = read_json(target / MANIFEST)
+        if (number := head["format"]) != FORMAT:
+            named = number if isinstance(number, int) else "unknown"
+            raise ShardError(f"{target}: index format {named}, {FORMAT} is needed; {mend(folder)}")
+        shards = tuple(shard_of(entry) for entry in head.pop("shards"))
+        if head["kind"] not in (SHARDS, FILES):
+            raise ValueError("its kind is unknown")
+        where = _text(head["folder"])
+        root = where if is_url(where) else target / where
+        found = Manifest(target, head["kind"], root, _count(head["records"]), shards, head)
+    except FileNotFoundError as error:
+        raise ShardError(f"{target}: no index here; {mend(folder)}") from error
+    except ShardError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ShardError(f"{target}: the index cannot be read ({error}); {mend(folder)}") from error
+    if found.records != sum(shard.records for shard in shards) or not found.records:
+        raise ShardError(f"{target}: the manifest contradicts itself; {mend(folder)}")
+    return found
+
+
+def shard_of(entry: Mapping[str, Any]) -> Shard:
+    """One line of a manifest as it was read; ValueError or TypeError where it is none."""
+    shard = Shard(**{"sha256": "", **entry})
+    for text in (shard.name, shard.sha256, shard.offsets_sha256, shard.etag):
+        _text(text)
+    for count in (shard.records, shard.bytes):
+        _count(count)
+    return shard
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError("a name or hash in it is no text")
+    try:
+        os.fsencode(value)  # half a character, which JSON can hold, is no file's name
+    except UnicodeEncodeError:
+        raise ValueError("a name or hash in it is no text") from None
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError("a count in it is no number from 0 on")
+    return value
+
+
+class Kept:
+    """The records that take part, numbered densely: excluded ones do not exist, for n as for every id."""
+
+    def __init__(self, total: int, digest: str, excluded: Exclusions | None) -> None:
+        ids = np.zeros(0, dtype=np.int64) if excluded is None else excluded.ids.astype(np.int64)
+        self.records = total - len(ids)
+        if not self.records:
+            raise ShardError("every record is excluded; remove exclusions.npy and exclusions.json")
+        # How many kept records come before each excluded one: 8 bytes per excluded record, none per kept one.
+        self._before = ids - np.arange(len(ids))
+        self.digest = digest
+        if excluded is not None and len(ids):
+            self.digest = hashlib.sha256(f"{digest} without {excluded.digest}".encode()).hexdigest()
+
+    @classmethod
+    def of(cls, manifest: Manifest, exclusions: bool) -> Kept:
+        digest = digest_of(manifest.kind, manifest.shards)
+        left_out = Exclusions.read(manifest.folder, digest, manifest.records) if exclusions else None
+        return cls(manifest.records, digest, left_out)
+
+    def below(self, numbers: np.ndarray) -> np.ndarray:
+        """How many kept records come before each of these places of the index as a whole."""
+        return numbers - np.searchsorted(self._before + np.arange(len(self._before)), numbers, side="left")
+
+    def number(self, record: int) -> int:
+        """The number of a kept record in the index as a whole."""
+        if not 0 <= record < self.records:
+            raise ShardError(f"record {record} is outside 0..{self.records - 1}; the ids belong to another index")
+        return int(record) + int(np.searchsorted(self._before, record, side="right"))

@@ -1,0 +1,89 @@
+"""One set of records cut in two that share no record: a public part, and the rest.
+
+The cut depends on how many records there are and on the share, on nothing else. Not on a run: one that took another
+part as public, after one that protected it, would give the promise away. And on no content, not by a hash either: two
+neighbouring sets must be cut alike, or a record that is protected in one would be public in the other. It is a
+permutation of integers, so no list of records lies in memory and a billion records are cut as quickly as ten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from murmuration.data.index.epochs import Shuffle
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.store.place import Place, RecordIndex, Shard, join
+
+_NAME = b"murmuration public fraction 1"
+
+
+class SplitIndex:
+    """Behaves like the index of one part. Record i of the public part is place i of a shuffled order of all records;
+    the private part begins where the public one ends."""
+
+    def __init__(self, whole: RecordIndex, fraction: float, public: bool) -> None:
+        shared = public_share(whole.records, fraction)
+        self.whole, self.fraction, self.public = whole, fraction, public
+        self.records = shared if public else whole.records - shared
+        self._first = 0 if public else shared
+        key = hashlib.sha256(_NAME + str(whole.records).encode()).digest()
+        self._order = Shuffle(whole.records, key)
+
+    @property
+    def folder(self) -> Path:
+        return self.whole.folder
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return self.whole.shards
+
+    @property
+    def manifest_digest(self) -> str:
+        part = f"{self.whole.manifest_digest} {self.fraction!r} {'public' if self.public else 'private'}"
+        return hashlib.sha256(_NAME + part.encode()).hexdigest()
+
+    def original(self, record: int) -> int:
+        """Its number in the whole set."""
+        if not 0 <= record < self.records:
+            raise IndexError(f"record {record} is outside the {self.records} of this part")
+        return int(self._order.at(np.array([self._first + record], dtype=np.uint64))[0])
+
+    def locate(self, record: int) -> tuple[Place, int, int]:
+        return self.whole.locate(self.original(record))
+
+    def owner(self, record: int) -> str:
+        return self.whole.owner(self.original(record))
+
+    def members(self, record: int, raw: bytes) -> dict[str, bytes]:
+        return self.whole.members(self.original(record), raw)
+
+    def check_unchanged(self, *, contents: bool = False) -> None:
+        self.whole.check_unchanged(contents=contents)
+
+
+def public_share(records: int, fraction: float) -> int:
+    """How many records the public part has: at least one, and one is left."""
+    if records < 2:
+        raise ValueError(f"{records} record cannot be cut in two; drop public_fraction")
+    return min(records - 1, max(1, round(records * fraction)))
+
+
+def places_of(index: RecordIndex) -> frozenset[str]:
+    """Where the shards of an index lie, as far as it knows."""
+    whole = index.whole if isinstance(index, SplitIndex) else index
+    return frozenset(str(join(whole.root, shard.name)) for shard in whole.shards if isinstance(whole, ShardIndex))
+
+
+def apart(one: RecordIndex, other: RecordIndex) -> bool:
+    """Whether two indexes are the two parts of one set, which share shards but no record."""
+    return (
+        isinstance(one, SplitIndex)
+        and isinstance(other, SplitIndex)
+        and one.whole.manifest_digest == other.whole.manifest_digest
+        and one.fraction == other.fraction
+        and one.public != other.public
+    )

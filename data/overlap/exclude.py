@@ -1,0 +1,125 @@
+"""Leave private records out that look like public or evaluation pictures, record by record.
+
+What may be filtered by what is a question of privacy, and most directions leak:
+
+- A private record compared with PUBLIC pictures is kept or left out for reasons of its own: no other private record
+  has a say, so one record more or less changes one record, and the promise of training holds for what is left.
+- A PUBLIC set filtered by a private one says who is in the private set, to everybody who sees what was trained on.
+- A private set deduplicated within itself couples its records. Keeping one of several copies, or none of them, makes
+  the presence of one person's record decide about another person's, so one record more can change several, or replace
+  one gradient by another: the noise is sized for one (Debenedetti et al., arXiv 2309.05610).
+
+The number of records that are left becomes the public n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from murmuration.data.index.exclusions import Exclusions
+from murmuration.data.index.open import open_index
+from murmuration.data.index.shard_index import shared_shard
+from murmuration.data.overlap.hash_store import Hashes, hash_index
+from murmuration.data.overlap.phash import hamming
+from murmuration.data.store.place import RecordIndex, ShardError
+
+MOST_DISTANCE = 16  # beyond it pictures that merely look alike are taken for copies
+_PARTS = 4  # of a hash: two hashes at distance d agree, up to d // 4 bits, in one of their four parts
+_QUERIES = 1 << 14
+
+Meter = Callable[[int, int], None]
+
+
+class LeakError(ShardError):
+    """What was asked for would tell something about private records; the message says what, and what to do."""
+
+
+def exclude_overlaps(
+    private: str | Path,
+    against: Sequence[str | Path],
+    distance: int,
+    workers: int,
+    progress: Callable[[str], Meter],
+    runs_on: Callable[[Path], Sequence[str]],
+) -> Exclusions:
+    """Hash, compare, and write the list beside the private index. `runs_on` names the private runs of an index."""
+    if not 0 <= distance <= MOST_DISTANCE:
+        raise ValueError(f"--distance {distance}: choose 0 (equal hashes) to {MOST_DISTANCE} bits")
+    ours = open_index(private, exclusions=False)
+    theirs = [open_index(each, exclusions=False) for each in against]
+    refuse_leaks(ours, theirs, runs_on)
+    known = [hash_index(each, workers, progress(f"hashing {each.folder.parent.name}")) for each in theirs]
+    mine = hash_index(ours, workers, progress("hashing the private records"))
+    public = np.concatenate([each.values[each.valid] for each in known])
+    found = overlapping(mine, public, distance, progress("comparing"))
+    if len(found) == ours.records:
+        raise ShardError(f"{ours.folder}: every record looks like one of the others; there is nothing left to train on")
+    names = tuple(f"{each.folder.parent.name} (manifest {each.manifest_digest})" for each in theirs)
+    reason = "perceptual hash within the distance of a record of these sets"
+    exclusions = Exclusions(ours.manifest_digest, found, names, distance, reason)
+    exclusions.write(ours.folder)
+    return exclusions
+
+
+def refuse_leaks(
+    private: RecordIndex, against: Sequence[RecordIndex], runs_on: Callable[[Path], Sequence[str]]
+) -> None:
+    """Raise LeakError for the directions that this module's head forbids."""
+    for other in against:
+        if other.manifest_digest == private.manifest_digest or shared_shard(private.shards, other.shards):
+            raise LeakError(
+                f"{other.folder}: holds the private records themselves; deduplicating a private set within itself "
+                "makes one person's record decide about another's (keeping one copy, or none, alike), which the noise "
+                "does not cover; compare with public or evaluation pictures only"
+            )
+        if used := runs_on(other.folder):
+            raise LeakError(
+                f"{other.folder}: its records are private (run {used[0]!r} trained on them); filtering another set by "
+                "them would tell who is among them; swap the two, if the other one is public"
+            )
+        if Exclusions.read(other.folder, other.manifest_digest, other.records) is not None:
+            raise LeakError(
+                f"{other.folder}: was itself filtered as a private set; filtering another set by it would tell who is "
+                "in it; name a public set"
+            )
+    if used := runs_on(private.folder):
+        raise LeakError(
+            f"{private.folder}: run {used[0]!r} has used these records; leaving some out now would change n and the "
+            "records that its ledger speaks of, and it could not be resumed; index the shards into another folder "
+            "(prepare.py index … --out FOLDER) and filter that one, and mind that its runs are on the same people: "
+            "what the earlier ones spent adds up with them, though no log beside the new index says so"
+        )
+
+
+def overlapping(
+    private: Hashes, public: np.ndarray, distance: int, progress: Meter = lambda done, total: None
+) -> np.ndarray:
+    """Sorted u64 ids of the private records within `distance` bits of any public hash."""
+    import faiss  # slow to load, and of no use to training
+
+    rows = np.flatnonzero(private.valid)
+    progress(0, len(rows))
+    if not len(public) or not len(rows):
+        return np.zeros(0, dtype=np.uint64)
+    unique = np.unique(public)
+    index = faiss.IndexBinaryMultiHash(64, _PARTS, 64 // _PARTS)
+    index.nflip = distance // _PARTS
+    index.add(_as_bytes(unique))  # pyright: ignore[reportCallIssue]
+    close = np.zeros(len(private.values), dtype=bool)
+    for start in range(0, len(rows), _QUERIES):
+        part = rows[start : start + _QUERIES]
+        asked = private.values[part]
+        # The radius is exclusive, and what comes back is checked: the list must not rest on faiss's reading of it.
+        limits, _, matches = index.range_search(_as_bytes(asked), distance + 1)  # pyright: ignore[reportCallIssue]
+        each = np.repeat(np.arange(len(part)), np.diff(limits.astype(np.int64)))
+        within = hamming(asked[each], unique[matches]) <= distance
+        close[part[each[within]]] = True
+        progress(start + len(part), len(rows))
+    return np.flatnonzero(close).astype(np.uint64)
+
+
+def _as_bytes(hashes: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(hashes, dtype="<u8").view(np.uint8).reshape(-1, 8)

@@ -1,0 +1,127 @@
+"""The perceptual hash of every record of an index, kept beside it: made once, by several processes, going on after a
+kill.
+
+Pictures are decoded as for training, in processes of their own: a hostile file costs one record. One that is no usable
+picture has no hash. Hashes of private records are private (0700): they tell what the pictures look like.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from murmuration.accounting.durable import atomic
+from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, ShardReader, open_source
+from murmuration.data.decode.decode import SUFFIXES, BadRecord
+from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.decode.pool import DecodePool
+from murmuration.data.overlap.phash import DECODED, VERSION, perceptual_hashes
+from murmuration.data.store.index_files import open_npy, read_json
+from murmuration.data.store.place import RecordIndex
+
+FOLDER = "phash"
+_ABOUT, _HASHES, _STATES = "about.json", "hashes.npy", "states.npy"
+_KINDS = {_HASHES: np.uint64, _STATES: np.uint8}
+_MISSING, _MADE, _BAD = 0, 1, 2
+_RECORDS_PER_TASK = 128
+
+
+@dataclass(frozen=True)
+class Hashes:
+    """One hash per record of an index as a whole; `valid` says which records have one."""
+
+    values: np.ndarray
+    valid: np.ndarray
+
+
+def hash_index(index: RecordIndex, workers: int, progress: Callable[[int, int], None]) -> Hashes:
+    """`index` must be opened without exclusions: what is left out is decided by these hashes."""
+    folder = index.folder / FOLDER
+    values, states = _open(folder, index)
+    missing = np.flatnonzero(states == _MISSING)
+    done = len(states) - len(missing)
+    progress(done, len(states))
+    for numbers, found, state in _made(index, missing, workers):
+        # The hash first: a kill between the two lines makes it again.
+        values[numbers] = found
+        states[numbers] = state
+        done += len(numbers)
+        progress(done, len(states))
+    values.flush()
+    states.flush()
+    return Hashes(np.array(values), np.array(states == _MADE))
+
+
+def _open(folder: Path, index: RecordIndex) -> tuple[np.memmap, np.memmap]:
+    """The two files as far as an earlier call filled them, or new ones."""
+    about = {"version": VERSION, "manifest_digest": index.manifest_digest, "records": index.records}
+    if not _known(folder, about):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        (folder / _ABOUT).unlink(missing_ok=True)
+        for name, kind in _KINDS.items():
+            np.lib.format.open_memmap(folder / name, mode="w+", dtype=kind, shape=(index.records,)).flush()
+        with atomic(folder / _ABOUT, 0o600) as file:
+            file.write(json.dumps(about).encode())
+    return (
+        np.lib.format.open_memmap(folder / _HASHES, mode="r+"),
+        np.lib.format.open_memmap(folder / _STATES, mode="r+"),
+    )
+
+
+def _known(folder: Path, about: dict[str, Any]) -> bool:
+    """Whether the files are whole and of these records; damaged ones are made anew."""
+    try:
+        found = [open_npy(folder / name) for name in _KINDS]
+        whole = all(
+            each.dtype == kind and each.shape == (about["records"],)
+            for each, kind in zip(found, _KINDS.values(), strict=True)
+        )
+        return whole and read_json(folder / _ABOUT) == about
+    except (OSError, ValueError):
+        return False
+
+
+Task = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def _made(index: RecordIndex, missing: np.ndarray, workers: int) -> Iterator[Task]:
+    if not len(missing):
+        return
+    records: RecordReader = (
+        index if isinstance(index, RecordReader) else ShardReader(index, open_source(index, ReadOptions()))
+    )
+    pool = DecodePool(PictureMaker(DECODED), workers)
+    threads = ThreadPoolExecutor(workers + 2, thread_name_prefix="hash")
+    waiting: deque[Future[Task]] = deque()
+    try:
+        for start in range(0, len(missing), _RECORDS_PER_TASK):
+            waiting.append(threads.submit(_task, records, pool, missing[start : start + _RECORDS_PER_TASK]))
+            if len(waiting) > 2 * (workers + 2):
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        threads.shutdown(cancel_futures=True)
+        pool.close()
+
+
+def _task(records: RecordReader, pool: DecodePool, numbers: np.ndarray) -> Task:
+    pixels = np.zeros((len(numbers), DECODED, DECODED, 3), dtype=np.uint8)
+    states = np.full(len(numbers), _MADE, dtype=np.uint8)
+    for row, number in enumerate(numbers.tolist()):
+        members = records.read(number)
+        suffix = next((suffix for suffix in SUFFIXES if suffix in members), None)
+        try:
+            if suffix is None:
+                raise BadRecord("no image")
+            pixels[row] = pool.make(members[suffix], 0, number)
+        except BadRecord:
+            states[row] = _BAD
+    return numbers, perceptual_hashes(pixels), states

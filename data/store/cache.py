@@ -1,0 +1,218 @@
+"""Remote bytes kept on local NVMe, shared by all ranks of a node. Never the only copy, never trusted unchecked.
+
+Nothing is evicted. Poisson draws have no favourites, so replacing one record by another cannot raise the share
+of hits; it would only wear the disk. What does not fit is read from the store, now as at first.
+
+It holds private records in the clear: folders are 0700, files 0600. Files appear complete (temporary file, then
+rename). A kept range carries its length and SHA-256 and is checked at every read; a kept shard is checked
+against the manifest's SHA-256 before its rename and by its length whenever it is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from murmuration.accounting.file_lock import try_lock
+from murmuration.data.store.local import RangeSource
+from murmuration.data.store.place import Place, Shard
+
+_HEAD = 8 + 32  # length and SHA-256 before the bytes of a kept range
+_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where, how much at most, and whether single records are kept or the whole shards that they lie in.
+
+    Shards pay off when a run reads most records of most shards at least once; the first touch of each fetches it.
+    """
+
+    folder: Path
+    limit_bytes: int
+    keep: Literal["records", "shards"] = "records"
+
+
+class CachedRanges:
+    """A source of ranges that asks the disk first. Safe for several threads and processes."""
+
+    def __init__(self, behind: RangeSource, cache: Cache, shards: Mapping[str, Shard]) -> None:
+        self._behind, self._cache, self._shards = behind, cache, shards
+        cache.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._room = _Room(cache.folder, cache.limit_bytes)
+        self._given_up: set[str] = set()
+
+    def read(self, path: Place, start: int, end: int) -> bytes:
+        shard = self._shards[str(path)]
+        if self._cache.keep == "shards" and (kept := self._shard(str(path), shard)) is not None:
+            with contextlib.suppress(OSError), kept.open("rb") as file:
+                if os.fstat(file.fileno()).st_size == shard.bytes:
+                    return os.pread(file.fileno(), end - start, start)
+            return self._behind.read(path, start, end)
+        return self._range(path, shard, start, end)
+
+    def forget(self, path: Place) -> None:
+        """What was read last did not fit: drop the whole shard. Ranges are checked anyway."""
+        kept = self._file(str(path), self._shards[str(path)], "tar")
+        if kept.exists():
+            self._room.remove(kept)
+        self._behind.forget(path)
+
+    def _range(self, path: Place, shard: Shard, start: int, end: int) -> bytes:
+        kept = self._file(f"{path} {start} {end}", shard, "part")
+        with contextlib.suppress(OSError):
+            whole = kept.read_bytes()
+            raw = whole[_HEAD:]
+            if whole[:_HEAD] == _head(raw) and len(raw) == end - start:
+                return raw
+            self._room.remove(kept)
+        raw = self._behind.read(path, start, end)
+        if len(raw) == end - start:
+            with contextlib.suppress(OSError):  # a full or broken cache disk costs speed, nothing else
+                self._room.add(kept, len(raw) + _HEAD, iter((_head(raw), raw)))
+        return raw
+
+    def _shard(self, url: str, shard: Shard) -> Path | None:
+        """The kept file, fetched now by the first who asks; None where it is not here (yet)."""
+        kept = self._file(url, shard, "tar")
+        if kept.exists():
+            return kept
+        if url in self._given_up or not self._room.fits(shard.bytes):
+            return None
+        try:
+            with _only_one(kept.with_suffix(".lock")) as first:
+                if first and not kept.exists():
+                    self._room.add(kept, shard.bytes, self._whole(url, shard))
+        except OSError:
+            # Its records are read one by one from now on, where failures are retried and then reported.
+            self._given_up.add(url)
+        return kept if kept.exists() else None
+
+    def _whole(self, url: str, shard: Shard) -> Iterator[bytes]:
+        hashed = hashlib.sha256()
+        for start in range(0, shard.bytes, _CHUNK):
+            raw = self._behind.read(url, start, min(shard.bytes, start + _CHUNK))
+            if len(raw) != min(shard.bytes, start + _CHUNK) - start:
+                raise OSError("a short answer")
+            hashed.update(raw)
+            yield raw
+        if shard.sha256 and hashed.hexdigest() != shard.sha256:
+            raise OSError("the fetched shard is not the indexed one")
+
+    def _file(self, name: str, shard: Shard, ending: str) -> Path:
+        """Named by the content that it must hold: another version of the shard is another file."""
+        key = hashlib.sha256(f"{name}\n{shard.bytes} {shard.sha256} {shard.etag}".encode()).hexdigest()[:40]
+        return self._cache.folder / key[:2] / f"{key[2:]}.{ending}"
+
+
+def _head(raw: bytes) -> bytes:
+    return len(raw).to_bytes(8, "little") + hashlib.sha256(raw).digest()
+
+
+class _Room:
+    """How much is kept, agreed upon by all processes through one locked file.
+
+    Whoever finds the folder unused counts anew, which also sweeps up what killed processes left.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder, self._limit = folder, limit
+        self._threads = threading.Lock()
+        self._used = os.open(folder / "used", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Held, shared, for as long as this process lives; the kernel lets go of it for the killed.
+        self._users = os.open(folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with self._locked():
+            if try_lock(self._users):
+                self._write(self._count())
+            # By hand: filelock has no shared lock on a descriptor, and each process that reads here holds this one.
+            fcntl.flock(self._users, fcntl.LOCK_SH)
+
+    def fits(self, size: int) -> bool:
+        with self._locked():
+            return self._read() + size <= self._limit
+
+    def add(self, target: Path, size: int, content: Iterator[bytes]) -> None:
+        """Writes `target` whole, or not at all, or not where it does not fit."""
+        with self._locked():
+            used = self._read()
+            if used + size > self._limit:
+                return
+            self._write(used + size)
+        try:
+            target.parent.mkdir(exist_ok=True, mode=0o700)
+            descriptor, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+            try:
+                with open(descriptor, "wb") as file:
+                    for part in content:
+                        file.write(part)
+                    if target.suffix == ".tar":  # not checked at each read, so it must not be torn by a power cut
+                        file.flush()
+                        os.fsync(file.fileno())
+                # Two who fetched the same range wrote the same bytes, but only one of them is kept.
+                os.link(temporary, target)
+            finally:
+                os.unlink(temporary)
+        except BaseException:
+            self._give_back(size)
+            raise
+
+    def remove(self, target: Path) -> None:
+        with contextlib.suppress(OSError):
+            size = target.stat().st_size
+            target.unlink()
+            self._give_back(size)
+
+    def _give_back(self, size: int) -> None:
+        with self._locked():
+            self._write(max(0, self._read() - size))
+
+    def _count(self) -> int:
+        total = 0
+        for folder, _, names in os.walk(self._folder):
+            for name in names:
+                path = os.path.join(folder, name)
+                if name.endswith((".tmp", ".lock")):
+                    os.unlink(path)
+                elif name.endswith((".part", ".tar")):
+                    total += os.stat(path).st_size
+        return total
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._threads:
+            # By hand: filelock would ask again and again, while the kernel wakes whoever waits for these few lines.
+            fcntl.flock(self._used, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._used, fcntl.LOCK_UN)
+
+    def _read(self) -> int:
+        return int(os.pread(self._used, 20, 0) or b"0")
+
+    def _write(self, used: int) -> None:
+        os.pwrite(self._used, b"%020d" % used, 0)
+
+    def __del__(self) -> None:
+        for name in ("_used", "_users"):
+            if hasattr(self, name):
+                os.close(getattr(self, name))
+
+
+@contextlib.contextmanager
+def _only_one(lock: Path) -> Iterator[bool]:
+    """True for the first who comes, in any process; the others go on without waiting."""
+    lock.parent.mkdir(exist_ok=True, mode=0o700)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        yield try_lock(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,111 @@
+"""The files of an index, and those that lie beside shards: written whole or not at all, and read without trust."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from murmuration.accounting.durable import atomic
+from murmuration.accounting.strict_json import parse
+from murmuration.data.store.place import ShardError
+
+_AGAIN = "then give the same command again"
+_FIXES = {
+    errno.ENOSPC: f"free some space there, {_AGAIN}",
+    errno.EDQUOT: f"free some of the quota, {_AGAIN}",
+    errno.EFBIG: f"raise the limit of file sizes (ulimit -f), {_AGAIN}",
+}
+
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+@contextmanager
+def index_file(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
+    """`atomic`, where a disk that is full or read-only is a ShardError that names the file and the fix."""
+    try:
+        with atomic(path, mode) as file:
+            yield file
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def make_folder(target: Path) -> None:
+    """Data often lie where nobody may write."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(target, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> ShardError:
+    fix = _FIXES.get(error.errno or 0, "name another folder with --out")
+    return ShardError(f"{path}: cannot be written ({error.strerror or error}); {fix}")
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor for reading. A pipe would wait for ever, and a device may never end: those are a ShardError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ShardError(f"{path}: not a regular file but a folder, a pipe or a device; remove it or name the shards")
+    # Not blocking: in between, somebody may have put a pipe in its place.
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def read_json(path: Path) -> Any:
+    """What the file holds, read strictly. OSError where it cannot be read, ValueError for all that is no JSON."""
+    return parse(path.read_bytes())
+
+
+def open_npy(path: Path) -> np.ndarray:
+    """The array in a .npy file, mapped for reading. ValueError for one that is damaged, OSError if it cannot be read.
+
+    Shape and type are for the caller to compare: what the header says is a claim.
+    """
+    try:
+        _require_mappable(path)
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError:
+        raise
+    except _Unmappable as error:
+        raise ValueError(f"{path.name} {error}") from None
+    except Exception as error:
+        # numpy reads the header as Python and a zip as an archive: SyntaxError, TokenError, EOFError, OverflowError,
+        # MemoryError, BadZipFile and others.
+        raise ValueError(f"{path.name} is no .npy file: {type(error).__name__}") from error
+    if not isinstance(found, np.ndarray):
+        found.close()
+        raise ValueError(f"{path.name} is no .npy file but an archive of several")
+    return np.asarray(found)
+
+
+class _Unmappable(Exception):
+    """Continues a sentence that begins with the name of the file."""
+
+
+def _require_mappable(path: Path) -> None:
+    """numpy's memmap divides by the item size and multiplies the sizes without looking at them.
+
+    An item size of 0 ends the process (SIGFPE), and a negative or overflowing size maps what is not there.
+    """
+    with path.open("rb") as file:
+        if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
+            return  # an archive or something else, which np.load tells apart and maps nothing of
+        file.seek(0)
+        version = np.lib.format.read_magic(file)
+        if version not in _HEADERS:
+            raise _Unmappable(f"has a header of version {version[0]}.{version[1]}, which no index is written with")
+        shape, _, kind = _HEADERS[version](file)
+        if kind.itemsize == 0:
+            raise _Unmappable("holds items of 0 bytes, so it cannot be mapped")
+        if min(shape, default=0) < 0:
+            raise _Unmappable(f"claims a negative size, {min(shape)}")
+        claimed, there = math.prod(shape) * kind.itemsize, os.fstat(file.fileno()).st_size - file.tell()
+        if claimed > there:
+            raise _Unmappable(f"was cut off: its header claims {claimed} bytes and {there} are there")

@@ -1,0 +1,117 @@
+"""Large synthetic sets as tar shards: made by several processes or on a GPU, going on after a kill.
+
+Each shard appears complete or not at all, beside a note of what was asked for; the folder gets its final name, with
+its index, once all of them are there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from murmuration.accounting.durable import atomic, sync
+from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.store.index_files import read_json
+from murmuration.data.synthetic.index import VERSION, Sample, jpeg, shape_sample, shard_path, write_shard
+from murmuration.data.synthetic.kinds import Kind
+from murmuration.data.synthetic.textures import textures
+
+RECEIPT = "prepared.json"
+_BATCH = 64  # pictures at a time on a GPU
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be made; its numbers decide every byte (on one kind of device)."""
+
+    kind: Kind
+    records: int
+    size: int
+    seed: int = 1
+    per_shard: int = 1000
+    device: str = "cpu"
+    generator: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.records < 1 or self.per_shard < 1:
+            raise ValueError(f"{self.records} records, {self.per_shard} per shard: both must be at least 1")
+        if not 8 <= self.size <= 1024:
+            raise ValueError(f"--size {self.size}: choose 8 to 1024 pixels")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"--device {self.device}: PyTorch finds no GPU here; leave --device away")
+
+    @property
+    def shards(self) -> int:
+        return -(-self.records // self.per_shard)
+
+    def facts(self) -> dict[str, Any]:
+        # A CPU and a GPU round a little otherwise; which GPU it was is not told apart.
+        return asdict(self) | {"device": torch.device(self.device).type}
+
+    def samples(self, shard: int) -> Iterator[Sample]:
+        first = shard * self.per_shard
+        numbers = range(first, min(first + self.per_shard, self.records))
+        if self.kind == "shapes":
+            yield from (shape_sample(self.seed, number, self.size, device=self.device) for number in numbers)
+            return
+        for start in range(0, len(numbers), _BATCH):
+            part = numbers[start : start + _BATCH]
+            pictures = textures(self.kind, self.seed, part, self.size, self.device).cpu().numpy()
+            yield from (Sample(f"{number:08d}", jpeg(pixels)) for number, pixels in zip(part, pictures, strict=True))
+
+
+def make(request: Request, target: Path, workers: int, progress: Callable[[int, int], None]) -> ShardIndex:
+    """Make the set at `target`, or go on with it, and open its index."""
+    if target.exists():
+        if _note(target) == request.facts():
+            return ShardIndex.open(target)
+        raise ValueError(f"{target}: holds other data; remove it or use another --out")
+    partial_folder = target.with_name(f".{target.name}.partial")
+    if _note(partial_folder) != request.facts():
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        partial_folder.mkdir(parents=True)
+        with atomic(partial_folder / RECEIPT) as file:
+            file.write(json.dumps(request.facts(), indent=1).encode() + b"\n")
+    missing = [shard for shard in range(request.shards) if not shard_path(partial_folder, shard).exists()]
+    progress(request.shards - len(missing), request.shards)
+    for done, _ in enumerate(_each(partial(_write, request, partial_folder), missing, workers), start=1):
+        progress(request.shards - len(missing) + done, request.shards)
+    build(partial_folder)
+    partial_folder.rename(target)
+    sync(target.parent)
+    return ShardIndex.open(target)
+
+
+def _each(work: Callable[[int], None], shards: list[int], workers: int) -> Iterator[None]:
+    if min(workers, len(shards)) <= 1:
+        yield from map(work, shards)
+        return
+    # One thread each: the processes share the cores already.
+    context = get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(shards)), context, torch.set_num_threads, (1,)) as pool:
+        try:
+            yield from pool.map(work, shards)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _write(request: Request, folder: Path, shard: int) -> None:
+    path = shard_path(folder, shard)
+    with atomic(path) as file:
+        write_shard(file, request.samples(shard))
+
+
+def _note(folder: Path) -> dict[str, Any] | None:
+    try:
+        return read_json(folder / RECEIPT)
+    except (OSError, ValueError):
+        return None

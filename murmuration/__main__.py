@@ -1,0 +1,37 @@
+"""murmuration COMMAND ...: every script of launch/ under one name; `python -m murmuration` is the same."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "train": (
+        "murmuration.train.commands.train",
+        "train a config (on several GPUs: deepspeed --module murmuration train ...)",
+    ),
+    "prepare": ("murmuration.launch.prepare", "index data, draw synthetic data, leave out what public sets hold, too"),
+    "account": ("murmuration.accounting.cli.main", "epsilon, calibration, and the verification of finished runs"),
+    "plan": ("murmuration.train.commands.forecast", "time and memory of a config before it is trained"),
+    "audit": ("murmuration.train.commands.audit", "test the privacy claim with canaries"),
+    "four-way": ("murmuration.train.commands.four_way", "what clipping and noise cost, on public data"),
+    "export": ("murmuration.launch.export", "weights and certificate for release"),
+}  # fmt: skip
+
+
+def main() -> int:
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        print("usage: murmuration COMMAND ...; each command explains itself with --help\n")
+        print("\n".join(f"  {command:{width}}  {about}" for command, (_, about) in COMMANDS.items()))
+        return 0
+    if name not in COMMANDS:
+        print(f"murmuration: no command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    sys.argv[:2] = [f"murmuration {name}"]
+    return import_module(COMMANDS[name][0]).main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Which tests are the core that `make test` runs, and what tests of every folder may ask for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+
+# Every test of these files is core, unless it is marked slow.
+CORE_FILES = {
+    "the private step": [
+        "train/test_train_step.py", "train/test_train_sums.py", "train/test_train_sensitivity.py",
+        "train/test_train_engines.py", "train/test_train_optim.py", "train/test_train_metrics.py",
+        "train/test_train_mixing.py", "train/test_train_resume.py", "train/test_train_private_training.py",
+    ],
+    "the self-test and faults that it must find": [
+        "train/test_train_self_test.py", "train/test_train_self_test_faults.py",
+    ],
+    "clipping": [
+        "train/test_train_clip.py", "train/test_train_clip_rule.py", "train/test_train_clip_norms.py",
+        "train/test_train_clip_check.py", "train/test_train_clip_adaptive.py", "train/test_train_clip_refusals.py",
+        "model/test_model_safety.py",
+    ],
+    "noise": [
+        "train/test_train_noise.py", "train/test_train_noise_bits.py", "train/test_train_noise_philox.py",
+        "train/test_train_noise_ahead.py",
+    ],
+    "the draw": ["data/test_data_sampler.py", "data/test_data_batches.py"],
+    "ledger and certificate": [
+        "accounting/test_acc_ledger.py", "accounting/test_acc_journal.py", "accounting/test_acc_histories.py",
+        "accounting/test_acc_budget.py", "accounting/test_acc_identity.py", "accounting/test_acc_adaptive.py",
+        "accounting/test_acc_certificate.py", "accounting/test_acc_strict_json.py",
+    ],
+    "epsilon": [
+        "accounting/test_acc_plan_keys.py", "accounting/test_acc_calibrate.py", "accounting/test_acc_ground_truth.py",
+    ],
+    "config": [
+        "train/test_train_config.py", "train/test_train_config_digest.py", "train/test_train_config_overrides.py",
+        "train/test_train_recipe.py", "train/test_train_exits.py",
+    ],
+    "the repository": ["test_repository.py", "test_structure.py"],
+}  # fmt: skip
+# Of these files only the tests that are marked `core` there: one end-to-end run, and any two settings of clipping.
+PARTLY_CORE_FILES = [
+    "train/test_train_clip_parity.py", "train/test_train_clip_parity_half.py", "end_to_end/test_e2e_kills.py",
+]  # fmt: skip
+
+
+WHOLLY = {TESTS / name for names in CORE_FILES.values() for name in names}
+PARTLY = {TESTS / name for name in PARTLY_CORE_FILES}
+
+
+def pytest_configure() -> None:
+    lost = sorted(str(path) for path in WHOLLY | PARTLY if not path.exists())
+    if lost:
+        raise pytest.UsageError(f"tests/conftest.py names core files that do not exist: {', '.join(lost)}")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m core` does not import the other files: that alone would take as long as the core."""
+    core_alone = config.getoption("markexpr").startswith("core")
+    other = collection_path.name.startswith("test_") and collection_path not in WHOLLY | PARTLY
+    return True if core_alone and other else None  # None: as pytest decides
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path in WHOLLY:
+            item.add_marker("core")
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a file of benchmarks/: programs that lie beside each other and are no package."""
+    monkeypatch.syspath_prepend(str(TESTS.parent / "benchmarks"))
+    return importlib.import_module

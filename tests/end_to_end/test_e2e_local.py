@@ -1,0 +1,46 @@
+"""`run.engine: "local"`: a whole run in one process, without launcher or DeepSpeed; another engine can continue it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from murmuration.accounting.certificate.certificate import verify
+from tests.support.launching import TIMEOUT, Launch, opened_steps, wait_for
+from tests.support.runs import SMALL_STEPS, final_weights
+
+Make = Callable[..., tuple[Launch, Path]]
+LOCAL: dict[str, Any] = {"launcher": "python", "arguments": ["--set", 'run.engine="local"']}
+
+
+def test_a_run_of_one_process_is_continued_by_two_of_deepspeed(launch: Make) -> None:
+    whole, whole_dir = launch("whole", **LOCAL)
+    code, output = whole.run()
+    assert code == 0, output
+    assert json.loads((whole_dir / "certificate.json").read_text())["engine"] == "one process (PyTorch)"
+
+    job, run_dir = launch("changing", **LOCAL)
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
+    (run_dir / "stop").touch()
+    output, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 75, output
+    code, output = Launch(job.config, job.cwd).run()
+    assert code == 0, output
+
+    assert verify(run_dir).committed == verify(whole_dir).committed == SMALL_STEPS
+    assert verify(run_dir).epsilon == verify(whole_dir).epsilon
+    found, expected = final_weights(run_dir), final_weights(whole_dir)
+    # The same draws and the same noise; sums of two processes round otherwise than those of one.
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected)
+
+
+def test_several_processes_of_it_are_refused_in_a_sentence(launch: Make) -> None:
+    job, run_dir = launch("two", launcher="torchrun", arguments=LOCAL["arguments"])
+    code, output = job.run()
+    assert code != 0 and 'run.engine = "local" is one process, but 2 were started' in output
+    assert not (run_dir / "ledger.jsonl").exists()

@@ -1,0 +1,75 @@
+"""A tiny run for the ledger's tests: a plan, honest facts of a step, and a journal on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.ledger.chain import GENESIS, Ledger, make_entry
+from murmuration.accounting.ledger.facts import ClippingFact, NoiseFact, SamplingFact, StepFacts
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.plan import PrivacyPlan
+
+# q = 1: every epsilon is exact and takes no time, so that histories can be tried by the thousand.
+PLAN = PrivacyPlan(
+    records=100, threshold=2**32, clip_norm=1.0, noise_multiplier=20.0, steps=40, delta=1e-3, epsilon_budget=2.0
+)
+CONFIG, DATA = "config-1", "data-1"
+
+
+def facts(step: int, plan: PrivacyPlan = PLAN, keyed: str = "", **changes: float) -> StepFacts:
+    """What honest parts report of a step; `changes` are planted lies of the acting objects."""
+    digest = hashlib.sha256(f"{keyed}|{step}".encode()).hexdigest()
+    sampling = SamplingFact(int(changes.get("threshold", plan.threshold)), plan.records, digest)
+    clipping = ClippingFact("flat", changes.get("sensitivity", plan.clip_norm))
+    noise = NoiseFact(
+        changes.get("std", plan.noise_std), changes.get("divisor", plan.divisor), int(changes.get("elements", 10))
+    )
+    return StepFacts(sampling, clipping, noise)
+
+
+def reopen(folder: Path) -> Journal:
+    return Journal(Ledger.open(folder / "ledger.jsonl"))
+
+
+def begin(folder: Path, plan: PrivacyPlan = PLAN, debug: bool = False) -> Journal:
+    journal = reopen(folder)
+    journal.start_run("tiny", "check", debug, {"dp-accounting": "0.6.0"})
+    journal.declare_plan(0, "private", plan, describe("pld"))
+    journal.begin_segment(0, CONFIG, DATA, 0, "first")
+    return journal
+
+
+def train(journal: Journal, steps: range, plan: PrivacyPlan = PLAN, phase: int = 0) -> None:
+    for step in steps:
+        journal.open_step(phase, step, facts(step, plan))
+        journal.commit_step(phase, step, facts(step, plan))
+
+
+def whole_run(folder: Path, steps: int = 3) -> Journal:
+    """Trained to the end of a plan of so many steps, with one checkpoint, finished."""
+    plan = replace(PLAN, steps=steps)
+    journal = begin(folder, plan)
+    train(journal, range(1, steps + 1), plan)
+    journal.checkpointed(0, steps, "digest")
+    journal.finish()
+    return journal
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """The ledger with some lines changed and every hash made anew, as a forger would do it."""
+    path = folder / "ledger.jsonl"
+    previous, lines = GENESIS, []
+    for index, raw in enumerate(path.read_text().splitlines()):
+        fields = {k: v for k, v in json.loads(raw).items() if k not in ("index", "kind", "previous", "hash")}
+        fields["kind"] = json.loads(raw)["kind"]
+        change(fields)
+        entry = make_entry(index, fields.pop("kind"), fields, previous)
+        previous = entry.hash
+        lines.append(entry.line())
+    path.write_bytes(b"".join(lines))

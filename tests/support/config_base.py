@@ -1,0 +1,67 @@
+"""A small config that is in order, changes to it, and what it says when it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from murmuration.train.config.load import ConfigError
+from murmuration.train.config.root import Config
+
+BASE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 8,
+    "zero_optimization": {"stage": 1},
+    "model": {
+        "family": "captioner", "image_size": 32, "patch_size": 8, "width": 16, "depth": 1, "heads": 2,
+        "decoder_depth": 1, "text_length": 8, "vocabulary": 64,
+    },
+    "phases": [
+        {
+            "name": "warm", "data": {"path": "warm", "public": True}, "objective": "mae", "batch": 16,
+            "schedule": {"peak": 1e-3}, "steps": 2,
+        },
+        {
+            "name": "private",
+            "data": {"path": "private", "tokenizer": "tokenizer.json", "expected_records": 400},
+            "objective": "caption",
+            "privacy": {"epsilon": 8.0, "expected_batch": 20, "noise_multiplier": 1.5, "clip": {"norm": 1.0}},
+            "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}},
+            "schedule": {"peak": 1e-3, "shape": "constant"},
+            "steps": 5,
+            "evaluation": {"path": "held", "zero_shot": {"axes": {"colour": ["red", "blue"]}}},
+        },
+    ],
+    "run": {"checkpoint_every": 2},
+}  # fmt: skip
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def put(dotted: str, value: Any) -> Change:
+    def change(raw: dict[str, Any]) -> None:
+        holder: Any = raw
+        *way, last = dotted.split(".")
+        for part in way:
+            holder = holder[int(part)] if isinstance(holder, list) else holder.setdefault(part, {})
+        holder[last] = value
+
+    return change
+
+
+def drop(dotted: str) -> Change:
+    def change(raw: dict[str, Any]) -> None:
+        holder: Any = raw
+        *way, last = dotted.split(".")
+        for part in way:
+            holder = holder[int(part)] if isinstance(holder, list) else holder[part]
+        del holder[last]
+
+    return change
+
+
+def refusal(read: Callable[..., Config], *changes: Change, overrides: list[str] | None = None) -> str:
+    with pytest.raises(ConfigError) as refused:
+        read(*changes, overrides=overrides)
+    return str(refused.value)

@@ -1,0 +1,109 @@
+"""Image files made to hurt their decoder, and a decoding process that really crashes where no such file is known."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import signal
+import time
+import zlib
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from murmuration.data.decode.decode import BadRecord
+from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.decode.worker import Make, serve
+
+
+def one_bit_png(side: int) -> bytes:
+    """side x side zeros in a few kilobytes, written by hand: Pillow would need a long time to make it."""
+    row = bytes(1 + (side + 7) // 8)
+    packer = zlib.compressobj(9)
+    body = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        crc = zlib.crc32(kind + content).to_bytes(4, "big")
+        return len(content).to_bytes(4, "big") + kind + content + crc
+
+    size = side.to_bytes(4, "big")
+    header = chunk(b"IHDR", size + size + bytes([1, 0, 0, 0, 0]))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+def endless_jpeg(side: int, scans: int) -> bytes:
+    """A valid progressive JPEG whose last refinement is repeated: kilobytes that decode for minutes."""
+    out = io.BytesIO()
+    Image.new("L", (side, side), 90).save(out, "JPEG", progressive=True)
+    data = out.getvalue()
+    last = data.rindex(b"\xff\xda")
+    end = data.rindex(b"\xff\xd9")
+    return data[:end] + data[last:end] * scans + data[end:]
+
+
+def _segfault() -> None:
+    ctypes.string_at(0)
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+# What the test's decoding process does for contents that start like this.
+DEEDS = {
+    b"SEGV": _segfault,
+    b"ABRT": os.abort,
+    b"EXIT": lambda: os._exit(3),
+    b"SPIN": _spin,
+    b"REST": lambda: time.sleep(600),
+    b"HOGS": lambda: np.ones(1 << 32, np.uint8),
+    b"KILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+def crashing_worker() -> None:
+    """The real decoding process, but for the deeds above."""
+
+    def maker(setup: dict[str, Any]) -> Make:
+        pictures = PictureMaker(setup["size"], setup["augment"], bytes.fromhex(setup["key"]))
+
+        def make(data: bytes, step: int, record: int) -> np.ndarray:
+            if data[:4] in DEEDS:
+                DEEDS[data[:4]]()
+            if data[:4] == b"ONCE" and not os.path.exists(data[4:].decode()):
+                open(data[4:].decode(), "w").close()
+                _segfault()
+            if data[:4] == b"STOP":  # in the middle of its work the process gets no more computing time
+                os.kill(os.getpid(), signal.SIGSTOP)
+                data = data[4:]
+            return pictures.make(data if data[:4] != b"ONCE" else b"", step, record)
+
+        return make
+
+    serve(maker)
+
+
+def standing_machine() -> None:
+    """A decoding process on a machine where nothing moves."""
+    serve(lambda _setup: lambda _data, _step, _record: time.sleep(600) or np.zeros(1))
+
+
+def leaking_worker() -> None:
+    """Each image leaves memory behind, and the decoder words the lack of it as if the next image were damaged."""
+    kept: list[np.ndarray] = []
+
+    def maker(setup: dict[str, Any]) -> Make:
+        pictures = PictureMaker(setup["size"], setup["augment"], bytes.fromhex(setup["key"]))
+
+        def make(data: bytes, step: int, record: int) -> np.ndarray:
+            if kept:
+                raise BadRecord("could not create decoder object")
+            kept.append(np.empty(setup["address_bytes"] * 6 // 10, np.uint8))
+            return pictures.make(data, step, record)
+
+        return make
+
+    serve(maker)

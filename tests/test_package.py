@@ -1,0 +1,69 @@
+"""`pip install .`: one top-level name, commands on the PATH, and a program of one's own from another folder."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from murmuration.accounting.certificate.certificate import verify
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("accounting", "data", "evaluation", "launch", "model", "train")
+
+
+def run(*command: object, cwd: Path) -> str:
+    done = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment that holds the wheel, and sees the packages of this one."""
+    folder = tmp_path_factory.mktemp("package")
+    source, venv = folder / "source", folder / "venv"
+    source.mkdir()
+    for name in (*PARTS, "murmuration"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    run(sys.executable, "-m", "venv", venv, cwd=folder)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    run(venv / "bin" / "python", "-m", "pip", "install", "--no-deps", "-q", wheel, cwd=folder)
+    return venv
+
+
+def test_nothing_lands_beside_the_one_name(installed: Path) -> None:
+    (packages,) = installed.glob("lib/python*/site-packages")
+    ours = {path.name for path in packages.iterdir()} & {*PARTS, "murmuration"}
+    assert ours == {"murmuration"}
+    assert {path.name for path in (packages / "murmuration").iterdir() if path.is_dir()} >= set(PARTS)
+    found = run(installed / "bin" / "python", "-c", "import murmuration; print(murmuration.__file__)", cwd=installed)
+    assert Path(found.strip()).is_relative_to(packages)
+
+
+def test_a_program_of_ones_own_trains_and_its_certificate_verifies(installed: Path, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "docs" / "own_model.py", tmp_path)
+    run(installed / "bin" / "python", "own_model.py", "run", cwd=tmp_path)
+    assert verify(tmp_path / "run").committed == 100
+    said = run(installed / "bin" / "murmuration", "account", "verify", "run", cwd=tmp_path)
+    assert "the certificate agrees" in said
+
+
+def test_every_command_explains_itself(installed: Path, tmp_path: Path) -> None:
+    murmuration = installed / "bin" / "murmuration"
+    listed = [line.split()[0] for line in run(murmuration, cwd=tmp_path).splitlines() if line.startswith("  ")]
+    assert listed == ["train", "prepare", "account", "plan", "audit", "four-way", "export"]
+    for command in listed:
+        assert "usage:" in run(murmuration, command, "--help", cwd=tmp_path), command
+    wrong = subprocess.run([murmuration, "trian"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "the commands are train, prepare" in wrong.stderr

@@ -1,0 +1,357 @@
+"""The library: a module of one's own, trained by `murmuration.PrivateTraining` on tensors in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.keys import RunKey
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.data.decode.decode import BadRecord
+from murmuration.train.clip.rule import rounding_allowance
+from murmuration.train.distributed.stop import Stopped
+from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.self_test.self_test import SelfTestError
+from tests.support.own_module import RATE, RECORDS, SEED, Regression, X, Y, read, run, synthetic, training
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_weights_are_those_of_a_computation_by_hand(tmp_path: Path) -> None:
+    """Draw, clipped gradients one record at a time, keyed noise, the constant divisor, SGD; all from the run's key."""
+    found = run(tmp_path / "run", 3)
+    history, entries = History.read(tmp_path / "run" / "ledger.jsonl")
+    plan, (segment,) = history.plans[0], history.segments_of(0)
+    key = RunKey.from_debug_seed(SEED)
+    sampling, digest_key, noise_key = (
+        key.derive(purpose, 0, segment.key_name) for purpose in ("sampling", "sampling-digest", "noise")
+    )
+    opened = {entry.fields["step"]: entry.fields["facts"] for entry in entries if entry.kind == "open"}
+    model, mechanism = Regression(), NoiseMechanism(noise_key, plan.noise_std, plan.divisor)
+    bound = plan.clip_norm / (1 + rounding_allowance(8))
+    for step in (1, 2, 3):
+        ids = drawn(sampling, step, plan.records, plan.threshold)
+        told = hmac.new(digest_key, np.array([step, plan.threshold, plan.records], "<u8").tobytes(), hashlib.sha256)
+        told.update(ids.astype("<i8").tobytes())
+        assert told.hexdigest() in json.dumps(opened[step]), "the ledger tells of this very draw"
+        total = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+        for number in ids:
+            loss = model(read(np.array([number]))).sum()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            norm = torch.sqrt(sum(((g.double() ** 2).sum() for g in gradients), torch.zeros((), dtype=torch.float64)))
+            for sum_, gradient in zip(total, gradients, strict=True):
+                sum_ += gradient.double() * min(1.0, bound / float(norm))
+        with torch.no_grad():
+            for number, (parameter, sum_) in enumerate(zip(model.parameters(), total, strict=True)):
+                noise = mechanism.draw(step, number, 0, parameter.numel(), np.float64)
+                mean = (sum_ + torch.from_numpy(noise).view_as(sum_)) / plan.divisor
+                parameter -= RATE * mean.float()
+    for name, expected in model.state_dict().items():
+        assert torch.allclose(found[name], expected, rtol=1e-5, atol=1e-6), name
+
+
+def drawn(key: bytes, step: int, records: int, threshold: int) -> np.ndarray:
+    """The definition: lane i of the keystream of (key, step) is below K."""
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    stream = Cipher(algorithms.AES(key), modes.CTR((step << 64).to_bytes(16, "big"))).encryptor()
+    lanes = np.frombuffer(stream.update(bytes(4 * records)), "<u4")
+    return np.flatnonzero(lanes.astype(np.uint64) < threshold)
+
+
+def test_a_run_that_was_closed_continues_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", 6)
+    run(tmp_path / "parts", 2)
+    run(tmp_path / "parts", 3)
+    parts = run(tmp_path / "parts", 6)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert len(History.read(tmp_path / "parts" / "ledger.jsonl")[0].segments_of(0)) == 1
+
+
+def test_steps_that_a_crash_lost_are_not_made_again_under_their_keys_and_stay_charged(tmp_path: Path) -> None:
+    with training(tmp_path) as found:
+        found.prove()
+        found.step(1, RATE)
+        found.save()
+        found.step(2, RATE)
+        found.step(3, RATE)  # seen by whoever looks at the model, and never saved
+        spent = found.epsilon()
+    with training(tmp_path) as found:
+        assert found.done == 1 and found.epsilon() == spent
+        found.prove()
+        with pytest.raises(BudgetSpent):
+            for step in found.steps():
+                found.step(step, RATE)
+        verdict = found.finish()
+    history, _ = History.read(tmp_path / "ledger.jsonl")
+    assert [segment.from_step for segment in history.segments_of(0)] == [0, 1]
+    assert "may have been seen" in history.segments_of(0)[1].reason
+    assert (verdict.opened, verdict.committed, found.done) == (6, 6, 4) and verdict.epsilon <= 20
+
+
+def test_a_finished_run_says_the_same_again_and_trains_no_more(tmp_path: Path) -> None:
+    with training(tmp_path) as found:
+        found.prove()
+        for step in found.steps():
+            found.step(step, RATE)
+        first = found.finish()
+    assert first.certified == first.epsilon == verify(tmp_path).epsilon and 19 < first.epsilon <= 20
+    assert not (tmp_path / "secret" / "run.key").exists()
+    with training(tmp_path) as found:
+        assert list(found.steps()) == [] and found.finish() == first
+        with pytest.raises(LedgerError, match="finished; give another run_dir"):
+            found.prove()
+
+
+def test_bad_records_contribute_nothing_and_keep_n(tmp_path: Path) -> None:
+    """As if their gradient were zero: the same run on records of which these cannot be told from their prediction."""
+    bad = {3, 17, 40}
+
+    def broken(numbers: np.ndarray) -> dict[str, Tensor]:
+        if bad & set(numbers.tolist()):
+            raise BadRecord("torn")
+        return read(numbers)
+
+    class Silent(Regression):
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            return super().forward(inputs) * inputs["weight"]
+
+    def weighted(numbers: np.ndarray) -> dict[str, Tensor]:
+        return {**read(numbers), "weight": torch.tensor([float(n not in bad) for n in numbers.tolist()])}
+
+    def with_weight(size: int, seed: int) -> dict[str, Tensor]:
+        return {**synthetic(size, seed), "weight": torch.ones(size)}
+
+    found = run(tmp_path / "bad", 4, reader=broken)
+    silent = run(tmp_path / "silent", 4, model=Silent(), reader=weighted, synthetic=with_weight)
+    ledgers = [History.read(tmp_path / name / "ledger.jsonl")[0] for name in ("bad", "silent")]
+    assert ledgers[0].plans == ledgers[1].plans and ledgers[0].plans[0].records == RECORDS
+    assert all(torch.allclose(found[name], silent[name], rtol=1e-5, atol=1e-6) for name in found)
+
+
+def test_nothing_is_trained_before_the_self_test_and_out_of_order(tmp_path: Path) -> None:
+    with training(tmp_path) as found:
+        with pytest.raises(SelfTestError, match="before prove"):
+            found.step(1, RATE)
+        found.prove()
+        with pytest.raises(LedgerError, match="step 2 was asked for after step 0"):
+            found.step(2, RATE)
+
+
+def test_a_step_that_failed_is_never_made_again_with_its_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the weights moved: added to a second gradient, the same noise would show the difference of the two."""
+    with training(tmp_path) as found:
+        found.prove()
+        found.step(1, RATE)
+        found.save()
+        before = found.weights()["layers.0.weight"].clone()
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(found._run.writer, "commit_step", full)
+        with pytest.raises(OSError, match="No space"):
+            found.step(2, RATE)
+        moved = found.core.engine.whole_weights()["layers.0.weight"]
+        assert not torch.equal(moved, before), "the step had reached the weights"
+        for again in (lambda: found.step(2, RATE), found.weights, found.save, found.finish):
+            with pytest.raises(LedgerError, match="step 2 failed, and its noise must not be used again"):
+                again()
+    with training(tmp_path) as found:
+        assert found.done == 1 and torch.equal(found.weights()["layers.0.weight"], before)
+    assert len(History.read(tmp_path / "ledger.jsonl")[0].segments_of(0)) == 2
+
+
+def test_signals_do_again_what_they_did_once_the_training_is_closed(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with training(tmp_path) as found:
+        found.prove()
+        assert signal.getsignal(signal.SIGINT) != before
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Stopped, match="SIGINT"):
+            found.step(1, RATE)
+        found.save()
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+class Coupled(Regression):
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        losses = super().forward(inputs)
+        return losses + losses.mean()
+
+
+def test_a_model_whose_records_meet_is_refused(tmp_path: Path) -> None:
+    with training(tmp_path, Coupled()) as found, pytest.raises(SelfTestError, match="not independent"):
+        found.prove()
+
+
+class Packing(Regression):
+    """Packs the numbers that are not zero of all records into one column, as language models pack tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Linear(1, 1)
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        x = inputs["x"]
+        there = x != 0
+        return x.masked_scatter(there, self.token(x[there].unsqueeze(1))).sum(1) ** 2 + super().forward(inputs)
+
+
+def test_a_model_that_packs_records_is_refused(tmp_path: Path) -> None:
+    with (
+        training(tmp_path, Packing()) as found,
+        pytest.raises(SelfTestError, match="with an empty record among others"),
+    ):
+        found.prove()
+
+
+class Batchwise(Regression):
+    """Statistics of the batch while it is trained, none otherwise; written by hand, so that no name gives it away."""
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        losses = super().forward(inputs)
+        return losses - losses.mean() if self.training else losses
+
+
+def test_a_model_is_trained_in_the_mode_in_which_it_was_tested(tmp_path: Path) -> None:
+    model = Batchwise().eval()
+    with training(tmp_path, model) as found:
+        found.prove()
+        assert not any(module.training for module in model.modules()), "the self-test left the modes as they were"
+        model.train()
+        with pytest.raises(SelfTestError, match="switched between training and evaluation"):
+            found.step(1, RATE)
+        model.eval()
+        found.step(1, RATE)
+    with training(tmp_path / "other", Batchwise()) as found, pytest.raises(SelfTestError, match="not independent"):
+        found.prove()
+
+
+def test_frozen_parts_stay_in_evaluation_mode_beside_others(tmp_path: Path) -> None:
+    model = Regression()
+    model.layers[1].eval()
+    with training(tmp_path, model) as found:
+        found.prove()
+        assert model.training and model.layers[0].training and not model.layers[1].training
+
+
+class Remembering(Regression):
+    """Keeps what it has seen of a record that synthetic ones do not look like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        if bool((inputs["y"] == 100).any()):
+            self.seen = inputs["x"][0].detach()
+        return super().forward(inputs)
+
+
+def test_what_a_model_keeps_of_private_records_is_not_given_out(tmp_path: Path) -> None:
+    with training(tmp_path, Remembering(), lambda n: {"x": X[n], "y": Y[n] * 0 + 100}) as found:
+        found.prove()
+        found.step(1, RATE)
+        for out in (found.weights, found.save, found.finish):
+            with pytest.raises(LedgerError, match="a buffer of the model changed"):
+                out()
+
+
+def test_read_is_asked_for_one_record_at_a_time_by_one_thread(tmp_path: Path) -> None:
+    inside, asked = threading.Lock(), []
+
+    def alone(number: np.ndarray) -> dict[str, Tensor]:
+        assert inside.acquire(blocking=False), "two threads at once"
+        asked.append(len(number))
+        time.sleep(0.002)
+        inside.release()
+        return read(number)
+
+    run(tmp_path, 3, reader=alone)
+    assert len(asked) > 20 and set(asked) == {1}
+
+
+def test_a_step_is_made_by_one_thread_and_once(tmp_path: Path) -> None:
+    with training(tmp_path) as found:
+        found.prove()
+        entered, go, said = threading.Event(), threading.Event(), []
+        whole = found._step.run
+
+        def slowly(number: int, rate: float) -> Any:
+            entered.set()
+            go.wait(20)
+            return whole(number, rate)
+
+        found._step.run = slowly
+        thread = threading.Thread(target=lambda: said.append(found.step(1, RATE)))
+        thread.start()
+        entered.wait(20)
+        with pytest.raises(LedgerError, match="another thread"):
+            found.step(1, RATE)
+        go.set()
+        thread.join(20)
+        assert len(said) == 1 and found.done == 1
+        with pytest.raises(SelfTestError, match="has passed already"):
+            found.prove()
+
+
+def test_inputs_of_other_names_are_refused_and_of_another_shape_left_out(tmp_path: Path) -> None:
+    with training(tmp_path / "names", reader=lambda n: {"x": X[n]}) as found:
+        found.prove()
+        with pytest.raises(ValueError, match="same names"):
+            found.step(1, RATE)
+    cut = run(tmp_path / "cut", 2, reader=lambda n: {"x": X[n, :4] if n[0] == 3 else X[n], "y": Y[n]})
+
+    def torn(number: np.ndarray) -> dict[str, Tensor]:
+        if number[0] == 3:
+            raise BadRecord("torn")
+        return read(number)
+
+    bad = run(tmp_path / "bad", 2, reader=torn)
+    assert all(torch.equal(cut[name], bad[name]) for name in cut)
+
+
+def test_other_records_and_other_plans_are_not_continued(tmp_path: Path) -> None:
+    run(tmp_path, 1)
+    with pytest.raises(LedgerError, match="records of phase 'training' changed"):
+        training(tmp_path, dataset="another")
+    with pytest.raises(LedgerError, match="steps changed"):
+        training(tmp_path, steps=9)
+    with pytest.raises(LedgerError, match="configured differently"):
+        training(tmp_path, micro_batch=16)
+
+
+def test_the_example_runs_from_another_folder_without_deepspeed(tmp_path: Path) -> None:
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = ['own_model.py', {str(tmp_path / 'run')!r}]\n"
+        f"runpy.run_path({str(ROOT / 'docs' / 'own_model.py')!r}, run_name='__main__')\n"
+        "assert not any(name.split('.')[0] == 'deepspeed' for name in sys.modules)\n"
+        "import torch; assert not torch.distributed.is_initialized()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    verdict = verify(tmp_path / "run")
+    assert verdict.opened == verdict.committed == 100 and 3.9 < verdict.epsilon <= 4 == verdict.claimed
+    assert f"epsilon={verdict.epsilon!r}" in done.stdout

@@ -1,0 +1,209 @@
+"""A one-run privacy audit on the live stack: the config's private phase, shortened, with canaries as extra records.
+
+Everything that a run's epsilon rests on is the real thing: plan and calibration, keys, ledger, self-test, Poisson
+sampler, `PrivateStep`, clip engine, DeepSpeed, noise, optimizer. Only the canaries are added, and somebody watches
+what the optimizer is given. It uses a temporary directory and a key of its own, and never touches a run directory.
+
+What a gradient audit prints depends on coins and noise alone, because what the real records added is subtracted. What
+an audit with input canaries prints depends on weights that saw real records: publishing it costs the audit's own
+epsilon, on top of that of the training.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.stats import binom
+from torch import Tensor
+
+from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.epsilon.audit_bound import audit_bound, refuting_share
+from murmuration.accounting.keys import Purpose, RunKey
+from murmuration.accounting.ledger.chain import Ledger
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.plan import PrivacyPlan, threshold_for
+from murmuration.data.batch.reader import BatchReader
+from murmuration.data.draw.poisson import PoissonSampler
+from murmuration.model.build import build
+from murmuration.train.audit.canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
+from murmuration.train.audit.checks import Check, check_divisor, check_sampling
+from murmuration.train.audit.result import AuditReport
+from murmuration.train.audit.setup import AuditSetup
+from murmuration.train.audit.sightings import Sightings, WatchedEngine
+from murmuration.train.config.root import Config
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.stop import StopRequest
+from murmuration.train.engines.base import evaluating
+from murmuration.train.engines.choose import EngineSettings
+from murmuration.train.noise.aes import Noise, NoiseMechanism
+from murmuration.train.optim.schedule import learning_rate
+from murmuration.train.private import Computation, PrivateCore, clipping_engine
+from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
+from murmuration.train.step import PrivateStep, Records
+
+SAMPLING_STEPS, SAMPLING_RECORDS = 64, 200_000
+DIVISOR_STEPS, DIVISOR_RATE = 6, 0.5
+INPUT_SEED = 9_001
+FAULT = 0.3  # of the planned noise: what the audit must be able to find
+
+
+def audit(config: Config, planned: AuditSetup, ranks: Ranks) -> AuditReport:
+    folder = Path(ranks.on_main(lambda: tempfile.mkdtemp(prefix="murmuration-audit-")))
+    try:
+        return _Audit(config, planned, ranks, folder).run()
+    finally:
+        ranks.on_main(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+class _Audit:
+    def __init__(self, config: Config, planned: AuditSetup, ranks: Ranks, folder: Path) -> None:
+        self.config, self.planned, self.ranks, self.folder = config, planned, ranks, folder
+        self.options, self.phase, self.settings, self.plan = (
+            planned.options, planned.phase, planned.settings, planned.plan,
+        )  # fmt: skip
+        self.micro_batch = config.train_micro_batch_size_per_gpu
+        self.engine_settings = EngineSettings.of(config)
+        self.replicated = self.engine_settings.replicated
+        self.stop = StopRequest(folder / "stop")
+        self.key: RunKey = ranks.on_main(RunKey.fresh)
+        self._journals: dict[str, Journal] = {}  # on the main rank alone
+
+    def run(self) -> AuditReport:
+        began = time.monotonic()
+        options, ranks, plan, phase = self.options, self.ranks, self.plan, self.phase
+        included: np.ndarray = ranks.on_main(lambda: toss(options.canaries))
+        model = build(phase.shape, self.settings.objective)
+        coordinates = Coordinates.choose(model, options.canaries)
+        built = clipping_engine(
+            model, self.planned.rule, self.settings.optimizer, plan.noise_std / plan.divisor, self.engine_settings,
+            ranks, Computation.of(self.config.run), around_clip=lambda clip: CanaryClip(clip, coordinates),
+        )  # fmt: skip
+        clip, real_engine = built.clip, built.engine
+        assert isinstance(clip, CanaryClip)
+        engine = WatchedEngine(real_engine)
+        try:
+            synthetic = SyntheticRecords.of(phase.shape, self.settings.objective)
+            core = PrivateCore(plan, clip, engine, self._keys("audit"), ranks)
+            tested = core.prove(synthetic, self.replicated, self.micro_batch)
+            divisor = self._divisor(engine, clip)
+            scores, claim = self._train(engine, clip, included)
+        finally:
+            engine.close()
+        bound = audit_bound(scores, included, plan.delta, options.confidence)
+        power, false_alarms = self._power(clip.rule.bound, claim)
+        return AuditReport(
+            phase=phase.name, kind=options.kind, claim=claim, bound=bound, plan=plan,
+            engine=str(self.engine_settings), ranks=ranks.world,
+            planted_noise_scale=None if options.noise_scale == 1 else options.noise_scale,
+            measured_sigma=tested.measured_sigma, sampling=self._sampling(), divisor=divisor, power=power,
+            false_alarms=false_alarms, seconds=time.monotonic() - began,
+        )  # fmt: skip
+
+    def _train(self, engine: WatchedEngine, clip: CanaryClip, included: np.ndarray) -> tuple[np.ndarray, float]:
+        """The audited run: scores of the canaries, and the epsilon that its ledger charges."""
+        plan, derive, gradient = self.plan, self._keys("audit"), self.options.kind == "gradient"
+        crafted = None
+        if not gradient:
+            batch = synthetic_batch(self.phase.shape, self.settings.objective, self.options.canaries, INPUT_SEED)
+            crafted = batch.inputs
+        reader = BatchReader(
+            self.phase.index, self.phase.data_spec(augment=True), self.phase.text,
+            augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
+        )  # fmt: skip
+        noise = NoiseMechanism.of(derive("noise"), plan)
+        if self.options.noise_scale != 1:
+            noise = WeakenedNoise(derive("noise"), plan.noise_std, plan.divisor, self.options.noise_scale)
+        batches = CanaryBatches(reader, self.ranks, self.micro_batch, self.planned.real, included, crafted)
+        step = self._step("audit", plan, clip, noise, engine, batches)
+        before = self._losses(engine, crafted)
+        engine.watcher = seen = Sightings(clip.coordinates)
+        for t in range(1, plan.steps + 1):
+            step.run(t, learning_rate(self.settings.schedule, plan.steps, t))
+        engine.watcher = None
+        if gradient:
+            scores = seen.scores(clip.known, plan.divisor, self.ranks, self.replicated)
+        else:
+            scores = before - self._losses(engine, crafted)
+        return scores, self.ranks.on_main(lambda: self._journals["audit"].history.epsilon())
+
+    def _divisor(self, engine: WatchedEngine, clip: CanaryClip) -> Check:
+        """Steps of `PrivateStep` with present records that contribute zero, at learning rate 0, in another ledger."""
+        plan = replace(
+            self.plan, threshold=threshold_for(self.plan.records, DIVISOR_RATE * self.plan.records),
+            steps=DIVISOR_STEPS, epsilon_budget=1e3,
+        )  # fmt: skip
+        example = synthetic_batch(self.phase.shape, self.settings.objective, self.micro_batch, INPUT_SEED)
+        noise = NoiseMechanism.of(self._keys("divisor")("noise"), plan)
+        step = self._step("divisor", plan, clip, noise, engine, SilentBatches(example, self.ranks))
+        engine.watcher = seen = Sightings(clip.coordinates)
+        for t in range(1, DIVISOR_STEPS + 1):
+            step.run(t, 0.0)
+        engine.watcher = None
+        engine.set_optimizer_step(0)
+        squares, elements = seen.sizes_of_noise(self.ranks, self.replicated)
+        sizes = np.array([len(step.records.draw(t).ids) for t in range(1, DIVISOR_STEPS + 1)])
+        return check_divisor(squares, elements, plan.noise_std, plan.divisor, sizes)
+
+    def _step(
+        self, purpose: str, plan: PrivacyPlan, clip: CanaryClip, noise: Noise, engine: WatchedEngine,
+        batches: CanaryBatches | SilentBatches,
+    ) -> PrivateStep:  # fmt: skip
+        self.ranks.on_main(lambda: self._begin(purpose, plan))
+        core = PrivateCore(plan, clip, engine, self._keys(purpose), self.ranks)
+        records = Records(core.sampler().draw, batches)
+        return core.step(self.phase.number, self._journals.get(purpose), records, self.stop, noise=noise)
+
+    def _begin(self, purpose: str, plan: PrivacyPlan) -> None:
+        """On the main rank: a ledger of its own, as every run has one."""
+        journal = Journal(Ledger.open(self.folder / f"{purpose}.jsonl"))
+        number, digest = self.phase.number, self.phase.index.manifest_digest
+        journal.start_run(f"{purpose} of phase {self.phase.name}", self.key.check_value(), self.key.debug, {})
+        journal.declare_plan(number, self.phase.name, plan, describe("pld"))
+        contents = self.phase.contents()
+        journal.begin_segment(number, self.config.digest(number, contents), digest, 0, "first", purpose)
+        self._journals[purpose] = journal
+
+    def _keys(self, purpose: str) -> Callable[[Purpose], bytes]:
+        return lambda use: self.key.derive(use, self.phase.number, purpose)
+
+    def _losses(self, engine: WatchedEngine, crafted: Mapping[str, Tensor] | None) -> np.ndarray:
+        """Of every input canary under the present weights; ranks hold the same weights, so each computes all."""
+        if crafted is None:
+            return np.zeros(0)
+        found = []
+        with torch.no_grad(), evaluating(engine.model):
+            for start in range(0, self.options.canaries, self.micro_batch):
+                part = {name: t[start : start + self.micro_batch].to(engine.device) for name, t in crafted.items()}
+                found.append(engine.model(part).double().cpu())
+        return torch.cat(found).numpy()
+
+    def _sampling(self) -> Check:
+        """The real sampler at the rate that the config really trains with."""
+        total = self.phase.index.records
+        records, threshold = min(total, SAMPLING_RECORDS), threshold_for(total, self.planned.trained_rate_batch)
+        derive = self._keys("sampling")
+        sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), records, threshold)
+        return check_sampling([sampler.draw(t).ids for t in range(1, SAMPLING_STEPS + 1)], records, sampler.q)
+
+    def _power(self, bound: float, claim: float) -> tuple[float | None, float | None]:
+        """Of this audit at the fault that it must find, and its false alarms: simulated, for gradient canaries."""
+        if self.options.kind != "gradient":
+            return None, None
+        options, plan = self.options, self.plan
+        taken = binom.pmf(np.arange(plan.steps + 1), plan.steps, plan.sampling_rate)
+        std = math.sqrt(plan.steps) * plan.noise_std / bound
+
+        def share(scale: float) -> float:
+            return refuting_share(
+                options.canaries, taken.tolist(), std * scale, claim, plan.delta, confidence=options.confidence
+            )
+
+        return share(FAULT), share(1.0)

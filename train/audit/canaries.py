@@ -1,0 +1,178 @@
+"""Canaries: extra records whose presence is a coin, and the two thin layers that put them into the real stack.
+
+A gradient canary contributes the whole clipping bound along one coordinate of its own (the strongest record that
+clipping lets through). It enters where clipped gradients are summed, so that accumulation, reduction, noise,
+division and the optimizer's hook are those of every run. An input canary is a picture and a caption made of chance.
+A canary whose coin says out keeps its place in n and in the draws, and contributes exactly zero.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from murmuration.accounting.epsilon.audit_bound import AuditError
+from murmuration.data.batch.reader import BatchReader
+from murmuration.data.draw.micro_batch import EMPTY, MicroBatch, slots
+from murmuration.model.drop import DROP_KEY
+from murmuration.model.record_weight import RECORD_WEIGHT
+from murmuration.train.clip.engine import ClipEngine, Clipped, clipped_totals
+from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.sums import GradientSums, trainable_shapes
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.noise.aes import NoiseMechanism
+
+CANARY = "canary"
+ORDINARY, SILENT = -1, -2  # a real record; one that is present and contributes nothing
+
+
+class CanaryError(AuditError):
+    """The canaries do not fit this model or data; the message says why."""
+
+
+def toss(count: int) -> np.ndarray:
+    """Fair coins from the operating system."""
+    return (np.frombuffer(secrets.token_bytes(count), np.uint8) & 1).astype(bool)
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """One element of the trainable parameters for each canary; `flat` counts through all of them and is sorted."""
+
+    names: tuple[str, ...]
+    starts: np.ndarray
+    flat: np.ndarray
+
+    @staticmethod
+    def choose(model: nn.Module, count: int, seed: int = 0) -> Coordinates:
+        """Distinct, and public: what must be secret is the coins."""
+        sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+        starts = np.concatenate([[0], np.cumsum(list(sizes.values()), dtype=np.int64)])
+        if count > starts[-1]:
+            raise CanaryError(f"{count} canaries need as many parameters, the model has {starts[-1]}; use fewer")
+        flat = np.random.default_rng(seed).choice(int(starts[-1]), size=count, replace=False)
+        return Coordinates(tuple(sizes), starts, np.sort(flat))
+
+    def within(self, parameter: int, elements: range) -> tuple[slice, np.ndarray]:
+        """The canaries whose coordinate lies in these elements of a parameter, and where, counted from their start."""
+        first = int(self.starts[parameter]) + elements.start
+        low, high = np.searchsorted(self.flat, [first, first + len(elements)])
+        return slice(int(low), int(high)), self.flat[low:high] - first
+
+
+class CanaryClip:
+    """A clip engine around the real one: adds the gradient canaries' clipped contributions to its sum.
+
+    `known` is what the real records added at the canaries' coordinates. The adversary of the definition knows every
+    record but the one that it asks about, so the auditor may subtract that; private, like everything before the noise.
+    """
+
+    def __init__(self, inner: ClipEngine, coordinates: Coordinates) -> None:
+        self.inner, self.coordinates = inner, coordinates
+        self.rule = inner.rule
+        self.precision: Precision = inner.precision
+        self.known = np.zeros(len(coordinates.flat))
+        self.shapes: dict[str, torch.Size] = {}
+
+    def prepare(self, model: nn.Module) -> None:
+        self.shapes = trainable_shapes(model)
+        self.inner.prepare(model)
+
+    def add_clipped(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
+    ) -> Clipped:
+        self.inner.rule = self.rule  # the self-test tries other bounds, and they must reach the engine that clips
+        if CANARY not in inputs:
+            return self.inner.add_clipped(model, inputs, present, sums)
+        which = inputs[CANARY]
+        others = {name: tensor for name, tensor in inputs.items() if name != CANARY}
+        # Without an ordinary record, too: where parameters are sharded, each rank must take part in each forward pass.
+        totals, found = clipped_totals(self.inner, model, others, present & (which == ORDINARY), self.shapes)
+        hits = which[present & (which >= 0)].cpu().numpy()
+        for parameter, name in enumerate(self.coordinates.names):
+            self._add_canaries(parameter, totals[name].view(-1), hits)
+            sums.add(name, totals[name])
+        return found
+
+    def _add_canaries(self, parameter: int, total: Tensor, hits: np.ndarray) -> None:
+        here, offsets = self.coordinates.within(parameter, range(len(total)))
+        if here.start == here.stop:
+            return
+        self.known[here] += total[torch.from_numpy(offsets).to(total.device)].double().cpu().numpy()
+        mine = offsets[hits[(hits >= here.start) & (hits < here.stop)] - here.start]
+        total.index_add_(0, torch.from_numpy(mine).to(total.device), total.new_full((len(mine),), self.rule.bound))
+
+
+@dataclass(frozen=True)
+class CanaryBatches:
+    """Sampled ids -> micro-batches, as `data.batch.reader` makes them, with canaries at ids from `first` on.
+
+    `inputs` are the input canaries' own; None makes gradient canaries.
+    """
+
+    reader: BatchReader
+    ranks: Ranks
+    micro_batch: int
+    first: int
+    included: np.ndarray
+    inputs: Mapping[str, Tensor] | None
+
+    def __call__(self, ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
+        rows = slots(ids, self.ranks.rank, self.ranks.world, self.micro_batch)
+        return map(partial(self._read, step=step), rows)
+
+    def _read(self, row: np.ndarray, step: int) -> MicroBatch:
+        canary = row >= self.first
+        which = np.where(canary, row - self.first, 0)
+        batch = self.reader.read(np.where(canary, EMPTY, row), step)
+        there = torch.from_numpy(canary & self.included[which])
+        inputs = dict(batch.inputs)
+        if self.inputs is None:
+            inputs[CANARY] = torch.from_numpy(np.where(canary, which, ORDINARY))
+        else:
+            for name, own in self.inputs.items():
+                inputs[name] = inputs[name].clone()
+                inputs[name][there] = own[which[there.numpy()]].to(inputs[name].dtype)
+            if RECORD_WEIGHT in inputs:
+                inputs[RECORD_WEIGHT][there] = 1.0
+            if DROP_KEY in inputs:  # of its own at each step, as a record has it
+                keys = [self.reader.drop_key(int(record), step) for record in row[there.numpy()]]
+                inputs[DROP_KEY][there] = torch.tensor(keys, dtype=torch.int64)
+        return MicroBatch(inputs, batch.present | there)
+
+
+@dataclass(frozen=True)
+class SilentBatches:
+    """As many present records as were drawn, each contributing zero: what leaves such a step is noise alone."""
+
+    example: MicroBatch
+    ranks: Ranks
+
+    def __call__(self, ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
+        del step
+        size = len(self.example.present)
+        for row in slots(ids, self.ranks.rank, self.ranks.world, size):
+            inputs = {**self.example.inputs, CANARY: torch.full((size,), SILENT)}
+            yield MicroBatch(inputs, torch.from_numpy(row != EMPTY))
+
+
+class WeakenedNoise(NoiseMechanism):
+    """A planted fault, for the audit's own proof of power: says `std` and draws `scale` times that.
+
+    Nothing in a training run can make one: no config key and no flag of launch/train.py leads here.
+    """
+
+    def __init__(self, key: bytes, std: float, divisor: float, scale: float) -> None:
+        super().__init__(key, std, divisor)
+        self.scale = scale
+
+    def draw(
+        self, step: int, parameter: int, start: int, length: int, dtype: type[np.floating] = np.float32
+    ) -> np.ndarray:
+        return super().draw(step, parameter, start, length, dtype) * dtype(self.scale)

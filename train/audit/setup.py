@@ -1,0 +1,80 @@
+"""What an audit is going to do, with everything refused that can be refused before a process group is started."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from murmuration.accounting.epsilon.audit_bound import CONFIDENCE, numbers_of_guesses
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.model.build import build
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.config.root import Config, Phase
+from murmuration.train.recipe.ready_phase import ReadyPhase, RecipeError, clip_rule, make_plan, prepare
+
+Kind = Literal["gradient", "input"]
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """Defaults with power: full batches and few steps hide nothing, and a claim of 2 lies below what 0.3·σ leaks."""
+
+    canaries: int = 2000
+    kind: Kind = "gradient"
+    noise_scale: float = 1.0
+    epsilon: float = 2.0
+    delta: float = 1e-5
+    steps: int = 4
+    rate: float = 1.0
+    records: int = 256
+    confidence: float = CONFIDENCE
+
+
+@dataclass(frozen=True)
+class AuditSetup:
+    """`phase` is the config's, `settings` the shortened one that is trained; `real` records, then canaries."""
+
+    options: AuditOptions
+    phase: ReadyPhase
+    settings: Phase
+    plan: PrivacyPlan
+    rule: ClipRule
+    real: int
+    trained_rate_batch: float
+    """The config's own expected batch, for the check of the sampler at the rate that is really trained with."""
+
+
+def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
+    numbers_of_guesses(options.canaries)
+    phase = next((phase for phase in prepare(config) if phase.private), None)
+    if phase is None or phase.settings.privacy is None:
+        raise RecipeError(
+            "no phase of this config has `privacy`, so there is no claim to audit; audit a private recipe"
+        )
+    where = f"phases.{phase.number}"
+    if phase.settings.privacy.clip.adaptive is not None:
+        raise RecipeError(f"an audit holds C fixed; give --set {where}.privacy.clip.adaptive=null")
+    weights = build(phase.shape, phase.settings.objective, device="meta").parameters()
+    elements = sum(p.numel() for p in weights if p.requires_grad)
+    if options.kind == "gradient" and options.canaries > elements:
+        raise RecipeError(f"{options.canaries} canaries need as many parameters, the model has {elements}; use fewer")
+    real = min(options.records, phase.index.records)
+    batch = options.rate * (real + options.canaries)
+    claim = {
+        "epsilon": options.epsilon,
+        "delta": options.delta,
+        "expected_batch": batch,
+        "noise_multiplier": None,
+        "release": [],
+    }
+    privacy = phase.settings.privacy.model_copy(update=claim)
+    settings = phase.settings.model_copy(update={"privacy": privacy, "steps": options.steps})
+    plan = make_plan(settings, privacy, real + options.canaries, where)
+    try:
+        rule = clip_rule(privacy, plan, config.train_micro_batch_size_per_gpu)
+    except RecipeError as error:
+        best = round(math.sqrt(plan.divisor))
+        hint = f"in an audit: --set train_micro_batch_size_per_gpu={best}, or fewer --canaries"
+        raise RecipeError(f"{error} ({hint})") from None
+    return AuditSetup(options, phase, settings, plan, rule, real, phase.settings.privacy.expected_batch)

@@ -1,0 +1,74 @@
+"""What the auditor sees: the gradient as it goes to the optimizer, after noise and division. Nothing earlier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from murmuration.train.audit.canaries import Coordinates
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.engines.base import AppliedUpdate, EngineAround, ShardedEngine
+from murmuration.train.noise.update import Update
+
+
+class Sightings:
+    """Per canary, the sum over steps of the released value at its coordinate; per step, how large noise alone is."""
+
+    def __init__(self, coordinates: Coordinates) -> None:
+        self.coordinates = coordinates
+        self.totals = np.zeros(len(coordinates.flat))
+        self.squares: list[float] = []
+        self.elements: list[int] = []
+
+    def begin_step(self) -> None:
+        self.squares.append(0.0)
+        self.elements.append(0)
+
+    def see(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
+        for fragment in fragments:
+            released = fragment.of(flat).detach()
+            here, offsets = self.coordinates.within(fragment.parameter, fragment.elements)
+            self.totals[here] += released[torch.from_numpy(offsets).to(released.device)].double().cpu().numpy()
+            self.squares[-1] += float(released.double().square().sum())
+            self.elements[-1] += fragment.length
+
+    def scores(self, known: np.ndarray, divisor: float, ranks: Ranks, replicated: bool) -> np.ndarray:
+        """Per canary, without what the real records are `known` to have added on each rank. Every step weighs alike."""
+        totals = sum(ranks.gather(self.totals)[: 1 if replicated else None])
+        return np.asarray(totals - sum(ranks.gather(known)) / divisor)
+
+    def sizes_of_noise(self, ranks: Ranks, replicated: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Per step, the sum of squares of what was released and the elements behind it, of the whole model."""
+        parts = ranks.gather((np.array(self.squares), np.array(self.elements)))[: 1 if replicated else None]
+        return np.sum([part[0] for part in parts], axis=0), np.sum([part[1] for part in parts], axis=0)
+
+
+class WatchedEngine(EngineAround):
+    """Lets somebody look at each update once it is finished."""
+
+    def __init__(self, inner: ShardedEngine) -> None:
+        super().__init__(inner)
+        self.watcher: Sightings | None = None
+
+    def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
+        if self.watcher is None:
+            return self.inner.update(update, learning_rate)
+        self.watcher.begin_step()
+        return self.inner.update(_Watched(update, self.watcher), learning_rate)
+
+
+class _Watched:
+    def __init__(self, inner: Update, sightings: Sightings) -> None:
+        self.inner, self.sightings = inner, sightings
+
+    @property
+    def elements(self) -> int:
+        return self.inner.elements
+
+    def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
+        self.inner.finish(flat, fragments)
+        self.sightings.see(flat, fragments)

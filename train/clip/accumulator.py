@@ -1,0 +1,163 @@
+"""The books of one micro-batch: pieces as the backward pass brings them, norms at once, and the weighted sums.
+
+A parameter's norm is taken as soon as its last use has reported, while its tensors are still in the caches. The
+products with the clip factors wait until the norms of all parameters are known; each frees its tensors as it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from murmuration.train.clip.norms import Squares, measure, measure_affine, squared
+from murmuration.train.clip.per_record import (
+    CHUNK,
+    ClipWeights,
+    Dense,
+    OuterProduct,
+    PerRecordGradient,
+    Recomputed,
+    ViaReparametrisation,
+    wide,
+)
+from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.sums import GradientSums
+
+# Squared norms may be wrong by this much of themselves before they are taken again; outside the range, squares may
+# have overflown or vanished in fp32.
+TOLERANCE = 1e-4
+SMALLEST, LARGEST = 1e-24, 1e24
+# Of the elements of a bf16 operand that carries the clip factor.
+BF16_ROUNDING = 2.0**-8
+
+
+class NormAccumulator:
+    """`group_of` says which parameters are clipped together; `hold` how large a gradient per record may be, beside
+    the activations that it replaces, to be kept instead of them; `rounded`, that weighted bf16
+    operands are rounded to bf16."""
+
+    def __init__(
+        self, group_of: Mapping[str, int], records: int, hold: float, rounded: bool, device: torch.device
+    ) -> None:
+        self._group_of, self._hold = group_of, hold
+        self._pieces: dict[str, list[PerRecordGradient]] = {}
+        self._measured: set[str] = set()
+        self._rounded = rounded
+        self._doubtful: Tensor | None = None
+        shape = (max(group_of.values()) + 1, records)
+        self._squares, self._doubts = torch.zeros(2, *shape, dtype=torch.float64, device=device).unbind()
+        self._roundings = torch.zeros_like(self._squares) if rounded else None
+        # Rows by group, as views: a few calls less for every layer.
+        self._square_of, self._doubt_of = self._squares.unbind(), self._doubts.unbind()
+
+    def add(self, pieces: list[PerRecordGradient], uses: Mapping[str, int]) -> None:
+        if self._is_affine(pieces, uses):
+            weight, bias = pieces
+            assert isinstance(weight, OuterProduct)
+            self._pieces[weight.name], self._pieces[bias.name] = [weight], [bias]
+            self._add(weight.name, measure_affine(weight, lengths=self._rounded))
+            self._measured |= {weight.name, bias.name}
+            return
+        for piece in pieces:
+            own = self._pieces.setdefault(piece.name, [])
+            own.append(piece)
+            if piece.name in self._measured or len(own) > uses[piece.name]:
+                raise ClipError(f"{piece.name} reported more uses than the forward pass had; its norm would be wrong")
+            if len(own) == uses[piece.name]:
+                self._measure(piece.name)
+
+    def _measure(self, name: str) -> None:
+        own = self._pieces[name]
+        for number, piece in enumerate(own):
+            if _only_written(piece) or (len(own) == 1 and self._worth_holding(piece)):
+                own[number] = Dense(name, piece.instances(slice(None), wide(piece.dtype)))
+        self._add(name, measure(own, lengths=self._rounded))
+        self._measured.add(name)
+
+    def _add(self, name: str, found: Squares) -> None:
+        group = self._group_of[name]
+        self._square_of[group].add_(found.square)
+        if found.doubt is not None:
+            self._doubt_of[group].add_(found.doubt)
+        if self._roundings is not None and found.length is not None:
+            # Elements that round alike, or cancel unrounded, add up: by lengths, not by squares.
+            self._roundings[group] += (BF16_ROUNDING * found.length).square()
+
+    def _is_affine(self, pieces: list[PerRecordGradient], uses: Mapping[str, int]) -> bool:
+        """A weight and its bias, used once, by one token of each record, and clipped together: lengths are shared."""
+        if len(pieces) != 2:
+            return False
+        weight, bias = pieces
+        return (
+            isinstance(weight, OuterProduct) and weight.tokens == 1 and not weight.sparse
+            and isinstance(bias, Dense) and bias.value.data_ptr() == weight.left.data_ptr()
+            and bias.elements == weight.left.shape[2] and bias.dtype == weight.left.dtype
+            and uses[weight.name] == uses[bias.name] == 1
+            and self._group_of[weight.name] == self._group_of[bias.name]
+            and not self._pieces.keys() & {weight.name, bias.name}
+        )  # fmt: skip
+
+    def _worth_holding(self, piece: PerRecordGradient) -> bool:
+        if isinstance(piece, Recomputed):
+            return piece.elements * piece.records <= self._hold * (piece.inputs[0].numel() + piece.upstream.numel())
+        if not isinstance(piece, OuterProduct) or piece.sparse or piece.tokens == 1:
+            return False
+        return piece.elements <= self._hold * piece.tokens * (piece.rows + piece.columns)
+
+    def norms(self, eligible: Tensor) -> Tensor:
+        """[groups, B], fp64. Of records that are `eligible`, to within a relative 1e-4 in all cases."""
+        for name in self._pieces.keys() - self._measured:  # some use never reached the loss
+            self._measure(name)
+        # Beside NaN nothing is true, and a doubt that is infinite exceeds any norm in range.
+        sure = (self._squares > SMALLEST) & (self._squares < LARGEST) & (self._doubts <= TOLERANCE * self._squares)
+        doubtful = eligible & ~sure
+        if bool(doubtful.any()):
+            self._doubtful = doubtful.any(0)
+            rows = self._doubtful.nonzero().squeeze(1)
+            self._squares[:, rows] = 0.0
+            if self._roundings is not None:
+                self._roundings[:, rows] = 0.0
+            for name in self._pieces:
+                for part, written in self._written(name, rows):
+                    self._squares[self._group_of[name], part] += squared(written)
+        norms = self._squares.sqrt()
+        return norms if self._roundings is None else norms + self._roundings.sqrt()
+
+    def write_sums(self, factors: Tensor, keep: Tensor, sums: GradientSums) -> None:
+        """Sums with `factors` [groups, B] into the totals, over the records to `keep`; nothing is left in the book.
+
+        An exact norm of a sum that is then rounded differently is no norm of it: of doubtful records, the very numbers
+        that were measured are added, apart from the products of the others.
+        """
+        apart = None
+        if self._doubtful is not None:
+            apart = (keep & self._doubtful).nonzero().squeeze(1)
+            keep = keep & ~self._doubtful
+        touch = None if bool(keep.all()) else keep
+        weights = [
+            ClipWeights(own if touch is None else torch.where(keep, own, 0.0), touch, self._rounded) for own in factors
+        ]
+        for name in list(self._pieces):
+            group = self._group_of[name]
+            for part, written in () if apart is None else self._written(name, apart):
+                sums.add(name, torch.tensordot(factors[group, part].double(), written, dims=1))
+            for piece in self._pieces.pop(name):
+                piece.add_weighted(weights[group], sums)
+
+    def _written(self, name: str, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The gradients of chosen records in fp64, a few at a time."""
+        own = self._pieces[name]
+        at_once = max(1, CHUNK // 2 // max(piece.elements for piece in own))
+        for part in rows.split(at_once) if len(rows) else ():
+            total = own[0].instances(part, torch.float64)
+            for piece in own[1:]:
+                total = total + piece.instances(part, torch.float64)
+            yield part, total
+
+
+def _only_written(piece: PerRecordGradient) -> bool:
+    """Nothing is known of what its gradient is added up from, so what is measured must be what is added."""
+    inner = piece.inner if isinstance(piece, ViaReparametrisation) else piece
+    return isinstance(inner, Recomputed) and inner.terms is None

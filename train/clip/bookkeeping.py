@@ -1,0 +1,186 @@
+"""The book-keeping clip engine: one forward, one backward that computes activation gradients only, one product each.
+
+The backward pass keeps what each weight gradient would be made from. From that come the norms of all records, from
+those the clip factors, and only then one product per weight, with the factors inside: the clipped sum at the cost of
+an ordinary weight gradient. No second forward, and no gradient per record in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportPrivateUsage]
+
+from murmuration.train.clip.accumulator import NormAccumulator
+from murmuration.train.clip.engine import Clipped
+from murmuration.train.clip.groups import groups_of
+from murmuration.train.clip.layers import LAYER_RULES, fallback
+from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast
+from murmuration.train.clip.rule import ClipError, ClipRule
+from murmuration.train.clip.sums import GradientSums
+from murmuration.train.clip.tracker import ParameterTracker
+
+# Largest gradient per record that is kept, in units of the activations and output gradients that it replaces. At 1
+# that costs no memory.
+HOLD: dict[Literal["lean", "fast"], float] = {"lean": 1.0, "fast": 1.6}
+
+
+@dataclass(frozen=True)
+class Held:
+    """The tensors of a model, found by one walk over its modules: small micro-batches would feel one each."""
+
+    model: nn.Module
+    places: Sequence[tuple[Mapping[str, Tensor | None], str, Tensor, bool]]
+    """Where each tensor was found, and whether it is trained."""
+    lengths: Sequence[tuple[Sized, int]]
+    """Of all these places: a tensor that was not there before makes one longer."""
+    parameters: dict[str, nn.Parameter]
+    constants: list[Tensor]
+    group_of: dict[str, int]
+
+    @staticmethod
+    def by(model: nn.Module, rule: ClipRule) -> Held:
+        # What named_parameters() and buffers() look into.
+        owners = [place for module in model.modules() for place in (module._parameters, module._buffers)]
+        places = [
+            (place, name, tensor, tensor.requires_grad)
+            for place in owners
+            for name, tensor in place.items()
+            if tensor is not None
+        ]
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        constants = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
+        sizes = [(place, len(place)) for place in owners]
+        return Held(model, places, sizes, parameters, constants, groups_of(parameters, rule.grouping))
+
+    def changed(self, model: nn.Module) -> bool:
+        """Also where an engine put other tensors in the place of these, as FSDP2 does while a layer runs."""
+        return (
+            model is not self.model
+            or any(len(place) != size for place, size in self.lengths)
+            or any(
+                place.get(name) is not tensor or tensor.requires_grad is not trained
+                for place, name, tensor, trained in self.places
+            )
+        )
+
+
+class BookKeepingClip:
+    """`round_operands`: in bf16, whether the operand that carries the factor is rounded back to bf16, for products at
+    full speed; what that may add is taken off each record's factor. None: on GPUs alone, where it pays."""
+
+    def __init__(
+        self, rule: ClipRule, precision: Precision = "fp32", hold: float = HOLD["lean"],
+        round_operands: bool | None = None,
+    ) -> None:  # fmt: skip
+        self.round_operands = round_operands
+        self.rule, self.hold = rule, hold
+        self.precision: Precision = precision
+        self._scale = LOSS_SCALE[precision]
+        self._checked = False
+        self._held: Held | None = None
+
+    def prepare(self, model: nn.Module) -> None:
+        """Nothing is changed in the model; it must only be one whose gradients can be clipped."""
+        trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+        if not trainable:
+            raise ClipError("the model has no trainable parameter; unfreeze a part of it")
+        halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4]
+        if halves:
+            raise ClipError(f"{halves[0]} is in half precision, and sums would be rounded; keep parameters in fp32")
+        self._checked, self._held = False, None
+        self.rule.require_groups(trainable)
+
+    def add_clipped(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
+    ) -> Clipped:
+        if self._held is None or self._held.changed(model):
+            self._held = Held.by(model, self.rule)
+        held = self._held
+        rounded = present.is_cuda if self.round_operands is None else self.round_operands
+        accumulator = NormAccumulator(
+            held.group_of, len(present), self.hold, rounded and self.precision == "bf16", present.device
+        )
+        tracker = ParameterTracker(
+            held.parameters,
+            held.constants,
+            len(present),
+            accumulator.add,
+            LAYER_RULES,
+            fallback,
+        )
+        losses = self._run(model, inputs, tracker)
+        with torch.no_grad():
+            losses = losses.detach()
+            eligible = present & (losses.abs() < math.inf)
+            norms = accumulator.norms(eligible)
+            if self._scale != 1.0:
+                norms = norms / self._scale
+            keep = eligible & (norms < math.inf).all(0)
+            precise = torch.float64 if losses.dtype == torch.float64 else torch.float32
+            factors = torch.where(keep, self.rule.group_factors(norms, precise), 0.0)
+            accumulator.write_sums(factors if self._scale == 1.0 else factors / self._scale, keep, sums)
+        if len(norms) == 1:
+            return Clipped(losses, norms[0], factors[0], self.rule.sensitivity)
+        return Clipped(losses, torch.linalg.vector_norm(norms, dim=0), factors.amin(0), self.rule.sensitivity)
+
+    def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
+        """Losses [B]; afterwards the book holds the pieces of every trainable parameter."""
+        with _uncompiled(), tracker, torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
+            losses = model(inputs)
+        if losses.shape != (tracker.records,):
+            raise ClipError(
+                f"the model returned losses of shape {list(losses.shape)} for {tracker.records} records; give one each"
+            )
+        _refuse_unused(tracker)
+        if not self._checked:
+            _refuse_unseen(tracker, losses)
+            self._checked = True
+        tracker.counting = False
+        seed = torch.full_like(losses, self._scale)
+        # Below `torch.autograd.backward`, which would leave the mode: checkpointed layers run again, and are watched.
+        with _uncompiled(), tracker:
+            _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
+        return losses
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Compiled code calls no function that could be watched: meanwhile it runs as it was written."""
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it would take seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+def _refuse_unused(tracker: ParameterTracker) -> None:
+    unused = sorted(tracker.parameters.keys() - tracker.used.keys())
+    if unused:
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        raise ClipError(
+            f"the loss does not use {unused[0]}{more} in a way that can be clipped; freeze it, or leave out reentrant "
+            "checkpointing"
+        )
+
+
+def _refuse_unseen(tracker: ParameterTracker, losses: Tensor) -> None:
+    """No trainable parameter was used in a way that no rule saw: none is a leaf of the graph."""
+    own = {id(p): name for name, p in tracker.parameters.items()}
+    waiting, seen = [losses.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) in own:
+            raise ClipError(
+                f"{own[id(leaf)]} reaches the loss past the clip engine (scripted code does so); "
+                "run that part as ordinary modules"
+            )
+        waiting += [below for below, _ in node.next_functions]

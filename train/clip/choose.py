@@ -1,0 +1,22 @@
+"""The clip engine that a config names."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from murmuration.train.clip.bookkeeping import HOLD, BookKeepingClip
+from murmuration.train.clip.engine import ClipEngine
+from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.reference import ReferenceClip
+from murmuration.train.clip.rule import ClipRule
+
+
+def make_clip(name: str, rule: ClipRule, precision: Precision, memory: Literal["lean", "fast"]) -> ClipEngine:
+    if name == "reference":
+        return ReferenceClip(rule)
+    if name == "opacus":
+        # Opacus is for checking alone, and takes seconds to import.
+        from murmuration.train.clip.opacus import OpacusClip
+
+        return OpacusClip(rule)
+    return BookKeepingClip(rule, precision, HOLD[memory])

@@ -1,0 +1,83 @@
+"""Per-record clipping: what a clip engine does, and what it says of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.rule import ClipError, ClipRule
+from murmuration.train.clip.sums import Float32Sums, GradientSums, trainable_shapes
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """What clipping a micro-batch saw: [B] each and private (private sinks or nowhere); and what it promises.
+
+    `norms` are over all trainable parameters; a record that is absent or not finite has factor 0.
+    """
+
+    losses: Tensor
+    norms: Tensor
+    factors: Tensor
+    sensitivity: float
+
+
+class ClipEngine(Protocol):
+    """Adds the clipped gradients of a micro-batch's records to totals, for the trainable parameters of a model."""
+
+    rule: ClipRule
+    precision: Precision
+
+    def prepare(self, model: nn.Module) -> None:
+        """Sets the model up once, before the sharded engine wraps it; refuses what it could not clip."""
+        ...
+
+    def add_clipped(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
+    ) -> Clipped:
+        """One forward and one backward; records that are not `present` contribute exactly zero."""
+        ...
+
+
+def clipped_totals(
+    clip: ClipEngine,
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    present: Tensor,
+    shapes: Mapping[str, torch.Size] | None = None,
+) -> tuple[dict[str, Tensor], Clipped]:
+    """The clipped sums of one micro-batch alone, one for every trainable parameter, with what clipping saw.
+
+    An engine that shards the parameters themselves must say their `shapes`; a plain model shows them.
+    """
+    shapes = trainable_shapes(model) if shapes is None else shapes
+    sums = Float32Sums(shapes)
+    clipped = clip.add_clipped(model, inputs, present, sums)
+    untouched = {name: shape for name, shape in shapes.items() if name not in sums.totals}
+    zeros = {name: torch.zeros(shape, device=present.device) for name, shape in untouched.items()}
+    return sums.totals | zeros, clipped
+
+
+def assert_exact_matmul() -> None:
+    """Reduced-precision products would void the rounding bound: switched off, and checked to be off."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if torch.get_float32_matmul_precision() != "highest":
+        raise ClipError(
+            "fp32 products are set to reduced precision (torch.set_float32_matmul_precision); leave it at 'highest'"
+        )
+
+
+class Observation(NamedTuple):
+    """Private: per-record losses of a micro-batch, gradient norms and the sum's sensitivity where clipping made it."""
+
+    losses: Tensor
+    norms: Tensor | None = None
+    sensitivity: float = 0.0

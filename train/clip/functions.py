@@ -1,0 +1,186 @@
+"""Layers that compute as usual and, in the backward pass, pass on the input gradient alone.
+
+What the gradient of their own parameters would have been made from (activations, output gradients) is reported as
+pieces instead. The anchor is a leaf that makes every such layer part of the graph, also where its input needs no
+gradient; nothing flows into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+
+@dataclass(frozen=True)
+class Affine:
+    """The parameters of one use of a layer, outside autograd, and where their pieces go.
+
+    `report` takes what is needed for the pieces: (activation, output gradient) in the layer's own layout.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    report: Callable[[Tensor, Tensor], None]
+
+    def tell(self, activation: Tensor, gradient: Tensor) -> None:
+        """What is done with them is no use of a parameter, and need not pass through the watch."""
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            self.report(activation, gradient)
+
+
+class Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, layer: Affine) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del anchor
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        bias = layer.bias
+        return F.linear(x, layer.weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        below = gradient @ ctx.layer.weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
+        ctx.layer.tell(x, gradient)
+        return None, below, None
+
+
+class LayerNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, shape: list[int], eps: float, layer: Affine) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del anchor
+        out, mean, inverse = torch.native_layer_norm(x, shape, layer.weight, layer.bias, eps)
+        ctx.layer, ctx.shape = layer, shape
+        ctx.save_for_backward(x, mean, inverse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, mean, inverse = ctx.saved_tensors
+        layer = ctx.layer
+        below = None
+        if ctx.needs_input_grad[1]:
+            below = torch.ops.aten.native_layer_norm_backward(
+                gradient, x, ctx.shape, mean, inverse, layer.weight, layer.bias, [True, False, False]
+            )[0]
+        normal = (x - mean).mul_(inverse)
+        layer.tell(normal, gradient)
+        return None, below, None, None, None
+
+
+class Embedding(Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, ids: Tensor, padding: int | None, layer: Affine) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del anchor
+        ctx.layer, ctx.padding = layer, padding
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, layer.weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (ids,) = ctx.saved_tensors
+        if ctx.padding is not None:
+            gradient = torch.where((ids == ctx.padding).unsqueeze(-1), torch.zeros_like(gradient), gradient)
+        ctx.layer.tell(ids, gradient)
+        return None, None, None, None
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Of a convolution in any number of dimensions, transposed ones excepted."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        straight = [0] * len(self.stride)
+        return torch.convolution(
+            x, weight, bias, self.stride, self.padding, self.dilation, False, straight, self.groups
+        )
+
+    def below(self, x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
+        return self._backward(x, weight, gradient, [True, False, False])[0]
+
+    def weight_gradient(self, x: Tensor, shape: torch.Size, gradient: Tensor) -> Tensor:
+        """Summed over the records given."""
+        return self._backward(x, x.new_empty(shape), gradient, [False, True, False])[1]
+
+    def terms(self, x: Tensor, kernel: torch.Size, gradient: Tensor) -> Tensor:
+        """[N] in fp64: over all positions, |what the kernel saw there|² · |output gradient there|²."""
+        energy = x.double().square().sum(1, keepdim=True)
+        straight = [0] * len(self.stride)
+        ones = energy.new_ones(1, 1, *kernel)
+        seen = torch.convolution(energy, ones, None, self.stride, self.padding, self.dilation, False, straight, 1)
+        return (seen * gradient.double().square().sum(1, keepdim=True)).flatten(1).sum(1)
+
+    def _backward(self, x: Tensor, weight: Tensor, gradient: Tensor, wanted: list[bool]) -> tuple[Tensor, ...]:
+        straight = [0] * len(self.stride)
+        return torch.ops.aten.convolution_backward(
+            gradient, x, weight, None, self.stride, self.padding, self.dilation, False, straight, self.groups, wanted
+        )
+
+
+class Convolution(Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, geometry: Geometry, layer: Affine) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del anchor
+        ctx.layer, ctx.geometry = layer, geometry
+        ctx.save_for_backward(x)
+        bias = layer.bias
+        return geometry.forward(x, layer.weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        weight = ctx.layer.weight.to(gradient.dtype)
+        below = ctx.geometry.below(x, weight, gradient) if ctx.needs_input_grad[1] else None
+        ctx.layer.tell(x, gradient)
+        return None, below, None, None
+
+
+class GenericFunction(Function):
+    """Any other function of one weight. Its input gradients come from autograd, by running it once more."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, run: Callable[..., Tensor], report: Callable[..., None], *inputs: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        del anchor
+        ctx.run, ctx.report = run, report
+        ctx.save_for_backward(*inputs)
+        return run(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        inputs = ctx.saved_tensors
+        wanted = [number for number, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+        below: list[Tensor | None] = [None] * len(inputs)
+        if wanted:
+            with torch.enable_grad():
+                own = [x.detach().requires_grad_(number in wanted) for number, x in enumerate(inputs)]
+                found = torch.autograd.grad(ctx.run(*own), [own[number] for number in wanted], gradient)
+            for number, value in zip(wanted, found, strict=True):
+                below[number] = value
+        ctx.report(inputs, gradient)
+        return None, None, None, *below
+
+
+class PerRecord(Function):
+    """A free parameter as one copy for each record, [B, *shape], without memory for the copies."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, records: int, report: Callable[[Tensor], None]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del anchor
+        ctx.report = report
+        return value.clone().unsqueeze(0).expand(records, *value.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.report(gradient)
+        return None, None, None, None

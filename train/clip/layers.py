@@ -1,0 +1,408 @@
+"""Which of PyTorch's functions use weights, and how each is run so that per-record gradients can be had.
+
+Rows of a record lie together: an activation leads with B, or with B·m where every record has m rows in sequence.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from murmuration.train.clip.functions import (
+    Affine,
+    Convolution,
+    Embedding,
+    GenericFunction,
+    Geometry,
+    LayerNorm,
+    Linear,
+)
+from murmuration.train.clip.per_record import PerRecordGradient, wide
+from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.tracker import ParameterTracker, TrackedTensor, swapped, tensors_in
+
+# PyTorch's own multi-head attention, written in functions that take weights one at a time.
+#
+# PyTorch runs it as a single function of all its weights, with records in the second dimension. The products are those
+# of `torch.nn.functional.multi_head_attention_forward`.
+
+
+def multi_head_attention(
+    query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int,
+    in_proj_weight: Tensor | None, in_proj_bias: Tensor | None, bias_k: Tensor | None, bias_v: Tensor | None,
+    add_zero_attn: bool, dropout_p: float, out_proj_weight: Tensor, out_proj_bias: Tensor | None,
+    training: bool = True, key_padding_mask: Tensor | None = None, need_weights: bool = True,
+    attn_mask: Tensor | None = None, use_separate_proj_weight: bool = False, q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None, v_proj_weight: Tensor | None = None, static_k: Tensor | None = None,
+    static_v: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """[tokens, B, width] in and out."""
+    del embed_dim_to_check
+    if query.dim() != 3:
+        raise ClipError("multi-head attention without a batch dimension cannot be clipped by record; add one")
+    odd = [bias_k, bias_v, static_k, static_v]
+    if any(x is not None for x in odd) or add_zero_attn or (training and dropout_p):
+        raise ClipError(
+            "multi-head attention with bias_kv, add_zero_attn, static keys or dropout has no clipping rule; "
+            "leave these out"
+        )
+    if use_separate_proj_weight:
+        assert q_proj_weight is not None and k_proj_weight is not None and v_proj_weight is not None
+        weights = [q_proj_weight, k_proj_weight, v_proj_weight]
+    else:
+        assert in_proj_weight is not None
+        weights = [in_proj_weight]
+    parts = _projected(query, key, value, weights, in_proj_bias)
+    q, k, v = (part.unflatten(-1, (num_heads, -1)).transpose(1, 2) for part in parts)
+    mask = _mask(q, k, attn_mask, key_padding_mask)
+    if need_weights:
+        scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        attended = (scores if mask is None else scores + mask).softmax(-1)
+        joined, seen = attended @ v, attended.mean(1) if average_attn_weights else attended
+    else:
+        causal = is_causal and mask is None
+        joined, seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal), None
+    out = F.linear(joined.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias)
+    return out.transpose(0, 1), seen
+
+
+def _projected(
+    query: Tensor, key: Tensor, value: Tensor, weights: list[Tensor], bias: Tensor | None
+) -> Sequence[Tensor]:
+    """Each [B, tokens, width], from [tokens, B, width]; `weights` are three, or one of all three stacked."""
+    same = query is key and key is value
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    if same and len(weights) == 1:
+        return F.linear(query, weights[0], bias).chunk(3, dim=-1)
+    each = weights if len(weights) == 3 else list(weights[0].chunk(3))
+    biases = [None] * 3 if bias is None else list(bias.chunk(3))
+    return [F.linear(x, w, b) for x, w, b in zip((query, key, value), each, biases, strict=True)]
+
+
+def _mask(q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
+    """One additive mask [B or 1, heads or 1, queries or 1, keys] of both."""
+    both = None
+    if attn_mask is not None:
+        both = _additive(attn_mask, q.dtype)
+        both = both.unflatten(0, (len(q), -1)) if both.dim() == 3 else both[None, None]
+    if padding is not None:
+        hidden = _additive(padding, q.dtype)[:, None, None, : k.shape[2]]
+        both = hidden if both is None else both + hidden
+    return both
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, float("-inf"))
+
+
+def linear(tracker: ParameterTracker, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not tracker.varies(input):
+        return tracker.computed(F.linear, (input, weight, bias), {})
+    return _product(tracker, input, weight, bias, flipped=False)
+
+
+def matmul(tracker: ParameterTracker, input: Tensor, other: Tensor) -> Tensor:
+    """Activations times a matrix of weights; other products with weights are left to the fallback."""
+    if tracker.varies(input) and other.dim() == 2 and tracker.source(other) is not None and input.dim() > 1:
+        return _product(tracker, input, other, None, flipped=True)
+    if not tracker.varies(input) and not tracker.varies(other):
+        return tracker.computed(torch.matmul, (input, other), {})
+    return tracker.fallback(torch.matmul, (input, other), {})
+
+
+def addmm(
+    tracker: ParameterTracker, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    """A bias and activations times weights, as in the Conv1D of GPT-2's family."""
+    if not tracker.varies(mat1):
+        return tracker.computed(torch.addmm, (input, mat1, mat2), {"beta": beta, "alpha": alpha})
+    if tracker.varies(input) or beta != 1 or alpha != 1 or tracker.source(mat2) is None:
+        return tracker.fallback(torch.addmm, (input, mat1, mat2), {"beta": beta, "alpha": alpha})
+    return _product(tracker, mat1, mat2, input, flipped=True)
+
+
+def _product(tracker: ParameterTracker, x: Tensor, weight: Tensor, bias: Tensor | None, *, flipped: bool) -> Tensor:
+    """x·weightᵀ + bias, or x·weight + bias where the weight is `flipped`."""
+    source = tracker.source(weight)
+    offset = None if bias is None else tracker.source(bias)
+    x = _autocast(x)
+    if source is None:  # only the bias is trained
+        plain = x @ weight.to(x.dtype) if flipped else F.linear(x, weight.to(x.dtype))
+        return plain if bias is None else tracker.elementwise(torch.add, (plain, bias), {})
+    tracker.times(len(x), tracker.names(source))
+    tracker.use(source)
+    if offset is not None:
+        tracker.use(offset)
+
+    def report(activation: Tensor, gradient: Tensor) -> None:
+        right, left = rows(tracker, activation), rows(tracker, gradient)
+        pieces: list[PerRecordGradient] = source.outer(right, left) if flipped else source.outer(left, right)
+        if offset is not None:
+            pieces += offset.whole(over_tokens(left))
+        tracker.report(pieces)
+
+    value = source.value.detach().t() if flipped else source.value
+    return Linear.apply(tracker.anchor, x, Affine(value, _value(offset, bias), report))
+
+
+def layer_norm(
+    tracker: ParameterTracker, input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    if not tracker.varies(input):
+        return tracker.computed(F.layer_norm, (input, normalized_shape, weight, bias, eps), {})
+    scale, shift = _source(tracker, weight), _source(tracker, bias)
+    shape = list(normalized_shape)
+    if weight is None:
+        weight = torch.ones(shape, dtype=input.dtype, device=input.device)
+    for source in (scale, shift):
+        if source is not None:
+            tracker.use(source)
+
+    def report(normal: Tensor, gradient: Tensor) -> None:
+        pieces: list[PerRecordGradient] = []
+        parts = gradient.reshape(tracker.records, -1, *shape)
+        if shift is not None:
+            pieces += shift.whole(over_tokens(parts))
+        if scale is not None:
+            pieces += scale.whole(normal.mul_(gradient).reshape(tracker.records, -1, *shape).sum(1))
+        tracker.report(pieces)
+
+    x = input.to(torch.promote_types(wide(input.dtype), weight.dtype))
+    return LayerNorm.apply(tracker.anchor, x, shape, eps, Affine(_value(scale, weight), _value(shift, bias), report))
+
+
+def group_norm(
+    tracker: ParameterTracker, input: Tensor, num_groups: int, weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Without its scale and shift, which are then free parameters of the channels."""
+    out = F.group_norm(input, num_groups, None, None, eps)
+    along = (1, -1, *[1] * (input.dim() - 2))
+    with tracker:
+        out = out if weight is None else out * weight.view(along)
+        return out if bias is None else out + bias.view(along)
+
+
+def rms_norm(
+    tracker: ParameterTracker,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    out = F.rms_norm(input, normalized_shape, None, eps)
+    with tracker:
+        return out if weight is None else out * weight
+
+
+def embedding(
+    tracker: ParameterTracker, input: Tensor, weight: Tensor, padding_idx: int | None = None,
+    max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Tensor:  # fmt: skip
+    del norm_type, sparse
+    source = tracker.source(weight)
+    assert source is not None
+    if not tracker.varies(input):
+        return tracker.computed(F.embedding, (input, weight, padding_idx), {})
+    if max_norm is not None or scale_grad_by_freq:
+        raise ClipError(
+            f"{tracker.names(source)} is an embedding with max_norm or scale_grad_by_freq, which makes records depend "
+            "on one another; leave these options out"
+        )
+    tracker.times(len(input), tracker.names(source))
+    tracker.use(source)
+
+    def report(ids: Tensor, gradient: Tensor) -> None:
+        tracker.report(source.outer(ids.reshape(tracker.records, -1), rows(tracker, gradient)))
+
+    padding = padding_idx if padding_idx is None or padding_idx >= 0 else len(weight) + padding_idx
+    return Embedding.apply(tracker.anchor, input, padding, Affine(source.value, None, report))
+
+
+def convolution(
+    tracker: ParameterTracker, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+    padding: Any = 0, dilation: Any = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
+    dims = weight.dim() - 2
+    source, offset = tracker.source(weight), _source(tracker, bias)
+    x = _autocast(input)
+    stride, dilation, kernel = _each(stride, dims), _each(dilation, dims), list(weight.shape[2:])
+    if isinstance(padding, str) and padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        # Uneven padding: the longer side comes last, as PyTorch has it.
+        x = F.pad(x, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
+    padding = [0] * dims if isinstance(padding, str) else _each(padding, dims)
+    geometry = Geometry(stride, padding, dilation, groups)
+    if source is None:
+        plain = geometry.forward(x, weight.to(x.dtype), None)
+        with tracker:
+            return plain if bias is None else plain + bias.view(1, -1, *[1] * dims)
+    tracker.times(len(x), tracker.names(source))
+    if stride == kernel and groups == 1 and not any(padding) and set(dilation) == {1}:
+        return _patches(tracker, x, weight, bias, kernel)
+    tracker.use(source)
+    if offset is not None:
+        tracker.use(offset)
+
+    def write(inputs: tuple[Tensor, ...], upstream: Tensor) -> Tensor:
+        return torch.vmap(lambda one, gradient: geometry.weight_gradient(one, source.shape, gradient))(
+            inputs[0], upstream
+        )
+
+    def together(inputs: tuple[Tensor, ...], upstream: Tensor) -> Tensor:
+        return geometry.weight_gradient(inputs[0].flatten(0, 1), source.shape, upstream.flatten(0, 1))
+
+    def terms(inputs: tuple[Tensor, ...], upstream: Tensor) -> Tensor:
+        found = geometry.terms(inputs[0].flatten(0, 1), source.shape[2:], upstream.flatten(0, 1))
+        return found.view(tracker.records, -1).sum(1)
+
+    def report(activation: Tensor, gradient: Tensor) -> None:
+        own = gradient.unflatten(0, (tracker.records, -1))
+        pieces = source.written((activation.unflatten(0, (tracker.records, -1)),), own, write, together, terms)
+        if offset is not None:
+            pieces += offset.whole(own.flatten(3).sum((1, 3), dtype=wide(own.dtype)))
+        tracker.report(pieces)
+
+    return Convolution.apply(tracker.anchor, x, geometry, Affine(source.value, _value(offset, bias), report))
+
+
+def _patches(tracker: ParameterTracker, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: list[int]) -> Tensor:
+    """A patch embedding: pieces that do not overlap, so that one product does it."""
+    grid = [size // k for size, k in zip(x.shape[2:], kernel, strict=True)]
+    for dim, (cells, k) in enumerate(zip(grid, kernel, strict=True)):
+        x = x.narrow(2 + dim, 0, cells * k)
+    cut = x.reshape(*x.shape[:2], *[n for pair in zip(grid, kernel, strict=True) for n in pair])
+    dims = len(kernel)
+    patches = cut.permute(0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)).flatten(1 + dims)
+    with tracker:
+        out = F.linear(patches.flatten(1, dims), weight.flatten(1), bias)
+    return out.transpose(1, 2).unflatten(2, grid)
+
+
+def batch_norm(tracker: ParameterTracker, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if tracker.varies(input):
+        raise ClipError("batch normalisation makes records depend on one another; use layer or group normalisation")
+    return tracker.computed(F.batch_norm, (input, *args), kwargs)
+
+
+def attention(tracker: ParameterTracker, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    with tracker:
+        return multi_head_attention(*args, **kwargs)
+
+
+def rows(tracker: ParameterTracker, x: Tensor) -> Tensor:
+    """[B·m, …, d] -> [B, T, d]"""
+    return x.reshape(tracker.records, -1, x.shape[-1])
+
+
+def over_tokens(x: Tensor) -> Tensor:
+    """[B, T, …] -> [B, …], added up in fp32 or better; one token is its own sum."""
+    return x.squeeze(1) if x.shape[1] == 1 else x.sum(1, dtype=wide(x.dtype))
+
+
+def _source(tracker: ParameterTracker, tensor: Tensor | None) -> TrackedTensor | None:
+    return None if tensor is None else tracker.source(tensor)
+
+
+def _value(source: TrackedTensor | None, tensor: Any) -> Any:
+    return tensor if source is None else source.value
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    return [value] * dims if isinstance(value, int) else list(value) * (dims // len(value))
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """As autocast would do inside the function that is replaced."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
+
+
+LAYER_RULES = {
+    F.linear: linear,
+    torch.matmul: matmul,
+    torch.Tensor.matmul: matmul,
+    torch.Tensor.__matmul__: matmul,
+    torch.mm: matmul,
+    torch.Tensor.mm: matmul,
+    torch.addmm: addmm,
+    F.layer_norm: layer_norm,
+    torch.layer_norm: layer_norm,
+    F.group_norm: group_norm,
+    F.rms_norm: rms_norm,
+    F.embedding: embedding,
+    F.conv1d: convolution,
+    F.conv2d: convolution,
+    F.conv3d: convolution,
+    F.batch_norm: batch_norm,
+    F.multi_head_attention_forward: attention,
+}
+
+
+# Any function of weights and activations that has no rule: exact per-record gradients by torch.func, with a notice.
+#
+# It writes out the gradients of some records at a time and runs the function again: right, and slower than a rule.
+
+_noticed: set[str] = set()
+
+
+def fallback(tracker: ParameterTracker, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    named = {id(x): x for x in tensors_in(args, kwargs)}
+    known = [x for x in named.values() if tracker.source(x) is not None]
+    varying = [x for x in named.values() if tracker.varies(x)]
+    _notice(getattr(func, "__name__", str(func)), " and ".join(tracker.names_of(known)))
+    for x in varying:
+        tracker.times(len(x), " and ".join(tracker.names_of(known)))
+
+    def run(weights: list[Tensor], inputs: Any) -> Tensor:
+        new = dict(zip([*map(id, known), *map(id, varying)], [*weights, *inputs], strict=True))
+        out = func(*swapped(args, lambda x: new.get(id(x), x)), **swapped(kwargs, lambda x: new.get(id(x), x)))
+        if not isinstance(out, Tensor) or not out.dim():
+            raise ClipError(f"{func} of weights returns no tensor of records; there is no rule to clip it")
+        return out
+
+    sources = [tracker.source(x) for x in known]
+    for source in sources:
+        assert source is not None
+        tracker.use(source)
+    fixed = [source.value.detach() for source in sources if source is not None]
+
+    def report(inputs: tuple[Tensor, ...], gradient: Tensor) -> None:
+        parts = tuple(x.unflatten(0, (tracker.records, -1)) for x in inputs)
+        upstream = gradient.unflatten(0, (tracker.records, -1))
+        for number, source in enumerate(sources):
+            assert source is not None
+
+            def pull(inputs: Any, upstream: Tensor, number: int = number) -> Tensor:
+                dtype = upstream.dtype
+                others = [x.to(dtype) for x in fixed]
+                one = lambda w: run([*others[:number], w, *others[number + 1 :]], inputs)  # noqa: E731
+                return torch.func.vjp(one, others[number])[1](upstream)[0]
+
+            tracker.report(
+                source.written(
+                    parts,
+                    upstream,
+                    lambda inputs, upstream, pull=pull: torch.vmap(pull)(inputs, upstream),
+                    lambda inputs, upstream, pull=pull: pull([x.flatten(0, 1) for x in inputs], upstream.flatten(0, 1)),
+                )
+            )
+
+    return GenericFunction.apply(tracker.anchor, lambda *inputs: run(fixed, inputs), report, *varying)
+
+
+def _notice(function: str, names: str) -> None:
+    if function not in _noticed:
+        _noticed.add(function)
+        warnings.warn(
+            f"{function} has no clipping rule of its own; gradients of {names} are written out record by record",
+            stacklevel=2,
+        )

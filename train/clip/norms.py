@@ -1,0 +1,239 @@
+"""Squared gradient norms of every record, from pieces; and how far rounding may have led them astray.
+
+||AᵀG||² = Σ (AAᵀ ∘ GGᵀ) needs no per-record gradient, and is cheap where tokens are few. But it is a sum of terms of
+either sign: where the tokens' gradients cancel, rounding of the large terms remains, in the norm and again,
+differently, in the weighted product. `doubt` bounds that error, so that doubtful records can be treated apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from murmuration.train.clip.per_record import (
+    CHUNK,
+    Dense,
+    OuterProduct,
+    PerRecordGradient,
+    ViaReparametrisation,
+    flat,
+    squared_length,
+    wide,
+)
+
+# From this many tokens on, the Gram matrices are taken in strips, which leaves out most of their upper half.
+STRIPS_FROM, STRIPS = 96, 4
+STRIP_SHARE = 0.5 + 0.5 / STRIPS
+# Rounding errors of products are independent: the error of a dot product of n terms is within 4·√n·u of its size.
+DEVIATIONS = 4.0
+# Long sums are taken in blocks, whose errors grow no further; or else a large vocabulary made every record doubtful.
+MOST_UNIT = 128.0
+# Where a piece does not say over how many terms it sums.
+UNKNOWN_WIDTH = 4096
+# Where the Gram form is one kernel. Tensor cores cut off instead of rounding, after so many terms each: errors add up.
+KERNEL_DEVICES = ("cuda",)
+TERMS_CUT = 16
+
+Gram = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+class Squares(NamedTuple):
+    """[B] each, fp64: squared norms, the error that they may have, and the summed lengths of their terms.
+
+    No error: what is measured is what is added. No lengths: nobody asked for them, or nothing is rounded.
+    """
+
+    square: Tensor
+    doubt: Tensor | None
+    length: Tensor | None
+
+
+def measure(pieces: list[PerRecordGradient], lengths: bool = True) -> Squares:
+    """Of the gradient of one parameter, which is the sum of its pieces."""
+    outers = [piece for piece in pieces if isinstance(piece, OuterProduct)]
+    if len(outers) < len(pieces) or (len(pieces) == 1 and not gram_is_cheaper(outers[0])):
+        return _written_out(pieces, lengths)
+    found = [_own(piece, lengths) for piece in outers]
+    if len(found) == 1:
+        return found[0]
+    square = torch.stack([own.square for own in found]).sum(0)
+    # A parameter used twice: its gradient is the sum of all uses, so tokens of all uses meet one another.
+    for number, later in enumerate(outers):
+        for earlier in outers[:number]:
+            square = square + 2 * _cross(earlier, later)
+    # Alone, a single token has nothing to cancel with; beside another use it has.
+    lone = [_unit(piece) * own.square if piece.tokens == 1 else 0.0 for piece, own in zip(outers, found, strict=True)]
+    doubts = [own.doubt + more for own, more in zip(found, lone, strict=True) if own.doubt is not None]
+    return Squares(square, _together(doubts), _total([own.length for own in found]))
+
+
+def measure_affine(weight: OuterProduct, lengths: bool = True) -> Squares:
+    """Of a weight and its bias together, used by one token of each record: |left|² · (|right|² + 1)."""
+    return _one_token(weight, _wide(weight.left), _wide(weight.right), lengths, biased=True)
+
+
+def gram_is_cheaper(piece: OuterProduct) -> bool:
+    """By operations, from the shape alone, so that a replayed step takes the same way."""
+    return piece.sparse or piece.tokens == 1 or gram_cost(piece.tokens, piece.rows, piece.columns) < piece.elements
+
+
+def gram_cost(tokens: int, rows: int, columns: int) -> float:
+    """Per token, in products, beside rows · columns for writing the gradient out."""
+    return (STRIP_SHARE if tokens >= STRIPS_FROM else 1.0) * tokens * (rows + columns)
+
+
+def squared(value: Tensor) -> Tensor:
+    """[B, …] -> [B], fp64."""
+    return squared_length(flat(value))
+
+
+def _together(doubts: list[Tensor]) -> Tensor:
+    """Uses may cancel each other as tokens may: errors count by the sizes before that."""
+    return doubts[0] if len(doubts) == 1 else torch.stack([doubt.sqrt() for doubt in doubts]).sum(0).square()
+
+
+def _total(lengths: list[Tensor | None]) -> Tensor | None:
+    found = [length for length in lengths if length is not None]
+    return torch.stack(found).sum(0) if found else None
+
+
+def _written_out(pieces: list[PerRecordGradient], lengths: bool) -> Squares:
+    first = pieces[0]
+    if len(pieces) == 1 and isinstance(first, (Dense, ViaReparametrisation)):
+        return Squares(first.spread(), None, None)
+    dtype = wide(first.dtype)
+    at_once = max(1, CHUNK // max(piece.elements for piece in pieces))
+    parts = []
+    for start in range(0, first.records, at_once):
+        rows = slice(start, start + at_once)
+        total = first.instances(rows, dtype)
+        for piece in pieces[1:]:
+            total = total + piece.instances(rows, dtype)
+        parts.append(squared(total))
+    rounded = [piece for piece in pieces if isinstance(piece, OuterProduct) and not piece.sparse] if lengths else []
+    return Squares(
+        torch.cat(parts),
+        _together([_unit(piece) * piece.spread() for piece in pieces]),
+        _total([_length(piece) for piece in rounded]),
+    )
+
+
+def _length(piece: OuterProduct) -> Tensor:
+    """[B]: sum over tokens of |left|·|right|, which bounds what rounding of every element of one of them can do."""
+    return (squared_length(piece.left) * squared_length(piece.right)).sqrt().sum(1)
+
+
+def _own(piece: OuterProduct, lengths: bool) -> Squares:
+    lengths, unit = lengths and not piece.sparse, _unit(piece)
+    kernel = _kernel_for(piece)
+    if kernel is not None:
+        inner, left_sizes, right_sizes = kernel(piece.left, piece.right)
+        unit += (piece.rows + piece.columns) / TERMS_CUT * torch.finfo(torch.float32).eps
+    else:
+        right = _wide(piece.right)
+        left = piece.left if piece.sparse else _wide(piece.left)
+        if piece.tokens == 1:
+            return _one_token(piece, left, right, lengths)
+        inner, left_sizes, right_sizes = (_whole if piece.tokens < STRIPS_FROM else _in_strips)(left, right)
+    left_sizes, right_sizes = left_sizes.double(), right_sizes.double()
+    terms = left_sizes * right_sizes
+    doubt = unit * terms.sum(1) + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
+    return Squares(inner, doubt, terms.clamp(min=0.0).sqrt().sum(1) if lengths else None)
+
+
+def _kernel_for(piece: OuterProduct) -> Gram | None:
+    """In half precision alone: in fp32 the products take longer than what the kernel saves."""
+    halves = not piece.sparse and piece.left.dtype.itemsize == piece.right.dtype.itemsize == 2
+    return _kernel() if halves and piece.tokens > 1 and piece.right.device.type in KERNEL_DEVICES else None
+
+
+@cache
+def _kernel() -> Gram | None:
+    """Some builds of PyTorch come without Triton."""
+    if find_spec("triton") is None:
+        return None
+    from murmuration.train.clip.gram_triton import gram
+
+    return gram
+
+
+def _one_token(piece: OuterProduct, left: Tensor, right: Tensor, lengths: bool, biased: bool = False) -> Squares:
+    """|left|²·|right|²: no matrix of tokens, nothing to cancel."""
+    right_sizes = squared_length(right).squeeze(1)
+    left_sizes = torch.ones_like(right_sizes) if piece.sparse else squared_length(left).squeeze(1)
+    square = left_sizes * right_sizes
+    doubt, length = _lost(piece, left_sizes, right_sizes), square.sqrt() if lengths else None
+    return Squares(square + left_sizes if biased else square, doubt, length)
+
+
+def _whole(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    lefts, rights = _products(left, left, right.dtype), right @ right.transpose(1, 2)
+    left_sizes, right_sizes = _diagonal(lefts), _diagonal(rights)
+    return lefts.mul_(rights).sum(dim=(1, 2)).double(), left_sizes, right_sizes
+
+
+def _in_strips(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Both Gram matrices are symmetric: a strip of rows meets only the columns up to its own end."""
+    tokens = right.shape[1]
+    inner = torch.zeros(len(right), dtype=torch.float64, device=right.device)
+    left_sizes, right_sizes = [], []
+    cuts = [round(tokens * i / STRIPS) for i in range(STRIPS + 1)]
+    for start, stop in pairwise(cuts):
+        lefts = _products(left[:, start:stop], left[:, :stop], right.dtype)
+        rights = right[:, start:stop] @ right[:, :stop].transpose(1, 2)
+        left_sizes.append(_diagonal(lefts[:, :, start:]))
+        right_sizes.append(_diagonal(rights[:, :, start:]))
+        both = lefts.mul_(rights)
+        inner += both[:, :, start:].sum(dim=(1, 2)).double()
+        if start:
+            inner += 2 * both[:, :, :start].sum(dim=(1, 2)).double()
+    return inner, torch.cat(left_sizes, 1), torch.cat(right_sizes, 1)
+
+
+def _products(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of the rows of both; of row numbers, whether they are equal."""
+    if one.is_floating_point():
+        return one @ other.transpose(1, 2)
+    return (one.unsqueeze(2) == other.unsqueeze(1)).to(dtype)
+
+
+def _cross(one: OuterProduct, other: OuterProduct) -> Tensor:
+    """<gradient by one use, gradient by the other> for each record."""
+    rights = _wide(one.right) @ _wide(other.right).transpose(1, 2)
+    if one.sparse and not other.sparse:
+        lefts = _wide(other.left).gather(2, one.left.unsqueeze(1).expand(-1, other.tokens, -1)).transpose(1, 2)
+    elif other.sparse and not one.sparse:
+        lefts = _wide(one.left).gather(2, other.left.unsqueeze(1).expand(-1, one.tokens, -1))
+    else:
+        left, right = (one.left, other.left) if one.sparse else (_wide(one.left), _wide(other.left))
+        lefts = _products(left, right, rights.dtype)
+    return (lefts * rights).sum(dim=(1, 2)).double()
+
+
+def _lost(piece: OuterProduct, left: Tensor, right: Tensor) -> Tensor:
+    """Products that vanish in fp32 matter only where the other side (largest squared lengths, [B]) can lift them."""
+    format = torch.finfo(wide(piece.dtype))
+    unit = format.tiny * format.eps * piece.tokens**2
+    return torch.add(unit * piece.rows * right, left, alpha=unit * piece.columns)
+
+
+def _unit(piece: PerRecordGradient) -> float:
+    width = UNKNOWN_WIDTH
+    if isinstance(piece, OuterProduct):
+        width = piece.columns + (1 if piece.sparse else piece.rows)
+    own = DEVIATIONS * width**0.5 * torch.finfo(wide(piece.dtype)).eps / 2
+    return min(own, MOST_UNIT * torch.finfo(wide(piece.dtype)).eps)
+
+
+def _diagonal(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=1, dim2=2).clone()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(wide(x.dtype))

@@ -1,0 +1,299 @@
+"""Per-record gradients of one parameter, in the form in which a backward pass finds them.
+
+A piece knows the gradient of every record of the micro-batch without (where it can) writing it out: a product of two
+matrices, a convolution, a plain tensor. It can write out the gradients of chosen records, and add the weighted sum of
+all of them to the totals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from murmuration.train.clip.sums import GradientSums
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Where sums are taken: never below fp32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def flat(x: Tensor) -> Tensor:
+    """[B, …] -> [B, elements]; a lone number has one."""
+    return x.reshape(len(x), -1)
+
+
+# Elements of per-record gradients that are written out at a time, where they are not kept.
+CHUNK = 1 << 23
+# Squares are added one after the other in fp32 along stretches of this length alone: over millions, errors grow.
+STRETCH = 1 << 11
+
+
+def squared_length(x: Tensor) -> Tensor:
+    """Of the last dimension, in fp64."""
+    whole = x.shape[-1] // STRETCH * STRETCH
+    if not whole:
+        return torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype)).double().square()
+    rest = torch.linalg.vector_norm(x[..., whole:], dim=-1, dtype=wide(x.dtype)).double().square()
+    parts = torch.linalg.vector_norm(x[..., :whole].unflatten(-1, (-1, STRETCH)), dim=-1, dtype=wide(x.dtype))
+    return parts.double().square().sum(-1) + rest
+
+
+@dataclass(frozen=True)
+class ClipWeights:
+    """A factor for each record, and which records may be touched at all (None: every one).
+
+    A factor of 0 does not silence a record that is not finite, since 0·inf is NaN; such records are replaced by zeros,
+    in both operands of a product.
+    """
+
+    factors: Tensor
+    keep: Tensor | None
+    rounded: bool = False
+    """Whether a bf16 operand that carries the factor goes back to bf16, for the products of GPUs."""
+
+    def apply(self, value: Tensor) -> Tensor:
+        """`value` [B, …] with every record scaled by its factor, in fp32 or better."""
+        return self.mask(value) * self.factors.view(len(value), *[1] * (value.dim() - 1))
+
+    def operand(self, value: Tensor) -> Tensor:
+        """The same for a matrix product. Never in fp16, in which small numbers would vanish."""
+        scaled = self.apply(value)
+        return scaled.to(value.dtype) if self.rounded and value.dtype == torch.bfloat16 else scaled
+
+    def mask(self, value: Tensor) -> Tensor:
+        if self.keep is None:
+            return value
+        return torch.where(self.keep.view(len(value), *[1] * (value.dim() - 1)), value, torch.zeros_like(value))
+
+
+class PerRecordGradient(Protocol):
+    """One use of a parameter."""
+
+    @property
+    def name(self) -> str:
+        """Of the parameter."""
+        ...
+
+    @property
+    def records(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the backward pass found it."""
+        ...
+
+    @property
+    def elements(self) -> int:
+        """Of one record's gradient."""
+        ...
+
+    def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """[chosen records, *shape of the parameter]"""
+        ...
+
+    def spread(self) -> Tensor:
+        """[B], fp64: squares of the terms that a record's gradient is added up from. Where they cancel, the gradient is
+        much smaller than their rounding."""
+        ...
+
+    def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None: ...
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Written out: [B, *shape of the parameter]. For parameters that are small beside their layer's activations."""
+
+    name: str
+    value: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    @property
+    def records(self) -> int:
+        return len(self.value)
+
+    @property
+    def elements(self) -> int:
+        return self.value[0].numel()
+
+    def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        return self.value[rows].to(dtype)
+
+    def spread(self) -> Tensor:
+        return squared_length(flat(self.value))
+
+    def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
+        kept = weights.mask(self.value)
+        kept = kept.to(wide(kept.dtype))
+        sums.add_product(self.name, weights.factors.to(kept.dtype).unsqueeze(1), flat(kept))
+
+
+@dataclass(frozen=True)
+class OuterProduct:
+    """leftᵀ·right for each record: [B, T, rows]ᵀ [B, T, columns], the parameter seen as [rows, columns].
+
+    Where `left` is a table of row numbers ([B, T], integers) it stands for their one-hot rows: an embedding.
+    """
+
+    name: str
+    left: Tensor
+    right: Tensor
+    shape: torch.Size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.right.dtype
+
+    @property
+    def sparse(self) -> bool:
+        return not self.left.is_floating_point()
+
+    @property
+    def records(self) -> int:
+        return len(self.right)
+
+    @property
+    def tokens(self) -> int:
+        return self.right.shape[1]
+
+    @property
+    def columns(self) -> int:
+        return self.right.shape[2]
+
+    @property
+    def rows(self) -> int:
+        return self.elements // self.columns
+
+    @property
+    def elements(self) -> int:
+        return self.shape.numel()
+
+    def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        right = self.right[rows].to(dtype)
+        if self.sparse:
+            written = right.new_zeros(len(right), self.rows, self.columns)
+            written.scatter_add_(1, self.left[rows].unsqueeze(-1).expand_as(right), right)
+        else:
+            written = self.left[rows].to(dtype).transpose(1, 2) @ right
+        return written.view(len(right), *self.shape)
+
+    def spread(self) -> Tensor:
+        lengths = squared_length(self.right)
+        return (lengths if self.sparse else lengths * squared_length(self.left)).sum(1)
+
+    def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
+        if self.sparse:
+            scaled = weights.apply(self.right).flatten(0, 1)
+            total = torch.zeros(self.rows, self.columns, dtype=wide(scaled.dtype), device=scaled.device)
+            total.index_add_(0, self.left.flatten(), scaled.to(total.dtype))
+            sums.add(self.name, total.view(self.shape))
+            return
+        left, right = self.left, self.right
+        if self.rows <= self.columns:
+            left, right = weights.operand(left), weights.mask(right)
+        else:
+            left, right = weights.mask(left), weights.operand(right)
+        sums.add_product(self.name, left.flatten(0, 1), right.flatten(0, 1))
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """By a function that writes out the gradients of chosen records, and one that adds up weighted output gradients.
+
+    `inputs` [B, …] and the output gradients `upstream` [B, …] are what both are given: convolutions, and everything
+    that has no rule of its own. `terms` gives the squares of what a record's gradient is added up from, if known.
+    """
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    upstream: Tensor
+    shape: torch.Size
+    write: Callable[[tuple[Tensor, ...], Tensor], Tensor]
+    total: Callable[[tuple[Tensor, ...], Tensor], Tensor]
+    terms: Callable[[tuple[Tensor, ...], Tensor], Tensor] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.upstream.dtype
+
+    @property
+    def records(self) -> int:
+        return len(self.upstream)
+
+    @property
+    def elements(self) -> int:
+        return self.shape.numel()
+
+    def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        inputs = tuple(x[rows].to(dtype) if x.is_floating_point() else x[rows] for x in self.inputs)
+        return self.write(inputs, self.upstream[rows].to(dtype))
+
+    def spread(self) -> Tensor:
+        assert self.terms is not None, "without knowledge of its terms, a gradient is written out and kept"
+        return self.terms(self.inputs, self.upstream)
+
+    def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
+        inputs = tuple(_widened(weights.mask(x)) for x in self.inputs)
+        sums.add(self.name, self.total(inputs, _widened(weights.apply(self.upstream))))
+
+
+@dataclass(frozen=True)
+class ViaReparametrisation:
+    """A piece of a tensor that was computed from the parameter alone (a standardised or sliced weight).
+
+    Gradients are written out: the chain rule may shorten them (standardising takes parts away), and rounding before it
+    would outgrow what is left.
+    """
+
+    name: str
+    inner: PerRecordGradient
+    made: Tensor
+    leaf: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inner.dtype
+
+    @property
+    def records(self) -> int:
+        return self.inner.records
+
+    @property
+    def elements(self) -> int:
+        return self.leaf.numel() + self.inner.elements
+
+    def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        inner = self.inner.instances(rows, dtype)
+        # The chain rule runs in the precision of the weights; scaled to 1 it can neither vanish nor overflow there.
+        size = flat(inner).abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
+        size = size.view(-1, *[1] * (inner.dim() - 1))
+        found = self._back((inner / size).to(self.made.dtype))
+        return found.to(dtype) * size.view(-1, *[1] * (found.dim() - 1))
+
+    def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
+        """Written out once more, by the same steps as for the norm."""
+        for rows in self.stretches():
+            written = self.instances(rows, wide(self.dtype))
+            keep = None if weights.keep is None else weights.keep[rows]
+            Dense(self.name, written).add_weighted(ClipWeights(weights.factors[rows], keep), sums)
+
+    def stretches(self) -> list[slice]:
+        at_once = max(1, CHUNK // self.elements)
+        return [slice(start, start + at_once) for start in range(0, self.records, at_once)]
+
+    def spread(self) -> Tensor:
+        return torch.cat([squared_length(flat(self.instances(rows, wide(self.dtype)))) for rows in self.stretches()])
+
+    def _back(self, gradient: Tensor) -> Tensor:
+        return torch.autograd.grad(self.made, self.leaf, gradient, retain_graph=True, is_grads_batched=True)[0]
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(wide(x.dtype)) if x.is_floating_point() else x

@@ -1,0 +1,110 @@
+"""The clipping rule: by what a record's gradient is scaled, what that promises, and what rounding may add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from murmuration.accounting.errors import RunError
+from murmuration.accounting.ledger.facts import ClippingFact
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.train.clip.groups import GroupError, Grouping, groups_of, shares
+
+UNIT_ROUNDOFF = 2.0**-24
+# The reference engine adds squares in fp32 along rows of at most this many elements, which is a relative error below
+# 9.8e-4; the book-keeping engine's norms are right to 1e-4; factors are rounded once. C is lowered by this much more.
+LONGEST_ROW = 1 << 15
+FACTOR_ROUNDING = 1e-3
+MOST_ALLOWANCE = 0.05
+# The smallest normal fp32 number times this is still far below any C.
+MOST_LIFT = 1e30
+
+
+class ClipError(RunError, ValueError):
+    """Clipping cannot keep its promise here; the message says why."""
+
+
+def rounding_allowance(micro_batch: int) -> float:
+    """How far fp32 rounding may move the difference of two neighbouring sums, in units of C, at worst.
+
+    Totals are added up in fp64 (`sums.ExactSums`), so the logical batch and the number of ranks do not matter: the two
+    worlds differ in the product of one micro-batch alone. What is bounded for certain is a chain of b fp32 additions,
+    one for each record, of terms with total norm S: it errs by at most S·b·u/(1-b·u), here S = b·C with every gradient
+    aligned; the micro-batches of both worlds may err in opposite directions. A product of matrices also adds up the
+    tokens of each record, b·T rows in all. Their rounding is not bounded for certain but counted as independent: by
+    √(b·T)·u of S, and of terms that cancel by no more than ten times that, since records that cancel more are kept out
+    of the product (`clip_book`). FACTOR_ROUNDING leaves room for it: b = 64 and T = 197 make 4e-4·C.
+    """
+    relative = micro_batch * UNIT_ROUNDOFF / (1 - micro_batch * UNIT_ROUNDOFF)
+    return 2 * relative * micro_batch + FACTOR_ROUNDING
+
+
+@dataclass(frozen=True)
+class ClipRule:
+    """Factor by which a record's gradient is scaled so that its norm is at most `bound`.
+
+    The sensitivity is stated from the bound in use and what rounding may add to it, not from a config.
+    """
+
+    kind: Literal["flat", "automatic"]
+    bound: float
+    allowance: float
+    gamma: float = 0.01
+    grouping: Grouping = "all"
+
+    @staticmethod
+    def of(
+        plan: PrivacyPlan, kind: Literal["flat", "automatic"], gamma: float, micro_batch: int,
+        grouping: Grouping = "all",
+    ) -> ClipRule:  # fmt: skip
+        """C is lowered by the allowance, so that bound and rounding together stay within C."""
+        allowance = rounding_allowance(micro_batch)
+        if allowance > MOST_ALLOWANCE:
+            raise ClipError(
+                f"the fp32 sum of {micro_batch} records may err by {allowance:.2f}·C, more than the "
+                f"{MOST_ALLOWANCE}·C by which C can be lowered; use a smaller train_micro_batch_size_per_gpu"
+            )
+        return ClipRule(kind, plan.clip_norm / (1 + allowance), allowance, gamma, grouping)
+
+    @property
+    def sensitivity(self) -> float:
+        return self.bound * (1 + self.allowance)
+
+    def at(self, norm: float) -> ClipRule:
+        """The same rule for another C. What rounding may add is a share of C, whatever C is."""
+        return replace(self, bound=norm / (1 + self.allowance))
+
+    def factors(self, norms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Of fp64 norms; 0 for one that is zero or not finite. A record's scaled norm never exceeds `bound`.
+
+        Also 0 where the factor is subnormal in fp32 (norms beyond C·1e38): it would be rounded by far more than
+        FACTOR_ROUNDING. And where it would lift what has vanished in fp32: automatic clipping without gamma.
+        """
+        return self._factors(norms, self.bound, dtype)
+
+    def group_factors(self, norms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[groups, B] each: every group is clipped to its share C_k, Σ C_k² = C²."""
+        if len(norms) == 1:
+            return self.factors(norms, dtype)
+        parts = torch.tensor(shares(self.grouping, len(norms)), dtype=norms.dtype, device=norms.device)
+        return self._factors(norms, self.bound * parts.unsqueeze(1), dtype)
+
+    def require_groups(self, names: Iterable[str]) -> None:
+        """Of a model's trainable parameters."""
+        try:
+            groups_of(names, self.grouping)
+        except GroupError as error:
+            raise ClipError(str(error)) from None
+
+    def _factors(self, norms: Tensor, bound: float | Tensor, dtype: torch.dtype) -> Tensor:
+        factors = (bound / norms).clamp(max=1.0) if self.kind == "flat" else bound / (norms + self.gamma)
+        # Beside a norm that is not a number nothing is true; an infinite one has factor 0, below the smallest.
+        usable = (norms > 0) & (factors >= torch.finfo(torch.float32).tiny) & (factors <= MOST_LIFT)
+        return torch.where(usable, factors, 0.0).to(dtype)
+
+    def fact(self) -> ClippingFact:
+        return ClippingFact(self.kind, self.sensitivity)

@@ -1,0 +1,100 @@
+"""Where a clip engine adds what it computed: one running total per trainable parameter, by name.
+
+The clip engine never sees how totals are kept or how they reach the sharded engine; the totals never see a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from murmuration.train.distributed.ranks import Ranks
+
+
+class GradientSums(Protocol):
+    """Totals of clipped gradients over the micro-batches of one logical step."""
+
+    def add(self, name: str, value: Tensor) -> None:
+        """`value` has the shape of the parameter and fp32 or better precision."""
+        ...
+
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        """leftᵀ @ right, computed with fp32 accumulation, is added to the parameter seen as [rows, columns].
+
+        `left` is [k, rows], `right` is [k, columns]; operands may be bf16, the product leaves in fp32.
+        """
+        ...
+
+
+class ExactSums:
+    """fp64 on each rank and across the ranks: one flat buffer, seen as one total per parameter.
+
+    Neighbouring data sets differ in one record, hence in one micro-batch on one rank. All other products are the same
+    numbers in both worlds, and fp64 adds them with an error below 1e-7·C even for a billion records. What rounding can
+    move is the product of that one micro-batch: its bound (in `clip_rule.py`) does not grow with the logical batch.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
+        sizes = [shape.numel() for shape in shapes.values()]
+        self._flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        pieces = self._flat.split(sizes)
+        self.totals = {name: piece.view(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)}
+
+    @torch.no_grad()
+    def add(self, name: str, value: Tensor) -> None:
+        if value.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"{name}: sums take fp32 or fp64, not {value.dtype}, which would round records away")
+        self.totals[name].add_(value)
+
+    @torch.no_grad()
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        self.add(name, product(left, right).view_as(self.totals[name]))
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Over all ranks, in one collective."""
+        ranks.add(self._flat)
+
+    def clear(self) -> None:
+        self._flat.zero_()
+
+
+class Float32Sums:
+    """Plain fp32 totals, made at the first use of each name: for probes and measurements."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self._shapes = shapes
+        self.totals: dict[str, Tensor] = {}
+
+    def _total(self, name: str, device: torch.device) -> Tensor:
+        if name not in self.totals:
+            self.totals[name] = torch.zeros(self._shapes[name], dtype=torch.float32, device=device)
+        return self.totals[name]
+
+    @torch.no_grad()
+    def add(self, name: str, value: Tensor) -> None:
+        self._total(name, value.device).add_(value)
+
+    @torch.no_grad()
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        total = self._total(name, left.device).view(left.shape[-1], right.shape[-1])
+        if left.dtype == right.dtype == torch.float32:
+            total.addmm_(left.t(), right)
+        else:
+            total.add_(product(left, right))
+
+
+def trainable_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Only before any engine shards the parameters: afterwards they may have lost their shapes."""
+    return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """leftᵀ @ right, accumulated in fp32 and left in fp32 (fp64 stays fp64), whatever the operands are."""
+    if left.dtype == right.dtype and left.dtype in (torch.float32, torch.float64):
+        return left.t() @ right
+    if left.is_cuda and left.dtype == right.dtype:
+        return torch.mm(left.t(), right, out_dtype=torch.float32)
+    return left.float().t() @ right.float()

@@ -1,0 +1,329 @@
+"""Sees every use of a trainable parameter while a model runs, without a change to the model.
+
+PyTorch hands each of its functions to a TorchFunctionMode before it runs. Parameters are known by identity, so
+modules are called as always (hooks that gather sharded weights fire, checkpointing and fused attention work), tied
+weights are seen wherever they are used, and a parameter used in an unforeseen way meets the fallback, not silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from murmuration.train.clip.functions import PerRecord
+from murmuration.train.clip.per_record import Dense, OuterProduct, PerRecordGradient, Recomputed, ViaReparametrisation
+from murmuration.train.clip.rule import ClipError
+
+# Where a tensor that holds weights comes from: a parameter, a view of one, or something computed from parameters.
+#
+# Pieces of per-record gradients are found for the tensor that a layer used; a source turns them into pieces of the
+# parameters behind it.
+
+
+@dataclass(frozen=True)
+class TrackedTensor:
+    """`view` says how the tensor lies in its only parameter; None means that it was computed, by autograd's record.
+
+    `leaves` are the parameters behind it, detached from the model, by name.
+    """
+
+    tensor: Tensor
+    leaves: dict[str, Tensor]
+    view: Literal["same", "transposed"] | None
+
+    @property
+    def value(self) -> Tensor:
+        """What layers compute with. A parameter stays itself: its data may be elsewhere until they are needed."""
+        return self.tensor if isinstance(self.tensor, torch.nn.Parameter) else self.tensor.detach()
+
+    @property
+    def shape(self) -> torch.Size:
+        """As it was when the layer ran; a sharded parameter lets its data go afterwards."""
+        whole = next(iter(self.leaves.values())) if isinstance(self.tensor, torch.nn.Parameter) else self.tensor
+        return whole.shape
+
+    def outer(self, left: Tensor, right: Tensor) -> list[PerRecordGradient]:
+        """leftᵀ·right, with the tensor seen as [rows, columns]."""
+        if self.view == "transposed" and left.is_floating_point():
+            left, right = right, left
+        if self.view == "same" or (self.view == "transposed" and left.is_floating_point()):
+            ((name, leaf),) = self.leaves.items()
+            return [OuterProduct(name, left, right, leaf.shape)]
+        return self._through(OuterProduct("", left, right, self.shape))
+
+    def whole(self, value: Tensor) -> list[PerRecordGradient]:
+        """[B, *shape of the tensor]"""
+        if self.view is None:
+            return self._through(Dense("", value))
+        ((name, leaf),) = self.leaves.items()
+        if self.view == "transposed":
+            value = value.transpose(1, 2)
+        return [Dense(name, value.reshape(len(value), *leaf.shape))]
+
+    def written(
+        self,
+        inputs: tuple[Tensor, ...],
+        upstream: Tensor,
+        write: Callable[[tuple[Tensor, ...], Tensor], Tensor],
+        total: Callable[[tuple[Tensor, ...], Tensor], Tensor],
+        terms: Callable[[tuple[Tensor, ...], Tensor], Tensor] | None = None,
+    ) -> list[PerRecordGradient]:
+        if self.view == "same":
+            ((name, leaf),) = self.leaves.items()
+            if leaf.shape == self.shape:
+                return [Recomputed(name, inputs, upstream, self.shape, write, total, terms)]
+        return self._through(Recomputed("", inputs, upstream, self.shape, write, total, terms))
+
+    def _through(self, inner: PerRecordGradient) -> list[PerRecordGradient]:
+        """Also for views, whose record by autograd is kept as well."""
+        return [ViaReparametrisation(name, inner, self.tensor, leaf) for name, leaf in self.leaves.items()]
+
+
+# Views that keep the elements in order: the gradient's norm and its flat form are those of the parameter.
+IN_ORDER = {
+    "reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "view_as", "reshape_as", "to",
+    "float", "half", "bfloat16", "double", "type", "type_as",
+}  # fmt: skip
+TRANSPOSING = {"t", "T", "mT", "transpose", "swapaxes", "swapdims", "adjoint"}
+SPREADING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
+# Functions of no value: they look at a tensor, or cut it from its gradient.
+LOOKING = {
+    "detach", "detach_", "data", "grad", "grad_fn", "is_leaf", "requires_grad", "size", "dim", "numel", "stride",
+    "is_floating_point", "is_contiguous", "shape", "ndim", "dtype", "device", "is_cuda", "data_ptr", "__len__",
+}  # fmt: skip
+ELEMENTWISE = {
+    "add", "add_", "__radd__", "sub", "sub_", "__rsub__", "rsub", "mul", "mul_", "__rmul__", "div", "div_",
+    "true_divide", "__rtruediv__", "where", "lerp", "addcmul", "maximum", "minimum", "multiply", "subtract", "divide",
+}  # fmt: skip
+
+Handler = Callable[..., Any]
+
+
+class ParameterTracker(TorchFunctionMode):
+    """For one forward and backward pass of `records` records. `report` takes pieces, and how often each weight is used.
+
+    Nothing that it holds may lead back to it: what waits for Python's garbage collector keeps a micro-batch in memory.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        constants: Iterable[Tensor],
+        records: int,
+        report: Callable[[list[PerRecordGradient], Mapping[str, int]], None],
+        layers: Mapping[Any, Handler],
+        fallback: Handler,
+    ) -> None:
+        super().__init__()
+        self.records = records
+        self._report = report
+        self.used: dict[str, int] = {}
+        self.counting = True
+        device = next(iter(parameters.values())).device
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self._layers, self._fallback = layers, fallback
+        self._names = {id(p): name for name, p in parameters.items()}
+        self.parameters = parameters
+        self._sources: dict[int, TrackedTensor] = {}
+        self._constants = {id(tensor) for tensor in constants}
+        # Where an engine takes a parameter's memory away after use, what autograd keeps of it must be a copy.
+        lent = any(getattr(p, "lent", False) for p in parameters.values())
+        self._kept = saved_tensors_hooks(_copy, lambda x: x) if lent else nullcontext()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled() and not self.counting:  # the backward pass itself
+            return func(*args, **kwargs)
+        if not torch.is_grad_enabled() or not self._holds_known(args, kwargs):
+            return self._unweighted(func, args, kwargs)
+        handler = self._layers.get(func)
+        if handler is not None:
+            return handler(self, *args, **kwargs)
+        name = _name(func)
+        if name in LOOKING or name.startswith(("__set", "requires_grad")):
+            return func(*args, **kwargs)
+        if not any(self.varies(x) for x in tensors_in(args, kwargs)):
+            return self.computed(func, args, kwargs)
+        if name in ELEMENTWISE:
+            return self.elementwise(func, args, kwargs)
+        return self.fallback(func, args, kwargs)
+
+    def fallback(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return self._fallback(self, func, args, kwargs)
+
+    def source(self, tensor: Tensor) -> TrackedTensor | None:
+        """What a tensor holds of the trainable parameters; None for everything else."""
+        found = self._sources.get(id(tensor))
+        # A sharded parameter has its shape only while its layer runs; what was seen of it before is no use.
+        stale = found is not None and found.tensor is tensor and found.shape != tensor.shape
+        if id(tensor) in self._names and (found is None or stale):
+            # A leaf of its own: what is computed from weights alone is recorded apart from the records' graph.
+            leaf = tensor.detach().requires_grad_()
+            found = TrackedTensor(tensor, {self._names[id(tensor)]: leaf}, "same")
+            self._sources[id(tensor)] = self._sources[id(leaf)] = found
+        return found
+
+    def use(self, source: TrackedTensor) -> None:
+        """Counts the pieces that the backward pass will bring; a checkpoint's second forward counts nothing."""
+        if self.counting:
+            for name in source.leaves:
+                self.used[name] = self.used.get(name, 0) + 1
+
+    def report(self, pieces: list[PerRecordGradient]) -> None:
+        # What is done with pieces is no use of a parameter, and need not pass through here.
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            self._report(pieces, self.used)
+
+    def per_record(self, source: TrackedTensor) -> Tensor:
+        """[B, *shape]: ordinary autograd goes on from here, record by record."""
+        self.use(source)
+        return PerRecord.apply(
+            self.anchor, source.value.detach(), self.records, lambda gradient: self.report(source.whole(gradient))
+        )
+
+    def times(self, leading: int, what: str) -> int:
+        """How many rows belong to each record where tensors lead with `leading` rows, all of one record together."""
+        if leading % self.records:
+            raise ClipError(
+                f"{what} was applied to rows whose number is no multiple of the records, which cannot be told apart; "
+                "keep records in the first dimension of every activation"
+            )
+        return leading // self.records
+
+    def _unweighted(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A function of no weights. What it makes of fixed numbers alone (a table of positions) is fixed, too."""
+        out = func(*args, **kwargs)
+        fixed = not any(self.varies(x) for x in tensors_in(args, kwargs))
+        if fixed or _name(func).endswith("_"):
+            changed = () if fixed or not args else (args[0],)
+            for x in (*changed, *(out if isinstance(out, (tuple, list)) else (out,))):
+                if isinstance(x, Tensor):
+                    x.same_for_all_records = fixed  # pyright: ignore[reportAttributeAccessIssue]
+        return out
+
+    def _holds_known(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        return any(id(x) in self._names or id(x) in self._sources for x in _flat(args, kwargs))
+
+    def varies(self, tensor: Tensor) -> bool:
+        """Whether a tensor may differ between records: neither weights nor made without a look at records."""
+        if tensor.dim() == 0 or id(tensor) in self._constants or self.source(tensor) is not None:
+            return False
+        return not getattr(tensor, "same_for_all_records", False)
+
+    def computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """From weights and constants alone: recorded, so that gradients find their way back to the parameters."""
+        known = [source for x in tensors_in(args, kwargs) if (source := self.source(x)) is not None]
+        first, name = known[0], _name(func)
+        if name in SPREADING and (spread := self._spread(first, func, args, kwargs)) is not None:
+            return spread
+        with self._kept:
+            out = func(*swapped(args, self._leaf), **swapped(kwargs, self._leaf))
+        leaves = {leaf_name: leaf for source in known for leaf_name, leaf in source.leaves.items()}
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in self._sources:
+                self._sources[id(tensor)] = TrackedTensor(tensor, leaves, _view(name, first, tensor, len(known)))
+        return out
+
+    def _leaf(self, tensor: Tensor) -> Tensor:
+        name = self._names.get(id(tensor))
+        source = self.source(tensor)
+        return tensor if name is None or source is None else source.leaves[name]
+
+    def _spread(self, source: TrackedTensor, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+        """A token repeated for every record; None if the repetition has nothing to do with records."""
+        with torch.no_grad():
+            target = func(source.value, *args[1:], **kwargs).shape
+        added = len(target) - len(source.shape)
+        if not target or target[0] % self.records or (added == 0 and source.shape[0] != 1):
+            return None
+        inner = torch.Size([1] * max(0, added - 1)) + (source.shape if added else source.shape[1:])
+        copies = self.per_record(source).view(self.records, *inner)
+        times = target[0] // self.records
+        pairs = list(zip(target[1:], inner, strict=True))
+        if all(own in (1, size) for size, own in pairs):
+            copies = copies.expand(-1, *target[1:])
+        else:
+            copies = copies.repeat(1, *(size // own for size, own in pairs))
+        return _rows(copies, times)
+
+    def elementwise(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """With activations: as one copy for each record, broadcast as the parameter itself would be."""
+        result = torch.broadcast_shapes(*(x.shape for x in tensors_in(args, kwargs)))
+        times = self.times(result[0], "a free parameter")
+
+        def copies(tensor: Tensor) -> Tensor:
+            source = self.source(tensor)
+            if source is None:
+                return tensor
+            shape = torch.Size([1] * (len(result) - len(source.shape))) + source.shape
+            if not shape or (shape[0] != 1 and self.records > 1):
+                raise ClipError(
+                    f"{self.names(source)} of shape {list(source.shape)} has an element for each row of the batch; "
+                    "records must share their parameters"
+                )
+            whole = self.per_record(source)
+            return _rows(whole.view(self.records, *(shape[1:] if shape[0] == 1 else shape)), times)
+
+        return func(*swapped(args, copies), **swapped(kwargs, copies))
+
+    @staticmethod
+    def names(source: TrackedTensor) -> str:
+        return " and ".join(source.leaves)
+
+    def names_of(self, tensors: Iterable[Tensor]) -> list[str]:
+        return [self.names(source) for x in tensors if (source := self.source(x)) is not None]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _rows(copies: Tensor, times: int) -> Tensor:
+    """[B, …] -> [B·times, …], the copies of a record together."""
+    return copies if times == 1 else copies.repeat_interleave(times, dim=0)
+
+
+def _view(name: str, source: TrackedTensor, out: Tensor, sources: int) -> Any:
+    if sources > 1 or source.view is None:
+        return None
+    if name in IN_ORDER:
+        return source.view if source.view == "same" else None
+    if name in TRANSPOSING and out.dim() == source.tensor.dim() == 2:
+        return "transposed" if source.view == "same" and len(next(iter(source.leaves.values())).shape) == 2 else None
+    return None
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":  # a property: its getset descriptor knows the name
+        return getattr(getattr(func, "__self__", None), "__name__", "")
+    return name
+
+
+def _flat(args: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (tuple, list)):
+            yield from x
+        else:
+            yield x
+
+
+def tensors_in(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    return (x for x in _flat(args, kwargs) if isinstance(x, Tensor))
+
+
+def swapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, dict):
+        return {key: swapped(value, change) for key, value in values.items()}
+    if isinstance(values, (tuple, list)):
+        return type(values)(swapped(value, change) for value in values)
+    return values

@@ -1,0 +1,95 @@
+"""The command line of the audit: parse, refuse what makes no audit, run it, print it. Its own exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from murmuration.accounting.epsilon.audit_bound import AuditError
+from murmuration.accounting.errors import DONE, REFUTED, RunError
+from murmuration.train.commands.arguments import add_config
+from murmuration.train.commands.exits import FROM_THE_START, complain, guarded, joined, leave
+from murmuration.train.config.load import load
+from murmuration.train.config.root import Config
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="audit.py",
+        description="Audit a recipe's privacy claim from outside: deepspeed launch/audit.py --config "
+        "ds_configs/demo.json --canaries 2000. A short training of its private phase, canaries as extra records, in a "
+        "temporary directory with its own key.",
+        epilog="Exit codes: 0 not refuted, 2 bad input, 4 self-test failed, 5 ledger refused, 6 claim refuted, 75 "
+        "stopped without a result.",
+    )
+    add_config(parser)
+    parser.add_argument("--canaries", type=int, default=2000, metavar="M", help="extra records (default 2000)")
+    parser.add_argument("--kind", choices=("gradient", "input"), default="gradient", help="gradient has more power")
+    parser.add_argument("--epsilon", type=float, default=2.0, help="the claim; small ones have power (default 2)")
+    parser.add_argument("--delta", type=float, default=1e-5, help="of claim and bound (default 1e-5)")
+    parser.add_argument("--steps", type=int, default=4, help="logical steps (default 4)")
+    parser.add_argument("--rate", type=float, default=1.0, help="q; sampling hides canaries from audits (default 1)")
+    parser.add_argument("--records", type=int, default=256, help="real records beside the canaries (default 256)")
+    parser.add_argument("--confidence", type=float, default=0.95, help="of the lower bound (default 0.95)")
+    parser.add_argument(
+        "--noise-scale", type=float, default=1.0, metavar="S",
+        help="debug: draw S times the claimed noise, to see the audit refute it (0.3)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        config = load(arguments.config, arguments.set)
+        _check(arguments)
+    except RunError as error:
+        return complain(error)
+    return _run(arguments, config)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name, least in (("canaries", 2), ("steps", 1), ("records", 1)):
+        if getattr(arguments, name) < least:
+            raise AuditError(f"--{name} {getattr(arguments, name)} makes no audit; use at least {least}")
+    for name in ("epsilon", "noise_scale"):
+        value = getattr(arguments, name)
+        if not (math.isfinite(value) and value > 0):
+            raise AuditError(f"--{name.replace('_', '-')} {value} makes no audit; use a positive number")
+    if arguments.noise_scale != 1 and arguments.kind == "input":
+        raise AuditError(
+            "--noise-scale with --kind input would print something about real records under too little noise; "
+            "use gradient canaries"
+        )
+    if not 0 < arguments.rate <= 1:
+        raise AuditError(f"--rate {arguments.rate} is no sampling rate; use one in (0, 1]")
+    if not 0.5 <= arguments.confidence < 1:
+        raise AuditError(f"--confidence {arguments.confidence} makes no audit; use one in [0.5, 1)")
+
+
+def _run(arguments: argparse.Namespace, config: Config) -> int:
+    # Heavy imports only now: bad input is answered quickly, and all of it before a process group is started.
+    from murmuration.train.audit.setup import AuditOptions, set_up_audit
+
+    options = AuditOptions(
+        canaries=arguments.canaries, kind=arguments.kind, noise_scale=arguments.noise_scale,
+        epsilon=arguments.epsilon, delta=arguments.delta, steps=arguments.steps, rate=arguments.rate,
+        records=arguments.records, confidence=arguments.confidence,
+    )  # fmt: skip
+    try:
+        planned = set_up_audit(config, options)
+    except (RunError, OSError) as error:
+        return complain(error)
+
+    ranks = joined(config)
+    from murmuration.train.audit.audit import audit
+
+    def act() -> int:
+        report = audit(config, planned, ranks)
+        if ranks.main:
+            print(report.as_json() if arguments.json else report.as_text(), flush=True)
+        ranks.barrier()
+        return REFUTED if report.refuted else DONE
+
+    leave(guarded(act, ranks.main, FROM_THE_START))

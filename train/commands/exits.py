@@ -1,0 +1,95 @@
+"""How every command that joins ranks begins and ends: exit codes, and each error as one sentence and one code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from murmuration.accounting.errors import BAD_INPUT, REFUSED, RESUME_ME, RunError
+from murmuration.accounting.escaping import sentence
+
+if TYPE_CHECKING:
+    from murmuration.train.config.root import Config
+    from murmuration.train.distributed.ranks import Ranks
+
+FROM_THE_START = "from the start"
+"""Of commands that keep nothing of a run that was stopped."""
+STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+class LostRank(RunError):
+    """Another rank ended, so this one cannot continue either."""
+
+    exit_code = RESUME_ME
+
+
+def joined(config: Config) -> Ranks:
+    """Starts the ranks, once all input was found good."""
+    # Heavy imports only now: bad input is answered in a second.
+    from murmuration.train.distributed.process import quiet_libraries
+    from murmuration.train.engines.choose import start_ranks
+
+    quiet_libraries()
+    try:
+        return start_ranks(config.run.engine)
+    except (OSError, RunError) as error:  # torch's own errors of the kind are RuntimeErrors, with their traceback
+        leave(complain(error))
+
+
+def leave(code: int) -> NoReturn:
+    """Everything is written and closed. Tearing the process group down in order may abort or hang: it is not done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def guarded(act: Callable[[], int], main_rank: bool, then: str = "to go on") -> int:
+    """The act's own code; or of what went wrong, and one sentence. `then`: what the same command would do next time."""
+    from safetensors import SafetensorError
+
+    from murmuration.train.distributed.ranks import lost_rank
+    from murmuration.train.distributed.stop import Stopped
+
+    try:
+        return act()
+    except Stopped as stop:
+        if main_rank:
+            print(f"stopped by {stop}; start the same command again {then}", flush=True)
+        return RESUME_ME
+    except RunError as error:
+        if error.exit_code != RESUME_ME:
+            return complain(error)
+        # Each rank says what it could not read: the others may have read their own part well.
+        print(f"error: {sentence(error)}, then start the same command again {then}", file=sys.stderr, flush=True)
+        return RESUME_ME
+    except SafetensorError as error:
+        return complain(error)
+    except OSError as error:
+        return complain(storage_sentence(error, then))
+    except RuntimeError as error:
+        if not lost_rank(error):
+            raise
+        return complain(LostRank(f"another rank ended; see its message, then start the same command again {then}"))
+
+
+def storage_sentence(error: OSError, then: str) -> OSError:
+    """What a file system says, with the mend: the ledger and the newest checkpoint were synced before."""
+    if error.errno not in STORAGE:
+        return error
+    mended = OSError(f"{error}; nothing saved is lost: free space or mend the permissions, then start again {then}")
+    mended.__dict__.update(error.__dict__)
+    return mended
+
+
+def complain(error: Exception) -> int:
+    """Prints the error, once where all ranks fail alike and by each rank that may be alone with it; its exit code."""
+    code = error.exit_code if isinstance(error, RunError) else BAD_INPUT
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or (not getattr(error, "everywhere", False) and code in (BAD_INPUT, REFUSED)):
+        who = "error" if rank == "0" else f"error (rank {rank})"
+        for line in str(error).splitlines():
+            print(f"{who}: {sentence(line)}", file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,157 @@
+"""Weights for release, with the certificate that belongs to them, and with nothing else of the run directory.
+
+Averaged weights, where the optimizer kept them, leave beside the others: they are made of nothing but released weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from murmuration.accounting.certificate.certificate import CertificateError, Verdict, verify
+from murmuration.accounting.certificate.certificate import write as write_certificate
+from murmuration.accounting.errors import RunError
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.strict_json import parse
+from murmuration.train.optim.base import AVERAGE
+from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, Loaded
+from murmuration.train.storage.deepspeed_format import read_deepspeed, write_deepspeed
+from murmuration.train.storage.run_dir import RunDir
+
+NOT_PRIVATE = "NOT_PRIVATE.txt"
+
+
+class ExportError(RunError, ValueError):
+    """Nothing was exported; the message says why."""
+
+
+def export(root: Path, out: Path, form: str = "safetensors", best: bool = False) -> list[Path]:
+    """A durable checkpoint's weights, its shapes and the certificate; refused if they do not belong together.
+
+    The last one's; or the best one's by the metric of run.keep_best, for which the planned budget is claimed.
+    """
+    run_dir = RunDir(root)
+    _must_be_empty(out)
+    if run_dir.root.resolve() in [out.resolve(), *out.resolve().parents]:
+        raise ExportError(f"{out} lies inside the run directory, whose secret folder must never be published")
+    verdict = _certified(root)
+    loaded = Checkpoints.newest(run_dir.checkpoints)
+    if loaded is None:
+        raise ExportError(f"{root} has no checkpoint")
+    document = parse((root / "certificate.json").read_bytes())
+    _belongs(loaded, document)
+    if best:
+        loaded = _best(run_dir)
+    if "objective" not in loaded.manifest:
+        raise CheckpointError(f"the manifest of {loaded.position.folder} names no objective; restore the checkpoint")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        FORMS[form](loaded, out)
+        _describe(loaded, out)
+        shutil.copyfile(root / "ledger.jsonl", out / "ledger.jsonl")
+        # The pages are made anew from the document that was verified: a copy could have been edited.
+        write_certificate(document, out)
+        if verdict.objection:
+            (out / NOT_PRIVATE).write_text(verdict.objection + "\n")
+        _holds_no_key(run_dir.key, out)
+    except BaseException:
+        shutil.rmtree(out)
+        raise
+    return sorted(path for path in out.rglob("*") if path.is_file())
+
+
+def from_deepspeed(folder: Path, out: Path) -> list[Path]:
+    """Weights alone, for a phase that starts from them: no promise comes with them."""
+    _must_be_empty(out)
+    weights = read_deepspeed(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, str(out / "model.safetensors"))
+    return [out / "model.safetensors"]
+
+
+def averaged(loaded: Loaded) -> dict[str, Tensor] | None:
+    """With averages in the place of what was trained; None where none were kept."""
+    kept = loaded.names(AVERAGE)
+    return loaded.weights() | {name: loaded.whole(AVERAGE, name) for name in kept} if kept else None
+
+
+def _must_be_empty(out: Path) -> None:
+    if out.exists() and any(out.iterdir()):
+        raise ExportError(f"{out} is not empty; name a new folder")
+
+
+def _certified(root: Path) -> Verdict:
+    try:
+        verdict = verify(root)
+    except CertificateError as error:
+        raise ExportError(f"the certificate does not hold: {error}") from None
+    if not (root / "certificate.json").is_file():
+        raise ExportError(f"{root} has no certificate yet; let the run finish first")
+    return verdict
+
+
+def _describe(loaded: Loaded, out: Path) -> None:
+    description = {
+        "phase": loaded.position.phase,
+        "step": loaded.position.step,
+        "checkpoint_manifest_sha256": loaded.digest,
+        "objective": loaded.manifest["objective"],
+        "shapes": loaded.manifest["shapes"],
+    }
+    (out / "export.json").write_text(json.dumps(description, indent=2) + "\n")
+
+
+def _best(run_dir: RunDir) -> Loaded:
+    history = History.read(run_dir.ledger)[0]
+    if not history.choices:
+        raise ExportError("the run kept no best checkpoint; it would have needed run.keep_best from its start")
+    found = Keep(best=history.choices[-1]).best_of(Checkpoints.listed(run_dir.checkpoints))
+    if not found:
+        raise ExportError(f"no checkpoint has a public metric {history.choices[-1]!r}; export the last one")
+    entry = found[max(found)]
+    if entry.manifest_sha256 not in {mark.digest for mark in history.checkpoints}:
+        raise CheckpointError(f"the ledger does not know {entry.folder}; export the last one")
+    return Loaded.open(run_dir.checkpoints / entry.folder, entry.manifest_sha256)
+
+
+def _by(write: Callable[[dict[str, Tensor], Path], Any], suffix: str) -> Callable[[Loaded, Path], None]:
+    def act(loaded: Loaded, out: Path) -> None:
+        write(loaded.weights(), out / f"model.{suffix}")
+        average = averaged(loaded)
+        if average is not None:
+            write(average, out / f"averaged.{suffix}")
+
+    return act
+
+
+FORMS: dict[str, Callable[[Loaded, Path], None]] = {
+    "safetensors": _by(lambda tensors, path: save_file(tensors, str(path), metadata={"format": "pt"}), "safetensors"),
+    "pytorch": _by(lambda tensors, path: torch.save(tensors, path), "pt"),
+    "deepspeed": lambda loaded, out: write_deepspeed(loaded, out / "deepspeed"),
+}
+
+
+def _belongs(loaded: Loaded, certificate: dict[str, object]) -> None:
+    hashes = certificate.get("hashes")
+    if not isinstance(hashes, dict) or hashes.get("checkpoint_manifest_sha256") != loaded.digest:
+        raise CheckpointError(
+            "the certificate was written for another checkpoint; run the training command once more to renew it"
+        )
+
+
+def _holds_no_key(key: Path, out: Path) -> None:
+    """The last line of defence: the key's bytes, raw or as hex, occur in nothing that is about to leave."""
+    if not key.exists():
+        return
+    secret = key.read_bytes().removeprefix(b"debug:")
+    for path in (each for each in out.rglob("*") if each.is_file()):
+        content = path.read_bytes()
+        if secret in content or secret.hex().encode() in content:
+            raise ExportError(f"{path.name} contains the run key; nothing was exported")

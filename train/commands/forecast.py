@@ -1,0 +1,75 @@
+"""The command line of the planner: what to ask for, and the answer. Starts nothing and writes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from murmuration.accounting.errors import DONE, RunError
+from murmuration.train.commands.arguments import add_config
+from murmuration.train.commands.exits import complain
+from murmuration.train.config.load import load
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="plan.py",
+        description="What a config needs on a cluster: python launch/plan.py --config ds_configs/demo.json --gpus 8 "
+        "--memory 80 --tflops 150 --link 25",
+        epilog="Neither the data nor memory for the model is needed; data.expected_records stands for the former.",
+    )
+    add_config(parser, launched=False)
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="in all")
+    parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="of one GPU")
+    parser.add_argument(
+        "--tflops", type=float, required=True, metavar="T",
+        help="that one GPU sustains in products of the config's precision: less than its data sheet says",
+    )  # fmt: skip
+    parser.add_argument(
+        "--link", type=float, default=None, metavar="GB/S", help="that one GPU sends to the next; needed for several"
+    )
+    parser.add_argument("--rate", type=float, default=None, metavar="R", help="records per second of one GPU, measured")
+    parser.add_argument("--noise-rate", type=float, default=None, metavar="R", help="normal numbers per second of one "
+                        "rank's processor (default: measured here, now)")  # fmt: skip
+    parser.add_argument("--free", type=float, default=0.1, metavar="SHARE", help="of memory to leave (default 0.1)")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        config = load(arguments.config, arguments.set)
+    except RunError as error:
+        return complain(error)
+    # Heavy imports only now: bad input is answered in a second.
+    from murmuration.train.distributed.process import quiet_libraries
+    from murmuration.train.planner.cluster import Cluster, PlannerError
+    from murmuration.train.planner.forecast import forecast
+    from murmuration.train.planner.text import as_json, as_text
+
+    quiet_libraries()
+    try:
+        if arguments.link is None and arguments.gpus > 1:
+            raise PlannerError("--link is missing: GPUs exchange gradients; give the GB/s of the slowest link")
+        if arguments.rate is not None and not arguments.rate > 0:
+            raise PlannerError(f"--rate must be a positive number of records per second, but is {arguments.rate}")
+        cluster = Cluster(
+            arguments.gpus, arguments.memory, arguments.tflops, arguments.link or 1.0,
+            arguments.noise_rate or measured_noise_rate(), arguments.free,
+        )  # fmt: skip
+        phases = forecast(config, cluster, arguments.rate)
+    except RunError as error:
+        return complain(error)
+    print((as_json if arguments.json else as_text)(phases, cluster))
+    return DONE
+
+
+def measured_noise_rate() -> float:
+    from murmuration.train.noise.aes import NOISE_CHUNK, NoiseMechanism
+
+    mechanism = NoiseMechanism(b"p" * 32, 1.0, 1.0)
+    mechanism.draw(0, 0, 0, NOISE_CHUNK)
+    began = time.perf_counter()
+    mechanism.draw(1, 0, 0, NOISE_CHUNK)
+    return NOISE_CHUNK / (time.perf_counter() - began)

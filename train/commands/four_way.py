@@ -1,0 +1,99 @@
+"""The command line of the four-way study: its plot and its JSON, each marked NOT PRIVATE."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from murmuration.accounting.errors import DONE, RunError
+from murmuration.train.commands.arguments import add_config
+from murmuration.train.commands.exits import FROM_THE_START, complain, guarded, joined, leave
+from murmuration.train.config.load import load
+
+if TYPE_CHECKING:
+    from murmuration.train.public.four_way import Outcome
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="four_way.py",
+        description="Train a public phase four times: neither, clipping only, noise only, both. NOT PRIVATE: deepspeed "
+        "launch/four_way.py --config ds_configs/demo.json --phase warm-start --noise-multiplier 0.5 --out four_way",
+    )
+    add_config(parser)
+    parser.add_argument("--phase", required=True, help="name of a non-private phase over public data")
+    parser.add_argument("--noise-multiplier", type=float, required=True, metavar="S", help="σ of the two noisy ones")
+    parser.add_argument(
+        "--clip-norm", type=float, default=1.0, metavar="C", help="default 1; the noise is σ·C for both"
+    )
+    parser.add_argument("--clip-kind", choices=("flat", "automatic"), default="automatic")
+    parser.add_argument("--gamma", type=float, default=0.01, help="of automatic clipping (default 0.01)")
+    parser.add_argument("--rates", type=float, nargs="+", metavar="LR", help="peaks to try; default: the config's, and "
+                        "a third and three times it")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=None, help="default: the phase's")
+    parser.add_argument("--records", type=int, default=512, help="public records to measure the loss on (default 512)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for four_way.json and four_way.png")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        config = load(arguments.config, arguments.set)
+    except RunError as error:
+        return complain(error)
+    # Heavy imports only now: bad input is answered in a second.
+    from murmuration.train.public.four_way import Study, require_public, require_start, run_study
+    from murmuration.train.recipe.ready_phase import RecipeError, prepare
+
+    try:
+        phase = next((phase for phase in prepare(config) if phase.name == arguments.phase), None)
+        if phase is None:
+            names = ", ".join(phase.name for phase in config.phases)
+            raise RecipeError(f"--phase {arguments.phase}: the config has no such phase; choose one of {names}")
+        require_public(phase)
+        require_start(config, phase)
+        if min(arguments.noise_multiplier, arguments.clip_norm, arguments.records, *(arguments.rates or [1])) <= 0:
+            raise RecipeError("noise multiplier, clipping norm, rates and records must be positive numbers")
+        peak = phase.settings.schedule.peak
+        study = Study(
+            arguments.clip_kind, arguments.clip_norm, arguments.gamma, arguments.noise_multiplier,
+            arguments.rates or [peak / 3, peak, 3 * peak], arguments.steps or phase.settings.steps, arguments.records,
+        )  # fmt: skip
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except (RunError, OSError) as error:
+        return complain(error)
+    ranks = joined(config)
+
+    def say(text: str) -> None:
+        if ranks.main:
+            print(text, flush=True)
+
+    def act() -> int:
+        outcome = run_study(config, phase, study, ranks, say)
+        if ranks.main:
+            write(outcome, arguments.out)
+            say(f"{outcome.marked}  {arguments.out / 'four_way.json'}, {arguments.out / 'four_way.png'}")
+        ranks.barrier()
+        return DONE
+
+    leave(guarded(act, ranks.main, FROM_THE_START))
+
+
+def write(outcome: Outcome, folder: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from murmuration.train.public.four_way import VARIANTS
+
+    (folder / "four_way.json").write_text(json.dumps(outcome.as_dict(), indent=2) + "\n")
+    figure = Figure(figsize=(7, 4.4), layout="constrained")
+    axis = figure.subplots()
+    for variant in VARIANTS:
+        curve = outcome.best(variant)
+        steps, losses = zip(*curve.losses, strict=True)
+        axis.plot(steps, losses, marker="o", markersize=3, label=f"{variant.name} (lr {curve.rate:g})")
+    axis.set(xlabel="step", ylabel="loss on public records", title=f"{outcome.marked}, phase {outcome.phase}")
+    axis.legend(frameon=False)
+    figure.savefig(folder / "four_way.png", dpi=120, metadata={"Description": outcome.marked})

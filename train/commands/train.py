@@ -1,0 +1,65 @@
+"""From a command line to a finished run: parse, check, train phase after phase, certify."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import NoReturn
+
+from murmuration.accounting.errors import DONE, RunError
+from murmuration.train.commands.arguments import add_config
+from murmuration.train.commands.exits import complain, guarded, joined, leave
+from murmuration.train.config.load import load
+from murmuration.train.config.root import Config, run_dir_of
+from murmuration.train.recipe.ready_phase import ReadyPhase
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Train as a config says: deepspeed launch/train.py --config ds_configs/demo.json",
+        epilog="Exit codes: 0 done, 2 bad input, 3 budget spent, 4 self-test failed, 5 ledger or resume refused, "
+        "75 stopped, resume me.",
+    )
+    add_config(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print what the config means, and stop")
+    parser.add_argument(
+        "--resume", choices=("auto", "must", "never"), default="auto",
+        help="auto: go on if the run directory holds a run; must/never: refuse otherwise/then",
+    )  # fmt: skip
+    parser.add_argument(
+        "--new-segment", metavar="WHY", help="declare a changed config: new keys, and all opened steps stay charged"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        config = load(arguments.config, arguments.set)
+        if arguments.dry_run:
+            from murmuration.train.commands.dry_run import dry_run
+
+            text = dry_run(config)
+            if os.environ.get("RANK", "0") == "0":
+                print(text)
+            return DONE
+        from murmuration.train.recipe.ready_phase import prepare
+
+        phases = prepare(config)  # refuses before anything is started or written
+    except RunError as error:
+        error.everywhere = os.environ.get("LOCAL_RANK", "0") != "0"  # pyright: ignore[reportAttributeAccessIssue]
+        return complain(error)
+    _run(arguments, config, phases)
+
+
+def _run(arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase]) -> NoReturn:
+    ranks = joined(config)
+    from murmuration.train.recipe.read_options import agree
+    from murmuration.train.run.run import run_all
+
+    def act() -> int:
+        run_all(arguments, config, agree(phases, ranks), run_dir_of(config, arguments.config), ranks)
+        return DONE
+
+    leave(guarded(act, ranks.main))

@@ -1,0 +1,188 @@
+"""Sections of the config that say where records come from and how they are read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from murmuration.data.synthetic.kinds import Kind
+from murmuration.train.config.section import Section
+
+_TOKENIZER = "'clip', 'clip:16384', 'clip:full', or a local tokenizer.json or vocab.txt that saw no private caption."
+_AUGMENT = (
+    "none: the whole picture, scaled to the model's size; center: its middle square; the other two: a random crop, "
+    "flipped half of the time."
+)
+_READING = "How records are fetched and decoded."
+_PUBLIC = "Your word that nobody's privacy depends on these records."
+
+
+class ReadingSettings(Section):
+    """How records are fetched and decoded. Nothing here changes a pixel, so a resumed run may change it."""
+
+    workers: int | None = Field(
+        default=None,
+        ge=0,
+        description="Decoding processes per rank; null: the free cores; 0: decodes inside the trainer, not isolated.",
+    )
+    in_flight: int | None = Field(
+        default=None, gt=0, description="Records read at a time; null: 64 from a URL, else workers + 2."
+    )
+    timeout_seconds: float = Field(default=30.0, gt=0, description="Limit for one request to a remote store.")
+    cache_dir: str | None = Field(default=None, description="Local folder that keeps remote records, unencrypted.")
+    cache_gib: float = Field(default=100.0, gt=0, description="The most that all ranks of a node keep together.")
+    cache_keep: Literal["records", "shards"] = Field(
+        default="records", description="shards: whole shards, checked against the SHA-256 of the manifest."
+    )
+    node_shards: str | None = Field(
+        default=None,
+        description="Folder in which each node holds copies of some of the shards; $VARIABLES are filled in. A record "
+        "is then computed where it lies. The draw stays the same.",
+    )
+
+
+class ShardData(Section):
+    """Records in indexed tar shards: a folder, one tar, or a brace pattern."""
+
+    source: Literal["shards"] = Field(default="shards", description="Names this kind of data.")
+    path: str = Field(description="A folder, one tar, or a brace pattern, indexed by launch/prepare.py index.")
+    public: bool = Field(default=False, description=_PUBLIC)
+    public_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Splits the records in two, alike in every run: a phase with `public` takes this share, a phase "
+        "without it the rest, whose number is its n.",
+    )
+    expected_records: int | None = Field(
+        default=None, gt=0, description="n for --dry-run and the planner where the data are not at hand."
+    )
+    augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = Field(
+        default="none", description=_AUGMENT
+    )
+    tokenizer: str | None = Field(default=None, description=_TOKENIZER)
+    label: str | None = Field(
+        default=None,
+        description="For classifiers: integer field of a record's .json, or 'cls' for its .cls file or class folder.",
+    )
+    weight: str | None = Field(
+        default=None,
+        description="Field of a record's .json, a number from 0 to 1e6, that multiplies its loss before clipping.",
+    )
+    reading: ReadingSettings = Field(default=ReadingSettings(), description=_READING)
+
+    @model_validator(mode="after")
+    def _by_node_or_by_share(self) -> ShardData:
+        if self.reading.node_shards is not None and self.public_fraction is not None:
+            raise ValueError("public_fraction takes records of all shards, reading.node_shards whole shards; drop one")
+        return self
+
+
+class SyntheticData(Section):
+    """Pictures made by rule while training: nobody's, so for phases that are not private."""
+
+    source: Literal["synthetic"] = Field(description="Names this kind of data.")
+    kind: Kind = Field(default="mixed", description="What the pictures show; only shapes have captions.")
+    records: int = Field(default=100_000, gt=0, description="Number of pictures; an epoch shows each of them once.")
+    seed: int = Field(default=1, ge=0, description="Decides the pictures.")
+    size: int | None = Field(
+        default=None, ge=8, description="Side in pixels before augmentation; null: that of the model."
+    )
+    augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = Field(
+        default="none", description=_AUGMENT
+    )
+    tokenizer: str | None = Field(default=None, description=_TOKENIZER + " Only `shapes` have captions.")
+    reading: ReadingSettings = Field(default=ReadingSettings(), description=_READING)
+
+    @property
+    def public(self) -> bool:
+        return True
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> SyntheticData:
+        if self.tokenizer is not None and self.kind != "shapes":
+            raise ValueError(f"{self.kind} have no captions; `shapes` do, or leave the tokenizer away")
+        if self.reading.node_shards is not None:
+            raise ValueError("pictures made by rule lie on no node; leave reading.node_shards out")
+        return self
+
+
+class CheckpointData(Section):
+    """Weights to start from, in the place of records: a run directory, an export, or a file of released weights."""
+
+    source: Literal["checkpoint"] = Field(description="Names this kind of data.")
+    path: str = Field(description="A run directory, an export, or a file or folder of released weights.")
+    public: bool = Field(
+        default=True,
+        description="Your word that nobody's privacy depends on these weights, or that a promise of their own covers "
+        "it; false marks the run NOT PRIVATE.",
+    )
+    take_head: bool | None = Field(
+        default=None,
+        description="Whether a classifier takes its head from there too, if that has as many classes; null: only from "
+        "this project's own runs and exports. false: the head starts by model.head_scale and model.head_bias.",
+    )
+
+
+class HeldOutData(Section):
+    """No records to train on: the phase measures its `evaluation` and leaves the weights as they are."""
+
+    source: Literal["held-out"] = Field(description="Names this kind of data.")
+    tokenizer: str | None = Field(default=None, description=_TOKENIZER)
+
+    @property
+    def public(self) -> bool:
+        return True
+
+
+class StreamData(Section):
+    """Tar shards that webdataset streams in shuffled epochs, without an index: for phases that are not private."""
+
+    source: Literal["webdataset"] = Field(description="Names this kind of data.")
+    path: str = Field(description="A folder, one tar, or a brace pattern, local or behind a URL.")
+    public: bool = Field(default=False, description=_PUBLIC)
+    buffer: int = Field(default=1000, gt=0, description="Records of each lane that are shuffled among each other.")
+    lanes: int = Field(
+        default=8,
+        gt=0,
+        description="Streams among which the shards are divided and from which each step takes equally many records: "
+        "at least one per rank, at most one per shard.",
+    )
+    augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = Field(
+        default="none", description=_AUGMENT
+    )
+    tokenizer: str | None = Field(default=None, description=_TOKENIZER)
+    label: str | None = Field(
+        default=None,
+        description="For classifiers: integer field of a record's .json, or 'cls' for its .cls file or class folder.",
+    )
+    weight: str | None = Field(
+        default=None,
+        description="Field of a record's .json, a number from 0 to 1e6, that multiplies its loss before clipping.",
+    )
+    reading: ReadingSettings = Field(default=ReadingSettings(), description=_READING)
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> StreamData:
+        if self.reading.node_shards is not None or self.reading.cache_dir is not None:
+            raise ValueError("a stream has no index to find records by; leave node_shards and cache_dir out of reading")
+        return self
+
+
+def _source(data: Any) -> Any:
+    return data.get("source", "shards") if isinstance(data, dict) else getattr(data, "source", None)
+
+
+DATA_SECTIONS = {
+    "shards": ShardData, "synthetic": SyntheticData, "checkpoint": CheckpointData, "held-out": HeldOutData,
+    "webdataset": StreamData,
+}  # fmt: skip
+Data = Annotated[
+    Annotated[ShardData, Tag("shards")]
+    | Annotated[SyntheticData, Tag("synthetic")]
+    | Annotated[StreamData, Tag("webdataset")]
+    | Annotated[CheckpointData, Tag("checkpoint")]
+    | Annotated[HeldOutData, Tag("held-out")],
+    Discriminator(_source),
+]

@@ -1,0 +1,166 @@
+"""The config's sections on optimizers and learning rates. What a type does not use is refused, not ignored."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from murmuration.train.config.section import Section
+
+Carry = Literal["none", "second-moment", "all"]
+OptimizerType = Literal["AdamW", "LAMB", "LARS", "SGD"]
+FOR_ALL = {"weight_decay", "ema_decay", "gradient_norm", "rules"}
+ADAPTIVE = {"betas", "eps", "bias_correction", "noise_floor"}
+TAKES: dict[OptimizerType, set[str]] = {
+    "AdamW": FOR_ALL | ADAPTIVE,
+    "LAMB": FOR_ALL | ADAPTIVE | {"weight_norm_bounds", "trust_bounds"},
+    "SGD": FOR_ALL | {"momentum", "nesterov"},
+    "LARS": FOR_ALL | {"momentum", "nesterov", "eps", "trust_coefficient", "trust_bounds"},
+}
+
+
+class ParameterRule(Section):
+    """What is different for some parameters. Every rule that fits a parameter acts, and factors multiply."""
+
+    parameters: str = Field(
+        default="*", description="Pattern of parameter names, as in a shell: `encoder.*`, `*.bias`, `*norm*`."
+    )
+    at_most_dimensions: int | None = Field(
+        default=None,
+        ge=0,
+        description="Only tensors of at most this many dimensions: 1 for biases and norms of any name.",
+    )
+    learning_rate: float = Field(default=1.0, gt=0, description="Factor on the learning rate (Mehta et al.'s alpha).")
+    weight_decay: bool = Field(default=True, description="false: these weights do not decay.")
+    trust_ratio: bool = Field(default=True, description="false: LAMB and LARS use ratio 1 for these.")
+
+
+class OptimizerParams(Section):
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999), description="AdamW, LAMB: decay of the first and of the second moment."
+    )
+    eps: float = Field(
+        default=1e-8, gt=0, description="Added to the denominator of AdamW and LAMB, and of LARS's trust ratio."
+    )
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        description="AdamW: decoupled; LAMB: added to the direction; SGD and LARS: added to the gradient.",
+    )
+    bias_correction: bool = Field(
+        default=True, description="false: moments are used as they are, small in the first steps."
+    )
+    noise_floor: float | None = Field(
+        default=None,
+        gt=0,
+        description="DP-AdamBC: the known variance of the noise is subtracted from the second moment, which stays "
+        "above this number; its root is the denominator, without eps.",
+    )
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD, LARS.")
+    nesterov: bool = Field(default=False, description="SGD, LARS: Nesterov's momentum.")
+    trust_coefficient: float = Field(default=0.001, gt=0, description="LARS: its eta.")
+    weight_norm_bounds: tuple[float, float] | None = Field(
+        default=None, description="LAMB: least and greatest norm of the weights in its phi."
+    )
+    trust_bounds: tuple[float, float] | None = Field(
+        default=None, description="LAMB, LARS: least and greatest trust ratio."
+    )
+    ema_decay: float | None = Field(
+        default=None, gt=0, lt=1, description="Keeps a moving average of the weights, saved with the checkpoint."
+    )
+    gradient_norm: float | None = Field(
+        default=None,
+        gt=0,
+        description="A longer mean gradient is scaled down to this norm. In a private phase that happens after the "
+        "noise and bounds no record's part, which privacy.clip does.",
+    )
+    rules: list[ParameterRule] = Field(default=[], description="What differs for some parameters.")
+
+    @field_validator("betas")
+    @classmethod
+    def _in_range(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("both betas must lie in [0, 1)")
+        return betas
+
+    @field_validator("weight_norm_bounds", "trust_bounds")
+    @classmethod
+    def _ordered(cls, bounds: tuple[float, float] | None) -> tuple[float, float] | None:
+        if bounds is not None and not 0 <= bounds[0] < bounds[1]:
+            raise ValueError("bounds are two numbers, the lower one first and not negative")
+        return bounds
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> OptimizerParams:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov looks ahead along the momentum, so momentum must be above 0")
+        return self
+
+
+class Optimizer(Section):
+    type: OptimizerType = Field(default="AdamW", description="The update rule.")
+    params: OptimizerParams = Field(
+        default=OptimizerParams(), description="Its settings; one that the type does not use is refused."
+    )
+    carry: Carry = Field(
+        default="none",
+        description="State taken over from the phase before. second-moment: as in Bu et al., with the first moment "
+        "zeroed and the step count kept.",
+    )
+
+    @model_validator(mode="after")
+    def _of_this_type(self) -> Optimizer:
+        if self.carry == "second-moment" and "betas" not in TAKES[self.type]:
+            raise ValueError(f"{self.type} has no second moment to carry over; carry 'all' or 'none'")
+        if self.params.gradient_norm is not None and self.params.noise_floor is not None:
+            raise ValueError("noise_floor subtracts the noise as it was drawn, and gradient_norm scales it; drop one")
+        if self.carry != "none" and self.params.noise_floor is not None:
+            raise ValueError("noise_floor subtracts the noise of every step, and carried moments have none of it")
+        foreign = sorted(self.params.model_fields_set - TAKES[self.type])
+        if foreign:
+            raise ValueError(f"{self.type} has no {', '.join(foreign)}; it takes {', '.join(sorted(TAKES[self.type]))}")
+        return self
+
+
+class Schedule(Section):
+    """Learning rate of step t = 1, 2, …: the lesser of a warm-up from `start` and a shape down to `floor`."""
+
+    peak: float = Field(gt=0, description="Learning rate after the warm-up.")
+    warmup: int = Field(
+        default=0, ge=0, description="Steps of linear warm-up; the first step already has a rate above `start`."
+    )
+    warmup_epochs: float | None = Field(
+        default=None, ge=0, description="Length of the warm-up in passes over the records, instead of `warmup`."
+    )
+    shape: Literal["constant", "linear", "cosine", "inverse-sqrt"] = Field(
+        default="cosine", description="How the rate moves after the warm-up."
+    )
+    end: int | None = Field(
+        default=None,
+        gt=0,
+        description="Last step of the shape, which stays at its floor afterwards; null: the last step of the phase.",
+    )
+    start: float = Field(default=0.0, ge=0, description="Learning rate from which the warm-up rises.")
+    floor: float = Field(default=0.0, ge=0, description="Learning rate to which linear and cosine fall.")
+    shape_from: Literal["warmup", "first-step"] = Field(
+        default="warmup",
+        description="Where the shape begins; ViP's cosine begins at the first step, under the warm-up.",
+    )
+    first_step: Literal[0, 1] = Field(
+        default=1,
+        description="Number of the first step in the warm-up; 0, as in DP-Cap's code: its rate is `start`.",
+    )
+    hold: int = Field(
+        default=1, gt=0, description="Steps for which a rate is kept; the steps of an epoch give one rate per epoch."
+    )
+
+    @model_validator(mode="after")
+    def _goes_up_and_down(self) -> Schedule:
+        if self.warmup_epochs is not None and self.warmup:
+            raise ValueError("the schedule has both warmup and warmup_epochs; give one of them")
+        if max(self.start, self.floor) > self.peak:
+            raise ValueError("start and floor must not exceed the peak")
+        if self.shape_from == "warmup" and self.end is not None and self.end <= self.warmup:
+            raise ValueError(f"the shape would end at step {self.end}, inside the warm-up of {self.warmup} steps")
+        return self

@@ -1,0 +1,271 @@
+"""The section of the config that describes one phase of a run: what is trained on what, how, and until when."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
+from murmuration.train.config.optimizer import Optimizer, Schedule
+from murmuration.train.config.privacy import Privacy
+from murmuration.train.config.section import Section
+
+# The config section of the loss-improvement monitor.
+
+
+class Monitor(Section):
+    """Public records on which the loss's slope and curvature are measured at checkpoints."""
+
+    path: str = Field(description="Tar shards or a folder of images, indexed; no record that a private phase protects.")
+    records: int = Field(
+        default=256, ge=2, description="How many records; each costs about 20 + 30·probes forward passes."
+    )
+    every: int = Field(default=1, gt=0, description="Checkpoints from one measurement to the next.")
+    probes: int = Field(default=4, gt=0, description="Random vectors for each of the two traces.")
+    micro_batch: int | None = Field(
+        default=None, gt=0, description="Records measured at a time; null: a quarter of the training's micro-batch."
+    )
+
+
+MOST_STEPS = 10**9
+
+
+class ZeroShot(Section):
+    """Labels scored as the next words of a caption; the records' .json holds the true number under the axis's name."""
+
+    prompt: str = Field(default="a photo of a", description="How the caption begins.")
+    axes: dict[str, Annotated[list[str], Field(min_length=1)]] = Field(
+        min_length=1,
+        description="Labels by the name of the field that holds the true one; asked in order, each after the words "
+        "found so far.",
+    )
+
+
+class Evaluation(Section):
+    """Public held-out records, measured at checkpoints only: nothing leaves before the weights are durable."""
+
+    path: str = Field(description="Tar shards or a folder of images, indexed.")
+    records: int = Field(default=512, gt=0, description="How many of the records are measured.")
+    zero_shot: ZeroShot | None = Field(
+        default=None, description="Scores labels as the next words of a caption; only with objective caption."
+    )
+
+
+class Plateau(Section):
+    """Ends the phase once the loss on the public held-out records stops falling. A private phase that may end so
+    claims its planned budget."""
+
+    patience: int = Field(default=3, gt=0, description="Checkpoints in a row without improvement.")
+    min_delta: float = Field(default=0.0, ge=0, description="A loss that falls by less has not improved.")
+    not_before: int = Field(default=0, ge=0, description="Steps that are made in any case, before the phase may end.")
+
+
+class Mixing(Section):
+    """Public gradients beside the noised ones: alpha · public + (1 - alpha) · private, after the noise."""
+
+    data: ShardData | SyntheticData = Field(description="Public records, of source shards or synthetic.")
+    batch: int = Field(gt=0, description="Public records per step, drawn by a sampler of their own.")
+    shape: Literal["constant", "cosine", "linear", "switch", "sample-ratio"] = Field(
+        default="constant",
+        description="How alpha moves from `start` to `end`. cosine: a quarter wave, which is DPMD with 0 to 1; switch: "
+        "all at once; sample-ratio: always batch / (batch + expected_batch).",
+    )
+    start: float | None = Field(default=0.5, ge=0, le=1, description="Alpha at the first step; null for sample-ratio.")
+    end: float | None = Field(
+        default=None, ge=0, le=1, description="Alpha after `steps`; null for constant and sample-ratio."
+    )
+    steps: int | None = Field(
+        default=None, gt=0, description="Steps before alpha is `end`; null: all steps of the phase."
+    )
+
+    @model_validator(mode="after")
+    def _means_something(self) -> Mixing:
+        if not self.data.public:
+            raise ValueError("the data to mix in are not declared public; their gradients get no noise")
+        if self.data.reading.node_shards is not None:
+            raise ValueError("data to mix in are read by all ranks alike; leave reading.node_shards out")
+        if self.shape in ("cosine", "linear", "switch") and self.end is None:
+            raise ValueError(f"shape {self.shape!r} needs `end`, the alpha it goes to")
+        if self.shape == "switch" and self.steps is None:
+            raise ValueError("shape 'switch' needs `steps`, after which alpha is `end`")
+        given = sorted(
+            name for name in self.model_fields_set & {"start", "end", "steps"} if getattr(self, name) is not None
+        )
+        if self.shape == "sample-ratio" and given:
+            raise ValueError(
+                f"shape 'sample-ratio' has one alpha, from the two batches; set {', '.join(given)} to null"
+            )
+        if self.shape == "constant" and set(given) - {"start"}:
+            raise ValueError("shape 'constant' has one alpha, `start`; set end and steps to null")
+        if self.shape != "sample-ratio" and self.start is None:
+            raise ValueError(f"shape {self.shape!r} needs `start`, the alpha of the first step")
+        return self
+
+    @property
+    def weight(self) -> str | None:
+        return self.data.weight if isinstance(self.data, ShardData) else None
+
+
+class Features(Section):
+    """Outputs of the frozen part of the model for every record, computed once and kept, for training only a head."""
+
+    folder: str | None = Field(
+        default=None,
+        description="Where features are kept; null: RUN_DIR/secret. Features of private records are private, like the "
+        "records.",
+    )
+
+
+class Phase(Section):
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9-]*$", description="Name in ledger, logs and plots; no two phases share one."
+    )
+    data: Data = Field(description="Which records the phase reads.")
+    objective: Literal["mae", "caption", "classify"] = Field(
+        description="Loss of a record. A phase that only loads weights may leave it out; the next one names it."
+    )
+    trainable: Literal["all", "head", "bias", "lora"] = Field(
+        default="all", description="Which parameters are trained; the others stay as they are."
+    )
+    features: Features | None = Field(
+        default=None,
+        description="Features of a frozen body, computed once; only with objective classify, trainable head and no "
+        "augmentation.",
+    )
+    privacy: Privacy | None = Field(
+        default=None, description="null: the phase is not private, and every output says so."
+    )
+    mixing: Mixing | None = Field(default=None, description="Mixes public gradients in, after the noise.")
+    batch: int | None = Field(default=None, gt=0, description="Records per step; only in a phase that is not private.")
+    optimizer: Optimizer = Field(default=Optimizer(), description="How weights are updated.")
+    schedule: Schedule = Field(
+        default=Schedule(peak=1.0, shape="constant"),
+        description="Learning rates; required in every phase that trains.",
+    )
+    steps: int = Field(
+        default=0, ge=0, le=MOST_STEPS, description="Number of steps. Give one of steps, epochs and until_budget."
+    )
+    epochs: float | None = Field(
+        default=None, gt=0, le=1e6, description="Passes over the records: epochs · n / batch steps, rounded up."
+    )
+    until_budget: bool = Field(
+        default=False, description="As many steps as epsilon pays for at the given noise_multiplier."
+    )
+    plateau: Plateau | None = Field(default=None, description="Ends the phase early; needs `evaluation`.")
+    evaluation: Evaluation | None = Field(default=None, description="Public records measured at checkpoints.")
+    monitor: Monitor | None = Field(default=None, description="Measures what a step is worth, on public records.")
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has steps: a checkpoint to start from and a mere evaluation have none."""
+        return not isinstance(self.data, CheckpointData | HeldOutData)
+
+    @property
+    def tokenizer(self) -> str | None:
+        return None if isinstance(self.data, CheckpointData) else self.data.tokenizer
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Phase:
+        complaint = self._of_training() if self.trains else self._of_standing_still()
+        complaint = complaint or self._of_objective()
+        if complaint is not None:
+            raise ValueError(f"phase {self.name!r} {complaint}")
+        return self
+
+    def _of_training(self) -> str | None:
+        if (complaint := self._of_steps_and_batch()) is not None:
+            return complaint
+        return self._of_streams() if isinstance(self.data, StreamData) else self._of_numbered_records()
+
+    def _of_steps_and_batch(self) -> str | None:
+        ends = [name for name in ("steps", "epochs", "until_budget") if getattr(self, name)]
+        if len(ends) != 1:
+            had = f"has {' and '.join(ends)}" if ends else "has no end"
+            return f"{had}; give one of steps, epochs and until_budget"
+        if "schedule" not in self.model_fields_set:
+            return "needs `schedule`, its learning rates"
+        if self.privacy is None and self.batch is None:
+            return "is non-private and needs `batch`, its records per step"
+        if self.privacy is not None and self.batch is not None:
+            return "has both `batch` and `privacy.expected_batch`; a private phase takes the latter"
+        return None
+
+    def _of_numbered_records(self) -> str | None:
+        if self.privacy is not None and self.data.public:
+            return "has `privacy`, but its data are declared public; drop one of them"
+        if self.until_budget and (self.privacy is None or self.privacy.noise_multiplier is None):
+            return "trains until_budget, for which it needs privacy.noise_multiplier: epsilon alone fixes no number"
+        if self.until_budget and self.privacy is not None and self.privacy.tan is not None:
+            return "simulates another run with privacy.tan, so it needs that run's number of `steps`"
+        if self.mixing is not None and self.optimizer.params.noise_floor is not None:
+            return "has `mixing`, which weakens the noise that noise_floor subtracts; drop one of them"
+        if self.plateau is not None and self.evaluation is None:
+            return "ends at a plateau of the public loss and needs `evaluation`, which measures it"
+        return self._of_features()
+
+    def _of_streams(self) -> str | None:
+        if self.privacy is not None:
+            return (
+                "has `privacy`, but a stream is shuffled, and the accounting holds for Poisson samples alone; index "
+                "the shards (launch/prepare.py index) and use source 'shards'"
+            )
+        if self.epochs is not None or self.schedule.warmup_epochs is not None:
+            return "counts in epochs, but how many records a stream has is not known; give steps and warmup"
+        if self.features is not None:
+            return "keeps features, for which records need numbers that a stream has not; use source 'shards'"
+        return None
+
+    def _of_features(self) -> str | None:
+        if self.features is None:
+            return None
+        if self.trainable != "head" or self.objective != "classify":
+            return "keeps features, which stay the same only with objective 'classify' and trainable 'head'"
+        if getattr(self.data, "augment", "none") not in ("none", "center"):
+            return "keeps features and augments its pictures, which change from step to step; drop one of them"
+        if isinstance(self.data, ShardData) and self.data.reading.node_shards is not None:
+            return "keeps features, which every rank reads of every record; leave data.reading.node_shards out"
+        if self.weight is not None:
+            return "keeps features, beside which no weights of records are kept; drop one of them"
+        if self.mixing is not None:
+            return "keeps features and mixes in public pictures; drop one of them"
+        if self.monitor is not None:
+            return "keeps features and has `monitor`, which measures the whole model; drop one of them"
+        return None
+
+    def _of_standing_still(self) -> str | None:
+        forbidden = {
+            "steps", "epochs", "until_budget", "batch", "privacy", "mixing", "plateau", "features", "optimizer",
+            "schedule", "trainable", "monitor",
+        }  # fmt: skip
+        odd = sorted(name for name in self.model_fields_set & forbidden if getattr(self, name))
+        if odd:
+            return f"trains nothing, so {', '.join(odd)} mean nothing there; leave them out"
+        if isinstance(self.data, HeldOutData) and self.evaluation is None:
+            return "only evaluates and needs `evaluation`"
+        return None
+
+    @property
+    def label(self) -> str | None:
+        """What a classifier is to say, by the name that the records have for it."""
+        return (
+            self.data.label if isinstance(self.data, ShardData | StreamData) and self.objective == "classify" else None
+        )
+
+    @property
+    def weight(self) -> str | None:
+        """The number in a record's .json that multiplies its loss."""
+        return self.data.weight if isinstance(self.data, ShardData | StreamData) else None
+
+    def _of_objective(self) -> str | None:
+        if self.objective == "classify" and self.trains and self.label is None:
+            return "trains on labels and needs data.label, the field of a record that holds them"
+        if self.label is not None and self.mixing is not None and isinstance(self.mixing.data, SyntheticData):
+            return "trains on labels, which pictures made by rule have not; mix in shards"
+        if self.objective == "caption" and self.trains and self.tokenizer is None:
+            return "trains on captions and needs data.tokenizer"
+        if self.objective == "caption" and self.evaluation is not None and self.tokenizer is None:
+            return "measures captions and needs data.tokenizer; source 'held-out' takes one"
+        if self.objective != "caption" and self.evaluation is not None and self.evaluation.zero_shot is not None:
+            return "writes no captions, so it cannot be asked for zero-shot labels"
+        return None

@@ -1,0 +1,134 @@
+"""Sections of the config that say what is promised: budget, clipping, released metrics, tuning."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from murmuration.accounting.epsilon import tuning as accounted_tuning
+from murmuration.train.clip.groups import Grouping
+from murmuration.train.config.section import Section
+
+
+class AdaptiveClip(Section):
+    """C follows a quantile of the gradients' norms, by a noised count that is charged with the gradient."""
+
+    quantile: float = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="Share of gradients that are not longer than C, so that they pass unclipped.",
+    )
+    learning_rate: float = Field(default=0.2, gt=0, le=10, description="The most that log C changes in one step.")
+    noise_multiplier: float | None = Field(
+        default=None,
+        gt=0,
+        description="Noise on the count of clipped records, in units of the 1/2 that one record adds; null: "
+        "expected_batch / 10.",
+    )
+    span: float = Field(default=1e4, ge=1, description="C stays between norm / span and norm · span.")
+
+
+class ClipGroup(Section):
+    names: str = Field(min_length=1, description="Pattern of parameter names, such as `encoder.*`.")
+    budget: float = Field(
+        gt=0, allow_inf_nan=False, description="Share of C, in proportion to the budgets of the other groups."
+    )
+
+
+class Clip(Section):
+    kind: Literal["flat", "automatic"] = Field(
+        default="flat", description="Factor on a gradient g: min(1, C/‖g‖) for flat, C/(‖g‖ + gamma) for automatic."
+    )
+    norm: float = Field(default=1.0, gt=0, description="C: the most that one record can move the sum.")
+    adaptive: AdaptiveClip | None = Field(
+        default=None, description="null: C stays at `norm`; otherwise `norm` is the C of the first step."
+    )
+    gamma: float = Field(
+        default=0.01, ge=0, description="Added to the norm by automatic clipping; flat clipping has none."
+    )
+    groups: Literal["all", "block", "layer"] | Annotated[list[ClipGroup], Field(min_length=1)] = Field(
+        default="all",
+        description="What is clipped together: all parameters, or each block or layer to an equal share, the squares "
+        "of which sum to C²; or a list of groups with budgets of their own, where a parameter belongs to the first "
+        "group that matches its name.",
+    )
+
+    @property
+    def grouping(self) -> Grouping:
+        if not isinstance(self.groups, list):
+            return self.groups
+        return tuple((group.names, group.budget) for group in self.groups)
+
+    @model_validator(mode="after")
+    def _adapts_plainly(self) -> Clip:
+        if self.adaptive is not None and (self.kind != "flat" or self.groups != "all"):
+            raise ValueError("privacy.clip.adaptive moves one C for all parameters; use kind 'flat' and groups 'all'")
+        return self
+
+
+class ReleasedMetric(Section):
+    """Published with noise at every step, and charged as one event with the gradient."""
+
+    name: Literal["loss", "clipped"] = Field(
+        description="Metric to publish: the mean training loss, or the share of clipped records."
+    )
+    bound: float = Field(default=1.0, gt=0, description="Each record adds a number between 0 and this bound.")
+    noise_multiplier: float = Field(gt=0, description="Noise on the sum, in units of the bound.")
+
+
+class Tan(Section):
+    """Tune at small cost: batch and noise are divided alike. The ε reported is the true, far larger one of this run."""
+
+    scale: float = Field(gt=1, description="Number by which expected_batch and the noise multiplier are divided.")
+
+
+class Privacy(Section):
+    epsilon: float = Field(gt=0, description="Privacy budget of the phase; training stops before it is exceeded.")
+    delta: float | str | None = Field(default=None, description="A number, '1/n' or '1/(2n)'; null: 1/(2n).")
+    expected_batch: float = Field(
+        gt=0,
+        description="q·n, the expected number of records per step: the constant by which every noised sum is divided.",
+    )
+    clip: Clip = Field(default=Clip(), description="How each record's gradient is bounded.")
+    noise_multiplier: float | None = Field(
+        default=None, ge=0.1, description="σ; null: calibrated from epsilon by PLD and rounded up."
+    )
+    tan: Tan | None = Field(default=None, description="Simulates this phase at small cost; NOT PRIVATE at `epsilon`.")
+    release: list[ReleasedMetric] = Field(
+        default=[], description="Metrics of private records that are published with noise, at most one of each."
+    )
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Privacy:
+        names = [metric.name for metric in self.release]
+        if len(set(names)) != len(names):
+            raise ValueError("privacy.release names a metric twice; each can be released once")
+        if any(metric.name == "clipped" and metric.bound != 1.0 for metric in self.release):
+            raise ValueError("a record is clipped or not, so the bound of the metric 'clipped' is 1")
+        return self
+
+
+class Tuning(Section):
+    """What was chosen by looking at outputs of private runs on these records; it is written into the certificate."""
+
+    statement: str = Field(min_length=1, description="What was tried, and which outputs decided.")
+    mean: float | None = Field(
+        default=None, ge=1, description="Average number of runs; null: nothing is charged, and the run is NOT PRIVATE."
+    )
+    shape: float | Literal["poisson"] = Field(
+        default=1.0, description="Distribution of the number of runs: 0 logarithmic, 1 geometric, or poisson."
+    )
+    fixed: bool = Field(
+        default=False, description="The number of runs was fixed beforehand, and all of them are charged."
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Tuning:
+        self.declared()  # raises a ValueError that says why
+        return self
+
+    def declared(self) -> accounted_tuning.Declared:
+        runs = accounted_tuning.Tuning.from_dict(self.model_dump()) if self.mean is not None else None
+        return accounted_tuning.Declared(self.statement, runs)

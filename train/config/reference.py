@@ -1,0 +1,138 @@
+"""Writes docs/config-reference.md from the schema: key, type, default and meaning of every key of the config.
+
+    python -m murmuration.train.config.reference > docs/config-reference.md
+
+With `--schema` it writes ds_configs/schema.json, by which editors complete keys.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from murmuration.train.config.root import json_schema
+
+HEADER = """\
+# Config reference
+
+Every key of a config, generated from the schema: do not edit this page by hand. [config.md](config.md) explains how the
+file is read and what belongs together. After a change of the schema, write both files again:
+
+    python -m murmuration.train.config.reference > docs/config-reference.md
+    python -m murmuration.train.config.reference --schema > ds_configs/schema.json
+
+Unknown keys are refused. A key without a default is required.
+"""
+TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}
+LIMITS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+Node = dict[str, Any]
+
+
+class Reference:
+    """One table for each section of the schema, in the order in which a reader of a config meets them."""
+
+    def __init__(self, schema: Node) -> None:
+        self._schema = schema
+        self._titles: dict[str, str] = {}
+        self._name_sections("", schema)
+
+    def markdown(self) -> str:
+        parts = [HEADER, *self._section("Top level", self._schema)]
+        for name, title in self._titles.items():
+            parts += self._section(title, self._schema["$defs"][name])
+        return "\n".join(parts)
+
+    def _name_sections(self, path: str, section: Node) -> None:
+        """Each section is called by the path of the first key that holds it."""
+        for key, field in section["properties"].items():
+            for name, listed in self._sections_in(field):
+                if name in self._titles:
+                    continue
+                place = f"{path}{key}" + ("[]" if listed else "")
+                source = self._schema["$defs"][name]["properties"].get("source", {}).get("const")
+                self._titles[name] = f'{place}, source "{source}"' if source else place
+                self._name_sections(f"{place}.", self._schema["$defs"][name])
+
+    def _sections_in(self, field: Node, listed: bool = False) -> Iterator[tuple[str, bool]]:
+        if "$ref" in field:
+            yield field["$ref"].rpartition("/")[2], listed
+        for choice in field.get("anyOf", field.get("oneOf", [])):
+            yield from self._sections_in(choice, listed)
+        if field.get("type") == "array" and isinstance(field.get("items"), dict):
+            yield from self._sections_in(field["items"], True)
+
+    def _section(self, title: str, section: Node) -> list[str]:
+        required = section.get("required", [])
+        rows = [
+            "| " + " | ".join((f"`{key}`", self._type(field), _default(field, key in required), _meaning(field))) + " |"
+            for key, field in section["properties"].items()
+        ]
+        about = [" ".join(section["description"].split()), ""] if "description" in section else []
+        return [f"## {title}", "", *about, "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+
+    def _type(self, field: Node) -> str:
+        if "$ref" in field:
+            title = self._titles[field["$ref"].rpartition("/")[2]]
+            return f"[{title.rpartition(', ')[2]}](#{_anchor(title)})"
+        if "const" in field or "enum" in field:
+            return ", ".join(f"`{json.dumps(value)}`" for value in field.get("enum", [field.get("const")]))
+        if choices := field.get("anyOf", field.get("oneOf")):
+            types = " or ".join(self._type(choice) for choice in choices if choice.get("type") != "null")
+            return types + (", or `null`" if {"type": "null"} in choices else "")
+        if field["type"] == "object":
+            return f"object of {self._type(field['additionalProperties'])}"
+        if field["type"] == "array":
+            return self._list(field)
+        return _limited(field)
+
+    def _list(self, field: Node) -> str:
+        """A list of a fixed length has a type for each place."""
+        if "prefixItems" in field:
+            return f"[{', '.join(self._type(item) for item in field['prefixItems'])}]"
+        least, most = field.get("minItems", 0), field.get("maxItems")
+        count = f" ({least} to {most})" if most else " (not empty)" if least else ""
+        return f"list{count} of {self._type(field['items'])}"
+
+
+def _limited(field: Node) -> str:
+    """A number or text, and what is allowed of it."""
+    if field.get("minimum") is not None and field.get("minimum") == field.get("maximum"):
+        return f"`{field['minimum']}`"
+    limits = [f"{word} {_number(field[limit])}" for limit, word in LIMITS.items() if limit in field]
+    limits += [f"like `{field['pattern']}`"] if "pattern" in field else []
+    limits += ["that is not empty"] if field.get("minLength") else []
+    return f"{TYPES[field['type']]} {' and '.join(limits)}".rstrip()
+
+
+def _number(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) else f"{value}"
+
+
+def _default(field: Node, required: bool) -> str:
+    if required:
+        return "required"
+    # The default of a section is that of each of its keys, which have a table of their own.
+    return "its defaults" if isinstance(field["default"], dict) else f"`{json.dumps(field['default'])}`"
+
+
+def _meaning(field: Node) -> str:
+    return field["description"].replace("|", "\\|")
+
+
+def _anchor(title: str) -> str:
+    """As GitHub makes one of a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--schema"]:
+        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    else:
+        print(Reference(json_schema()).markdown(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""The one JSON that describes a run, and nothing that it does not say.
+
+DeepSpeed's own keys stay at top level (those that cannot weaken the promise); ours are `about`, `model`, `phases`
+and `run`. Unknown keys are refused here, keys that would break privacy in `refusals.py`, both before any compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from murmuration.model.settings import ModelSettings
+from murmuration.train.config.data import CheckpointData
+from murmuration.train.config.phase import Evaluation, Phase, ZeroShot
+from murmuration.train.config.privacy import Tuning
+from murmuration.train.config.section import Keeping, Section
+
+__all__ = ["About", "Config", "Evaluation", "Phase", "Run", "ZeroOptimization", "ZeroShot", "json_schema", "run_dir_of"]
+
+
+class About(Section):
+    """For people: what the recipe is, what it costs, what to expect. Not part of the run's identity."""
+
+    command: str = Field(default="", description="The command that starts this recipe.")
+    hardware: str = Field(default="", description="The hardware that it is planned for.")
+    cost: str = Field(default="", description="What it costs in time.")
+    expect: str = Field(default="", description="The result to expect.")
+    source: str = Field(default="", description="The paper or the idea that it comes from.")
+
+
+class Offload(Section):
+    """Optimizer state in the main memory of the host; all of it, since DeepSpeed steps a part by its own optimizer."""
+
+    device: Literal["cpu"] = Field(default="cpu", description="Where optimizer state lies: in host memory.")
+    pin_memory: bool = Field(default=False, description="Keeps that memory page-locked, for faster copies.")
+    adam: Literal["torch", "deepspeed"] = Field(
+        default="torch",
+        description="deepspeed: the kernel of DeepSpeedCPUAdam steps AdamW; it is compiled at the first run.",
+    )
+
+
+class ZeroOptimization(Section):
+    """DeepSpeed's section of that name, without the settings that hide or change gradients."""
+
+    stage: Literal[0, 1, 2, 3] = Field(
+        default=1, description="What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."
+    )
+    reduce_bucket_size: int = Field(default=50_000_000, gt=0, description="Elements that one reduction takes at most.")
+    allgather_bucket_size: int = Field(default=50_000_000, gt=0, description="Elements that one gather takes at most.")
+    contiguous_gradients: bool = Field(default=True, description="Copies gradients into one buffer as they are made.")
+    overlap_comm: Literal[False] = Field(
+        default=False, description="Refused otherwise: it would reduce while micro-batches still arrive."
+    )
+    round_robin_gradients: Literal[False] = Field(
+        default=False, description="Refused otherwise: it reorders shards, so that noise and weights no longer meet."
+    )
+    offload_optimizer: Offload | None = Field(
+        default=None, description="Keeps optimizer state in host memory; null: on the device."
+    )
+    stage3_param_persistence_threshold: int | None = Field(default=None, ge=0, description="Stage 3; DeepSpeed's own.")
+    stage3_max_live_parameters: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
+    stage3_prefetch_bucket_size: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
+
+
+class Run(Keeping):
+    engine: Literal["deepspeed", "fsdp2", "local"] = Field(
+        default="deepspeed",
+        description="fsdp2: PyTorch's fully_shard, without DeepSpeed. local: one process, plain PyTorch. Both ignore "
+        "`zero_optimization`. Checkpoints fit all three.",
+    )
+    clip_engine: Literal["book-keeping", "reference", "opacus"] = Field(
+        default="book-keeping",
+        description="reference and opacus hold one gradient per record: for checking small models.",
+    )
+    clip_memory: Literal["lean", "fast"] = Field(
+        default="lean", description="fast: small models keep some gradients per record, for up to 1.5 times the memory."
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32",
+        description="Precision of the products in layers; weights, norms and sums are never in half precision.",
+    )
+    noise: Literal["aes", "philox"] = Field(
+        default="aes", description="philox: drawn on the device and not cryptographic; ledger and certificate say so."
+    )
+    dir: str | None = Field(
+        default=None, description="Run directory; null: `runs/<config name>` in the current folder."
+    )
+    log_every: int = Field(default=10, gt=0, description="Steps from one line on the console to the next.")
+    keep_key: bool = Field(default=False, description="Keeps the run key after the final certificate is written.")
+    tuned_on_private_data: Tuning | None = Field(
+        default=None, description="Declares that settings were chosen by outputs of private runs on these records."
+    )
+    debug_seed: int | None = Field(
+        default=None, description="Derives all keys from this seed: repeatable, and NOT PRIVATE."
+    )
+
+    @model_validator(mode="after")
+    def _engine_fits(self) -> Run:
+        if self.clip_engine != "book-keeping" and self.precision != "fp32":
+            raise ValueError(f'run.clip_engine = "{self.clip_engine}" works in fp32 alone; set run.precision to "fp32"')
+        return self
+
+
+class Config(Section):
+    """A whole run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, title="Murmuration run")
+
+    schema_path: str | None = Field(
+        default=None, alias="$schema", description="Path of ds_configs/schema.json, by which editors complete keys."
+    )
+    about: About = Field(default=About(), description="What the recipe is, for people.")
+    train_micro_batch_size_per_gpu: int = Field(gt=0, description="Rows of one micro-batch on one rank.")
+    gradient_accumulation_steps: Literal[1] = Field(
+        default=1,
+        description="Refused otherwise: Poisson batches differ in size, so the trainer accumulates by itself.",
+    )
+    gradient_clipping: float = Field(
+        default=0.0, ge=0, le=0, description="Refused otherwise: it would clip the mean after the noise."
+    )
+    steps_per_print: int = Field(default=1_000_000_000, gt=0, description="Accepted and ignored.")
+    wall_clock_breakdown: bool = Field(default=False, description="Accepted and ignored.")
+    zero_optimization: ZeroOptimization = Field(
+        default=ZeroOptimization(), description="How DeepSpeed shards the training."
+    )
+    model: ModelSettings = Field(description="What is trained.")
+    phases: list[Phase] = Field(min_length=1, description="What the run does, in this order.")
+    run: Run = Field(default=Run(), description="How the run computes, and how it is kept.")
+
+    @model_validator(mode="after")
+    def _phases_fit(self) -> Config:
+        names = [phase.name for phase in self.phases]
+        if len(set(names)) != len(names):
+            raise ValueError("two phases have the same name; names tell them apart in the ledger and the plots")
+        for before, phase in pairwise([None, *self.phases]):
+            assert phase is not None
+            if before is not None and not phase.trains and isinstance(phase.data, CheckpointData):
+                raise ValueError(f"phase {phase.name!r} would replace what {before.name!r} trained; let it come first")
+            if phase.optimizer.carry != "none" and (
+                before is None or not before.trains or before.objective != phase.objective
+                or before.optimizer.type != phase.optimizer.type or before.trainable != phase.trainable
+            ):  # fmt: skip
+                raise ValueError(
+                    f"phase {phase.name!r} carries optimizer state over, but no phase before it trained the same "
+                    "weights with the same type of optimizer"
+                )
+            if (
+                phase.optimizer.carry != "none" and before is not None
+                and phase.optimizer.params.ema_decay is not None and before.optimizer.params.ema_decay is None
+            ):  # fmt: skip
+                raise ValueError(
+                    f"phase {phase.name!r} averages its weights and carries the optimizer state of {before.name!r}, "
+                    "which has no average; give ema_decay to both, or to none"
+                )
+            if phase.features is not None and (self.model.drop_path or self.model.dropout):
+                raise ValueError(
+                    f"phase {phase.name!r} keeps features, which would be others at each step with model.drop_path or "
+                    "model.dropout; set both to 0, or leave features out"
+                )
+            if phase.mixing is not None and self._shards_weights():
+                raise ValueError(
+                    f"phase {phase.name!r} has `mixing`, which needs whole weights; use DeepSpeed at a stage below 3"
+                )
+        if self._shards_weights() and self.run.clip_engine != "book-keeping":
+            raise ValueError(
+                f"run.clip_engine = {self.run.clip_engine!r} needs whole weights on every rank, which ZeRO-3 and FSDP2 "
+                "have not; use 'book-keeping', or DeepSpeed at another stage"
+            )
+        if self.run.engine != "deepspeed" and self.zero_optimization.offload_optimizer is not None:
+            name = "FSDP2" if self.run.engine == "fsdp2" else "The local engine"
+            raise ValueError(
+                f"{name} keeps optimizer state on the device; leave zero_optimization.offload_optimizer out, "
+                'or set run.engine to "deepspeed"'
+            )
+        return self
+
+    def _shards_weights(self) -> bool:
+        return self.run.engine == "fsdp2" or (self.run.engine == "deepspeed" and self.zero_optimization.stage == 3)
+
+    @model_validator(mode="after")
+    def _kernel_fits(self) -> Config:
+        offload = self.zero_optimization.offload_optimizer
+        for phase in self.phases if offload is not None and offload.adam == "deepspeed" else ():
+            if phase.optimizer.type != "AdamW" or phase.optimizer.params.noise_floor is not None:
+                raise ValueError(
+                    "zero_optimization.offload_optimizer.adam = 'deepspeed' is plain AdamW, which phase "
+                    f"{phase.name!r} does not use; set it to 'torch'"
+                )
+        return self
+
+    def digest(self, phase: int, contents: dict[str, str]) -> str:
+        """Identity of everything that shapes what a phase releases: replay is allowed only while it stands.
+
+        `contents` holds digests in the place of paths. World size, engine and ZeRO settings do not shape it.
+        """
+        places = {"path": True, "tokenizer": True, "reading": True}
+        out = {"data": places, "mixing": {"data": places}, "features": {"folder"}}
+        # What is measured decides nothing, unless the phase may end by it.
+        watches = self.phases[phase].plateau is not None
+        out["evaluation"] = {"path"} if watches else True
+        out["monitor"] = True
+        # No weight, no bound and a rate of 0 are what a run had that began before there were any; it goes on.
+        if self.phases[phase].optimizer.params.gradient_norm is None:
+            out["optimizer"] = {"params": {"gradient_norm"}}
+        data = self.phases[phase].data
+        out["data"] = places | {name: True for name in ("weight", "take_head") if getattr(data, name, None) is None}
+        if (mixing := self.phases[phase].mixing) is not None and mixing.weight is None:
+            out["mixing"] = {"data": places | {"weight": True}}
+        own = self.phases[phase].model_dump(exclude=out)
+        without = {name for name in ("drop_path", "dropout") if not getattr(self.model, name)}
+        identity: dict[str, Any] = {
+            "model": self.model.model_dump(exclude=without),
+            "phase": own,
+            "clip_engine": self.run.clip_engine,
+            "clip_memory": self.run.clip_memory,
+            "precision": self.run.precision,
+            "noise": self.run.noise,
+            "micro_batch": self.train_micro_batch_size_per_gpu,
+            "contents": contents,
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def json_schema() -> dict[str, Any]:
+    """For editors; checked in as ds_configs/schema.json and kept equal by a test."""
+    return Config.model_json_schema(by_alias=True)
+
+
+def run_dir_of(config: Config, config_path: Path) -> Path:
+    return Path(config.run.dir) if config.run.dir else Path.cwd() / "runs" / config_path.stem

@@ -1,0 +1,50 @@
+"""What every section of the config has in common: unknown keys are refused, and nothing changes once it is read."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from murmuration.accounting.errors import RunError
+
+# What is wrong with a phase, found before or while it is set up.
+
+
+class RecipeError(RunError, ValueError):
+    """A phase cannot run as configured; the message names the key and the mend."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+# Section of the config that says how a run is kept: how often it is saved, what stays, and when it ends by itself.
+
+# After which the process group itself gives up; a hang must be told of before.
+COLLECTIVE_SECONDS = 1800
+
+
+class Keeping(Section):
+    """Nothing here shapes what is released, so a resumed run may change it."""
+
+    checkpoint_every: int = Field(default=100, gt=0, description="Steps from one checkpoint to the next.")
+    checkpoint_lag: int = Field(
+        default=1, ge=0, description="Steps that training continues while a checkpoint is written; 0: it waits."
+    )
+    keep_checkpoints: int = Field(default=2, gt=0, description="How many of the newest checkpoints are kept.")
+    keep_every: int | None = Field(
+        default=None, gt=0, description="Checkpoints whose step is a multiple of this are kept for good."
+    )
+    keep_best: str | None = Field(
+        default=None,
+        description="The checkpoint with the best value of this public metric is kept too; the run then claims its "
+        "planned budget.",
+    )
+    stall_seconds: float = Field(
+        default=1200.0,
+        gt=0,
+        le=COLLECTIVE_SECONDS - 100,
+        description="A rank that makes no progress for this long ends the job with exit code 75.",
+    )
+    stop_after_minutes: float | None = Field(
+        default=None, gt=0, description="The run saves and ends with exit code 75 this long after its start."
+    )

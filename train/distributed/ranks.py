@@ -1,0 +1,147 @@
+"""The few collective acts that the trainer itself needs, so that every rank takes the same decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from murmuration.accounting.errors import REFUSED, RunError
+from murmuration.train.distributed.watchdog import Pulse, Watchdog
+
+T = TypeVar("T")
+
+
+class Disagreement(RunError, RuntimeError):
+    """Ranks hold different values where they must hold the same."""
+
+    exit_code = REFUSED
+
+
+def raised_on_all_ranks(error: Exception) -> Exception:
+    """Marks an error that every rank has: one may speak for all."""
+    error.everywhere = True  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    world: int
+    device: torch.device
+    pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, value: int) -> int:
+        total = torch.tensor(value, dtype=torch.int64, device=self.device)
+        with self.pulse.exchange():
+            dist.all_reduce(total)
+        return int(total)
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in place."""
+        with self.pulse.exchange():
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, value: bool) -> bool:
+        return self.sum(int(value)) > 0
+
+    def barrier(self) -> None:
+        with self.pulse.exchange():
+            dist.barrier()
+
+    def gather(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.world
+        with self.pulse.exchange():
+            dist.all_gather_object(found, value)
+        return found
+
+    def require_same(self, what: str, value: Any) -> None:
+        found = self.gather(value)
+        if any(other != found[0] for other in found):
+            raise raised_on_all_ranks(
+                Disagreement(f"the ranks disagree about {what}; check that all machines have the same files and code")
+            )
+
+    def on_main(self, act: Callable[[], T]) -> T:
+        """Runs on rank 0 and gives every rank its result, or its error: nobody is left waiting."""
+        outcome: list[Any] = [None, None]
+        if self.main:
+            try:
+                outcome[0] = act()
+            except Exception as error:
+                outcome[1] = error
+        with self.pulse.exchange():
+            dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            raise raised_on_all_ranks(outcome[1])
+        return outcome[0]
+
+    def keep_on_main(self, act: Callable[[], T]) -> T | None:
+        """Like `on_main`, for what cannot travel: the result stays on rank 0."""
+        kept: list[T] = []
+        self.on_main(lambda: kept.append(act()))
+        return kept[0] if self.main else None
+
+
+class Alone(Ranks):
+    """One process without a process group: what all ranks would do together, it does by itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(0, 1, device)
+
+    def sum(self, value: int) -> int:
+        self.pulse.beat()
+        return value
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.pulse.beat()
+        return tensor
+
+    def barrier(self) -> None:
+        self.pulse.beat()
+
+    def gather(self, value: Any) -> list[Any]:
+        self.pulse.beat()
+        return [value]
+
+    def on_main(self, act: Callable[[], T]) -> T:
+        self.pulse.beat()
+        try:
+            return act()
+        except Exception as error:
+            raise raised_on_all_ranks(error) from None
+
+
+def on_all(ranks: Ranks, act: Callable[[], T], *errors: type[Exception]) -> T:
+    """What the act gives on this rank; where it fails so on one, every rank has its error and nobody waits."""
+    kept: list[T] = []
+    trouble = None
+    try:
+        kept.append(act())
+    except errors as error:
+        trouble = error
+    for found in ranks.gather(trouble):
+        if found is not None:
+            raise raised_on_all_ranks(found)
+    return kept[0]
+
+
+def lost_rank(error: BaseException) -> bool:
+    """Whether a collective act failed because another rank is gone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+def watch(ranks: Ranks, stall_seconds: float, ended: Callable[[str], None]) -> Watchdog:
+    """Started; the ranks tell each other that they live through the store in which they found each other."""
+    make = dist.HashStore  # pyright: ignore[reportPrivateImportUsage]
+    # The private name is the only way to the store: the process group is not made by us.
+    store = make() if isinstance(ranks, Alone) else dist.distributed_c10d._get_default_store()
+    return Watchdog(ranks.rank, ranks.world, ranks.pulse, store, stall_seconds, ended).start()

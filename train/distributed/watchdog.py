@@ -1,0 +1,156 @@
+"""Ends the job with a clear message where it would hang: a dead, frozen or cut-off rank, a read without an end.
+
+A thread looks whether the main thread gets on; another tells the others through the rendezvous store that this process
+lives, and asks for them once it waits too long. Both work under any backend, since a collective act that never ends
+leaves threads running. Only monotonic time is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from murmuration.accounting.errors import RESUME_ME
+
+
+class Pulse:
+    """How far the main thread got. Ranks act alike, so that one with fewer beats than others holds them up."""
+
+    def __init__(self) -> None:
+        self.beats = 0
+        self.since = time.monotonic()
+
+    @contextlib.contextmanager
+    def exchange(self) -> Iterator[None]:
+        self.beat()
+        yield
+        self.beat()
+
+    def beat(self) -> None:
+        self.beats += 1
+        self.since = time.monotonic()
+
+
+class Store(Protocol):
+    """What the watchdog needs of torch's rendezvous store."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+@dataclass
+class Seen:
+    """Of another rank: what it last said of itself, and when that was news."""
+
+    said: bytes
+    at: float
+
+    @property
+    def beats(self) -> int:
+        return int(self.said.split()[1])
+
+
+class Watchdog:
+    def __init__(
+        self, rank: int, world: int, pulse: Pulse, store: Store, stall_seconds: float, ended: Callable[[str], None]
+    ) -> None:
+        """`ended` is called with the reason right before the process ends."""
+        self.rank, self.world, self.pulse, self.store = rank, world, pulse, store
+        self.stall_seconds, self.ended = stall_seconds, ended
+        self.period = min(10.0, stall_seconds / 8)
+        self._over = threading.Event()
+        self._seen: dict[int, Seen] = {}
+        self._asked_since: float | None = None
+        self._answered = time.monotonic()
+
+    def start(self) -> Watchdog:
+        self.pulse.beat()
+        for act in (self._tell, self._watch):
+            threading.Thread(target=act, name="watchdog", daemon=True).start()
+        return self
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _idle(self) -> float:
+        return time.monotonic() - self.pulse.since
+
+    def _tell(self) -> None:
+        count = 0
+        while not self._over.wait(self.period):
+            count += 1
+            # A store that is gone is no reason to end: only a lack of progress is, which may name it.
+            with contextlib.suppress(RuntimeError):
+                self.store.set(_key(self.rank), f"{count} {self.pulse.beats}")
+                if self._idle() > self.stall_seconds / 2:
+                    self._ask()
+                self._answered = time.monotonic()
+
+    def _ask(self) -> None:
+        now = time.monotonic()
+        self._asked_since = self._asked_since or now
+        for other in range(self.world):
+            key = _key(other)
+            if other != self.rank and self.store.check([key]):
+                said, known = self.store.get(key), self._seen.get(other)
+                if known is None or known.said != said:
+                    self._seen[other] = Seen(said, now)
+
+    def _watch(self) -> None:
+        while not self._over.wait(self.period / 2):
+            if self._idle() > self.stall_seconds:
+                self._end()
+            if self._idle() < self.stall_seconds / 2:
+                self._asked_since = None
+                self._seen.clear()
+
+    def _end(self) -> None:
+        silent = self._silent()
+        reason = f"no progress for {self.stall_seconds:g} s (run.stall_seconds): {self._why(silent)}"
+        with contextlib.suppress(Exception):
+            self.ended(reason)
+        if self.rank == min(set(range(self.world)) - set(silent)):
+            print(
+                f"error (rank {self.rank}): {reason}; start the same command again to go on from the last checkpoint",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        os._exit(RESUME_ME)
+
+    def _silent(self) -> list[int]:
+        """Ranks whose processes said nothing new while they were being asked."""
+        if self._asked_since is None or time.monotonic() - self._asked_since < 2.5 * self.period:
+            return []
+        late = time.monotonic() - 2.5 * self.period
+        others = (other for other in range(self.world) if other != self.rank)
+        return [other for other in others if other not in self._seen or self._seen[other].at < late]
+
+    def _why(self, silent: list[int]) -> str:
+        if time.monotonic() - self._answered > 3 * self.period:
+            return "the rendezvous store does not answer; the host of rank 0 died or is cut off"
+        if silent:
+            return f"rank {_list(silent)} gave no sign of life; its process or host died, is frozen, or is cut off"
+        beats = {self.rank: self.pulse.beats} | {other: seen.beats for other, seen in self._seen.items()}
+        behind = [rank for rank in sorted(beats) if beats[rank] == min(beats.values())]
+        if len(behind) < len(beats):
+            return f"rank {_list(behind)} holds up the others; a read, a decoder or its device hangs"
+        if self.world == 1:
+            return "a read, a decoder or the device hangs"
+        return "all ranks wait; the network between them or a device hangs"
+
+
+def _key(rank: int) -> str:
+    return f"murmuration/pulse/{rank}"
+
+
+def _list(ranks: list[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

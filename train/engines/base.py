@@ -1,0 +1,145 @@
+"""What the trainer needs of whatever shards the model: `engine_deepspeed.py` or `engine_fsdp2.py`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.train.clip.engine import Observation
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.noise.update import Update
+
+
+@dataclass(frozen=True)
+class OptimizerShard:
+    """A flat fp32 tensor of this rank's optimizer, the parameters in it, and its optimizer state by name."""
+
+    weights: Tensor
+    fragments: Sequence[Fragment]
+    state: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class AppliedUpdate:
+    """The engine's report of one update, over all ranks."""
+
+    elements: int
+
+
+class ShardedEngine(Protocol):
+    device: torch.device
+    model: nn.Module
+    """The per-sample-loss model. Calling it is a collective act where the parameters themselves are sharded."""
+    shapes: dict[str, torch.Size]
+    """Of the trainable parameters."""
+    trainable_elements: int
+    partitioned: bool
+    """Whether no rank holds the whole model (ZeRO-3, FSDP2)."""
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        """Adds the micro-batch's sum to the logical step; nothing leaves the process."""
+        ...
+
+    def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
+        """Reduces once, lets `update` finish the gradient, steps the optimizer, and checks that it all happened."""
+        ...
+
+    def discard(self) -> None:
+        """Drops what the open step has summed, on all ranks, and leaves the engine fit to be saved."""
+        ...
+
+    def observe(self) -> Observation:
+        """Of the last micro-batch, as it entered the sum."""
+        ...
+
+    def shards(self) -> list[OptimizerShard]: ...
+
+    def optimizer_step(self) -> int: ...
+
+    def set_optimizer_step(self, step: int) -> None: ...
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """The whole model's state on every rank."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EngineAround:
+    """An engine that does one thing differently: everything else goes through to the one inside."""
+
+    def __init__(self, inner: ShardedEngine) -> None:
+        self.inner = inner
+        self.device, self.model, self.shapes = inner.device, inner.model, inner.shapes
+        self.trainable_elements, self.partitioned = inner.trainable_elements, inner.partitioned
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        self.inner.accumulate(batch)
+
+    def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
+        return self.inner.update(update, learning_rate)
+
+    def discard(self) -> None:
+        self.inner.discard()
+
+    def observe(self) -> Observation:
+        return self.inner.observe()
+
+    def shards(self) -> list[OptimizerShard]:
+        return self.inner.shards()
+
+    def optimizer_step(self) -> int:
+        return self.inner.optimizer_step()
+
+    def set_optimizer_step(self, step: int) -> None:
+        self.inner.set_optimizer_step(step)
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        return self.inner.whole_weights()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+# Hashes of tensors, for telling whether two are the same bit by bit.
+
+
+def digest_of(tensor: Tensor) -> str:
+    return hashlib.sha256(bytes_of(tensor)).hexdigest()
+
+
+def digests_of(tensors: dict[str, Tensor]) -> dict[str, str]:
+    return {name: digest_of(tensor) for name, tensor in tensors.items()}
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Of any type, bf16 too, which NumPy does not know."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+# Training mode and evaluation mode: what is measured drops nothing, what is trained does.
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode meanwhile; afterwards the mode that each module had, also after an error."""
+    outer, before = model.training, modes_of(model)
+    model.eval()
+    try:
+        yield
+    finally:
+        for name, module in model.named_modules():
+            module.training = before.get(name, module.training)
+        model.training = outer  # FSDP2's view of a model is none of the modules that it shows
+
+
+def modes_of(model: nn.Module) -> dict[str, bool]:
+    """Which modules are in training mode. A frozen part may be in evaluation mode beside others that are not."""
+    return {name: module.training for name, module in model.named_modules()}

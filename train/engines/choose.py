@@ -1,0 +1,70 @@
+"""Which engine holds the model: `run.engine`. An engine is imported once it is chosen, so none needs the others'."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from murmuration.train.config.root import Config, ZeroOptimization
+
+if TYPE_CHECKING:
+    from murmuration.train.distributed.ranks import Ranks
+    from murmuration.train.engines.base import ShardedEngine
+    from murmuration.train.engines.forward import PlainForward, PrivateForward
+    from murmuration.train.optim.base import FlatOptimizer
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    name: Literal["deepspeed", "fsdp2", "local"] = "local"
+    micro_batch: int = 1
+    """Of one rank; DeepSpeed wants to know it."""
+    zero: ZeroOptimization = field(default_factory=ZeroOptimization)
+    """Of DeepSpeed alone."""
+
+    @staticmethod
+    def of(config: Config) -> EngineSettings:
+        return EngineSettings(config.run.engine, config.train_micro_batch_size_per_gpu, config.zero_optimization)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds, noises and updates the whole model."""
+        return self.name == "local" or (self.name == "deepspeed" and self.zero.stage == 0)
+
+    def __str__(self) -> str:
+        if self.name == "local":
+            return "one process (PyTorch)"
+        if self.name == "fsdp2":
+            return "FSDP2 (torch.distributed.fsdp.fully_shard)"
+        return f"DeepSpeed, ZeRO-{self.zero.stage}"
+
+
+def start_ranks(engine: str) -> Ranks:
+    """Joins the process group that the launcher describes; alone, without one, a group of one is made."""
+    if engine == "local":
+        from murmuration.train.engines import local
+
+        return local.start_ranks()
+    if engine == "fsdp2":
+        from murmuration.train.engines import fsdp2
+
+        return fsdp2.start_ranks()
+    from murmuration.train.engines import deepspeed_zero
+
+    return deepspeed_zero.start_ranks()
+
+
+def make_engine(
+    engine: EngineSettings, forward: PrivateForward | PlainForward, optimizer: FlatOptimizer, ranks: Ranks
+) -> ShardedEngine:
+    if engine.name == "local":
+        from murmuration.train.engines.local import LocalEngine
+
+        return LocalEngine(forward, optimizer, ranks)
+    if engine.name == "fsdp2":
+        from murmuration.train.engines.fsdp2 import FSDP2Engine
+
+        return FSDP2Engine(forward, optimizer, ranks)
+    from murmuration.train.engines.deepspeed_zero import DeepSpeedEngine
+
+    return DeepSpeedEngine(forward, optimizer, engine.zero, engine.micro_batch, ranks)

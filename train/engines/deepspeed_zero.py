@@ -1,0 +1,271 @@
+"""The model sharded by stock DeepSpeed. The only file that imports it.
+
+Clipped gradients are totalled in fp64 beside DeepSpeed and handed to it once per logical step, as an ordinary
+gradient. The noise enters through a step pre-hook on the stock optimizer, which sees the reduced fp32 gradient of
+exactly this rank's shard. There the exact total takes its place, after both were found to agree: an independent proof,
+at every step, that nothing was lost, scaled or put elsewhere. DeepSpeed has ways to lose such a hook, or to skip a
+step, without an error; therefore the hook demands a one-shot update and every step is checked afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from torch import Tensor, nn
+
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.train.clip.engine import Observation, assert_exact_matmul
+from murmuration.train.config.root import ZeroOptimization
+from murmuration.train.config.section import COLLECTIVE_SECONDS
+from murmuration.train.distributed.process import describe_process
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.shards import (
+    Fragment,
+    whole_parameters,  # fmt: skip
+)
+from murmuration.train.engines.base import AppliedUpdate, OptimizerShard
+from murmuration.train.engines.deepspeed_cpu import free_shared_names, make_ready
+from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
+from murmuration.train.engines.shard_map import partitioned_parameters, prove_slice, zero_slices  # fmt: skip
+from murmuration.train.noise.update import Update, UpdateError
+from murmuration.train.optim.adam import AdamW, Kernel
+from murmuration.train.optim.base import FlatOptimizer
+
+# DeepSpeed's fp32 reduction of a sum against the exact one, relative to the largest element of the fragment; and what
+# fp32 may lose where the sums of the ranks cancel, relative to the largest element of the shard.
+AGREEMENT, ROUNDING = 1e-4, 1e-5
+# ZeRO-3 steps the optimizer once per group of at most so many elements, and puts a linear function of its own in the
+# place of the one that clip engines watch.
+STAGE_3 = {"sub_group_size": 1 << 40, "memory_efficient_linear": False}
+
+
+def start_ranks() -> Ranks:
+    """Joins the process group that the launcher describes; alone, without one, a group of one is made."""
+    device = describe_process()
+    make_ready()
+    deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timedelta(seconds=COLLECTIVE_SECONDS), verbose=False)
+    torch.distributed.barrier()
+    free_shared_names()
+    return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
+
+
+class DeepSpeedEngine:
+    def __init__(
+        self,
+        forward: PrivateForward | PlainForward,
+        optimizer: FlatOptimizer,
+        zero: ZeroOptimization,
+        micro_batch: int,
+        ranks: Ranks,
+    ) -> None:
+        assert_exact_matmul()
+        self.ranks = ranks
+        self.device = ranks.device
+        self._forward = forward
+        self._base = optimizer
+        self._pending: Update | None = None
+        self._zero = zero
+        require_fp32(self._forward)
+        # It warns of every optimizer but its own; ours is compared with the textbook at every stage.
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        self._engine: Any = deepspeed.initialize(
+            model=forward, optimizer=optimizer, config=deepspeed_config(zero, micro_batch)
+        )[0]
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        self.model: nn.Module = forward.model
+        self.shapes = forward.shapes
+        self.partitioned = zero.stage == 3
+        self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
+        if isinstance(forward, PrivateForward):
+            forward.begin(self.device)
+            if zero.stage == 3:
+                self._announce_taps(forward)
+        # ZeRO-3 has no way to ask for a sum.
+        self._scale = ranks.world if zero.stage == 3 else 1
+        require_fp32(self._forward)
+        self._require_own_optimizer()
+        self._layout = self._map()
+        optimizer.bind(self._layout, self._add_up if zero.stage else None)
+        if zero.offload_optimizer is not None and zero.offload_optimizer.adam == "deepspeed":
+            assert isinstance(optimizer, AdamW), "the config refuses that kernel for other optimizers"
+            optimizer.kernel = _cpu_adam(optimizer)
+        self._hook = optimizer.register_step_pre_hook(self._before_optimizer_step)
+
+    def _announce_taps(self, forward: PrivateForward) -> None:
+        """A tap uses parameters of another module, which ZeRO-3 must be told to gather for it."""
+        for tap in forward.handover.taps:
+            for parameter in tap.taken:  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
+                deepspeed.zero.register_external_parameter(tap, parameter)
+
+    def _map(self) -> dict[int, tuple[Tensor, list[Fragment]]]:
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        flats = [p for group in self._base.param_groups for p in group["params"]]
+        if self._zero.stage == 0:
+            return whole_parameters(trainable)
+        if self._zero.stage < 3:
+            return zero_slices(trainable, flats)
+        layout = partitioned_parameters(trainable, self._engine.optimizer, self.ranks.rank)
+        for flat, fragments in layout.values():
+            for name, parameter in trainable.items():  # every rank gathers each in turn, whoever holds a part of it
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    prove_slice(flat, [f for f in fragments if f.name == name], {name: parameter})
+        return layout
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        batch = batch.to(self.device)
+        loss = self._engine(batch.inputs, batch.present)
+        if not isinstance(self._forward, PrivateForward):
+            self._engine.backward(loss)
+
+    def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
+        for group in self._base.param_groups:
+            group["lr"] = learning_rate
+        self._require_own_optimizer()
+        if isinstance(self._forward, PrivateForward):
+            self._engine.backward(self._engine())
+            self._forward.sums.reduce(self.ranks)
+        self._pending = update
+        try:
+            self._engine.step()
+        finally:
+            self._pending = None
+            if isinstance(self._forward, PrivateForward):
+                self._forward.sums.clear()
+        return self._check(update)
+
+    def discard(self) -> None:
+        if isinstance(self._forward, PrivateForward):
+            self._forward.sums.clear()
+        self._engine.zero_grad()
+        # ZeRO-3 frees some weights only after a backward pass of its own, which this step will not have any more.
+        self._engine.empty_partition_cache()
+
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        update, self._pending = self._pending, None
+        if update is None:
+            raise UpdateError("the optimizer was asked to step without an update for this logical step")
+        for group in optimizer.param_groups:
+            for flat in group["params"]:
+                if id(flat) not in self._layout or flat.grad is None:
+                    raise UpdateError("the optimizer holds a tensor that is not in the shard map, or has no gradient")
+                fragments = self._layout[id(flat)][1]
+                total = self._total(flat.grad, fragments)
+                update.finish(total, fragments)
+                flat.grad.copy_(total)
+
+    def _total(self, reduced: Tensor, fragments: list[Fragment]) -> Tensor:
+        """The sum over all ranks for this flat tensor: fp64 in a private phase, after DeepSpeed's agrees with it."""
+        if self._scale != 1:
+            reduced.mul_(self._scale)
+        if not isinstance(self._forward, PrivateForward):
+            return reduced
+        exact = torch.zeros_like(reduced, dtype=torch.float64)
+        for fragment in fragments:
+            total = self._forward.sums.totals[fragment.name].view(-1)
+            fragment.of(exact).copy_(total[fragment.start : fragment.start + fragment.length])
+        rounding = ROUNDING * exact.abs().max() + torch.finfo(torch.float32).tiny
+        for fragment in fragments:
+            total = fragment.of(exact)
+            apart = (fragment.of(reduced) - total).abs().max()
+            if not bool(apart <= AGREEMENT * total.abs().max() + rounding):
+                raise UpdateError(
+                    f"what DeepSpeed reduced for {fragment.name} is not the sum that was handed to it; its shards do "
+                    "not lie where the shard map says, or something scales gradients"
+                )
+        return exact
+
+    def _check(self, update: Update) -> AppliedUpdate:
+        """What DeepSpeed may lose in silence: the hook, the step, elements; and weights that stopped being numbers."""
+        # Of weights alone: padding behind them is memory that nobody ever wrote.
+        finite = all(bool(torch.isfinite(f.of(flat)).all()) for flat, parts in self._layout.values() for f in parts)
+        applied = bool(self._engine.was_step_applied())
+        elements = self.ranks.sum(update.elements)
+        expected = self.trainable_elements * (self.ranks.world if self._zero.stage == 0 else 1)
+        if elements != expected:
+            raise UpdateError(f"{elements} of {expected} elements were finished; some got no noise, or got it twice")
+        if self.ranks.sum(int(applied)) != self.ranks.world:
+            raise UpdateError("DeepSpeed skipped the optimizer step on some rank")
+        if self.ranks.sum(int(finite)) != self.ranks.world:
+            raise UpdateError("the weights are no longer finite; resume with a lower learning rate and --new-segment")
+        return AppliedUpdate(self.trainable_elements)
+
+    def _require_own_optimizer(self) -> None:
+        outer = self._engine.optimizer
+        if outer is not self._base and getattr(outer, "optimizer", None) is not self._base:
+            raise UpdateError(
+                "DeepSpeed replaced the optimizer, and the noise hook with it; use one of those in train/optim"
+            )
+
+    def observe(self) -> Observation:
+        return self._forward.observation()
+
+    def shards(self) -> list[OptimizerShard]:
+        found = []
+        for flat, fragments in self._layout.values():
+            found.append(OptimizerShard(flat, fragments, self._base.state_tensors(flat)))
+        return found
+
+    def optimizer_step(self) -> int:
+        return self._base.steps_done
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Prepares the optimizer state to be filled by a checkpoint, or forgets it at step 0."""
+        self._base.restart(step)
+
+    def _add_up(self, sums: Tensor) -> Tensor:
+        """Over the ranks, wherever the optimizer's state lies."""
+        return self.ranks.add(sums.to(self.device)).to(sums.device)
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """The whole model's state on every rank."""
+        state = dict(self.model.state_dict())
+        if self._zero.stage < 3:
+            return state
+        # A clipped pass that no update followed, as measurements make it, leaves weights gathered.
+        self._engine.empty_partition_cache()
+        for name, parameter in self.model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                state[name] = parameter.detach().clone()
+        return state
+
+    def close(self) -> None:
+        self._hook.remove()
+        self._engine.destroy()
+
+
+def deepspeed_config(zero: ZeroOptimization, micro_batch: int) -> dict[str, Any]:
+    """The whole of what DeepSpeed is told; the user's file cannot reach past it."""
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        **({"gradient_allreduce_op": "sum"} if zero.stage < 3 else {}),
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1_000_000_000,
+        "zero_optimization": zero.model_dump(exclude_none=True, exclude={"offload_optimizer": {"adam"}})
+        | (STAGE_3 if zero.stage == 3 else {}),
+    }
+
+
+def _cpu_adam(optimizer: AdamW) -> Kernel:
+    """DeepSpeedCPUAdam's kernel on stretches of our flat tensors, so that rates and decay may differ among them."""
+    params = optimizer.params
+    stock = DeepSpeedCPUAdam([torch.zeros(1)], betas=params.betas, eps=params.eps)
+
+    def update(
+        weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: int, rate: float, decay: float
+    ) -> None:  # fmt: skip
+        stock.ds_opt_adam.adam_update(
+            stock.opt_id, step, rate, *params.betas, params.eps, decay, params.bias_correction,
+            weights, gradient, first, second,
+        )  # fmt: skip
+
+    return update

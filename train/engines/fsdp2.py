@@ -1,0 +1,344 @@
+"""The model sharded by PyTorch's own FSDP2 (`fully_shard`); needs no DeepSpeed.
+
+In a private phase FSDP2 only gathers weights. Clipped gradients are totalled in fp64 beside it and added up over the
+ranks by one all-reduce per logical step, the only reduction; every rank then finishes and applies the rows that it
+holds. Nothing of FSDP2 touches a gradient on the way, so what could go wrong is that an update does not reach what the
+model computes with: that is proved when the engine is made, and looked for after every step. In a phase without
+privacy gradients are ordinary ones, which FSDP2 sums and shares out after every micro-batch, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.train.clip.engine import Observation, assert_exact_matmul
+from murmuration.train.clip.sums import ExactSums
+from murmuration.train.config.section import COLLECTIVE_SECONDS
+from murmuration.train.distributed.process import describe_process
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, digests_of
+from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
+from murmuration.train.engines.shard_map import ShardMapError, prove_numbering, row_slices
+from murmuration.train.noise.update import Update, UpdateError
+from murmuration.train.optim.base import FlatOptimizer
+
+# A model cut up for FSDP2: which parts are gathered together, and the model as those see it who know its parameters.
+#
+# Between calls a rank holds its rows of every parameter, and nothing else. While a part runs, forwards or backwards,
+# its parameters are whole on every rank; they are let go of as soon as it is done.
+
+
+class Units:
+    """The parts of a sharded model. What they do together is a collective act."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0:
+                raise ShardMapError(
+                    f'{name} has no rows to share out; give it the shape [1], or use run.engine "deepspeed"'
+                )
+        mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+        self.model = model
+        self._parts = [fully_shard(part, mesh=mesh, reshard_after_forward=True) for part in parts_of(model)]
+        for part in self._parts:
+            # Sums, not means, of what non-private phases reduce.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+    def gathered(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter under each of its names, whole while the caller looks at it; go through to the end."""
+        for part in self._parts:
+            part.unshard()
+            for name, parameter in self.model.named_parameters(remove_duplicate=False):
+                if not isinstance(parameter, DTensor):
+                    yield name, parameter
+            part.reshard()
+
+    def let_go(self) -> None:
+        """Of whatever is whole."""
+        for part in self._parts:
+            part.reshard()
+
+    @torch.no_grad()
+    def local(self) -> dict[str, Tensor]:
+        """This rank's rows of each parameter, without padding: the memory that the next gathering reads."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            if not isinstance(parameter, DTensor):
+                raise ShardMapError(
+                    f"{name} is whole where only its shard should be; the model would not see an update"
+                )
+            found[name] = parameter.to_local()
+        return found
+
+
+class GatheredModel(nn.Module):
+    """The sharded model, its parameters being the whole ones with which its layers compute.
+
+    FSDP2 puts these in place while a layer runs, always the same, and gives them memory only then. Clip engines know
+    parameters by identity, so this is the model that they are shown.
+    """
+
+    def __init__(self, units: Units) -> None:
+        super().__init__()
+        self._sharded = (units.model,)  # in a tuple: nothing is registered a second time
+        self._whole = dict(units.gathered())
+        for parameter in self._whole.values():
+            parameter.lent = True  # pyright: ignore[reportAttributeAccessIssue]  # its memory, while a layer runs
+        if any(self._whole[name] is not parameter for name, parameter in units.gathered()):
+            raise ShardMapError("FSDP2 makes whole parameters anew at each gathering; this version is not supported")
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self._sharded[0](inputs)
+
+    def train(self, mode: bool = True) -> GatheredModel:
+        self._sharded[0].train(mode)
+        return super().train(mode)
+
+    def named_modules(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._sharded[0].named_modules(*arguments, **options)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, _ in self._sharded[0].named_parameters(prefix, recurse, remove_duplicate):
+            yield name, self._whole[name.removeprefix(f"{prefix}.") if prefix else name]
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """Repeated blocks, each a part of its own; last the model, which takes the rest.
+
+    A block that shares a parameter with something outside is left to the model: it must be whole in both places.
+    """
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    parts = []
+    for block in _blocks(model):
+        own = Counter(id(p) for _, p in block.named_parameters(remove_duplicate=False))
+        if own and all(uses[parameter] == count for parameter, count in own.items()):
+            parts.append(block)
+    return [*parts, model]
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    kinds = [type(child) for child in module.children()]
+    chain = isinstance(module, nn.Sequential) and len(kinds) > 1 and len(set(kinds)) == 1
+    for child in module.children():
+        if (chain or isinstance(module, nn.ModuleList)) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def start_ranks() -> Ranks:
+    """Joins the process group that the launcher describes; alone, without one, a group of one is made."""
+    device = describe_process()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+    return Ranks(dist.get_rank(), dist.get_world_size(), device)
+
+
+class FSDP2Engine:
+    def __init__(self, forward: PrivateForward | PlainForward, optimizer: FlatOptimizer, ranks: Ranks) -> None:
+        assert_exact_matmul()
+        self.ranks = ranks
+        self.device = ranks.device
+        self._forward = forward
+        self._optimizer = optimizer
+        require_fp32(self._forward)
+        self.shapes = forward.shapes
+        self.partitioned = True
+        self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
+        _same_everywhere(forward.model, ranks)
+        before = digests_of(forward.model.state_dict())
+        self._units = Units(forward.model, ranks)
+        self._trained = self._trained_rows()
+        self._layout = row_slices(self._trained, self.shapes, ranks.rank, ranks.world)
+        self._prove()
+        self.model: nn.Module = GatheredModel(self._units)
+        forward.model = self.model
+        if digests_of(self.whole_weights()) != before:
+            raise ShardMapError("sharding changed the weights; what layers are given is not what the model had")
+        if isinstance(forward, PrivateForward):
+            del forward.handover  # its taps keep the weights from before; sums need not pass through FSDP2
+            forward.begin(self.device)
+        (group,) = optimizer.param_groups
+        group["params"] = [flat for flat, _ in self._layout.values()]
+        optimizer.bind(self._layout, self._add_up)
+
+    def _trained_rows(self) -> dict[str, Tensor]:
+        return {name: local for name, local in self._units.local().items() if name in self.shapes}
+
+    def _prove(self) -> None:
+        """Each element lies in one shard, and there alone."""
+        if list(self._trained) != list(self.shapes):
+            raise ShardMapError("sharding changed the names or the order of parameters, by which noise is drawn")
+        held = self.ranks.sum(sum(f.length for _, fragments in self._layout.values() for f in fragments))
+        if held != self.trainable_elements:
+            raise ShardMapError(
+                f"the shards hold {held} of {self.trainable_elements} elements; some lie in two, or in none"
+            )
+        prove_numbering(self._layout, {name: s.numel() for name, s in self.shapes.items()}, self._units.gathered)
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        batch = batch.to(self.device)
+        loss = self._forward(batch.inputs, batch.present)
+        if not isinstance(self._forward, PrivateForward):
+            loss.backward()
+
+    def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        before = self._optimizer.steps_done
+        try:
+            if isinstance(self._forward, PrivateForward):
+                reduce_and_prove(self._forward.sums, self.ranks)
+            reduced = self._reduced()
+            for flat, fragments in self._layout.values():
+                total = reduced.pop(fragments[0].name) if fragments else torch.zeros_like(flat)
+                update.finish(total, fragments)
+                flat.grad = total.to(flat.dtype).view_as(flat)
+            self._optimizer.step()
+        finally:
+            self.discard()
+        return self._check(update, self._optimizer.steps_done == before + 1)
+
+    @torch.no_grad()
+    def _reduced(self) -> dict[str, Tensor]:
+        """This rank's part of the sum over all ranks, by parameter: fp64 in a private phase, else FSDP2's own fp32."""
+        if isinstance(self._forward, PrivateForward):
+            totals = self._forward.sums.totals
+            every = [f for _, fragments in self._layout.values() for f in fragments]
+            return {f.name: totals[f.name].view(-1)[f.start : f.start + f.length] for f in every}
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._units.model.named_parameters():
+            if name in self.shapes:
+                gradient = parameter.grad
+                found[name] = (
+                    gradient.to_local() if isinstance(gradient, DTensor) else torch.zeros_like(self._trained[name])
+                )
+        return found
+
+    def discard(self) -> None:
+        """Sums, gradients, and gathered weights that a pass left behind."""
+        if isinstance(self._forward, PrivateForward):
+            self._forward.sums.clear()
+        self._units.let_go()
+        for parameter in self._units.model.parameters():
+            parameter.grad = None
+        for flat, _ in self._layout.values():
+            flat.grad = None
+
+    def _check(self, update: Update, applied: bool) -> AppliedUpdate:
+        """What may be lost in silence: elements, the step, the tie between shards and model, finite weights."""
+        own = all(_is(local, self._trained[name]) for name, local in self._trained_rows().items())
+        # Of weights alone: padding behind them is memory that nobody ever wrote.
+        finite = all(bool(torch.isfinite(f.of(flat)).all()) for flat, parts in self._layout.values() for f in parts)
+        said = torch.tensor([update.elements, int(applied), int(own), int(finite)], device=self.device)
+        elements, steps, owners, healthy = self.ranks.add(said).tolist()
+        if elements != self.trainable_elements:
+            raise UpdateError(
+                f"{elements} of {self.trainable_elements} elements were finished; some got no noise, or got it twice"
+            )
+        if steps != self.ranks.world:
+            raise UpdateError("the optimizer did not take exactly one step on some rank")
+        if owners != self.ranks.world:
+            raise UpdateError("the model's shards are no longer those that the optimizer updates; something moved them")
+        if healthy != self.ranks.world:
+            raise UpdateError("the weights are no longer finite; resume with a lower learning rate and --new-segment")
+        return AppliedUpdate(self.trainable_elements)
+
+    def observe(self) -> Observation:
+        return self._forward.observation()
+
+    def shards(self) -> list[OptimizerShard]:
+        return [
+            OptimizerShard(flat, parts, self._optimizer.state_tensors(flat)) for flat, parts in self._layout.values()
+        ]
+
+    def optimizer_step(self) -> int:
+        return self._optimizer.steps_done
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Prepares the optimizer state to be filled by a checkpoint, or forgets it at step 0."""
+        self._optimizer.restart(step)
+
+    def _add_up(self, sums: Tensor) -> Tensor:
+        return self.ranks.add(sums)
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        state = dict(self._units.model.state_dict())
+        state |= {name: whole.detach().clone() for name, whole in self._units.gathered()}
+        return state
+
+    def close(self) -> None:
+        self.discard()
+
+
+def _same_everywhere(model: nn.Module, ranks: Ranks) -> None:
+    """Every rank starts from the main rank's weights."""
+    for tensor in model.state_dict().values():
+        given = tensor.detach().to(ranks.device, copy=True)
+        dist.broadcast(given, src=0)
+        tensor.copy_(given)
+
+
+def _is(one: Tensor, other: Tensor) -> bool:
+    """The same memory."""
+    return one.shape == other.shape and one.data_ptr() == other.data_ptr()
+
+
+# One collective adds the totals of all ranks; another, of a few numbers, shows that it did.
+#
+# Each rank weighs its totals before they are added up: two numbers per parameter, which know where elements lie. What
+# the ranks' weights add up to must be the weight of the sum. So a rank that was left out, a scale, or a shift within a
+# parameter is an error, not a wrong gradient.
+
+# Of fp64 sums over all elements of a parameter, relative to the sum of their sizes.
+AGREEMENT = 1e-9
+# Elements weighed at a time.
+WEIGHED_AT_ONCE = 1 << 20
+
+
+def reduce_and_prove(sums: ExactSums, ranks: Ranks) -> None:
+    """`sums.reduce`, checked; every rank comes to the same verdict."""
+    expected, size = ranks.add(_weigh(sums.totals))
+    sums.reduce(ranks)
+    apart = (_weigh(sums.totals)[0] - expected).abs()
+    wrong = ~(apart <= AGREEMENT * size)
+    if ranks.any(bool(wrong.any())):
+        names = [name for name, bad in zip(sums.totals, wrong.tolist(), strict=True) if bad] or ["another rank"]
+        if not bool(torch.isfinite(size).all()):
+            raise UpdateError(f"the sum of clipped gradients of {names[0]} is no number; a clip engine let one through")
+        raise UpdateError(
+            f"what was reduced for {names[0]} is not the sum over the ranks; collective operations cannot be relied "
+            "upon here"
+        )
+
+
+def _weigh(totals: Mapping[str, Tensor]) -> Tensor:
+    """[2, parameters]: each parameter's sum and sum of sizes, elements weighing from 1 to 2 along it."""
+    found = [torch.stack([part.sum(), part.abs().sum()]) for part in map(_weighed, totals.values())]
+    return torch.stack(found, dim=1)
+
+
+def _weighed(total: Tensor) -> Tensor:
+    """In one number per piece and sign: the positive and the negative part."""
+    flat, step = total.view(-1), 1.0 / max(1, total.numel())
+    parts = []
+    for start in range(0, len(flat), WEIGHED_AT_ONCE):
+        piece = flat[start : start + WEIGHED_AT_ONCE]
+        ramp = torch.arange(start, start + len(piece), dtype=torch.float64, device=flat.device).mul_(step).add_(1.0)
+        weighed = ramp.mul_(piece)
+        parts += [weighed.clamp(min=0).sum(), weighed.clamp(max=0).sum()]
+    return torch.stack(parts) if parts else flat.new_zeros(1)

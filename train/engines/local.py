@@ -1,0 +1,122 @@
+"""One process, plain PyTorch: the whole model on one device, no launcher, no process group, nothing compiled.
+
+Clipped gradients are totalled in fp64 by the clip engine; noise is added to these totals, and the optimizer gets the
+result in fp32. In a phase without privacy gradients are ordinary ones.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor, nn
+
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.train.clip.engine import Observation, assert_exact_matmul
+from murmuration.train.config.section import RecipeError
+from murmuration.train.distributed.process import describe_process
+from murmuration.train.distributed.ranks import Alone, Ranks
+from murmuration.train.distributed.shards import whole_parameters
+from murmuration.train.engines.base import AppliedUpdate, OptimizerShard
+from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
+from murmuration.train.noise.update import Update, UpdateError
+from murmuration.train.optim.base import FlatOptimizer
+
+
+def start_ranks() -> Ranks:
+    if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise RecipeError(
+            f'run.engine = "local" is one process, but {world} were started; start it by python alone, or choose '
+            '"deepspeed" or "fsdp2"'
+        )
+    return Alone(describe_process())
+
+
+class LocalEngine:
+    partitioned = False
+
+    def __init__(self, forward: PrivateForward | PlainForward, optimizer: FlatOptimizer, ranks: Ranks) -> None:
+        assert_exact_matmul()
+        require_fp32(forward)
+        self.device, self.shapes = ranks.device, forward.shapes
+        self._forward, self._optimizer, self._ranks = forward, optimizer, ranks
+        self.model: nn.Module = forward.model.to(self.device)
+        self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
+        self._layout = whole_parameters(self._trained)
+        if isinstance(forward, PrivateForward):
+            del forward.handover  # for engines that reduce gradients; here the totals are at hand
+            forward.begin(self.device)
+        optimizer.bind(self._layout, None)
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        batch = batch.to(self.device)
+        loss = self._forward(batch.inputs, batch.present)
+        if not isinstance(self._forward, PrivateForward):
+            loss.backward()
+
+    @torch.no_grad()
+    def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        before = self._optimizer.steps_done
+        try:
+            for parameter, fragments in self._layout.values():
+                total = self._total(fragments[0].name)
+                update.finish(total.view(-1), fragments)
+                parameter.grad = total.to(parameter.dtype)
+            self._optimizer.step()
+        finally:
+            self.discard()
+        return self._check(update, self._optimizer.steps_done == before + 1)
+
+    def _total(self, name: str) -> Tensor:
+        if isinstance(self._forward, PrivateForward):
+            return self._forward.sums.totals[name]
+        gradient = self._trained[name].grad
+        return torch.zeros_like(self._trained[name]) if gradient is None else gradient.contiguous()
+
+    def discard(self) -> None:
+        if isinstance(self._forward, PrivateForward):
+            self._forward.sums.clear()
+        for parameter in self._trained.values():
+            parameter.grad = None
+
+    def _check(self, update: Update, stepped: bool) -> AppliedUpdate:
+        if update.elements != self.trainable_elements:
+            raise UpdateError(
+                f"{update.elements} of {self.trainable_elements} elements were finished; some got no noise, or got it "
+                "twice"
+            )
+        if not stepped:
+            raise UpdateError("the optimizer did not take exactly one step")
+        own = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if own.keys() != self._trained.keys() or any(own[name] is not p for name, p in self._trained.items()):
+            raise UpdateError(
+                "the model's parameters are no longer those that the optimizer updates; something moved them"
+            )
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in self._trained.values()):
+            raise UpdateError("the weights are no longer finite; resume with a lower learning rate and --new-segment")
+        return AppliedUpdate(self.trainable_elements)
+
+    def observe(self) -> Observation:
+        return self._forward.observation()
+
+    def shards(self) -> list[OptimizerShard]:
+        return [
+            OptimizerShard(parameter, fragments, self._optimizer.state_tensors(parameter))
+            for parameter, fragments in self._layout.values()
+        ]
+
+    def optimizer_step(self) -> int:
+        return self._optimizer.steps_done
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Prepares the optimizer state to be filled by a checkpoint, or forgets it at step 0."""
+        self._optimizer.restart(step)
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        return dict(self.model.state_dict())
+
+    def close(self) -> None:
+        self.discard()

@@ -1,0 +1,83 @@
+"""Training metrics of private records that may be published: bounded per record, summed, noised, charged.
+
+What is released from one draw is one event: the gradient and these sums are one vector with noise on each part, and
+the ledger charges their combined noise multiplier (contract 9). The values are held back until a checkpoint is durable.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from murmuration.accounting.adaptive import METRIC
+from murmuration.accounting.ledger.facts import MetricFact
+from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.train.clip.engine import Observation
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.noise.aes import NoiseMechanism
+
+
+class MetricRelease:
+    """The noised metrics of one logical step at a time; without planned metrics it does nothing."""
+
+    def __init__(self, key: bytes, plan: PrivacyPlan, clip_bound: float, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.clip_bound = clip_bound
+        self._divisor = plan.divisor
+        self._planned = plan.metrics
+        self._noise = [NoiseMechanism(key, metric.std, plan.divisor) for metric in plan.metrics]
+        self._sums = torch.zeros(len(plan.metrics), dtype=torch.float64)
+
+    def facts(self) -> tuple[MetricFact, ...]:
+        """By what each record moves a sum, and the noise that the mechanisms in use draw."""
+        return tuple(
+            MetricFact(metric.name, metric.bound, noise.std)
+            for metric, noise in zip(self._planned, self._noise, strict=True)
+        )
+
+    def add(self, present: Tensor, observed: Observation) -> None:
+        """A micro-batch of this rank."""
+        for index, metric in enumerate(self._planned):
+            lowest = -metric.bound if metric.name == METRIC else 0.0
+            self._sums[index] += _bounded_sum(self._values(metric, observed), present, lowest, metric.bound)
+
+    def _values(self, metric: PlannedMetric, observed: Observation) -> Tensor:
+        if metric.name == "loss":
+            return observed.losses
+        assert observed.norms is not None, "a private phase measures gradient norms"
+        clipped = (observed.norms > self.clip_bound).double()
+        if metric.name != METRIC:
+            return clipped
+        return torch.where(torch.isfinite(observed.norms), clipped - 0.5, math.nan)
+
+    def release(self, step: int) -> dict[str, float]:
+        """Summed over ranks, noised once (each rank draws the same keyed noise), divided by the constant q·n.
+
+        The noise has all bits that the sum has, and what is told of both is rounded to fp32: in the last bits of an
+        fp64 number that stand below those of its noise, the sum would show bare.
+        """
+        if not self._planned:
+            return {}
+        sums = self._ranks.add(self._sums.to(self._ranks.device, copy=True)).cpu()
+        self._sums.zero_()
+        return {
+            f"noised_{metric.name}": rounded(
+                (float(sums[index]) + float(noise.draw(step, index, 0, 1, np.float64)[0])) / self._divisor
+                + (0.5 if metric.name == METRIC else 0.0)  # each record was counted as 1/2 or -1/2
+            )
+            for index, (metric, noise) in enumerate(zip(self._planned, self._noise, strict=True))
+        }
+
+
+def rounded(value: float) -> float:
+    return float(np.float32(value))
+
+
+def _bounded_sum(values: Tensor, present: Tensor, lowest: float, highest: float) -> float:
+    """Each present record adds a number within the bounds; one that is not finite adds 0."""
+    values = values.detach().double()
+    counts = present.to(values.device) & torch.isfinite(values)
+    return float(torch.where(counts, values.clamp(lowest, highest), torch.zeros_like(values)).sum())

@@ -1,0 +1,114 @@
+"""The next step's noise, drawn by threads while the micro-batches compute; the same bits as drawn when asked for.
+
+AES and numpy let go of the interpreter lock, so drawing costs the training loop little as long as a core is free.
+Memory is bounded: at most `most_bytes` wait to be taken, and every piece taken makes room for the next one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.noise.aes import NoiseMechanism, in_chunks
+
+MOST_BYTES = 1 << 30
+
+
+class NoiseAhead:
+    """A `Noise` around another: `prepare(step)` begins to draw, `chunks` hands out, drawing itself what is not ready.
+
+    For one consumer, which takes the fragments in the order given here; any other order or step is right as well,
+    only not ahead. A step that is given up needs nothing: the next `prepare` forgets what was drawn for it.
+    """
+
+    def __init__(
+        self, mechanism: NoiseMechanism, fragments: Sequence[Fragment], threads: int = 1, most_bytes: int = MOST_BYTES
+    ) -> None:
+        self._mechanism = mechanism
+        self._plan = list(in_chunks(fragments))
+        self._room = most_bytes
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="noise")
+        self._step: int | None = None
+        self._waiting: deque[Fragment] = deque()
+        self._drawing: dict[Fragment, Future[np.ndarray]] = {}
+
+    @property
+    def std(self) -> float:
+        return self._mechanism.std
+
+    @std.setter
+    def std(self, std: float) -> None:
+        if std != self._mechanism.std:
+            self.cancel()  # drawn with another deviation
+            self._mechanism.std = std
+
+    @property
+    def generator(self) -> str:
+        return self._mechanism.generator
+
+    @property
+    def divisor(self) -> float:
+        return self._mechanism.divisor
+
+    def prepare(self, step: int) -> None:
+        """Begins to draw the noise of this step, and forgets any other."""
+        self.cancel()
+        self._step = step
+        self._waiting.extend(self._plan)
+        self._fill()
+
+    def cancel(self) -> None:
+        """Forgets what is drawn; of what is being drawn at this moment, a piece per thread, the result is dropped."""
+        self._step = None
+        self._waiting.clear()
+        for chunk, future in self._drawing.items():
+            future.cancel()
+            self._room += _bytes(chunk)
+        self._drawing.clear()
+
+    def close(self) -> None:
+        self.cancel()
+        self._pool.shutdown(wait=True)
+
+    def chunks(
+        self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64
+    ) -> Iterator[tuple[Fragment, Tensor]]:
+        for chunk in in_chunks(fragments):
+            drawn = self._take(step, chunk)
+            if drawn is None:
+                yield from self._mechanism.chunks(step, [chunk], device, dtype)
+            else:
+                yield chunk, torch.from_numpy(drawn).to(device=device, dtype=dtype)
+
+    def _take(self, step: int, chunk: Fragment) -> np.ndarray | None:
+        """What was drawn ahead, once; the draw of a thread that failed fails here."""
+        if step != self._step:
+            return None
+        future = self._drawing.pop(chunk, None)
+        if future is None:
+            if chunk in self._waiting:  # asked for out of order, or no piece fits the memory
+                self._waiting.remove(chunk)
+            return None
+        drawn = future.result()
+        self._room += _bytes(chunk)
+        self._fill()
+        return drawn
+
+    def _fill(self) -> None:
+        """Pieces in order, as many as there is room for."""
+        while self._waiting and self._step is not None and _bytes(self._waiting[0]) <= self._room:
+            chunk = self._waiting.popleft()
+            self._room -= _bytes(chunk)
+            self._drawing[chunk] = self._pool.submit(
+                self._mechanism.draw, self._step, chunk.parameter, chunk.start, chunk.length, np.float64
+            )
+
+
+def _bytes(chunk: Fragment) -> int:
+    return 8 * chunk.length

@@ -1,0 +1,98 @@
+"""AdamW and LAMB: the direction of Adam, with DP-AdamBC's correction if asked, scaled per parameter by LAMB.
+
+Adam: Kingma and Ba (arXiv 1412.6980); AdamW: Loshchilov and Hutter (1711.05101); LAMB: You et al. (1904.00962),
+algorithm 2; DP-AdamBC: Tang et al. (2312.14334). Everything here acts on a gradient that already has its noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from murmuration.train.config.optimizer import OptimizerParams
+from murmuration.train.optim.base import Flat, FlatOptimizer, Policy, Stretch
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float], None]
+"""Weights, gradient, both moments, step, learning rate, weight decay: one step of AdamW in place, by other means."""
+
+
+class AdamW(FlatOptimizer):
+    """`gradient_noise` is the public standard deviation of the noise on each element of the divided gradient."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], policies: Mapping[str, Policy], params: OptimizerParams,
+        gradient_noise: float,
+    ) -> None:  # fmt: skip
+        self.params = params
+        self.kernel: Kernel | None = None
+        self._noise_variance = gradient_noise**2
+        super().__init__(parameters, policies, params.ema_decay, params.gradient_norm)
+
+    def update(self, flats: Sequence[Flat]) -> None:
+        for flat in flats:
+            for stretch in flat.stretches:
+                rate, decay = flat.learning_rate * stretch.policy.learning_rate, stretch.policy.weight_decay
+                for weights, gradient, (first, second) in flat.chunks(stretch):
+                    if self.kernel is not None:
+                        self.kernel(weights, gradient, first, second, flat.step, rate, decay)
+                        continue
+                    self._observe(gradient, first, second)
+                    direction = self._direction(first, second, flat.step)
+                    weights.mul_(1.0 - rate * decay).sub_(direction, alpha=rate)
+
+    def _observe(self, gradient: Tensor, first: Tensor, second: Tensor) -> None:
+        one, two = self.params.betas
+        first.lerp_(gradient, 1.0 - one)
+        second.mul_(two).addcmul_(gradient, gradient, value=1.0 - two)
+
+    def _direction(self, first: Tensor, second: Tensor, step: int) -> Tensor:
+        one, two = (1.0 - beta**step for beta in self.params.betas)
+        scale_first, scale_second = (one, two) if self.params.bias_correction else (1.0, 1.0)
+        if self.params.noise_floor is None:
+            denominator = second.sqrt().div_(math.sqrt(scale_second)).add_(self.params.eps)
+        else:
+            # In fp64: where noise is nearly all there is, little is left of the difference.
+            noise = self._noise_variance * two / scale_second
+            corrected = second.double().div_(scale_second).sub_(noise).clamp_(min=self.params.noise_floor)
+            denominator = corrected.sqrt_().to(second.dtype)
+        return torch.div(first, denominator).div_(scale_first)
+
+
+class LAMB(AdamW):
+    """A parameter moves along Adam's direction plus its decay, by phi(norm of weights) / (norm of the direction).
+
+    The ratio is 1 where either norm is 0: a parameter that starts at zero takes Adam's step (Mehta et al.'s last
+    layer). phi clamps to `weight_norm_bounds`, as in the paper; `trust_bounds` clamps the ratio itself ([0, 1] is
+    LAMBC); neither by default. Norms are of whole parameters, over all ranks.
+    """
+
+    by_parameter = True
+
+    def update(self, flats: Sequence[Flat]) -> None:
+        ratios = self._ratios(self.norms(flats, self._observed))
+        for flat in flats:
+            for stretch in flat.stretches:
+                rate = flat.learning_rate * stretch.policy.learning_rate
+                ratio = ratios[stretch.number] if stretch.policy.trust_ratio else 1.0
+                for weights, _, (first, second) in flat.chunks(stretch):
+                    weights.sub_(self._lamb_direction(weights, first, second, flat, stretch).mul_(ratio), alpha=rate)
+
+    def _observed(self, flat: Flat, stretch: Stretch) -> Iterator[tuple[Tensor, Tensor]]:
+        for weights, gradient, (first, second) in flat.chunks(stretch):
+            self._observe(gradient, first, second)
+            yield weights, self._lamb_direction(weights, first, second, flat, stretch)
+
+    def _lamb_direction(self, weights: Tensor, first: Tensor, second: Tensor, flat: Flat, stretch: Stretch) -> Tensor:
+        return self._direction(first, second, flat.step).add_(weights, alpha=stretch.policy.weight_decay)
+
+    def _ratios(self, norms: Tensor) -> Tensor:
+        weights, direction = norms
+        if self.params.weight_norm_bounds is not None:
+            weights = weights.clamp(*self.params.weight_norm_bounds)
+        ratios = torch.where((weights > 0) & (direction > 0), weights / direction, 1.0)
+        return ratios if self.params.trust_bounds is None else ratios.clamp(*self.params.trust_bounds)

@@ -1,0 +1,224 @@
+"""What every optimizer here shares: flat fp32 tensors that hold fragments of many parameters, on many ranks.
+
+DeepSpeed puts flat slices in the place of the parameters, so an optimizer learns only afterwards, by `bind`, which
+elements belong to which parameter. Learning-rate factors and weight decay act per fragment, so that one flat tensor
+per rank stays; norms of whole parameters are sums over the ranks. Padding belongs to no fragment and never moves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from murmuration.train.config.optimizer import OptimizerParams, ParameterRule
+from murmuration.train.distributed.shards import Fragment, whole_parameters
+
+# From the config's rules to what holds for each parameter: by its name and shape, before sharding hides both.
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Factor on the learning rate, weight decay, and whether a trust ratio acts."""
+
+    learning_rate: float
+    weight_decay: float
+    trust_ratio: bool
+
+
+def policies(params: OptimizerParams, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Policy]:
+    """A rule that fits no parameter is refused: it is a slip of the pen."""
+    named = list(parameters)
+    for number, rule in enumerate(params.rules):
+        if not any(_fits(rule, name, parameter) for name, parameter in named):
+            raise ValueError(
+                f"optimizer.params.rules.{number} ({rule.parameters!r}) fits no trained parameter; the names look like "
+                f"{named[0][0]!r}"
+            )
+    return {name: _policy(params, [r for r in params.rules if _fits(r, name, p)]) for name, p in named}
+
+
+def _policy(params: OptimizerParams, rules: list[ParameterRule]) -> Policy:
+    factor = 1.0
+    for rule in rules:
+        factor *= rule.learning_rate
+    decays, adapts = all(rule.weight_decay for rule in rules), all(rule.trust_ratio for rule in rules)
+    return Policy(factor, params.weight_decay if decays else 0.0, adapts)
+
+
+def _fits(rule: ParameterRule, name: str, parameter: nn.Parameter) -> bool:
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 may have emptied the parameter itself
+    few = rule.at_most_dimensions is None or len(shape) <= rule.at_most_dimensions
+    return few and fnmatchcase(name, rule.parameters)
+
+
+Layout = Mapping[int, tuple[Tensor, Sequence[Fragment]]]
+Add = Callable[[Tensor], Tensor]
+
+AVERAGE = "weights_ema"
+# Elements worked on at a time: bounds the memory of intermediate results, and on a CPU keeps them in its cache.
+CHUNK = {"cpu": 1 << 15}
+CHUNK_ON_DEVICES = 1 << 24
+
+
+class OptimizerError(RuntimeError):
+    """The optimizer was given tensors that it cannot tell apart, or no gradient; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Neighbouring elements of one flat tensor under one policy."""
+
+    number: int
+    """Of the parameter among the trainable ones; the first one's where the stretch spans several."""
+    position: int
+    length: int
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One flat tensor in a step: weights, gradient, moments, and the rate of its group."""
+
+    weights: Tensor
+    gradient: Tensor
+    moments: Mapping[str, Tensor]
+    step: int
+    learning_rate: float
+    stretches: Sequence[Stretch]
+
+    def chunks(self, stretch: Stretch) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
+        """Views of weights, gradient and moments, a piece at a time."""
+        size = CHUNK.get(self.weights.device.type, CHUNK_ON_DEVICES)
+        flats = [self.weights.view(-1), self.gradient.view(-1), *(moment.view(-1) for moment in self.moments.values())]
+        for begin in range(stretch.position, stretch.position + stretch.length, size):
+            end = min(begin + size, stretch.position + stretch.length)
+            weights, gradient, *moments = (flat[begin:end] for flat in flats)
+            yield weights, gradient, moments
+
+
+class FlatOptimizer(torch.optim.Optimizer, ABC):
+    """Subclasses name their moments and update all flat tensors of this rank in one call."""
+
+    moments: tuple[str, ...] = ()
+    by_parameter = False
+    """Whether fragments must be told apart; if not, neighbours under one policy are worked on together."""
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], policies: Mapping[str, Policy],
+        ema_decay: float | None, most: float | None,
+    ) -> None:  # fmt: skip
+        """`most`: no gradient is longer, all parameters together. It has its noise by now, so this promises nothing."""
+        named = dict(parameters)
+        super().__init__(list(named.values()), {"lr": 0.0})
+        self._policies = dict(policies)
+        self._numbers = {name: number for number, name in enumerate(named)}
+        self._ema_decay, self._most = ema_decay, most
+        self.bind(whole_parameters(named), None)
+
+    def bind(self, layout: Layout, add: Add | None) -> None:
+        """Once an engine has made its shards: what each flat tensor holds, by id, and the sum over ranks (in place).
+
+        `add` is None where every rank holds whole parameters: their norms are complete without talking.
+        """
+        self._add = add
+        self._stretches: dict[int, list[Stretch]] = {}
+        self._bound = [flat for flat, _ in layout.values()]  # an id means something only while its tensor lives
+        for identity, (_, fragments) in layout.items():
+            unknown = next((f.name for f in fragments if f.name not in self._numbers), None)
+            if unknown is not None:
+                raise OptimizerError(f"the shard map holds {unknown}, which the optimizer was not made for")
+            self._stretches[identity] = self._joined(fragments)
+
+    def _joined(self, fragments: Sequence[Fragment]) -> list[Stretch]:
+        stretches: list[Stretch] = []
+        for f in sorted(fragments, key=lambda fragment: fragment.position):
+            policy, last = self._policies[f.name], stretches[-1] if stretches else None
+            adjoins = last is not None and last.position + last.length == f.position and last.policy == policy
+            if last is not None and adjoins and not self.by_parameter:
+                stretches[-1] = replace(last, length=last.length + f.length)
+            else:
+                stretches.append(Stretch(self._numbers[f.name], f.position, f.length, policy))
+        return stretches
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if closure is not None:
+            raise OptimizerError("a closure would compute a gradient that got no noise; call step() without one")
+        flats = [self._flat(tensor, group["lr"]) for group in self.param_groups for tensor in group["params"]]
+        if self._most is not None:
+            self._shorten(flats, self._most)
+        self.update(flats)
+        for flat in flats:
+            if self._ema_decay is not None:
+                self.state[flat.weights][AVERAGE].lerp_(flat.weights, 1.0 - self._ema_decay)
+
+    def _flat(self, tensor: Tensor, learning_rate: float) -> Flat:
+        if id(tensor) not in self._stretches:
+            raise OptimizerError("the optimizer holds a tensor outside its layout; bind() it after sharding the model")
+        if tensor.grad is None:
+            raise OptimizerError("a tensor has no gradient; every one gets its noise at every step")
+        state = self.state[tensor]
+        if not state:
+            state.update(self._fresh(tensor, step=0))
+            if self._ema_decay is not None:
+                state[AVERAGE].copy_(tensor)
+        state["step"] += 1
+        moments = {name: state[name] for name in self.moments}
+        step, stretches = int(state["step"]), self._stretches[id(tensor)]
+        return Flat(tensor, tensor.grad, moments, step, float(learning_rate), stretches)
+
+    def _shorten(self, flats: Sequence[Flat], most: float) -> None:
+        """As torch.nn.utils.clip_grad_norm_, over the shards of all ranks; padding has no part in it."""
+        pieces = [g for flat in flats for stretch in flat.stretches for _, g, _ in flat.chunks(stretch)]
+        square = torch.zeros(1, dtype=torch.float64, device=flats[0].weights.device)
+        for gradient in pieces:
+            square += gradient.double().square().sum()
+        norm = (square if self._add is None else self._add(square)).sqrt()
+        factor = (most / (norm + 1e-6)).clamp(max=1.0).float()
+        for gradient in pieces:
+            gradient.mul_(factor)
+
+    @abstractmethod
+    def update(self, flats: Sequence[Flat]) -> None:
+        """Moves the weights of all flat tensors of this rank by one step."""
+
+    def norms(self, flats: Sequence[Flat], of: Callable[[Flat, Stretch], Iterator[tuple[Tensor, Tensor]]]) -> Tensor:
+        """Whole parameters' norms of the pairs that `of` yields in pieces: [2, parameters], in fp64.
+
+        One reduction for all of them, in which a rank takes part that holds nothing but padding.
+        """
+        sums = torch.zeros(2, len(self._numbers), dtype=torch.float64, device=flats[0].weights.device)
+        for flat in flats:
+            for stretch in flat.stretches:
+                for pair in of(flat, stretch):
+                    for kind, piece in enumerate(pair):
+                        sums[kind, stretch.number] += piece.double().square().sum()
+        return (sums if self._add is None else self._add(sums)).sqrt()
+
+    def _fresh(self, flat: Tensor, step: int) -> dict[str, Tensor]:
+        names = (*self.moments, *([AVERAGE] if self._ema_decay is not None else []))
+        fresh = {name: torch.zeros_like(flat, memory_format=torch.contiguous_format).detach() for name in names}
+        return {"step": torch.tensor(float(step)), **fresh}
+
+    def state_tensors(self, flat: Tensor) -> dict[str, Tensor]:
+        """By name, each shaped as the flat tensor; empty before the first step. The step is not among them."""
+        return {name: tensor for name, tensor in self.state.get(flat, {}).items() if name != "step"}
+
+    @property
+    def steps_done(self) -> int:
+        steps = {int(state["step"]) for state in self.state.values() if "step" in state}
+        if len(steps) > 1:
+            raise OptimizerError("the flat tensors disagree about the number of steps")
+        return steps.pop() if steps else 0
+
+    def restart(self, step: int) -> None:
+        """Zeroed state after so many steps, to be filled from a checkpoint; at step 0 all is forgotten."""
+        self.state.clear()
+        if step:
+            for flat in self._bound:  # not of the groups, which ZeRO-3 empties between steps
+                self.state[flat] = self._fresh(flat, step)

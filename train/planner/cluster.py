@@ -1,0 +1,108 @@
+"""The machines that a plan is made for, in numbers that somebody knows of them. Nothing is guessed here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from murmuration.accounting.errors import RunError
+from murmuration.train.planner.cost import RecordCost
+from murmuration.train.planner.memory import GIB, WeightCounts
+from murmuration.train.planner.rows import Batch
+
+
+class PlannerError(RunError, ValueError):
+    """The plan cannot be made; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    gpus: int
+    memory_gib: float
+    """Of one GPU."""
+    tflops: float
+    """What one GPU sustains in the products of this precision, in 10¹² operations per second."""
+    link_gb_per_s: float
+    """What one GPU can send to another, in 10⁹ bytes per second: the slowest link that a ring of all of them uses."""
+    noise_per_second: float
+    """Normal numbers that one rank's processor draws."""
+    free_share: float = 0.1
+    """Of the memory, left to the allocator, the libraries and the communication."""
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1:
+            raise PlannerError(f"--gpus {self.gpus}: a plan needs at least one")
+        for name in ("memory_gib", "tflops", "link_gb_per_s", "noise_per_second"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise PlannerError(f"{name.replace('_', ' ')} must be a positive number, but is {value}")
+        if not 0 <= self.free_share < 1:
+            raise PlannerError(f"the share of memory to leave free must lie in [0, 1), but is {self.free_share}")
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.memory_gib * GIB * (1 - self.free_share)
+
+    def all_reduce_seconds(self, size: float) -> float:
+        """A ring sends every byte nearly twice."""
+        return 2 * self._passed(size)
+
+    def gather_seconds(self, size: float) -> float:
+        """All-gather or reduce-scatter of `size` bytes in all."""
+        return self._passed(size)
+
+    def _passed(self, size: float) -> float:
+        return size * (self.gpus - 1) / self.gpus / (self.link_gb_per_s * 1e9)
+
+
+# Seconds of one logical step: arithmetic of the expected rows, exchange over the links, noise of a rank's share.
+
+# ZeRO-3 brings all weights together for the forward pass and again for the backward pass of every micro-batch. Twice
+# that is counted, since the clip engine's taps may ask for them as well (tests/end_to_end/test_e2e_planner.py).
+GATHERS_PER_MICRO_BATCH = 4
+
+
+@dataclass(frozen=True)
+class StepTime:
+    compute: float
+    exchange: float
+    noise: float
+    """Drawn on the processor while the micro-batches compute: only what is longer than that is waited for."""
+    rows: float
+    """Micro-batches of each rank, on average over the steps; public records that are mixed in have their own."""
+    public: float = 0.0
+    """What of `compute` is for public records that are mixed in."""
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exchange + max(0.0, self.noise - self.compute)
+
+
+def step_time(
+    cost: RecordCost, weights: WeightCounts, cluster: Cluster, batch: Batch, micro_batch: int, stage: int,
+    records_per_second: float | None = None, mixed: int = 0,
+) -> StepTime:  # fmt: skip
+    """`records_per_second` of one GPU, where it was measured, takes the place of the counted arithmetic.
+
+    `mixed` public records beside the batch are a fixed number, cost no clipping, and have a mean gradient of their own
+    that is summed over the ranks in fp32.
+    """
+    rows = batch.rows(cluster.gpus, micro_batch)
+    flops = cost.private_flops if weights.private else cost.step_flops
+    rate = records_per_second or cluster.tflops * 1e12 / flops
+    public = 0.0
+    if mixed:
+        public = Batch(mixed).rows(cluster.gpus, micro_batch) * micro_batch / rate * cost.step_flops / flops
+    compute = rows * micro_batch / rate + public
+    n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
+    exchange = cluster.all_reduce_seconds(8.0 * n) if weights.private else 0.0
+    exchange += cluster.all_reduce_seconds(4.0 * n) if mixed else 0.0
+    if stage < 3:
+        exchange += cluster.all_reduce_seconds(4.0 * n)
+        exchange += cluster.gather_seconds(4.0 * n) if stage else 0.0
+    else:
+        exchange += cluster.gather_seconds(4.0 * n)
+        exchange += rows * GATHERS_PER_MICRO_BATCH * cluster.gather_seconds(whole)
+    share = n if stage == 0 else math.ceil(n / cluster.gpus)
+    noise = share / cluster.noise_per_second if weights.private else 0.0
+    return StepTime(compute, exchange, noise, rows, public)

@@ -1,0 +1,204 @@
+"""What a config will cost on a cluster: memory, micro-batch, time and ε of each phase, and what to change.
+
+Needs neither the data (`expected_records` stands for them) nor memory for the model, and starts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.model.build import build
+from murmuration.model.trainable import select
+from murmuration.train.clip.rule import MOST_ALLOWANCE, rounding_allowance
+from murmuration.train.config.root import Config, Phase
+from murmuration.train.planner.cluster import Cluster, PlannerError, StepTime, step_time
+from murmuration.train.planner.cost import RecordCost, count
+from murmuration.train.planner.memory import GIB, Memory, WeightCounts, memory, weights_of
+from murmuration.train.planner.rows import Batch
+from murmuration.train.recipe.open_data import known_records
+from murmuration.train.recipe.ready_phase import make_plan, resolve_shape, with_steps
+from murmuration.train.self_test.probes import synthetic_batch
+
+LAYOUTS = ((0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True))
+MARKS = 5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to lay the phase out over the ranks."""
+
+    stage: int
+    offload: bool
+    memory: Memory
+    micro_batch: int
+    """The largest that fits; 0 if the phase does not."""
+    peak_bytes: float
+    """With the micro-batch of the config."""
+
+
+@dataclass(frozen=True)
+class PhaseForecast:
+    name: str
+    objective: str
+    weights: WeightCounts
+    cost: RecordCost
+    batch: Batch
+    mixed: int
+    """Public records per step that `phase.mixing` adds."""
+    steps: int
+    layouts: list[Layout]
+    chosen: Layout
+    micro_batch: int
+    """The config's if it fits, or one that does and fills its rows evenly; 0 if nothing fits."""
+    time: StepTime | None
+    plan: PrivacyPlan | None
+    epsilons: list[tuple[int, float]]
+    """ε after so many steps."""
+    advice: list[str]
+
+    @property
+    def days(self) -> float | None:
+        return None if self.time is None else self.time.seconds * self.steps / 86400
+
+    def gpu_hours(self, cluster: Cluster) -> float | None:
+        return None if self.days is None else self.days * 24 * cluster.gpus
+
+
+def forecast(config: Config, cluster: Cluster, records_per_second: float | None = None) -> list[PhaseForecast]:
+    if config.run.engine != "deepspeed":
+        raise PlannerError(f"plans are made for run.engine = 'deepspeed', and not for {config.run.engine!r}")
+    if config.run.noise == "philox":
+        cluster = replace(cluster, noise_per_second=math.inf)  # drawn on the device, while it computes
+    found = []
+    for number, phase in enumerate(config.phases):
+        if phase.trains:
+            found.append(_of_phase(config, number, phase, cluster, records_per_second))
+    return found
+
+
+def _of_phase(
+    config: Config, number: int, phase: Phase, cluster: Cluster, records_per_second: float | None
+) -> PhaseForecast:  # fmt: skip
+    where = f"phases.{number}"
+    records = known_records(phase, where)[0]
+    phase = with_steps(phase, records, where)
+    plan = make_plan(phase, phase.privacy, records, where) if phase.privacy else None
+    batch = Batch.drawn(plan) if plan else Batch(float(phase.batch or 1))
+    mixed = phase.mixing.batch if phase.mixing else 0
+    cost, weights = counted(config, phase)
+    per_record = 4.0 * weights.trainable if plan and config.run.clip_engine != "book-keeping" else 0.0
+    # A micro-batch as large as a rank's share of nearly every draw; at the mean, half of the draws would need two.
+    wanted, most = config.train_micro_batch_size_per_gpu, math.ceil(batch.most / cluster.gpus)
+    if plan:
+        most = min(most, _most_exact())
+    layouts = []
+    for stage, offload in LAYOUTS:
+        need = memory(weights, stage, cluster.gpus, offload)
+        fits = min(most, need.micro_batch(cluster.usable_bytes, cost, per_record))
+        layouts.append(Layout(stage, offload, need, fits, need.peak(wanted, cost, per_record)))
+    own = (config.zero_optimization.stage, config.zero_optimization.offload_optimizer is not None)
+    chosen = next(layout for layout in layouts if (layout.stage, layout.offload) == own)
+    fits = chosen.peak_bytes <= cluster.usable_bytes
+    micro_batch = wanted if fits else batch.even(cluster.gpus, chosen.micro_batch)
+    time = None
+    if micro_batch:
+        time = step_time(cost, weights, cluster, batch, micro_batch, chosen.stage, records_per_second, mixed)
+    found = PhaseForecast(
+        phase.name, phase.objective, weights, cost, batch, mixed, phase.steps, layouts, chosen, micro_batch, time,
+        plan, _epsilons(plan) if plan else [], [],
+    )  # fmt: skip
+    return replace(found, advice=advice(found, wanted, cluster))
+
+
+def counted(config: Config, phase: Phase) -> tuple[RecordCost, WeightCounts]:
+    """From the shapes of the phase's model alone."""
+    shape = resolve_shape(config)
+    model = build(shape, phase.objective, device="meta")
+    select(model, phase.trainable)
+    example = synthetic_batch(shape, phase.objective, 1, 0).inputs
+    inputs = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in example.items()}
+    return count(model, inputs, config.run.precision), weights_of(model, phase)
+
+
+def _most_exact() -> int:
+    """Beyond it, the fp32 sum of a micro-batch may err by more than C is lowered by, and the run is refused."""
+    size = 1
+    while rounding_allowance(size + 1) <= MOST_ALLOWANCE:
+        size += 1
+    return size
+
+
+def _epsilons(plan: PrivacyPlan) -> list[tuple[int, float]]:
+    marks = sorted({max(1, round(plan.steps * part / MARKS)) for part in range(1, MARKS + 1)})
+    sigma = plan.effective_noise_multiplier
+    return [(t, epsilon([Event(plan.sampling_rate, sigma, t)], plan.delta)) for t in marks]
+
+
+# What to change where a phase does not fit a cluster, or wastes its time there.
+
+# Shares of slots: padding worth a word, and what a change must save to be worth one.
+PADDING, SAVED = 0.1, 0.05
+
+
+def advice(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
+    """`wanted` is the micro-batch of the config."""
+    if found.chosen.peak_bytes > cluster.usable_bytes:
+        return _to_fit(found, wanted, cluster)
+    assert found.time is not None
+    lines = _to_fill(found, wanted, cluster.gpus)
+    if found.time.exchange > 0.2 * found.time.seconds:
+        share = found.time.exchange / found.time.seconds
+        other = " or stage 1, which does not gather weights" if found.chosen.stage == 3 else ""
+        lines.append(f"{share:.0%} of a step is exchange: fewer GPUs, a larger batch, a faster link{other}")
+    if found.time.noise > found.time.compute:
+        lines.append('drawing the noise takes longer than computing: run.noise = "philox" draws on the device')
+    if found.plan is not None and found.epsilons[-1][1] > found.plan.epsilon_budget:
+        lines.append("the budget ends the phase before its last step: lower steps, raise noise_multiplier or epsilon")
+    larger = found.batch.even(cluster.gpus, found.chosen.micro_batch)
+    if not lines and larger >= 2 * wanted and found.batch.padding(cluster.gpus, larger) <= PADDING:
+        lines.append(f"a micro-batch of {larger} would fit, too")
+    return lines
+
+
+def _to_fill(found: PhaseForecast, wanted: int, gpus: int) -> list[str]:
+    """Against padding: the config's rows filled evenly, or one row less, with room for a draw's scatter."""
+    padding = found.batch.padding(gpus, wanted)
+    if padding <= PADDING:
+        return []
+    smaller = found.batch.even(gpus, wanted)
+    larger = found.batch.fewer(gpus, wanted)
+    fitting = [size for size in (larger, smaller) if 0 < size <= found.chosen.micro_batch]
+    # Of two that waste alike, the larger: fewer rows.
+    better = min(fitting, key=lambda size: round(found.batch.padding(gpus, size), 2), default=wanted)
+    left, ways = found.batch.padding(gpus, better), []
+    if left < padding - SAVED:
+        ways.append(f"train_micro_batch_size_per_gpu = {better} leaves {left:.0%}")
+    if not ways or left > PADDING:
+        ways.append("use fewer GPUs")
+    return [f"{padding:.0%} of the slots are padding: {', or '.join(ways)}"]
+
+
+def _to_fit(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
+    need = found.chosen.peak_bytes / GIB
+    lines = [f"a micro-batch of {wanted} needs {need:.1f} GiB of {cluster.usable_bytes / GIB:.1f} GiB that may be used"]
+    if found.micro_batch:
+        lines.append(f"set train_micro_batch_size_per_gpu to {found.micro_batch}")
+    others = [
+        layout
+        for layout in found.layouts
+        # Public gradients are mixed into whole weights: the run is refused at stage 3.
+        if layout.micro_batch > found.chosen.micro_batch and not (found.mixed and layout.stage == 3)
+    ]
+    for layout in sorted(others, key=lambda layout: (layout.offload, layout.stage)):
+        offload = ' with zero_optimization.offload_optimizer = {"device": "cpu"}' if layout.offload else ""
+        lines.append(f"zero_optimization.stage = {layout.stage}{offload}: a micro-batch of up to {layout.micro_batch}")
+    if not found.chosen.micro_batch and not others:
+        least = min(layout.memory.peak(1, found.cost) for layout in found.layouts) / (1 - cluster.free_share) / GIB
+        lines.append(
+            f"no stage fits, not even one record at a time: GPUs of at least {least:.1f} GiB, more of them, a smaller "
+            'model, or run.precision = "bf16" for smaller activations'
+        )
+    return lines

@@ -1,0 +1,136 @@
+"""Bytes that one rank holds, by ZeRO stage: what stays, what one micro-batch needs and what the update needs.
+
+The terms are those of this trainer on DeepSpeed 0.19, each found again in what real runs allocate
+(tests/end_to_end/test_e2e_planner.py): fp32 weights; in a private phase fp64 totals of all trainable weights on every
+rank, whatever the stage; the optimizer's fp32 copy and moments, split over N ranks from stage 1 on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.train.config.optimizer import Optimizer
+from murmuration.train.config.root import Phase
+from murmuration.train.planner.cost import RecordCost
+
+GIB = 2**30
+EXCHANGED_AT_ONCE = 4.0 * 500_000_000
+"""Bytes that DeepSpeed adds up over the ranks in one go at stage 0."""
+
+
+@dataclass(frozen=True)
+class WeightCounts:
+    """Of a phase: how many, how large the largest is, and what its optimizer and its privacy keep for each."""
+
+    trainable: int
+    frozen: int
+    largest: int
+    moments: int
+    """Bytes of optimizer state per trainable weight, its copy of the weight apart."""
+    private: bool
+    optimizer_copy: int = 4
+    mixed: bool = False
+    """Whether public gradients are mixed in (phase.mixing)."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank; `host` is main memory."""
+
+    weights: float
+    sums: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    """What ZeRO-3 brings together while a micro-batch runs."""
+    update: float
+    """What only the update needs, when no micro-batch is there."""
+    public: float = 0.0
+    """Public gradients that are mixed in, while their micro-batches run: the sum so far, and those of one."""
+    host: float = 0.0
+    host_update: float = 0.0
+    """What only the update needs there."""
+
+    @property
+    def stays(self) -> float:
+        return self.weights + self.sums + self.gradients + self.optimizer
+
+    @property
+    def while_computing(self) -> float:
+        """What a micro-batch finds beside what stays."""
+        return self.gathered + self.public
+
+    def peak(self, micro_batch: int, cost: RecordCost, per_record: float = 0.0) -> float:
+        """The larger of the two moments; `per_record` are gradients that an engine for checking keeps."""
+        return self.stays + max(self.while_computing + micro_batch * (cost.bytes + per_record), self.update)
+
+    def micro_batch(self, room: float, cost: RecordCost, per_record: float = 0.0) -> int:
+        """The largest that fits; 0 if none does."""
+        if self.stays + self.update > room:
+            return 0
+        return max(0, int((room - self.stays - self.while_computing) // (cost.bytes + per_record)))
+
+
+def weights_of(model: nn.Module, phase: Phase) -> WeightCounts:
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    frozen = sum(p.numel() for p in model.parameters()) - sum(trained)
+    private, mixed = phase.privacy is not None, phase.mixing is not None
+    return WeightCounts(sum(trained), frozen, max(trained), moment_bytes(phase.optimizer), private, mixed=mixed)
+
+
+def moment_bytes(optimizer: Optimizer) -> int:
+    """Per trainable weight: moments, and the running average if one is kept."""
+    params = optimizer.params
+    moments = 8 if optimizer.type in ("AdamW", "LAMB") else 4 if params.momentum else 0
+    return moments + (4 if params.ema_decay is not None else 0)
+
+
+def memory(weights: WeightCounts, stage: int, ranks: int, offload: bool) -> Memory:
+    n, private = weights.trainable, weights.private
+    own, whole = 4.0 * (n + weights.frozen), 4.0 * n
+    shard = whole / ranks
+    state = (weights.optimizer_copy + weights.moments) * n / ranks
+    device = Memory(
+        weights=own / ranks if stage == 3 else own,
+        sums=2 * whole if private else 0.0,
+        gradients=_gradients(stage, private, whole, shard, offload),
+        optimizer=weights.moments * n if stage == 0 else 0.0 if offload else state,
+        gathered=own if stage == 3 else 0.0,
+        update=_update(stage, weights, whole, shard, offload) + (whole if weights.mixed else 0.0),
+        public=2 * whole if weights.mixed else 0.0,  # on every rank, at every stage
+    )
+    if not offload:
+        return device
+    copies = 8.0 * weights.largest if stage < 3 else 0.0
+    return replace(device, host=state + 2 * shard + copies, host_update=3 * shard if private else 0.0)
+
+
+def _gradients(stage: int, private: bool, whole: float, shard: float, offload: bool) -> float:
+    """A private phase hands its gradient over in the update alone; otherwise it adds up over the micro-batches."""
+    if stage == 3:
+        return 0.0 if offload else shard
+    if private:
+        return 0.0
+    return whole if stage < 2 else shard
+
+
+def _update(stage: int, weights: WeightCounts, whole: float, shard: float, offload: bool) -> float:
+    """Private: the gradient is handed over whole; then each shard's exact fp64 total takes the reduced one's place."""
+    if stage == 0:
+        exchanged = min(whole, EXCHANGED_AT_ONCE)
+        return whole + max(exchanged, 8.0 * weights.largest) if weights.private else exchanged
+    if not weights.private:
+        return 0.0 if offload else shard
+    handed = 2 * whole if stage == 3 else whole + shard  # ZeRO-3 gathers the weights to hand their gradient over
+    return handed if offload else max(handed, 5 * shard)
+
+
+# What `--dry-run` and the planner say of a plan that promises less than its config reads as.
+
+
+def simulation(plan: PrivacyPlan) -> str | None:
+    """Of a TAN simulation: that ε of the config is not the promise, and whose ε is shown."""
+    return None if plan.stands_for is None else f"{plan.stands_for}; ε above is that of what will run"

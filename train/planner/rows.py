@@ -1,0 +1,67 @@
+"""How many rows of micro-batches a step takes: a fixed number of a public phase, an expected one of a Poisson draw.
+
+Every rank computes as many rows as the fullest rank needs (`data.draw.micro_batch.row_count`), and the last one is
+filled up with padding, which costs as much as records. Where the mean of a draw lies near a whole number of rows, about
+half of the steps need one row more, so the rows of the mean are not the mean of the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from murmuration.accounting.plan import PrivacyPlan
+
+# Standard deviations above the mean that advice leaves room for: one draw in 30,000 is larger.
+ROOM = 4.0
+# Beyond so many, a draw has no weight that a double could show.
+FAR = 9.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Records of one step: their mean, and the standard deviation of a draw; 0 where every step has as many."""
+
+    mean: float
+    spread: float = 0.0
+
+    @classmethod
+    def drawn(cls, plan: PrivacyPlan) -> Batch:
+        """A binomial draw; with q = 1 it is the whole data set each time."""
+        return cls(plan.divisor, math.sqrt(plan.divisor * (1 - plan.sampling_rate)))
+
+    @property
+    def most(self) -> float:
+        """Hardly any step has more."""
+        return self.mean + ROOM * self.spread
+
+    def rows(self, gpus: int, micro_batch: int) -> float:
+        """The mean over steps: 1 + Σ P(a step has more than k rows hold), k = 1, 2, …, the binomial taken as normal."""
+        slots = gpus * micro_batch
+        if not self.spread:
+            return float(max(1, math.ceil(self.mean / slots)))
+        # Rows that every draw fills need no sum.
+        found = first = max(1, math.floor((self.mean - FAR * self.spread) / slots))
+        for full in range(first, math.ceil((self.mean + FAR * self.spread) / slots) + 1):
+            # A draw is a whole number: more than m of them begins half way to m + 1.
+            found += 0.5 * math.erfc((full * slots + 0.5 - self.mean) / self.spread / math.sqrt(2))
+        return float(found)
+
+    def padding(self, gpus: int, micro_batch: int) -> float:
+        """The share of the slots that holds no record."""
+        return max(0.0, 1 - self.mean / (self.rows(gpus, micro_batch) * micro_batch * gpus))
+
+    def even(self, gpus: int, largest: int) -> int:
+        """The smallest micro-batch that needs no more rows than one of `largest`, even of a large draw."""
+        return self._filling(gpus, self._most_rows(gpus, largest)) if largest else 0
+
+    def fewer(self, gpus: int, micro_batch: int) -> int:
+        """The smallest that needs a row less than `micro_batch` does; 0 where that needs no more than one."""
+        rows = self._most_rows(gpus, micro_batch) - 1
+        return self._filling(gpus, rows) if rows else 0
+
+    def _most_rows(self, gpus: int, micro_batch: int) -> int:
+        return max(1, math.ceil(self.most / gpus / micro_batch))
+
+    def _filling(self, gpus: int, rows: int) -> int:
+        return math.ceil(self.most / gpus / rows)

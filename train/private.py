@@ -1,0 +1,418 @@
+"""Private training as a library: one builder of the private step, used by every command and by programs of your own.
+
+`PrivateCore` puts the parts of the step together: clip engine, sharded engine, self-test, sampler, noise, released
+metrics. `PrivateTraining` adds what a run needs around it: plan, ledger, keys, checkpoints, certificate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from murmuration.accounting.certificate import certificate
+from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma
+from murmuration.accounting.keys import Purpose, destroy
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.journal import BudgetSpent, Journal
+from murmuration.accounting.plan import RATE_DENOMINATOR, PrivacyPlan, parse_delta, threshold_for
+from murmuration.data.batch.function_reader import FunctionReader, Read
+from murmuration.data.batch.loader import Loader
+from murmuration.data.draw.poisson import Draw, PoissonSampler
+from murmuration.train.clip.check import check_gradients
+from murmuration.train.clip.choose import make_clip
+from murmuration.train.clip.engine import ClipEngine
+from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.rule import MOST_ALLOWANCE, ClipError, ClipRule
+from murmuration.train.config.optimizer import Optimizer
+from murmuration.train.config.root import Run, ZeroOptimization
+from murmuration.train.distributed.process import quiet_libraries
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.stop import Stopped, StopRequest
+from murmuration.train.engines.base import ShardedEngine, digests_of, modes_of
+from murmuration.train.engines.choose import EngineSettings, make_engine, start_ranks
+from murmuration.train.engines.forward import PrivateForward
+from murmuration.train.noise.adaptive_norm import AdaptiveNorm
+from murmuration.train.noise.aes import Noise, NoiseMechanism
+from murmuration.train.noise.metrics import MetricRelease
+from murmuration.train.noise.philox import PhiloxNoise
+from murmuration.train.noise.prefetch import NoiseAhead
+from murmuration.train.optim.base import FlatOptimizer
+from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.self_test.probes import SyntheticRecords
+from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport, self_test
+from murmuration.train.step import PrivateStep, Records, StepSummary
+from murmuration.train.storage.checkpoint import Keep, Position
+from murmuration.train.storage.checkpoint_read import Loaded
+from murmuration.train.storage.open_run import open_run
+from murmuration.train.storage.run_dir import RunDir
+
+Derive = Callable[[Purpose], bytes]
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How clipped sums and noise are computed; every choice keeps the promise."""
+
+    clip_engine: Literal["book-keeping", "reference", "opacus"] = "book-keeping"
+    clip_memory: Literal["lean", "fast"] = "lean"
+    precision: Precision = "fp32"
+    noise: Literal["aes", "philox"] = "aes"
+
+    @staticmethod
+    def of(run: Run) -> Computation:
+        return Computation(run.clip_engine, run.clip_memory, run.precision, run.noise)
+
+
+@dataclass(frozen=True)
+class ClippingEngine:
+    """A model in an engine that sums its clipped gradients."""
+
+    clip: ClipEngine
+    forward: PrivateForward
+    optimizer: FlatOptimizer
+    engine: ShardedEngine
+
+
+def clipping_engine(
+    model: nn.Module, rule: ClipRule, optimizer: Optimizer, gradient_noise: float, engine: EngineSettings, ranks: Ranks,
+    computation: Computation, around_clip: Callable[[ClipEngine], ClipEngine] | None = None,
+    make: Callable[..., ShardedEngine] = make_engine,
+) -> ClippingEngine:  # fmt: skip
+    """`gradient_noise`: the deviation that the noise has in the mean gradient. `around_clip` is for audits."""
+    clip = make_clip(computation.clip_engine, rule, computation.precision, computation.clip_memory)
+    if around_clip is not None:
+        clip = around_clip(clip)
+    forward = PrivateForward(model, clip)
+    flat = make_optimizer(optimizer, model.named_parameters(), gradient_noise)
+    return ClippingEngine(clip, forward, flat, make(engine, forward, flat, ranks))
+
+
+class PrivateCore:
+    """The private step of one plan under one set of keys. `prove` comes before anything else touches the engine."""
+
+    def __init__(
+        self, plan: PrivacyPlan, clip: ClipEngine, engine: ShardedEngine, derive: Derive, ranks: Ranks,
+        noise: Literal["aes", "philox"] = "aes",
+    ) -> None:  # fmt: skip
+        self.plan, self.clip, self.engine, self.ranks = plan, clip, engine, ranks
+        self._derive, self._noise = derive, noise
+        self._ahead: NoiseAhead | None = None
+
+    def prove(self, synthetic: SyntheticRecords, replicated: bool, micro_batch: int) -> SelfTestReport:
+        noise = self.noise("self-test")
+        return self_test(self.engine, self.clip, noise, replicated, synthetic, micro_batch, self.ranks)
+
+    def noise(self, purpose: Purpose) -> Noise:
+        kind = PhiloxNoise if self._noise == "philox" else NoiseMechanism
+        return kind.of(self._derive(purpose), self.plan)
+
+    def sampler(self) -> PoissonSampler:
+        keys = self._derive("sampling"), self._derive("sampling-digest")
+        return PoissonSampler(*keys, self.plan.records, self.plan.threshold)
+
+    def step(
+        self, phase: int, journal: Journal | None, records: Records[Draw], stop: StopRequest, *,
+        stepping: ShardedEngine | None = None, first_norm: float | None = None, noise: Noise | None = None,
+    ) -> PrivateStep:  # fmt: skip
+        """`stepping` is the engine with what may be mixed into its updates; `first_norm` is C of the next step where C
+        adapts; an audit may give a `noise` of its own."""
+        if noise is None:
+            noise = self.noise("noise")
+            if isinstance(noise, NoiseMechanism):
+                fragments = [fragment for shard in self.engine.shards() for fragment in shard.fragments]
+                noise = self._ahead = NoiseAhead(noise, fragments)
+        metrics = norm = None
+        if self.plan.metrics:
+            metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.clip.rule.bound, self.ranks)
+        if self.plan.adaptive is not None and metrics is not None:
+            assert first_norm is not None, "the ledger knows the clipping norm of the next step"
+            norm = AdaptiveNorm(self.plan, first_norm, self.clip, noise, metrics)
+        engine = stepping or self.engine
+        return PrivateStep(phase, journal, records, self.clip, noise, engine, self.ranks, stop, metrics, norm)
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+
+
+PHASE, NAME = 0, "training"
+ALLOWANCE = f"The fp32 sum of a micro-batch may err by the allowance (at most {MOST_ALLOWANCE}·C); C is lowered by it."
+SECRET_FOLDER = "Everything is as private as the run directory's secret folder was while the run lasted."
+DEVIATIONS = [
+    ALLOWANCE,
+    "Proved at every start on the device listed under `machine`; kernels of other devices may round a record's "
+    "gradient depending on its row.",
+    "The training loop is a program of the user's own: what it computes from private records beside the private step, "
+    "or makes of the summaries that steps return, is not covered.",
+    "The model is the user's own: that it keeps nothing of the records outside its parameters and buffers, where the "
+    "next ones could meet it, is not looked at.",
+    "The records are known by the name and number that the program gave them; other runs on them are not known.",
+    SECRET_FOLDER,
+]
+
+
+class PrivateTraining:
+    """Trains `model` with (ε, δ)-DP for one record, from the run directory's last checkpoint on.
+
+    `model(inputs)` returns one loss per record; `read(number)` returns the inputs of one of the records
+    0 … records - 1, whose number is given as an array of one, by one thread at a time.
+
+        with PrivateTraining(model, read, ...) as training:
+            training.prove()
+            for t in training.steps():
+                training.step(t, learning_rate)
+            training.finish()
+
+    Each step spends part of the budget when it begins. Weights may be looked at at any time; so after a crash, steps
+    since the last `save` are not replayed: they stay charged, new keys are used, and the last steps may be refused
+    (BudgetSpent). On several processes every rank runs the same program; a launcher starts them.
+    """
+
+    def __init__(
+        self, model: nn.Module, read: Read, *, synthetic: Callable[[int, int], dict[str, torch.Tensor]],
+        records: int, dataset: str, run_dir: str | Path,
+        expected_batch: float, steps: int, epsilon: float, delta: float | str | None = None,
+        noise_multiplier: float | None = None, clip: Literal["flat", "automatic"] = "flat", clip_norm: float = 1.0,
+        optimizer: Optimizer | None = None, micro_batch: int = 32,
+        engine: Literal["deepspeed", "fsdp2", "local"] = "local", zero: ZeroOptimization | None = None,
+        computation: Computation | None = None, keep_checkpoints: int = 2, keep_key: bool = False,
+        debug_seed: int | None = None, new_segment: str | None = None, ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
+        """`synthetic(size, seed)`: random inputs of the right form, for the self-test. `dataset`: a name and version of
+        the records; a run is continued with records of the same name alone. `delta`: None is 1/(2n). `clip_norm`: C.
+        `noise_multiplier`: None calibrates it to `epsilon`. `ranks`: None joins those that a launcher started."""
+        quiet_libraries()
+        self._read, self._synthetic = read, SyntheticRecords(synthetic)
+        self._micro_batch, self._keep_key = micro_batch, keep_key
+        self._engine_settings = EngineSettings(engine, micro_batch, zero or ZeroOptimization())
+        self._computation = computation or Computation()
+        folder = RunDir(Path(run_dir))
+        self.ranks = ranks or start_ranks(engine)
+        versions = {name: version(name) for name in ("torch", "dp-accounting")}
+        self._run = open_run(
+            folder, folder.root.name, self.ranks, Keep(keep_checkpoints), versions, debug_seed=debug_seed,
+            new_segment=new_segment,
+        )  # fmt: skip
+        self._data = hashlib.sha256(json.dumps([dataset, records]).encode()).hexdigest()
+        self.done = self.saved = 0
+        self._core: PrivateCore | None = None
+        self._step: PrivateStep | None = None
+        self._failed: int | None = None
+        try:
+            self.plan: PrivacyPlan = self.ranks.on_main(
+                lambda: self._declared(records, expected_batch, steps, epsilon, delta, noise_multiplier, clip_norm)
+            )
+            if self._run.secret is not None:  # else finished: nothing is drawn any more
+                self._build(model, clip, optimizer or Optimizer())
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, model: nn.Module, clip: Literal["flat", "automatic"], optimizer: Optimizer) -> None:
+        self._model, self._modes, self._buffers = model, modes_of(model), dict[str, str]()
+        self._busy = threading.Lock()
+        self._loaded = self._run.latest()
+        if self._loaded is not None:
+            self.done = self.saved = self._loaded.position.step
+            model.load_state_dict(self._loaded.state_dict(model.state_dict()))
+        rule = ClipRule.of(self.plan, clip, 0.01, self._micro_batch)
+        built = clipping_engine(
+            model, rule, optimizer, self.plan.noise_std / self.plan.divisor, self._engine_settings, self.ranks,
+            self._computation,
+        )  # fmt: skip
+        identity = [type(model).__qualname__, {name: list(shape) for name, shape in built.forward.shapes.items()}]
+        identity += [repr(rule), optimizer.model_dump(), repr(self._computation), self._micro_batch]
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        self.ranks.require_same("the model and the arguments of the training", digest)
+        segment = self.ranks.on_main(
+            lambda: self._run.segment(PHASE, NAME, digest, self._data, self.done, replay=False)
+        )
+        derive = self._run.derive(PHASE, segment)
+        self._core = PrivateCore(self.plan, built.clip, built.engine, derive, self.ranks, self._computation.noise)
+
+    def _declared(
+        self, records: int, expected_batch: float, steps: int, epsilon: float, delta: float | str | None,
+        sigma: float | None, clip_norm: float,
+    ) -> PrivacyPlan:  # fmt: skip
+        """On the main rank: the plan, frozen in the ledger; its σ is not calibrated again when a run is continued."""
+        writer = self._run.writer
+        fixed: dict[str, Any] = dict(
+            records=records, threshold=threshold_for(records, expected_batch), clip_norm=clip_norm, steps=steps,
+            delta=parse_delta(delta, records), epsilon_budget=epsilon,
+        )  # fmt: skip
+        known = writer.history.plans.get(PHASE)
+        if sigma is None and known is not None and all(getattr(known, name) == value for name, value in fixed.items()):
+            sigma = known.noise_multiplier
+        if sigma is None:
+            sigma = calibrate_sigma(fixed["threshold"] / RATE_DENOMINATOR, steps, epsilon, fixed["delta"])
+        plan = PrivacyPlan(noise_multiplier=sigma, **fixed)
+        writer.declare_plan(PHASE, NAME, plan, describe("pld"))
+        return plan
+
+    @property
+    def core(self) -> PrivateCore:
+        if self._core is None:
+            raise LedgerError(f"the run in {self._run.folder.root} is finished; give another run_dir to train again")
+        return self._core
+
+    def prove(self) -> SelfTestReport:
+        """The self-test, on synthetic records alone: clipped, noised once, bounded, all trained. Then a checkpoint's
+        optimizer state is restored, and steps can be taken."""
+        core = self.core
+        if self._step is not None:
+            raise SelfTestError("prove() has passed already; take the steps")
+        report = core.prove(self._synthetic, self._engine_settings.replicated, self._micro_batch)
+        self._empty_records_are_told_apart()
+        self._modes, self._buffers = modes_of(self._model), self._buffers_of_model()
+        if self._loaded is not None:
+            self._loaded.restore_optimizer(core.engine)
+        reader = FunctionReader(self._read, self._synthetic.make(1, 0))
+        self._loader = Loader(
+            reader, core.sampler(), self.ranks.rank, self.ranks.world, self._micro_batch, last=self.plan.steps
+        )
+        self._stop = StopRequest(self._run.folder.stop_file)
+        records = Records(self._loader.draw, self._loader.micro_batches).until_unreadable(self._stop)
+        self._step = core.step(PHASE, self._run.journal, records, self._stop)
+        return report
+
+    def _empty_records_are_told_apart(self) -> None:
+        """A record of zeros among others: a module that packs tokens or sends them to experts by what they hold would
+        put rows of different records together, and no longer know whose gradient is whose."""
+        batch = self._synthetic.batch(3, seed=1).to(self.core.engine.device)
+        for empty in range(3):
+            inputs = {name: tensor.clone() for name, tensor in batch.inputs.items()}
+            for tensor in inputs.values():
+                tensor[empty] = 0
+            try:
+                check_gradients(self.core.clip, self.core.engine.model, inputs, batch.present)
+            except ClipError as error:
+                raise SelfTestError(f"with an empty record among others: {error}") from None
+
+    def steps(self) -> range:
+        """The numbers of the steps that are left."""
+        return range(self.done + 1, self.plan.steps + 1 if self._core is not None else self.done + 1)
+
+    def step(self, number: int, learning_rate: float) -> StepSummary:
+        """One private step. What it returns is PRIVATE: losses and norms of the drawn records, without noise."""
+        if self._step is None:
+            raise SelfTestError("no step is taken before prove() has passed; call it first")
+        if not self._busy.acquire(blocking=False):
+            raise LedgerError("another thread is making a step; make one at a time")
+        try:
+            return self._one_step(self._step, number, learning_rate)
+        finally:
+            self._busy.release()
+
+    def _one_step(self, step: PrivateStep, number: int, learning_rate: float) -> StepSummary:
+        self._require_sound()
+        if number != self.done + 1:
+            raise LedgerError(f"step {number} was asked for after step {self.done}; take the steps that steps() gives")
+        if modes_of(self._model) != self._modes:
+            raise SelfTestError(
+                "a module was switched between training and evaluation since prove(), which tested it as it was; "
+                "switch it before"
+            )
+        # Until all is done: whatever ends a step in its middle, its noise is never added to a second gradient.
+        self._failed = number
+        try:
+            summary = step.run(number, learning_rate)
+        except (Stopped, BudgetSpent):  # nothing reached the weights
+            self.core.engine.discard()
+            self._failed = None
+            raise
+        except BaseException:
+            self.core.engine.discard()
+            raise
+        self.done = number
+        self._failed = None
+        return summary
+
+    def _require_sound(self) -> None:
+        if self._failed is not None:
+            raise LedgerError(
+                f"step {self._failed} failed, and its noise must not be used again; close this training and open it "
+                "anew: it continues from its last checkpoint, under new keys"
+            )
+        # At every step, since a buffer also carries what it holds of one micro-batch into the gradients of the next.
+        if self._step is not None and self._buffers_of_model() != self._buffers:
+            raise LedgerError(
+                "a buffer of the model changed while it was trained, without noise; let forward() write into no buffer"
+            )
+
+    def _buffers_of_model(self) -> dict[str, str]:
+        return digests_of(dict(self._model.named_buffers()))
+
+    def save(self) -> str:
+        """A checkpoint of the last step, durable when this returns its digest."""
+        self._require_sound()
+        run, engine = self._run, self.core.engine
+        header = self.ranks.on_main(lambda: run.header(PHASE, self._data, "own"))
+        digest = run.checkpoints.save(
+            Position(PHASE, self.done), engine, self._engine_settings.replicated, header,
+            lambda found: run.writer.checkpointed(PHASE, self.done, found),
+        )  # fmt: skip
+        self.saved = self.done
+        return digest
+
+    def epsilon(self) -> float:
+        """What the ledger has charged so far: every step that began."""
+        return self.ranks.on_main(lambda: self._run.writer.history.epsilon())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The whole model's state, on every rank."""
+        self._require_sound()
+        return self.core.engine.whole_weights()
+
+    def finish(self) -> certificate.Verdict:
+        """Saves, writes the certificate, destroys the run key, and verifies it all from the ledger alone."""
+        self._require_sound()
+        if self._core is not None and (self.saved != self.done or not self.done):
+            self.save()
+        newest = self._run.checkpoints.latest()
+        return self.ranks.on_main(lambda: self._certify(newest))
+
+    def _certify(self, newest: Loaded | None) -> certificate.Verdict:
+        run = self._run
+        run.writer.finish()
+        extra = {
+            "known_deviations": DEVIATIONS,
+            "siblings": [],
+            "engine": str(self._engine_settings),
+            "machine": str(self.ranks.device),
+            "hashes": {
+                "data_manifests": {NAME: self._data},
+                "checkpoint_manifest_sha256": newest.digest if newest is not None else None,
+            },
+        }
+        document = certificate.compose(run.writer.history, run.writer.ledger.entries, extra)
+        certificate.write(document, run.folder.root)
+        if not self._keep_key:
+            destroy(run.folder.key)
+        return certificate.verify(run.folder.root)
+
+    def close(self) -> None:
+        """Lets go of readers, engine and the ledger's lock; the run can be continued."""
+        if self._step is not None:
+            self._loader.close()
+            self._stop.restore()
+        if self._core is not None:
+            self._core.close()
+            self._core.engine.close()
+        if self._run.journal is not None:
+            self._run.journal.ledger.close()
+
+    def __enter__(self) -> PrivateTraining:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,209 @@
+"""Bu et al.'s four-way study on PUBLIC data: is it clipping or noise that makes private training slow?
+
+One phase is trained four times from the same weights on the same Poisson draws: as it is, with clipping alone, with
+noise alone, and with both. The parts are those of a private step; where nothing is to be clipped, the bound is one that
+no gradient reaches (and that is checked), and where there is to be no noise, its deviation is zero. Nothing of it is
+private or could be: it takes public data alone, has no plan and no ledger, and every output says NOT PRIVATE.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from torch import nn
+
+from murmuration.accounting.plan import RATE_DENOMINATOR, threshold_for
+from murmuration.data.batch.reader import BatchReader, iterate
+from murmuration.data.draw.micro_batch import MicroBatch, slots
+from murmuration.data.draw.poisson import PoissonSampler
+from murmuration.model.build import build
+from murmuration.model.trainable import select
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.config.root import Config
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.engines.base import ShardedEngine, evaluating
+from murmuration.train.engines.choose import EngineSettings, make_engine
+from murmuration.train.engines.forward import PlainForward, PrivateForward
+from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.update import NoisyUpdate
+from murmuration.train.optim.base import FlatOptimizer
+from murmuration.train.optim.schedule import learning_rate
+from murmuration.train.private import Computation, clipping_engine
+from murmuration.train.public.evaluation import public_loss
+from murmuration.train.recipe.ready_phase import ReadyPhase, RecipeError
+
+MARKED = "NOT PRIVATE: a study on public data"
+# No gradient of a model that trains is longer; sums of gradients this long still have room in fp32.
+UNREACHED = 1e12
+POINTS = 10
+MakeEngine = Callable[[EngineSettings, PrivateForward | PlainForward, FlatOptimizer, Ranks], ShardedEngine]
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    clipping: bool
+    noise: bool
+
+
+VARIANTS = (
+    Variant("neither", False, False), Variant("clipping only", True, False), Variant("noise only", False, True),
+    Variant("both", True, True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Study:
+    """What the four have in common."""
+
+    clip: Literal["flat", "automatic"]
+    norm: float
+    gamma: float
+    noise_multiplier: float
+    rates: Sequence[float]
+    """Peaks that each of the four tries; its best one is shown."""
+    steps: int
+    records: int
+    """Public records on which the loss is measured."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    variant: str
+    rate: float
+    losses: list[tuple[int, float]]
+    """(steps done, public loss)"""
+    clip_factor: float
+    """Mean over all records of all steps."""
+
+    @property
+    def final(self) -> float:
+        last = self.losses[-1][1]
+        return last if math.isfinite(last) else math.inf
+
+
+@dataclass
+class Outcome:
+    phase: str
+    study: Study
+    batch: float
+    curves: list[Curve] = field(default_factory=list)
+    marked: str = MARKED
+
+    def best(self, variant: Variant) -> Curve:
+        """At the learning rate that suits it best."""
+        return min((curve for curve in self.curves if curve.variant == variant.name), key=lambda curve: curve.final)
+
+    def as_dict(self) -> dict[str, Any]:
+        best = {variant.name: asdict(self.best(variant)) for variant in VARIANTS}
+        return asdict(self) | {"best": best}
+
+
+def run_study(
+    config: Config, phase: ReadyPhase, study: Study, ranks: Ranks, say: Callable[[str], None],
+    make: MakeEngine = make_engine,
+) -> Outcome:  # fmt: skip
+    """Four variants at every rate; `say` is told of each when it is done."""
+    require_public(phase)
+    require_start(config, phase)
+    outcome = Outcome(phase.name, study, float(phase.settings.batch or 1))
+    public = _measured_on(phase, study, ranks, config.train_micro_batch_size_per_gpu)
+    for variant in VARIANTS:
+        for rate in study.rates:
+            curve = _one(config, phase, study, variant, rate, public, ranks, make)
+            outcome.curves.append(curve)
+            say(f"{MARKED}  {variant.name:13}  lr {rate:g}  public loss {curve.losses[0][1]:.4f} -> {curve.final:.4f}")
+    return outcome
+
+
+def require_public(phase: ReadyPhase) -> None:
+    if phase.private or not phase.settings.data.public:
+        raise RecipeError(
+            f"phases.{phase.number}: the study trains without noise and without a ledger, so it takes public data "
+            "alone; name a phase without `privacy` whose data are declared public"
+        )
+    if phase.settings.features is not None or not phase.settings.trains:
+        raise RecipeError(f"phases.{phase.number} trains no whole model on records; name a phase that does")
+
+
+def require_start(config: Config, phase: ReadyPhase) -> None:
+    trained = next((other.name for other in config.phases[: phase.number] if other.trains), None)
+    if trained is not None:
+        raise RecipeError(
+            f"phases.{phase.number} goes on from what phase {trained!r} trains, which the study does not do; let a "
+            'phase with "data": {"source": "checkpoint", "path": …} take the place of those before it'
+        )
+
+
+def first_weights(phase: ReadyPhase) -> nn.Module:
+    """Those that the phase begins with in a run: fresh ones, or what a phase that loads some gives."""
+    model = build(phase.shape, phase.settings.objective)
+    if phase.start is not None:
+        phase.start.fill(model)
+    return model
+
+
+def _one(
+    config: Config, phase: ReadyPhase, study: Study, variant: Variant, rate: float, public: list[MicroBatch],
+    ranks: Ranks, make: MakeEngine,
+) -> Curve:  # fmt: skip
+    settings, micro_batch = phase.settings, config.train_micro_batch_size_per_gpu
+    model = first_weights(phase)
+    select(model, settings.trainable)
+    rule = ClipRule(study.clip, study.norm, 0.0, study.gamma) if variant.clipping else ClipRule("flat", UNREACHED, 0.0)
+    built = clipping_engine(
+        model, rule, settings.optimizer, 0.0, EngineSettings.of(config), ranks, Computation.of(config.run), make=make
+    )
+    forward, engine = built.forward, built.engine
+    # Public data need no secrets: all variants meet the same records in the same order, and the same noise.
+    threshold = threshold_for(phase.index.records, settings.batch or 1)
+    divisor = threshold / RATE_DENOMINATOR * phase.index.records
+    sampler = PoissonSampler(
+        b"four-way sampling".ljust(32), b"four-way digest".ljust(32), phase.index.records, threshold
+    )
+    std = study.noise_multiplier * study.norm if variant.noise else 0.0
+    noise = NoiseMechanism(b"four-way noise".ljust(32), std, divisor)
+    reader = BatchReader(
+        phase.index, phase.data_spec(augment=True), phase.text,
+        augment_key=b"a" * 32, mask_key=b"m" * 32, dropout_key=b"d" * 32,
+    )  # fmt: skip
+    schedule = settings.schedule.model_copy(update={"peak": rate})
+    losses, factors, seen = [(0, _loss(public, engine, ranks))], 0.0, 0
+    try:
+        for step in range(1, study.steps + 1):
+            rows = slots(sampler.draw(step).ids, ranks.rank, ranks.world, micro_batch)
+            for batch in iterate(reader, rows, step):
+                engine.accumulate(batch)
+                clipped = forward.observed
+                assert clipped is not None
+                there = batch.present.to(clipped.factors.device)
+                factors += float(clipped.factors[there].double().sum())
+                seen += int(there.sum())
+                if not variant.clipping and bool((clipped.factors[there] < 1).any()):
+                    raise RecipeError(
+                        f"a gradient of variant {variant.name!r} is longer than {UNREACHED:g}; lower --rates"
+                    )
+            engine.update(NoisyUpdate(noise, step), learning_rate(schedule, study.steps, step))
+            if step % max(1, study.steps // POINTS) == 0 or step == study.steps:
+                losses.append((step, _loss(public, engine, ranks)))
+    finally:
+        engine.close()
+    return Curve(variant.name, rate, losses, sum(ranks.gather(factors)) / max(1, ranks.sum(seen)))
+
+
+def _measured_on(phase: ReadyPhase, study: Study, ranks: Ranks, micro_batch: int) -> list[MicroBatch]:
+    """Held-out records if the phase has some, otherwise the first ones it trains on; never augmented."""
+    index = phase.held_out or phase.index
+    reader = BatchReader(index, phase.data_spec(augment=False), phase.text, mask_key=b"m" * 32)
+    rows = slots(np.arange(min(study.records, index.records)), ranks.rank, ranks.world, micro_batch)
+    return list(iterate(reader, rows, 0))
+
+
+def _loss(batches: list[MicroBatch], engine: ShardedEngine, ranks: Ranks) -> float:
+    with evaluating(engine.model):
+        there = (batch.to(engine.device) for batch in batches)
+        return public_loss(there, lambda batch: engine.model(batch.inputs), ranks)

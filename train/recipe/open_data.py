@@ -1,0 +1,128 @@
+"""Opens what a phase's data section names: indexes of records, parts of them, text encoders; faults name the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from murmuration.data.draw.node_placement import on_this_node
+from murmuration.data.draw.stream import StreamIndex
+from murmuration.data.index.folders import FolderIndex
+from murmuration.data.index.open import open_index
+from murmuration.data.index.public_split import SplitIndex, public_share
+from murmuration.data.store.place import RecordIndex, ShardError
+from murmuration.data.synthetic.index import SyntheticIndex
+from murmuration.data.text.encoder import TextEncoder
+from murmuration.model.settings import Shape
+from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
+from murmuration.train.config.root import Phase
+from murmuration.train.config.section import RecipeError
+from murmuration.train.recipe.warm_start import NoRecords, WarmStart, WarmStartError
+
+MOST_RECORD_DRIFT = 0.01
+DEMO = " (the demo's shards: python launch/prepare.py demo)"
+
+
+def open_data(phase: Phase, shape: Shape, where: str) -> RecordIndex:
+    data = phase.data
+    if isinstance(data, CheckpointData):
+        return NoRecords(open_start(data, f"{where}.data").digest)
+    if isinstance(data, HeldOutData):
+        return NoRecords("none")
+    return open_records(data, phase.objective, shape, f"{where}.data")
+
+
+def open_start(data: CheckpointData, where: str) -> WarmStart:
+    try:
+        start = WarmStart.at(Path(data.path), data.take_head)
+    except (WarmStartError, OSError) as error:
+        raise RecipeError(f"{where}.path: {error}") from None
+    if data.public and start.undeclared is not None:
+        raise RecipeError(
+            f"{where}.path: these weights come from a run that says {start.undeclared!r}; set {where}.public to false, "
+            "which marks this run alike, or start from others"
+        )
+    return start
+
+
+def open_records(data: Data, objective: str, shape: Shape, where: str) -> RecordIndex:
+    if isinstance(data, SyntheticData):
+        return SyntheticIndex(data.kind, data.records, data.seed, data.size or shape.image_size)
+    if isinstance(data, StreamData):
+        return _open_stream(data, where)
+    assert isinstance(data, ShardData)
+    index = open_public(data.path, f"{where}.path", data.reading.node_shards)
+    _check_expected(index, data, where)
+    if objective == "caption" and isinstance(index, FolderIndex):
+        raise RecipeError(
+            f"{where}.path holds single images, which have no captions; train with objective 'mae', or put images "
+            "and captions into tar shards"
+        )
+    if data.weight is not None and isinstance(index, FolderIndex):
+        raise RecipeError(f"{where}.weight is a number in a record's .json, which single images have not; leave it out")
+    if data.public_fraction is None:
+        return index
+    try:
+        return SplitIndex(index, data.public_fraction, data.public)
+    except ValueError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
+def _open_stream(data: StreamData, where: str) -> StreamIndex:
+    try:
+        return StreamIndex(data.path, data.lanes, data.buffer, data.reading.timeout_seconds)
+    except ShardError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
+def open_public(path: str, where: str, node_shards: str | None = None) -> RecordIndex:
+    try:
+        index = open_index(path)
+        if node_shards is not None:
+            return on_this_node(index, node_shards)
+        index.check_unchanged()
+        return index
+    except (ShardError, OSError) as error:
+        raise RecipeError(f"{where}: {error}{DEMO if 'demo_data' in path else ''}") from None
+
+
+def open_text(phase: Phase, shape: Shape, where: str) -> TextEncoder | None:
+    tokenizer = phase.tokenizer
+    if phase.objective != "caption" or tokenizer is None:
+        return None
+    try:
+        text = TextEncoder(tokenizer, shape.text_length)
+    except ValueError as error:
+        raise RecipeError(f"{where}.data.tokenizer: {error}") from None
+    if text.vocabulary > shape.vocabulary:
+        raise RecipeError(
+            f"{where}.data.tokenizer has {text.vocabulary} tokens, more than model.vocabulary = "
+            f"{shape.vocabulary}; set model.vocabulary to at least {text.vocabulary}"
+        )
+    return text
+
+
+def _check_expected(index: RecordIndex, data: ShardData, where: str) -> None:
+    expected = data.expected_records
+    if expected is not None and abs(index.records - expected) > MOST_RECORD_DRIFT * expected:
+        raise RecipeError(
+            f"{where}.expected_records is {expected}, but the index holds {index.records} records, more than 1 % off; "
+            "index the right shards or correct the number"
+        )
+
+
+def known_records(phase: Phase, where: str) -> tuple[int, str]:
+    """Without opening the data if they are not at hand; and how the number is known."""
+    if isinstance(phase.data, SyntheticData):
+        return phase.data.records, "made by rule"
+    assert isinstance(phase.data, ShardData)
+    try:
+        whole, source = open_index(phase.data.path).records, "from the index"
+    except (ShardError, OSError) as error:
+        if phase.data.expected_records is None:
+            raise RecipeError(f"{where}.data: {error}; or give expected_records for a dry run") from None
+        whole, source = phase.data.expected_records, "expected_records; the data are not at hand"
+    if phase.data.public_fraction is None:
+        return whole, source
+    public = public_share(whole, phase.data.public_fraction)
+    part = public if phase.data.public else whole - public
+    return part, f"of {whole:,}, {source}"

@@ -1,0 +1,93 @@
+"""How a phase's records are shared out, fetched and decoded: the config's wishes, completed with what is at hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from murmuration.data.batch.shard_reader import ReadOptions
+from murmuration.data.draw.node_placement import Placement, place
+from murmuration.data.draw.stream import StreamEpochs, StreamIndex, lane_placement
+from murmuration.data.index.epochs import Epochs, PublicEpochs
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.store.cache import Cache
+from murmuration.data.store.place import RecordIndex, ShardError
+from murmuration.train.config.data import ReadingSettings
+from murmuration.train.config.section import RecipeError
+from murmuration.train.distributed.ranks import Ranks, raised_on_all_ranks
+from murmuration.train.recipe.ready_phase import ReadyPhase
+
+REMOTE_IN_FLIGHT = 64  # hides latency: benchmarks/data.py
+MOST_WORKERS = 16
+
+
+def reading_options(settings: ReadingSettings, index: RecordIndex) -> ReadOptions:
+    workers = settings.workers if settings.workers is not None else _cores_of_this_rank()
+    remote = not isinstance(index.locate(0)[0], Path)
+    in_flight = settings.in_flight or (REMOTE_IN_FLIGHT if remote else workers + 2)
+    cache = None
+    if settings.cache_dir is not None:
+        cache = Cache(Path(settings.cache_dir), int(settings.cache_gib * 2**30), settings.cache_keep)
+    return ReadOptions(workers, in_flight, settings.timeout_seconds, cache)
+
+
+def _cores_of_this_rank() -> int:
+    """All but one, which the trainer itself needs; ranks of one machine share its cores evenly."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(MOST_WORKERS, cores // ranks - 1))
+
+
+def agree(phases: list[ReadyPhase], ranks: Ranks) -> list[ReadyPhase]:
+    """The phases once all ranks know who holds which shards; refused on all of them alike, before anything is written.
+
+    Equal draws are not enough: with another list of shards under equal numbers, two ranks would read one record.
+    """
+    for phase in phases:
+        ranks.require_same(f"the index of phase {phase.name!r}", phase.index.manifest_digest)
+    return [replace(phase, placement=_placement(phase, ranks)) for phase in phases]
+
+
+def _placement(phase: ReadyPhase, ranks: Ranks) -> Placement | None:
+    index = phase.index
+    if isinstance(index, StreamIndex):
+        try:
+            return lane_placement(index.lanes, ranks.world)
+        except ShardError as error:
+            raise raised_on_all_ranks(RecipeError(f"phases.{phase.number}.data.lanes: {error}")) from None
+    if phase.reading.node_shards is None:
+        return None
+    assert isinstance(index, ShardIndex), "opening it refused any other"
+    holdings = ranks.gather(np.packbits(index.held()))
+    held = [np.unpackbits(each, count=len(index.shards)).astype(bool) for each in holdings]
+    try:
+        return place([shard.name for shard in index.shards], index.shard_ends, held)
+    except ShardError as error:
+        where = f"phases.{phase.number}.data.reading.node_shards"
+        raise raised_on_all_ranks(RecipeError(f"{where}: {error}")) from None
+
+
+def rank_plan(phase: ReadyPhase, ranks: Ranks, micro_batch: int) -> Callable[[np.ndarray], np.ndarray] | None:
+    """Which of a step's records this rank computes, where the phase says otherwise than the loader would."""
+    placement = phase.placement
+    return None if placement is None else lambda ids: placement.rows(ids, ranks.rank, micro_batch)
+
+
+def with_stream_order(phase: ReadyPhase, order_key: bytes) -> ReadyPhase:
+    """The phase ready to be read; a stream has to know its order first."""
+    index = phase.index
+    return (
+        replace(phase, index=index.begin(order_key, phase.settings.batch or 0))
+        if isinstance(index, StreamIndex)
+        else phase
+    )
+
+
+def public_epochs(phase: ReadyPhase, batch: int, order_key: bytes) -> Epochs:
+    if isinstance(phase.index, StreamIndex):
+        return StreamEpochs(phase.index.lanes, batch)
+    return PublicEpochs(phase.index.records, batch, order_key)

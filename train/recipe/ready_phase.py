@@ -1,0 +1,256 @@
+"""From config sections to phases that can run: data opened and checked, plan frozen, model shape resolved.
+
+Everything that can be refused is refused here, before any compute is spent.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveError, AdaptiveRule
+from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps
+from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan, parse_delta, threshold_for
+from murmuration.accounting.tan import stand_in
+from murmuration.data.batch.reader import DataSpec
+from murmuration.data.draw.node_placement import Placement
+from murmuration.data.draw.stream import StreamIndex
+from murmuration.data.index.public_split import apart, places_of
+from murmuration.data.index.shard_index import shared_shard
+from murmuration.data.store.place import RecordIndex, Shard
+from murmuration.data.text.encoder import TextEncoder
+from murmuration.model.settings import SettingsError, Shape
+from murmuration.train.clip.rule import ClipError, ClipRule
+from murmuration.train.config.data import CheckpointData, ReadingSettings, ShardData, StreamData, SyntheticData
+from murmuration.train.config.privacy import AdaptiveClip, Privacy
+from murmuration.train.config.root import Config, Phase
+from murmuration.train.config.section import RecipeError
+from murmuration.train.recipe.open_data import open_data, open_public, open_records, open_start, open_text
+from murmuration.train.recipe.warm_start import WarmStart
+
+__all__ = [
+    "ReadyPhase",
+    "RecipeError",
+    "clip_rule",
+    "make_plan",
+    "planned_epsilon",
+    "prepare",
+    "resolve_shape",
+    "with_steps",
+]
+
+
+READ = ShardData | SyntheticData | StreamData  # what records are read from
+
+
+@dataclass(frozen=True)
+class ReadyPhase:
+    """A phase with everything opened that it needs."""
+
+    number: int
+    settings: Phase
+    shape: Shape
+    index: RecordIndex
+    text: TextEncoder | None
+    held_out: RecordIndex | None
+    monitored: RecordIndex | None = None
+    mixed: RecordIndex | None = None
+    """Public records whose gradients are mixed in."""
+    start: WarmStart | None = None
+    """Weights from outside that this phase, or one before it, began with."""
+    placement: Placement | None = None
+    """Who computes which records, where not all ranks can read them all alike."""
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    @property
+    def private(self) -> bool:
+        return self.settings.privacy is not None
+
+    def contents(self) -> dict[str, str]:
+        """Digests of everything that a path in the config names and that shapes the training."""
+        found = {"data": self.index.manifest_digest}
+        if self.text is not None:
+            found["tokenizer"] = self.text.digest
+        if self.mixed is not None:
+            found["mixed"] = self.mixed.manifest_digest
+        if self.start is not None:
+            found["start"] = self.start.digest
+        if self.settings.plateau is not None and self.held_out is not None:
+            found["held_out"] = self.held_out.manifest_digest
+        return found
+
+    @property
+    def reading(self) -> ReadingSettings:
+        data = self.settings.data
+        return data.reading if isinstance(data, READ) else ReadingSettings()
+
+    def data_spec(self, augment: bool) -> DataSpec:
+        """With `augment` as training takes records; without, as measurements do: nothing dropped, no weights."""
+        masks = self.shape.patches if self.settings.objective == "mae" else 0
+        data = self.settings.data
+        kind = data.augment if augment and isinstance(data, READ) else "center"
+        label = self.settings.label
+        labels = () if label is None else (label,)
+        return DataSpec(
+            self.shape.image_size, augment=kind, mask_patches=masks, drop_keys=augment and self.shape.drops,
+            labels=labels, target=label, weight=self.settings.weight if augment else None,
+            classes=self.shape.head.classes if label is not None else 0,
+        )  # fmt: skip
+
+
+def prepare(config: Config) -> list[ReadyPhase]:
+    shape = resolve_shape(config)
+    phases: list[ReadyPhase] = []
+    start: WarmStart | None = None
+    for number, phase in enumerate(config.phases):
+        if isinstance(phase.data, CheckpointData):
+            start = open_start(phase.data, f"phases.{number}.data")
+        phases.append(_open(number, phase, shape, start))
+    _keep_apart(phases)
+    return phases
+
+
+def _keep_apart(phases: list[ReadyPhase]) -> None:
+    """What is used as public, in whichever phase, holds no shard of records that are not.
+
+    That is what a private phase protects, and what its non-private twin trains on.
+    """
+    owners = [phase for phase in phases if phase.private or not phase.settings.data.public]
+    for phase in phases:
+        uses = [
+            (f"phases.{phase.number}.evaluation.path", phase.held_out),
+            (f"phases.{phase.number}.monitor.path", phase.monitored),
+        ]
+        if not phase.private and phase.settings.data.public:
+            uses.append((f"phases.{phase.number}.data.path", phase.index))
+        uses.append((f"phases.{phase.number}.mixing.data.path", phase.mixed))
+        for (where, index), owner in product(uses, owners):
+            shared = _shared(owner.index, index) if index else None
+            if shared is not None and index is not None and not apart(owner.index, index):
+                raise RecipeError(
+                    f"{where}: {shared.name} belongs to the private records of phase {owner.name!r}; "
+                    "name data that are public"
+                    if owner.private
+                    else f"{where}: {shared.name} belongs to the records of phase {owner.name!r}, which are not "
+                    "declared public; name data that are public"
+                )
+    for phase, owner in product(phases, owners):
+        if phase.start is not None and owner.private and owner.index.manifest_digest in phase.start.protected:
+            raise RecipeError(
+                f"{phase.start.path} was trained on the private records of phase {owner.name!r}, and what it spent "
+                "would have to be added; go on with that run, or start from other weights"
+            )
+
+
+def _shared(private: RecordIndex, public: RecordIndex) -> Shard | None:
+    if isinstance(public, StreamIndex):
+        return public.shared_with(private.shards, places_of(private))
+    return shared_shard(private.shards, public.shards)
+
+
+def resolve_shape(config: Config) -> Shape:
+    try:
+        return config.model.resolved()
+    except SettingsError as error:
+        raise RecipeError(f"model: {error}") from None
+
+
+def _open(number: int, phase: Phase, shape: Shape, start: WarmStart | None) -> ReadyPhase:
+    where = f"phases.{number}"
+    index = open_data(phase, shape, where)
+    text = open_text(phase, shape, where)
+    held_out = open_public(phase.evaluation.path, f"{where}.evaluation.path") if phase.evaluation else None
+    monitored = open_public(phase.monitor.path, f"{where}.monitor.path") if phase.monitor else None
+    mixed = open_records(phase.mixing.data, phase.objective, shape, f"{where}.mixing.data") if phase.mixing else None
+    if phase.privacy is None and phase.batch is not None and phase.batch > index.records:
+        raise RecipeError(f"{where}.batch = {phase.batch} exceeds the {index.records} records of its data")
+    phase = with_steps(phase, index.records, where)
+    return ReadyPhase(number, phase, shape, index, text, held_out, monitored, mixed, start)
+
+
+def with_steps(phase: Phase, records: int, where: str) -> Phase:
+    """The phase with its number of steps, however the config gives it; warm-up, too."""
+    steps, schedule = phase.steps, phase.schedule
+    batch = phase.batch or (phase.privacy.expected_batch if phase.privacy else 1)
+    if phase.epochs is not None:
+        steps = math.ceil(phase.epochs * records / batch)
+    elif phase.until_budget and phase.privacy is not None:
+        plan = make_plan(phase.model_copy(update={"steps": 1}), phase.privacy, records, where)
+        try:
+            steps = calibrate_steps(
+                plan.sampling_rate, plan.effective_noise_multiplier, plan.epsilon_budget, plan.delta
+            )
+        except AccountingError as error:
+            raise RecipeError(f"{where}.until_budget: {error}") from None
+    if schedule.warmup_epochs is not None:
+        warmup = round(schedule.warmup_epochs * records / batch)
+        schedule = schedule.model_copy(update={"warmup": warmup, "warmup_epochs": None})
+    return phase.model_copy(update={"steps": steps, "schedule": schedule})
+
+
+def make_plan(
+    phase: Phase, privacy: Privacy, records: int, where: str, known: PrivacyPlan | None = None
+) -> PrivacyPlan:
+    """Freezes n, q, C, sigma, T and delta; `known` is the ledger's plan, whose sigma need not be calibrated again."""
+    try:
+        threshold = threshold_for(records, privacy.expected_batch)
+        delta = parse_delta(privacy.delta, records)
+        metrics = tuple(PlannedMetric(m.name, m.bound, m.bound * m.noise_multiplier) for m in privacy.release)
+        adaptive = None
+        if privacy.clip.adaptive is not None:
+            adaptive = _adaptive(phase, privacy, privacy.clip.adaptive, where)
+            counted = privacy.clip.adaptive.noise_multiplier or privacy.expected_batch / 10
+            metrics += (PlannedMetric(METRIC, SENSITIVITY, SENSITIVITY * counted),)
+        fixed = dict(
+            records=records, threshold=threshold, clip_norm=privacy.clip.norm, steps=phase.steps, delta=delta,
+            epsilon_budget=privacy.epsilon, metrics=metrics, adaptive=adaptive,
+        )  # fmt: skip
+        sigma = privacy.noise_multiplier
+        if sigma is None and known is not None and all(getattr(known, k) == v for k, v in fixed.items()):
+            sigma = known.noise_multiplier
+        if sigma is None:
+            together = calibrate_sigma(threshold / 2**32, phase.steps, privacy.epsilon, delta)
+            sigma = _share_of_gradient(together, metrics)
+        plan = PrivacyPlan(noise_multiplier=sigma, **fixed)  # pyright: ignore[reportArgumentType]
+        return stand_in(plan, privacy.tan.scale) if privacy.tan else plan
+    except (PlanError, AdaptiveError, AccountingError) as error:
+        raise RecipeError(f"{where}.privacy: {error}") from None
+
+
+def _adaptive(phase: Phase, privacy: Privacy, settings: AdaptiveClip, where: str) -> AdaptiveRule:
+    if phase.optimizer.params.noise_floor is not None:
+        raise RecipeError(
+            f"{where}.optimizer.params.noise_floor takes a constant noise out of the second moment, but with "
+            "privacy.clip.adaptive the noise moves with C; drop one of them"
+        )
+    norm = privacy.clip.norm
+    return AdaptiveRule(settings.quantile, settings.learning_rate, norm / settings.span, norm * settings.span)
+
+
+def _share_of_gradient(together: float, metrics: tuple[PlannedMetric, ...]) -> float:
+    """The gradient's noise multiplier such that gradient and metrics, which are one event, have `together`."""
+    if not metrics:
+        return together
+    left = together**-2 - sum((m.bound / m.std) ** 2 for m in metrics)
+    if left <= 0:
+        raise PlanError(f"the released metrics alone need more than the budget; their noise must exceed {together:g}")
+    return math.ceil(left**-0.5 * 1e5) / 1e5
+
+
+@lru_cache(maxsize=256)
+def planned_epsilon(plan: PrivacyPlan) -> float:
+    return epsilon([Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.steps)], plan.delta)
+
+
+def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int) -> ClipRule:
+    clip = privacy.clip
+    try:
+        return ClipRule.of(plan, clip.kind, clip.gamma, micro_batch, clip.grouping)
+    except ClipError as error:
+        raise RecipeError(str(error)) from None

@@ -1,0 +1,137 @@
+"""Weights to start from: a run directory or an export of ours, or a file of released weights; and what they carry.
+
+Weights are made from records, too. If a ledger lies beside them, it says which ones, and which ones the weights were
+made from that it began with: what was trained on the very records that this run protects would have to be added to its
+epsilon, and is refused. Sets of other digests may still share people, so every other origin goes into this run's ledger
+and certificate. Of files without a ledger the config's word is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.history import NOTHING_PRIVATE, History
+from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.data.store.place import Place, Shard
+from murmuration.model.build import take_encoder
+from murmuration.model.load_report import LoadReport, WeightsError
+from murmuration.model.trainable import merged
+from murmuration.model.warm_start import initialise_from, initialise_with
+from murmuration.train.config.section import RecipeError
+from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Loaded
+from murmuration.train.storage.checkpoint_read import hash_of
+from murmuration.train.storage.run_dir import RunDir
+
+EXPORTED = "model.safetensors"
+
+
+class WarmStartError(RecipeError):
+    """The weights cannot be used; the message names the file and the reason."""
+
+
+@dataclass(frozen=True)
+class NoRecords:
+    """Stands where a phase has an index of records and this one has none: it identifies what is there instead."""
+
+    manifest_digest: str
+    folder: Path = Path()
+    shards: Sequence[Shard] = ()
+    records: int = 0
+
+    def locate(self, record: int) -> tuple[Place, int, int]:
+        raise IndexError(f"there is no record {record}: the phase has none")
+
+    def owner(self, record: int) -> str:
+        raise IndexError(f"there is no record {record}: the phase has none")
+
+    def members(self, record: int, raw: bytes) -> dict[str, bytes]:
+        raise IndexError(f"there is no record {record}: the phase has none")
+
+    def check_unchanged(self, *, contents: bool = False) -> None:
+        del contents
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """An identified source of weights: `digest` is that of a file, or of a checkpoint's manifest."""
+
+    path: Path
+    digest: str
+    protected: frozenset[str]
+    """Digests of the records that private phases before these weights protected, in all runs that led to them."""
+    origins: tuple[Origin, ...]
+    """Those runs, as this one's ledger will name them."""
+    undeclared: str | None
+    """Why its own run was not private by what it trained on; None where nothing of the kind is known."""
+    take_head: bool | None = None
+    """Whether a classifier takes its head from there, too (model.warm_start)."""
+
+    @staticmethod
+    def at(path: Path, take_head: bool | None = None) -> WarmStart:
+        if not path.exists():
+            raise WarmStartError(f"{path} does not exist; name a run directory, an export, or a file of weights")
+        if path.is_dir() and not (path / EXPORTED).is_file() and not RunDir(path).checkpoints.is_dir():
+            raise WarmStartError(f"{path} holds neither checkpoints nor {EXPORTED}; name a run directory or an export")
+        ledger = path / "ledger.jsonl" if path.is_dir() else path.parent / "ledger.jsonl"
+        if not ledger.is_file():
+            return WarmStart(path, _digest(path), frozenset(), (), None, take_head)
+        try:
+            history, entries = History.read(ledger)
+            objection = history.why_not_private()
+            # Weights of public records alone are as good as any, and those of a simulation were made as it says.
+            harmless = {None, NOTHING_PRIVATE, *(str(plan.stands_for) for plan in history.plans.values())}
+            origins = tuple(history.origins)
+            if history.plans:
+                own = tuple(sorted({segment.manifest_digest for segment in history.segments}))
+                promised = (history.budget(), history.delta())
+                origins = (*origins, Origin(history.run["name"], entries[0].hash, *promised, own))
+        except LedgerError as error:
+            raise WarmStartError(f"{path}: {error}") from None
+        undeclared = None if objection in harmless else objection
+        return WarmStart(path, _digest(path), history.protected(), origins, undeclared, take_head)
+
+    def fill(self, model: nn.Module) -> LoadReport:
+        """Puts the weights into the model, as far as they fit; the account says what became of every tensor."""
+        try:
+            if self.path.is_dir() and not (self.path / EXPORTED).is_file():
+                note = {"run": self.path.name}
+                return initialise_with(model, _newest(self.path).weights(), note, take_head=self.take_head)
+            return initialise_from(model, self.path, take_head=self.take_head)
+        except WeightsError as error:
+            raise WarmStartError(f"{self.path}: {error}") from None
+
+
+def hand_over(state: Mapping[str, Tensor], model: nn.Module) -> str:
+    """All tensors where the two models have the same ones, and else the encoder's; says in words which."""
+    state = merged(state)
+    own = model.state_dict()
+    if state.keys() == own.keys() and all(state[name].shape == own[name].shape for name in own):
+        model.load_state_dict(state)
+        return f"all {len(own)} tensors"
+    try:
+        taken = take_encoder(state, model)
+    except ValueError as error:
+        raise WarmStartError(str(error)) from None
+    return f"the encoder's {len(taken)} tensors of {len(own)}"
+
+
+def _newest(root: Path) -> Loaded:
+    folder = RunDir(root).checkpoints
+    loaded = Checkpoints.newest(folder)
+    if loaded is None:
+        raise WarmStartError(f"{folder} holds no finished checkpoint; name a run that has one")
+    return loaded
+
+
+def _digest(path: Path) -> str:
+    if path.is_dir() and not (path / EXPORTED).is_file():
+        try:
+            return _newest(path).digest
+        except CheckpointError as error:
+            raise WarmStartError(str(error)) from None
+    return hash_of(path / EXPORTED if path.is_dir() else path)

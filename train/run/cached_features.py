@@ -1,0 +1,149 @@
+"""Features of a frozen body, computed once, and training on them: each record is decoded and encoded a single time.
+
+For a head on frozen features without augmentation, a step over features is the same step as one over pictures, at the
+speed of memory. They are rows of memory-mapped files, filled in stretches by all ranks; a stopped run goes on where a
+row is missing. Features of private records are private like the records: owner's eyes only, in RUN_DIR/secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
+from murmuration.data.store.place import UnreadableError
+from murmuration.model.classifier import Classifier
+from murmuration.model.settings import Shape
+from murmuration.train.clip.precision import Precision, autocast
+from murmuration.train.config.section import RecipeError
+from murmuration.train.distributed.ranks import Ranks, on_all
+from murmuration.train.distributed.stop import StopRequest
+from murmuration.train.engines.base import bytes_of, evaluating
+from murmuration.train.recipe.ready_phase import ReadyPhase
+from murmuration.train.run.context import RunContext
+from murmuration.train.step import until_unreadable
+from murmuration.train.storage.feature_store import PRESENT, FeatureFolder, FeatureRows, RowWriter, older_files, settled
+
+ENDING = (OSError, RecipeError)
+"""What ends all ranks with one sentence: a full disk, a folder that another run fills."""
+
+
+class FeatureReader:
+    """In the place of a BatchReader: the same micro-batches, with "features" where "images" were."""
+
+    in_flight = 1
+
+    def __init__(self, stored: FeatureRows) -> None:
+        self.stored = stored
+        self.bad_reasons: dict[int, str] = {}
+        """None of this reader's own: they were told when the pictures were read."""
+
+    def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
+        del step
+        rows, stored = np.maximum(ids_row, 0), self.stored
+        if len(rows) and ids_row[0] >= 0 and bool((np.diff(ids_row) == 1).all()):
+            rows = slice(int(rows[0]), int(rows[-1]) + 1)  # neighbours, as in a step over all records: no gathering
+        state, wanted = stored.state[rows], ids_row != EMPTY
+        if bool((wanted & ~settled(state)).any()):
+            # All were there when they were opened. Without an error the record would count as one without a gradient.
+            # No record is named: it is one of those that the step drew.
+            raise UnreadableError(f"features that were made are gone from {stored.path}; have them made again")
+        present = wanted & (state == PRESENT)
+        features = np.where(present[:, None], stored.features[rows], np.float32(0))
+        labels = np.where(present, stored.labels[rows], 0)
+        inputs = {"features": torch.from_numpy(features), "labels": torch.from_numpy(labels)}
+        return Fetched(MicroBatch(inputs, torch.from_numpy(present)), {})
+
+    def report(self, fetched: Fetched) -> None:
+        """Bad records were reported when their features were to be computed."""
+
+    def close(self) -> None:
+        """Mapped files close with their last reader."""
+
+
+def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader: BatchReader) -> FeatureReader:
+    """Computes what is missing, on all ranks, and gives a reader of it. The pictures' reader is closed."""
+    assert isinstance(model, Classifier) and phase.settings.features is not None
+    ranks = run.ranks
+    given = phase.settings.features.folder
+    shared = Path(given) if given is not None else run.folder.key.parent / f"features-{phase.name}"
+    precision = run.config.run.precision
+    model.to(ranks.device)
+    identity = identity_of(model, phase.index.manifest_digest, phase.data_spec(augment=True), precision)
+    folder = FeatureFolder.within(shared, identity, phase.index.records, model.head.in_features)
+    with ExitStack() as until_made:
+        until_made.callback(reader.close)
+        # Also where it is stopped: a row that says bad is not asked for its reason a second time.
+        until_made.callback(lambda: run.board.bad_records(phase.name, ranks.rank, reader.bad_reasons))
+        some = ranks.on_main(lambda: until_made.enter_context(folder.claimed()))
+        missing = np.empty(0, np.int64)
+        if some:
+            missing = on_all(ranks, lambda: folder.missing(ranks.rank, ranks.world), *ENDING)
+        _announce(run, phase, folder, ranks.sum(len(missing)))
+        if some:
+            with closing(on_all(ranks, lambda: RowWriter(folder), *ENDING)) as writer:
+                fill(writer, model, reader, missing, run.config.train_micro_batch_size_per_gpu, ranks, precision,
+                     run.stop)  # fmt: skip
+        return FeatureReader(on_all(ranks, folder.rows, *ENDING))
+
+
+def _announce(run: RunContext, phase: ReadyPhase, folder: FeatureFolder, missing: int) -> None:
+    whose = "public" if phase.settings.data.public else "private, like the records"
+    run.board.say(
+        f"{phase.name}  features of {folder.records:,} records in {folder.path} ({whose}); {missing:,} are to be made"
+    )
+    if run.ranks.main and (names := older_files(folder.path.parent)):
+        run.board.say(
+            f"{phase.name}  {', '.join(names)} in {folder.path.parent} are of an older version and are not used; "
+            "delete them if no older version needs them"
+        )
+
+
+@torch.no_grad()
+def fill(
+    writer: RowWriter, model: Classifier, reader: BatchReader, missing: np.ndarray, micro_batch: int, ranks: Ranks,
+    precision: Precision, stop: StopRequest,
+) -> None:  # fmt: skip
+    """Row by row of micro-batches; all ranks make as many rounds, so that what ends one of them ends all together.
+
+    Nobody returns before the last row of all ranks is written.
+    """
+    read = until_unreadable(lambda ids, step: iter([reader.read(ids, step)]), stop)
+
+    def make(ids: np.ndarray) -> None:
+        for batch in read(ids, 0):
+            if not len(batch.present):
+                return  # could not be read: the next question about a stop ends all ranks
+            with evaluating(model), autocast(precision, ranks.device):
+                features = model.features(batch.inputs["images"].to(ranks.device))
+            values = features.float().cpu().numpy()
+            writer.put(ids, values, batch.inputs["labels"].numpy(), batch.present.numpy())
+
+    for number in range(max(ranks.gather(-(-len(missing) // micro_batch)))):
+        stop.check(ranks)
+        ids = missing[number * micro_batch : (number + 1) * micro_batch]
+        on_all(ranks, lambda ids=ids: make(ids) if len(ids) else None, *ENDING)
+    stop.check(ranks)
+
+
+def identity_of(model: Classifier, manifest_digest: str, spec: DataSpec, precision: Precision) -> str:
+    """Of everything that a row depends on: records, which pixels and labels of them, body, precision. Heads share."""
+    found = hashlib.sha256(f"{manifest_digest} {precision} {spec!r} {_body(model.shape)!r}".encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        if not name.startswith("head."):
+            found.update(name.encode())
+            found.update(bytes_of(tensor))
+    return found.hexdigest()
+
+
+def _body(shape: Shape) -> tuple[object, ...]:
+    """What weights do not say; the picture's size is the DataSpec's, too. Seeds of weights are seen in the weights."""
+    if shape.resnet is not None:
+        return (shape.resnet, shape.image_size)
+    return (shape.encoder, shape.image_size, shape.patch_size, shape.positions, shape.pooling, shape.qkv_bias)

@@ -1,0 +1,214 @@
+"""One phase of a run around its plan: model, keys, records, engine, step; then the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from murmuration.accounting.keys import Purpose
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.data.batch.loader import Loader, PublicOrder, Reader
+from murmuration.data.batch.reader import BatchReader
+from murmuration.data.draw.poisson import Sampler
+from murmuration.model.build import build
+from murmuration.model.trainable import select
+from murmuration.train.clip.engine import ClipEngine
+from murmuration.train.config.optimizer import Carry
+from murmuration.train.config.privacy import Privacy
+from murmuration.train.engines.base import ShardedEngine
+from murmuration.train.engines.choose import EngineSettings, make_engine
+from murmuration.train.engines.forward import PlainForward
+from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.private import Computation, PrivateCore, clipping_engine
+from murmuration.train.public.evaluation import PublicEvaluator
+from murmuration.train.public.monitor import LossMonitor
+from murmuration.train.recipe.read_options import public_epochs, rank_plan, reading_options, with_stream_order
+from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule
+from murmuration.train.recipe.warm_start import hand_over
+from murmuration.train.run.board import Pace
+from murmuration.train.run.cached_features import FeatureReader, feature_reader
+from murmuration.train.run.context import RunContext
+from murmuration.train.run.declare import declare, header, segment_of
+from murmuration.train.run.early_end import Ending
+from murmuration.train.run.evaluation_phase import run_without_steps
+from murmuration.train.run.public_mixing import MixingEngine
+from murmuration.train.run.trainer import Saving, Step, Trainer, Watching
+from murmuration.train.self_test.probes import SyntheticRecords
+from murmuration.train.step import PlainStep, Records
+from murmuration.train.storage.checkpoint import Loaded
+
+
+def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> None:
+    """From the checkpoint (of this phase, or of the one before it) to the end of the phase."""
+    if not phase.settings.trains:
+        return run_without_steps(run, phase, loaded)
+    resumed = loaded is not None and loaded.position.phase == phase.number
+    model = initial_model(phase, loaded, resumed)
+    plan = run.ranks.on_main(lambda: declare(run, phase))
+    if plan is not None and phase.settings.privacy is not None:
+        train_privately(run, phase, model, plan, phase.settings.privacy, loaded, resumed)
+    else:
+        train_publicly(run, phase, model, loaded, resumed)
+
+
+def train_privately(
+    run: RunContext, phase: ReadyPhase, model: nn.Module, plan: PrivacyPlan, privacy: Privacy, loaded: Loaded | None,
+    resumed: bool,
+) -> None:  # fmt: skip
+    config, ranks, number, settings = run.config, run.ranks, phase.number, phase.settings
+    done = loaded.position.step if loaded is not None and resumed else 0
+    segment = ranks.on_main(lambda: segment_of(run, phase, done))
+    derive = run.derive(number, segment)
+    engine_settings, computation = EngineSettings.of(config), Computation.of(config.run)
+    rule = clip_rule(privacy, plan, config.train_micro_batch_size_per_gpu)
+    with ExitStack() as at_end:
+        phase = with_stream_order(phase, derive("public-order"))
+        reader = _reader(run, phase, model, derive, at_end)
+        built = clipping_engine(
+            model, rule, settings.optimizer, plan.noise_std / plan.divisor, engine_settings, ranks, computation
+        )
+        at_end.callback(built.engine.close)
+        core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise)
+        pace = Pace(plan.divisor, private=True)
+        pace.calibrate(_prove(run, phase, core))
+        loader = _loader(run, phase, reader, core.sampler())
+        at_end.callback(loader.close)
+        mixing = None
+        if phase.mixed is not None:
+            mixing = MixingEngine.of(run, phase, plan.divisor, built.engine, derive("public-order"))
+            at_end.callback(mixing.close_public)
+        first_norm = None
+        if plan.adaptive is not None:
+            digest = loaded.digest if loaded is not None and resumed else None
+            first_norm = ranks.on_main(lambda: run.writer.clip_norm_after(number, done, digest))
+        records = Records(loader.draw, loader.micro_batches).until_unreadable(run.stop)
+        step = core.step(number, run.journal, records, run.stop, stepping=mixing or built.engine, first_norm=first_norm)
+        at_end.callback(core.close)
+        _restore(loaded, resumed, built.engine, settings.optimizer.carry)
+        watching = _watching(run, phase, built.engine, derive, built.clip, plan)
+        _trainer(run, phase, step, built.engine, pace, watching, plan, rule.bound, done).run(done)
+
+
+def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded: Loaded | None, resumed: bool) -> None:
+    config, ranks, settings = run.config, run.ranks, phase.settings
+    done = loaded.position.step if loaded is not None and resumed else 0
+    derive = run.derive(phase.number, None)
+    with ExitStack() as at_end:
+        phase = with_stream_order(phase, derive("public-order"))
+        reader = _reader(run, phase, model, derive, at_end)
+        engine = make_engine(
+            EngineSettings.of(config), PlainForward(model, config.run.precision),
+            make_optimizer(settings.optimizer, model.named_parameters(), 0.0), ranks,
+        )  # fmt: skip
+        at_end.callback(engine.close)
+        batch = float(settings.batch or 0)
+        epochs = public_epochs(phase, int(batch), derive("public-order"))
+        loader = _loader(run, phase, reader, PublicOrder(epochs))
+        at_end.callback(loader.close)
+        records = Records(loader.draw, loader.micro_batches).until_unreadable(run.stop)
+        step = PlainStep(records, epochs.batch, engine, ranks, run.stop)
+        _restore(loaded, resumed, engine, settings.optimizer.carry)
+        watching = _watching(run, phase, engine, derive, None, None)
+        _trainer(run, phase, step, engine, Pace(batch, private=False), watching, None, None, done).run(done)
+
+
+def _reader(
+    run: RunContext, phase: ReadyPhase, model: nn.Module, derive: Callable[[Purpose], bytes], at_end: ExitStack
+) -> BatchReader | FeatureReader:
+    reader: BatchReader | FeatureReader = BatchReader(
+        phase.index, phase.data_spec(augment=True), phase.text,
+        augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
+        reading=reading_options(phase.reading, phase.index), pin_memory=run.ranks.device.type == "cuda",
+    )  # fmt: skip
+    if phase.settings.features is not None:
+        reader = feature_reader(run, phase, model, reader)
+    at_end.callback(lambda: run.board.bad_records(phase.name, run.ranks.rank, reader.bad_reasons))
+    return reader
+
+
+def _loader(run: RunContext, phase: ReadyPhase, reader: Reader, sampler: Sampler[Any]) -> Loader[Any]:
+    ranks, micro_batch = run.ranks, run.config.train_micro_batch_size_per_gpu
+    return Loader(
+        reader, sampler, ranks.rank, ranks.world, micro_batch, last=phase.settings.steps,
+        plan=rank_plan(phase, ranks, micro_batch),
+    )  # fmt: skip
+
+
+def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore) -> float:
+    """Before anything else touches the engine; gives its speed on synthetic records."""
+    synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective)
+    replicated = EngineSettings.of(run.config).replicated
+    report = core.prove(synthetic, replicated, run.config.train_micro_batch_size_per_gpu)
+    run.board.say(
+        f"{phase.name}  self-test passed: σ measured {report.measured_sigma:.3f} (planned "
+        f"{core.plan.noise_multiplier:.3f}), hostile records move the sum by at most {report.largest_hostile:.3f}·C"
+    )
+    return report.records_per_second
+
+
+def _watching(
+    run: RunContext, phase: ReadyPhase, engine: ShardedEngine, derive: Callable[[Purpose], bytes],
+    clip: ClipEngine | None, plan: PrivacyPlan | None,
+) -> Watching:  # fmt: skip
+    """What is measured on public records at checkpoints."""
+    parts = phase, engine, run.ranks, run.config.train_micro_batch_size_per_gpu, derive("masks"), clip, plan
+    return Watching(
+        PublicEvaluator(*parts) if phase.held_out is not None else None,
+        LossMonitor(*parts) if phase.monitored is not None else None,
+    )
+
+
+def _trainer(
+    run: RunContext, phase: ReadyPhase, step: Step, engine: ShardedEngine, pace: Pace, watching: Watching,
+    plan: PrivacyPlan | None, clip_bound: float | None, done: int,
+) -> Trainer:  # fmt: skip
+    config, number = run.config.run, phase.number
+    saving = Saving(
+        run.checkpoints, config.checkpoint_every, config.checkpoint_lag, EngineSettings.of(run.config).replicated,
+        header=lambda: header(run, phase),
+        checkpointed=lambda t, digest: run.writer.checkpointed(number, t, digest),
+    )  # fmt: skip
+    return Trainer(
+        phase, step, engine, run.ranks, run.board, pace, saving, watching,
+        Ending.of(phase, run.folder, run.ranks, done), log_every=config.log_every, clip_bound=clip_bound,
+        budget=plan.epsilon_budget if plan else None, spent=lambda: run.writer.history.epsilon() if plan else None,
+    )  # fmt: skip
+
+
+# The model of a phase: fresh, from its own checkpoint, or with the weights of what came before; and what it trains.
+
+FIRST_MOMENT = "exp_avg"
+
+
+def initial_model(phase: ReadyPhase, loaded: Loaded | None, resumed: bool) -> nn.Module:
+    """Weights first, then the choice of what is trained; adapters belong to the phase, so its own come after them."""
+    settings = phase.settings
+    model = build(phase.shape, settings.objective)
+    if loaded is not None and not resumed:
+        hand_over(loaded.weights(), model)
+    select(model, settings.trainable)
+    if loaded is not None and resumed:
+        model.load_state_dict(loaded.state_dict(model.state_dict()))
+    return model
+
+
+def _restore(loaded: Loaded | None, resumed: bool, engine: ShardedEngine, carry: Carry) -> None:
+    if loaded is not None:
+        loaded.restore_optimizer(engine) if resumed else carry_over(loaded, engine, carry)
+
+
+def carry_over(loaded: Loaded, engine: ShardedEngine, how: Carry) -> None:
+    """Optimizer state from the end of the phase before. Learning rates start anew in any case.
+
+    Bu et al. (2402.18752) hand AdamW over with its first moment zeroed: it points where public gradients led, while
+    the second one is a scale that holds. The step count stays with it, so that no correction inflates it again.
+    """
+    if how == "none" or not loaded.manifest["optimizer_step"]:
+        return  # a phase that was ended by hand before its first step has no state to give
+    loaded.restore_optimizer(engine)
+    if how == "second-moment":
+        for shard in engine.shards():
+            shard.state[FIRST_MOMENT].zero_()

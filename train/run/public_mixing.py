@@ -1,0 +1,147 @@
+"""Public gradients beside the noised ones: alpha · public + (1 - alpha) · private, after the noise.
+
+The mixture is made of what was released already and of records that are nobody's, so the promise of the noised part
+stands as it is: every step is drawn, clipped, noised and charged whatever alpha is. Public records have a sampler of
+their own, an ordinary epoch, and never meet the private ones before this file. (A step with alpha = 1 is charged, too:
+whoever wants steps that cost nothing makes them a phase of their own.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from murmuration.data.batch.loader import Loader, PublicOrder
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.data.index.epochs import PublicEpochs
+from murmuration.train.clip.precision import Precision, autocast
+from murmuration.train.config.phase import Mixing
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.engines.base import AppliedUpdate, EngineAround, ShardedEngine
+from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, Update, UpdateError
+from murmuration.train.recipe.read_options import reading_options
+from murmuration.train.recipe.ready_phase import ReadyPhase
+from murmuration.train.run.context import RunContext
+
+
+def alpha(mixing: Mixing, step: int, steps: int, expected_batch: float) -> float:
+    """Weight of the public gradient at step t = 1, 2, … of a phase of so many steps."""
+    if mixing.shape == "sample-ratio":
+        return mixing.batch / (mixing.batch + expected_batch)
+    assert mixing.start is not None
+    if mixing.shape == "constant" or mixing.end is None:
+        return mixing.start
+    last = mixing.steps or steps
+    passed = min(1.0, (step - 1) / last)
+    if mixing.shape == "switch":
+        return mixing.start if passed < 1.0 else mixing.end
+    left = math.cos(math.pi / 2 * passed) if mixing.shape == "cosine" else 1.0 - passed
+    return mixing.end + (mixing.start - mixing.end) * left
+
+
+class MixedUpdate:
+    """The noised mean first, by its own rules; then the mixture. (In a non-private twin, the plain mean.)"""
+
+    def __init__(self, first: Update, public: Mapping[str, Tensor], weight: float) -> None:
+        self._first, self._public, self._weight = first, public, weight
+
+    @property
+    def elements(self) -> int:
+        return self._first.elements
+
+    @torch.no_grad()
+    def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
+        self._first.finish(flat, fragments)
+        for fragment in fragments:
+            public = self._public[fragment.name].view(-1)[fragment.start : fragment.start + fragment.length]
+            fragment.of(flat).mul_(1.0 - self._weight).add_(public.to(flat), alpha=self._weight)
+
+
+class PublicGradient:
+    """The mean gradient over a step's public records, on every rank."""
+
+    def __init__(
+        self, model: nn.Module, micro_batches: Callable[[int], Iterator[MicroBatch]], ranks: Ranks,
+        precision: Precision = "fp32",
+    ) -> None:  # fmt: skip
+        self._model, self._micro_batches, self._ranks = model, micro_batches, ranks
+        self._precision: Precision = precision
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def of_step(self, step: int) -> dict[str, Tensor]:
+        totals = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self._trained.items()}
+        count = 0
+        for batch in self._micro_batches(step):
+            batch = batch.to(self._ranks.device)
+            with autocast(self._precision, self._ranks.device):
+                losses = self._model(batch.inputs)
+            present = batch.present & torch.isfinite(losses.detach())
+            loss = torch.where(present, losses, torch.zeros_like(losses)).sum()
+            # By torch.autograd.grad: the engine's hooks, which wait for the private sum, do not fire.
+            found = torch.autograd.grad(loss, list(self._trained.values()), allow_unused=True)
+            for name, gradient in zip(self._trained, found, strict=True):
+                if gradient is not None:
+                    totals[name].add_(gradient)
+            count += int(present.sum())
+        count = max(1, self._ranks.sum(count))
+        return {name: self._ranks.add(total).div_(count) for name, total in totals.items()}
+
+
+class MixingEngine(EngineAround):
+    """The engine of the phase, with what is mixed into each update."""
+
+    def __init__(
+        self, inner: ShardedEngine, gradient: PublicGradient, weight: Callable[[int], float],
+        close: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        if inner.partitioned:
+            raise UpdateError("public gradients need whole weights on every rank; use a ZeRO stage below 3")
+        super().__init__(inner)
+        self._gradient, self._weight, self._close = gradient, weight, close
+
+    @staticmethod
+    def of(run: RunContext, phase: ReadyPhase, batch: float, inner: ShardedEngine, key: bytes) -> MixingEngine:
+        mixing, index = phase.settings.mixing, phase.mixed
+        assert mixing is not None and index is not None
+        ranks, steps = run.ranks, phase.settings.steps
+        reader = BatchReader(
+            index, mixed_spec(phase), phase.text,
+            augment_key=_key(key, b"augmentation"), mask_key=_key(key, b"masks"), dropout_key=_key(key, b"dropout"),
+            reading=reading_options(mixing.data.reading, index), pin_memory=ranks.device.type == "cuda",
+        )  # fmt: skip
+        epochs = PublicEpochs(index.records, mixing.batch, _key(key, b"order"))
+        micro_batch = run.config.train_micro_batch_size_per_gpu
+        loader = Loader(
+            reader, PublicOrder(epochs), rank=ranks.rank, world=ranks.world, micro_batch=micro_batch, last=steps
+        )
+        gradient = PublicGradient(inner.model, lambda step: loader.step(step)[1], ranks, run.config.run.precision)
+        return MixingEngine(inner, gradient, lambda step: alpha(mixing, step, steps, batch), loader.close)
+
+    def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
+        if not isinstance(update, NoisyUpdate | PlainUpdate):
+            raise UpdateError(f"public gradients are mixed into a step's update, not into {type(update).__name__}")
+        mixed = MixedUpdate(update, self._gradient.of_step(update.step), self._weight(update.step))
+        return self.inner.update(mixed, learning_rate)
+
+    def close_public(self) -> None:
+        """The engine itself belongs to the phase."""
+        self._close()
+
+
+def mixed_spec(phase: ReadyPhase) -> DataSpec:
+    """As the phase's own records are taken, but augmented and weighted as the data to mix in say."""
+    mixing = phase.settings.mixing
+    assert mixing is not None
+    return replace(phase.data_spec(augment=True), augment=mixing.data.augment, weight=mixing.weight)
+
+
+def _key(key: bytes, purpose: bytes) -> bytes:
+    return hmac.new(key, purpose, hashlib.sha256).digest()

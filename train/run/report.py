@@ -1,0 +1,181 @@
+"""One page for people: curves, captions beside public images, the certificate. Public values only."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate.certificate import markdown
+from murmuration.accounting.durable import atomic
+from murmuration.accounting.escaping import printable
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.template import html_page
+from murmuration.train.config.root import Config, Phase
+from murmuration.train.engines.choose import EngineSettings
+from murmuration.train.private import ALLOWANCE, SECRET_FOLDER
+from murmuration.train.recipe.ready_phase import ReadyPhase
+from murmuration.train.run.board import Board
+from murmuration.train.run.report_pictures import samples
+from murmuration.train.storage.checkpoint import Loaded
+from murmuration.train.storage.run_dir import RunDir, measurements
+from murmuration.train.storage.sibling_runs import siblings
+
+BLUE, ORANGE, GREY = "#2563a8", "#d9772b", "#8a8f98"
+
+
+def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], samples: list[dict[str, str]]) -> None:
+    curves = read_curves(run_dir)
+    page = html_page(
+        Path(__file__).parent / "report.html.jinja",
+        run=certificate["run"],
+        statement=certificate["claim"]["statement"],
+        texts=[text for text in (config.about.source, config.about.expect) if text] + outcomes(config, curves),
+        phases=[
+            {"name": phase.name, "kind": _kind(phase), "figure": figure(phase, curves[phase.name])}
+            for phase in config.phases
+            if curves.get(phase.name)
+        ],
+        samples=samples,
+        certificate=markdown(certificate),
+    )
+    with atomic(run_dir.report, one_writer=True) as file:
+        file.write(page.encode())
+
+
+def _kind(phase: Phase) -> str:
+    if phase.privacy:
+        return "private"
+    return "non-private, public data" if phase.data.public else "NOT PRIVATE"
+
+
+def read_curves(run_dir: RunDir) -> dict[str, dict[str, dict[int, float]]]:
+    """phase -> quantity -> step -> value; a step logged twice (resume) counts once."""
+    curves: dict[str, dict[str, dict[int, float]]] = {}
+    for phase, step, values in measurements(run_dir.public_log):
+        for name, value in values.items():
+            curves.setdefault(phase, {}).setdefault(name, {})[step] = value
+    return curves
+
+
+def outcomes(config: Config, curves: dict[str, dict[str, dict[int, float]]]) -> list[str]:
+    """What the public measurements came to, next to where they started and to chance."""
+    found: list[str] = []
+    for phase in config.phases:
+        points = curves.get(phase.name, {})
+        settings = phase.evaluation.zero_shot if phase.evaluation else None
+        for axis, labels in settings.axes.items() if settings else ():
+            values = points.get(f"zero_shot_{axis}")
+            if values:
+                first, last = values[min(values)], values[max(values)]
+                beside = f"before {phase.name}: {first:.3f}, chance {1 / len(labels):.3f}"
+                found.append(f"zero-shot {axis}: {last:.3f} ({beside})")
+    return found
+
+
+def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
+    """The phase's panels side by side, as SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    panels = [name for name in ("loss", "public_loss", "epsilon", "update_snr") if name in points]
+    answers = sorted(name for name in points if name.startswith("zero_shot_"))
+    count = len(panels) + bool(answers)
+    if not count:
+        return ""
+    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+    with plt.rc_context(style):
+        drawing, axes = plt.subplots(1, count, figsize=(3.1 * count, 2.5), squeeze=False, layout="constrained")
+        for axis, name in zip(axes[0], panels, strict=False):
+            steps, values = zip(*sorted(points[name].items()), strict=True)
+            axis.plot(steps, values, color=BLUE, marker="o" if len(steps) < 30 else None, markersize=3)
+            axis.set(title=TITLES[name], xlabel="step")
+            if name == "epsilon" and phase.privacy is not None:
+                axis.axhline(phase.privacy.epsilon, color=ORANGE, linestyle="--", linewidth=1)
+                axis.set_ylim(0, phase.privacy.epsilon * 1.1)
+                axis.text(min(points[name]), phase.privacy.epsilon * 1.02, "budget", color=ORANGE, fontsize=8)
+            elif name == "update_snr":
+                axis.set_ylim(bottom=0)
+        if answers:
+            _zero_shot(axes[0][-1], phase, points, answers)
+        buffer = io.StringIO()
+        drawing.savefig(buffer, format="svg")
+        plt.close(drawing)
+    return buffer.getvalue().partition("<svg")[1] + buffer.getvalue().partition("<svg")[2]
+
+
+def _zero_shot(axis: Any, phase: Phase, points: dict[str, dict[int, float]], names: list[str]) -> None:
+    settings = phase.evaluation.zero_shot if phase.evaluation else None
+    labels = [name.removeprefix("zero_shot_") for name in names]
+    lines = []
+    for name, label, colour in zip(names, labels, (BLUE, ORANGE, GREY), strict=False):
+        steps, values = zip(*sorted(points[name].items()), strict=True)
+        lines += axis.plot(steps, values, color=colour, marker="o", markersize=3)
+        if settings is not None and label in settings.axes:
+            axis.axhline(1 / len(settings.axes[label]), color=colour, linestyle=":", linewidth=1)
+    axis.set(title="zero-shot accuracy\n(dotted: chance)", xlabel="step", ylim=(0, 1))
+    # Set as plain texts: a legend hides labels that begin with _ and takes what stands between two $ for a formula.
+    legend = axis.legend(lines, [str(number) for number in range(len(lines))], frameon=False, fontsize=8)
+    for text, label in zip(legend.get_texts(), labels, strict=False):
+        text.set_text(printable(label))
+        text.set_parse_math(False)
+
+
+TITLES = {
+    "loss": "training loss\n(public records)",
+    "public_loss": "loss on the public\nheld-out set",
+    "epsilon": "ε spent",
+    "update_snr": "update signal / noise\n(on public batches)",
+}
+
+# After the last step: public captions, the certificate, the report. Everything from the durable checkpoint.
+
+DEVIATIONS = [
+    ALLOWANCE,
+    "Proved here on the devices listed under `machine`; kernels of other devices may round a record's gradient "
+    "depending on its row.",
+    "Whoever watches the console or the files while the run lasts sees when steps end, and so roughly how large their "
+    "batches were; of what is kept, only the modification times of checkpoints tell anything of it.",
+    SECRET_FOLDER,
+]
+
+
+def write_certificate(
+    config: Config, phases: list[ReadyPhase], run_dir: RunDir, journal: Journal, latest: Loaded, board: Board
+) -> None:
+    journal.finish()
+    shown = samples(phases, latest)
+    run_dir.evaluation.write_text(json.dumps(shown) + "\n")
+    identity = json.dumps(config.model_dump(by_alias=True), sort_keys=True).encode()
+    mixed = {phase.name: phase.mixed.manifest_digest for phase in phases if phase.mixed is not None}
+    extra: dict[str, Any] = {
+        "known_deviations": DEVIATIONS,
+        "siblings": [
+            other
+            for phase in phases
+            if phase.private
+            for other in siblings(phase.index.folder, journal.ledger.entries[0].hash)
+        ],
+        "engine": str(EngineSettings.of(config)),
+        "machine": "cuda" if torch.cuda.is_available() else "cpu (gloo); not yet proved on GPUs with NCCL",
+        "hashes": {
+            "config_sha256": hashlib.sha256(identity).hexdigest(),
+            "data_manifests": {phase.name: phase.index.manifest_digest for phase in phases},
+            **({"mixed_in": mixed} if mixed else {}),
+            "checkpoint_manifest_sha256": latest.digest,
+        },
+    }
+    document = certificate.compose(journal.history, journal.ledger.entries, extra)
+    certificate.write(document, run_dir.root)
+    write_report(run_dir, config, document, shown)
+    # The claim and what it rests on; what it means in plain words stands in the files.
+    board.say(certificate.markdown(document).partition("## What this means")[0])
+    for text in outcomes(config, read_curves(run_dir)):
+        board.say(text)

@@ -1,0 +1,77 @@
+"""A few public held-out images for the report: with the caption that the model writes, or with what it fills in.
+
+Public images alone, from the durable checkpoint: nothing of a private record is ever shown.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.evaluation.captions import greedy_captions
+from murmuration.model.build import build
+from murmuration.model.captioner import Captioner
+from murmuration.model.mae import MaskedAutoencoder
+from murmuration.model.trainable import select
+from murmuration.train.recipe.ready_phase import ReadyPhase
+from murmuration.train.storage.checkpoint import Loaded
+
+SAMPLES = 12
+MASKS = b"masks of the report's pictures"  # public, so that two reports hide the same patches
+GREY = 0.5
+
+
+def samples(phases: list[ReadyPhase], latest: Loaded) -> list[dict[str, str]]:
+    """Each a PNG with what is to stand below it; empty where the last phase has no public held-out images."""
+    phase = phases[latest.position.phase]
+    if phase.held_out is None or phase.settings.objective == "classify":
+        return []
+    model = build(phase.shape, phase.settings.objective)
+    select(model, phase.settings.trainable)
+    model.load_state_dict(latest.state_dict(model.state_dict()))
+    model.eval()
+    spec = phase.data_spec(augment=False)
+    reader = BatchReader(phase.held_out, spec, phase.text, mask_key=MASKS)
+    batch = reader.read(np.arange(min(SAMPLES, phase.held_out.records)), 0)
+    reader.close()
+    inputs = {name: tensor[batch.present] for name, tensor in batch.inputs.items()}
+    if isinstance(model, MaskedAutoencoder):
+        return _reconstructions(model, inputs, spec)
+    assert isinstance(model, Captioner) and phase.text is not None
+    written = greedy_captions(model, inputs["images"], phase.text, length=phase.shape.text_length)
+    truths = [phase.text.decode(row.tolist()) for row in inputs["tokens"]]
+    pictures = [_png(_pixels(image, spec)) for image in inputs["images"]]
+    return [{"png": p, "caption": c, "truth": t} for p, c, t in zip(pictures, written, truths, strict=True)]
+
+
+def _reconstructions(model: MaskedAutoencoder, inputs: dict[str, Tensor], spec: DataSpec) -> list[dict[str, str]]:
+    """Side by side: what the model saw, what it made of it, and the image."""
+    made = model.reconstruct(inputs)
+    side = model.shape.patch_size
+    found: list[dict[str, str]] = []
+    for image, whole, hidden in zip(inputs["images"], made.images, made.removed, strict=True):
+        grid = hidden.view(model.shape.grid, model.shape.grid)
+        covered = grid.repeat_interleave(side, 0).repeat_interleave(side, 1)
+        true, guess = _pixels(image, spec), _pixels(whole, spec)
+        seen = torch.where(covered, torch.full_like(true, GREY), true)
+        error = float((image - whole).square()[:, covered].mean())
+        caption = f"seen, filled in, true; error {error:.3f}"
+        found.append({"png": _png(torch.cat([seen, guess, true], 2)), "caption": caption, "truth": ""})
+    return found
+
+
+def _pixels(image: Tensor, spec: DataSpec) -> Tensor:
+    mean, std = torch.tensor(spec.mean).view(3, 1, 1), torch.tensor(spec.std).view(3, 1, 1)
+    return (image * std + mean).clamp(0, 1)
+
+
+def _png(pixels: Tensor) -> str:
+    buffer = io.BytesIO()
+    Image.fromarray((pixels * 255).round().byte().permute(1, 2, 0).numpy()).save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,175 @@
+"""One run: its directory and key, its phases in order, and what remains when the last is done."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from importlib.metadata import version
+from pathlib import Path
+
+from murmuration.accounting.certificate import certificate
+from murmuration.accounting.epsilon.accountant import round_up
+from murmuration.accounting.keys import destroy
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.train.config.root import Config
+from murmuration.train.distributed.ranks import Ranks, lost_rank, raised_on_all_ranks, watch
+from murmuration.train.distributed.stop import Stopped, StopRequest
+from murmuration.train.recipe.ready_phase import ReadyPhase
+from murmuration.train.run.board import Board
+from murmuration.train.run.context import RunContext
+from murmuration.train.run.declare import declare
+from murmuration.train.run.early_end import asked_for
+from murmuration.train.run.phase import train_phase
+from murmuration.train.run.report import write_certificate
+from murmuration.train.storage.checkpoint import CheckpointError, Keep
+from murmuration.train.storage.open_run import open_run
+from murmuration.train.storage.run_dir import RunDir
+
+RESUMABLE, CERTIFYING = "stopped, resume me", "trained; its certificate is not written"
+
+
+def run_all(
+    arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase], root: Path, ranks: Ranks
+) -> None:  # fmt: skip
+    run_dir = RunDir(root)
+    settings = config.run
+    keep = Keep(settings.keep_checkpoints, settings.keep_every, settings.keep_best)
+    opened = open_run(
+        run_dir, root.name, ranks, keep, _versions(), resume=arguments.resume, debug_seed=settings.debug_seed,
+        new_segment=arguments.new_segment,
+    )  # fmt: skip
+    run = RunContext(
+        **vars(opened), config=config, board=Board(run_dir, ranks.main),
+        stop=StopRequest(run_dir.stop_file, settings.stop_after_minutes),
+    )  # fmt: skip
+    state = {"status": "failed"}
+    try:
+        spent = _trained_before(run, phases) if run.secret is None else _train(run, phases)
+        state = {"status": CERTIFYING}
+    except Stopped:
+        state = {"status": RESUMABLE}
+        raise
+    except BaseException as error:
+        state = {"status": RESUMABLE if lost_rank(error) else "failed", "error": type(error).__name__}
+        raise
+    finally:
+        with contextlib.suppress(OSError):  # a full disk has its own error, which this must not hide
+            _tell(run, **state)
+    _conclude(run, phases)
+    _tell(run, status="done" if spent is None else "budget spent")
+    ranks.barrier()
+    run.board.close()
+    if spent is not None:
+        raise spent
+
+
+def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
+    """What is left of all phases; the reason if the budget ended them."""
+    if run.key.debug:
+        run.board.say("NOT PRIVATE (debug): the keys come from run.debug_seed")
+
+    def stalled(reason: str) -> None:
+        _tell(run, status=RESUMABLE, error=reason)
+
+    watchdog = watch(run.ranks, run.config.run.stall_seconds, stalled)
+    try:
+        for phase in phases:
+            if phase.private:
+                run.ranks.on_main(lambda phase=phase: declare(run, phase))
+        run.ranks.on_main(lambda: _declare_choices(run))
+        for phase in phases:
+            loaded = run.latest_checkpoint()
+            done = (-1, 0) if loaded is None else (loaded.position.phase, loaded.position.step)
+            if done < (phase.number, phase.settings.steps):
+                train_phase(run, phase, loaded)
+    except BudgetSpent as error:
+        run.board.say(f"{error}")
+        return error
+    finally:
+        watchdog.stop()
+    return None
+
+
+def _trained_before(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
+    """Of a finished run; its certificate and report are written again, as it was trained."""
+    run.board.say(f"{run.name} is finished; writing its certificate and report again")
+    run.ranks.on_main(lambda: _require_same_run(run, phases))
+    run.ranks.on_main(run.recover_checkpoints)
+    run.ranks.on_main(lambda: _declare_choices(run))
+    return run.ranks.on_main(lambda: _ended_early(run, phases))
+
+
+def _conclude(run: RunContext, phases: list[ReadyPhase]) -> None:
+    """Certificate and report; then nothing is left to do for the key."""
+    latest = run.checkpoints.latest()
+    if latest is None:
+        raise raised_on_all_ranks(CheckpointError(f"{run.checkpoints.folder} holds no checkpoint; restore it"))
+    if latest.position.phase >= len(phases):
+        raise LedgerError("the config has fewer phases than the run; give the config that it was trained with")
+    if not run.ranks.main:
+        return
+    write_certificate(run.config, phases, run.folder, run.writer, latest, run.board)
+    if not run.config.run.keep_key and destroy(run.folder.key):
+        run.board.say("the run key is destroyed: nobody can redraw the noise")
+    verdict = certificate.verify(run.folder.root)
+    if verdict.objection:
+        run.board.say(verdict.objection)
+    else:
+        run.board.say(f"final ε = {verdict.epsilon:.6f} of {verdict.budget:g} at δ = {verdict.delta:.3g}, verified")
+        if verdict.claimed is not None and verdict.claimed > round_up(verdict.epsilon):
+            run.board.say(f"claimed ε = {verdict.claimed:g}: {verdict.claimed_because}")
+    run.board.say(f"report: {run.folder.report}")
+
+
+def _tell(run: RunContext, **state: object) -> None:
+    """What scripts ask for; any rank may call it."""
+    if run.journal is not None:
+        last = run.journal.history.last_checkpoint()
+        where = {"phase": last.phase if last else None, "step": last.step if last else None}
+        run.folder.write_state(run=run.name, **state, **where)
+
+
+def _declare_choices(run: RunContext) -> None:
+    """Before the first step, so that a search whose cost cannot be computed is refused while it costs nothing."""
+    settings = run.config.run
+    if settings.keep_best is not None:
+        run.writer.declare_choice(settings.keep_best)
+    if settings.tuned_on_private_data is None:
+        return
+    cost = run.writer.declare_tuning(settings.tuned_on_private_data.declared())
+    if cost is not None:
+        run.board.say(
+            f"chosen among several private runs: ε = {round_up(cost):g} will be claimed for the planned steps"
+        )
+
+
+def _require_same_run(run: RunContext, phases: list[ReadyPhase]) -> None:
+    """What is written about a finished run is written from the config that it was trained with."""
+    history = run.writer.history
+    for phase in phases:
+        segments = history.segments_of(phase.number)
+        same = phase.number in history.plans or phase.number in history.nonprivate
+        if same and segments:
+            same = segments[-1].config_digest == run.config.digest(phase.number, phase.contents())
+        if not same:
+            raise LedgerError(
+                f"the run is finished, and phase {phase.name!r} was trained with another config or data; "
+                "give the config that it was trained with, or another run.dir"
+            )
+
+
+def _ended_early(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
+    """A phase may also have ended by its plateau or by hand, which is no fault."""
+    history = run.writer.history
+    chosen = {p.number for p in phases if p.settings.plateau is not None or asked_for(run.folder.end_file, p.name)}
+    short = any(
+        plan.steps not in {done.step for done in history.committed if done.phase == phase}
+        for phase, plan in history.plans.items()
+        if phase not in chosen
+    )
+    return BudgetSpent("the run had ended before its last step, its budget spent") if short else None
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "deepspeed", "dp-accounting", "timm")}

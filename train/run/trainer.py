@@ -1,0 +1,144 @@
+"""The loop: steps of one phase, in the order commit -> checkpoint -> public measurements.
+
+A checkpoint is written while training goes on for a fixed number of steps: fixed, because how many steps a write takes
+would tell of the sizes of their batches. What was measured with its weights is told once it is durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.stop import Stopped
+from murmuration.train.engines.base import ShardedEngine
+from murmuration.train.optim.schedule import learning_rate
+from murmuration.train.public.evaluation import PublicEvaluator
+from murmuration.train.public.monitor import LossMonitor, MonitorReading
+from murmuration.train.recipe.ready_phase import ReadyPhase
+from murmuration.train.run.board import Board, Pace
+from murmuration.train.run.early_end import Ending
+from murmuration.train.step import StepSummary
+from murmuration.train.storage.checkpoint import Checkpoints, Position
+
+
+class Step(Protocol):
+    def run(self, step: int, learning_rate: float) -> StepSummary: ...
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where and how often a phase is saved."""
+
+    checkpoints: Checkpoints
+    every: int
+    lag: int
+    """How many more steps are made before a checkpoint that is being written is waited for."""
+    replicated: bool
+    header: Callable[[], dict[str, Any]]
+    checkpointed: Callable[[int, str], None]
+    """Tells the ledger of a durable checkpoint, on the main rank."""
+
+
+@dataclass(frozen=True)
+class Watching:
+    """What is measured on public records with the weights of a checkpoint."""
+
+    evaluator: PublicEvaluator | None
+    monitor: LossMonitor | None
+
+
+class Trainer:
+    """Everything that one phase needs is built already; `run` does nothing but the loop."""
+
+    def __init__(
+        self, phase: ReadyPhase, step: Step, engine: ShardedEngine, ranks: Ranks, board: Board, pace: Pace,
+        saving: Saving, watching: Watching, ending: Ending, *, log_every: int, clip_bound: float | None,
+        budget: float | None, spent: Callable[[], float | None],
+    ) -> None:  # fmt: skip
+        self.phase, self.name, self.steps = phase, phase.name, phase.settings.steps
+        self.step, self.engine, self.ranks, self.board, self.pace = step, engine, ranks, board, pace
+        self.saving, self.watching, self.ending = saving, watching, ending
+        self.log_every, self.clip_bound, self.budget, self.spent = log_every, clip_bound, budget, spent
+        self.held_back: dict[int, dict[str, float]] = {}
+        """Noised metrics of steps whose weights are not durable yet: a replay after a change must not release twice."""
+        self.writing: int | None = None
+        """The step whose weights are being written, and what was measured with them."""
+        self.measured: dict[str, float] = {}
+        self.monitored: MonitorReading | None = None
+
+    def run(self, done: int) -> None:
+        """Trains from `done` steps to the end; on a stop request saves what is complete and raises Stopped."""
+        self._begin(done)
+        self._settle()
+        self.pace.tick()
+        for step in range(done + 1, self.steps + 1):
+            if (why := self.ending.reason()) is not None:
+                self.board.say(f"{self.name}  ends after step {step - 1} of {self.steps}: {why}")
+                self._begin(step - 1)
+                break
+            rate = learning_rate(self.phase.settings.schedule, self.steps, step)
+            try:
+                observed = self.step.run(step, rate)
+            except (Stopped, BudgetSpent) as reason:
+                self.engine.discard()
+                self._begin(step - 1, measure=isinstance(reason, BudgetSpent))
+                self._settle()
+                raise
+            self.pace.tick()
+            summary = observed.over_ranks(self.ranks, self.clip_bound)
+            (self.board.public if self.phase.settings.data.public else self.board.private)(self.name, step, summary)
+            if observed.released:
+                self.held_back[step] = observed.released
+            if step % self.log_every == 0 or step == self.steps:
+                self._progress(step, rate)
+            if step % self.saving.every == 0 or step == self.steps:
+                self._begin(step)
+            if self.writing is not None and step - self.writing >= self.saving.lag:
+                self._settle()
+        self._settle()
+
+    def _progress(self, step: int, rate: float) -> None:
+        """Nothing here depends on the weights or on a single step's data: it may be shown before a checkpoint."""
+        values: dict[str, float] = {"lr": rate}
+        line = f"{self.name}  step {step}/{self.steps}  lr {rate:.2e}"
+        epsilon = self.ranks.on_main(self.spent)
+        if epsilon is not None and self.budget is not None:
+            values["epsilon"] = epsilon
+            line += f"  ε {epsilon:.3f} of {self.budget:g}"
+        known = self.pace.rate()
+        if known is not None:
+            values["samples_per_second"] = known[0]
+        self.board.public(self.name, step, values)
+        self.board.say(f"{line}  {self.pace.line(step, self.steps)}")
+
+    def _begin(self, step: int, measure: bool = True) -> None:
+        """Copies the weights for writing, and measures them; nothing of it may leave yet."""
+        self._settle()
+        header = self.ranks.on_main(self.saving.header)
+        position = Position(self.phase.number, step)
+        self.saving.checkpoints.begin(position, self.engine, self.saving.replicated, header)
+        self.writing = step
+        evaluator, monitor = self.watching.evaluator, self.watching.monitor
+        self.measured = evaluator.measure() if evaluator is not None and measure else {}
+        self.monitored = monitor.measure() if monitor is not None and measure else None
+
+    def _settle(self) -> None:
+        """Durable first; only then may anything computed from these weights leave the job."""
+        step, self.writing = self.writing, None
+        if step is None:
+            return
+        self.saving.checkpoints.settle(lambda digest: self.saving.checkpointed(step, digest), self.measured)
+        for earlier in [each for each in self.held_back if each <= step]:
+            self.board.public(self.name, earlier, self.held_back.pop(earlier))
+        self.ending.measured(step, self.measured)
+        if self.measured:
+            self.board.public(self.name, step, self.measured)
+            shown = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in self.measured.items())
+            self.board.say(f"{self.name}  checkpoint at step {step}  {shown}")
+        if self.monitored is not None:
+            self.board.public(self.name, step, self.monitored.values)
+            for text in self.monitored.lines:
+                self.board.say(f"{self.name}  {text}")

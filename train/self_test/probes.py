@@ -1,0 +1,101 @@
+"""What the self-test sends through the live engine in the place of private records, and how it looks at the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.model.drop import DROP_KEY
+from murmuration.model.settings import Shape
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.engines.base import OptimizerShard
+from murmuration.train.noise.update import Update
+
+FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+
+
+class Capture:
+    """Lets the real update work on the gradient, and keeps what it made of it."""
+
+    def __init__(self, inner: Update) -> None:
+        self.inner = inner
+        self.found: list[tuple[Fragment, Tensor]] = []
+
+    @property
+    def elements(self) -> int:
+        return self.inner.elements
+
+    def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
+        self.inner.finish(flat, fragments)
+        self.found += [(fragment, fragment.of(flat).detach().cpu().clone()) for fragment in fragments]
+
+
+class Push:
+    """The same gradient everywhere."""
+
+    def __init__(self) -> None:
+        self.elements = 0
+
+    def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
+        for fragment in fragments:
+            fragment.of(flat).fill_(1.0)
+            self.elements += fragment.length
+
+
+def arrived_evenly(shard: OptimizerShard, fragment: Fragment, kept: Tensor) -> bool:
+    """A first moment shows that one and the same gradient arrived everywhere, decay of the weights apart."""
+    kind = next((name for name in FIRST_MOMENTS if name in shard.state), None)
+    if kind is None:
+        return True
+    moment = fragment.of(shard.state[kind])
+    if kind == "exp_avg":
+        return not bool((moment != moment[0]).any())
+    # momentum = ratio · (gradient + decay · weight): a straight line over the weights, whatever ratio and decay are.
+    x, y = fragment.of(kept).double(), moment.double()
+    x, y = x - x.mean(), y - y.mean()
+    slope = (x @ y) / (x @ x).clamp(min=1e-30)
+    return float((y - slope * x).abs().max()) <= 1e-5 * float(moment.abs().max())
+
+
+@dataclass(frozen=True)
+class SyntheticRecords:
+    """Where the records of a self-test come from: random inputs of the right form, nothing of any data set."""
+
+    make: Callable[[int, int], dict[str, Tensor]]
+    """From a number of records and a seed to the model's inputs, each with one row per record."""
+    hostile: tuple[str, ...] | None = None
+    """Inputs in which a record may hold any number; None: all that are floating-point."""
+
+    @staticmethod
+    def of(shape: Shape, objective: str) -> SyntheticRecords:
+        return SyntheticRecords(lambda size, seed: synthetic_batch(shape, objective, size, seed).inputs, ("images",))
+
+    def batch(self, size: int, seed: int) -> MicroBatch:
+        return MicroBatch(self.make(size, seed), torch.ones(size, dtype=torch.bool))
+
+    def scaled(self, inputs: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+        """The inputs with those of the first record times the factor."""
+        names = self.hostile if self.hostile is not None else [k for k, t in inputs.items() if t.is_floating_point()]
+        scaled = {name: inputs[name].clone() for name in names}
+        for tensor in scaled.values():
+            tensor[0] = tensor[0] * factor
+        return {**inputs, **scaled}
+
+
+def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> MicroBatch:
+    """Random inputs of the right form; nothing of any data set."""
+    draw = torch.Generator().manual_seed(seed)
+    inputs = {"images": torch.randn(size, 3, shape.image_size, shape.image_size, generator=draw)}
+    if objective == "mae":
+        inputs["mask_noise"] = torch.rand(size, shape.patches, generator=draw)
+    elif objective == "classify":
+        inputs["labels"] = torch.randint(0, shape.head.classes, (size,), generator=draw)
+    else:
+        inputs["tokens"] = torch.randint(1, shape.vocabulary, (size, shape.text_length), generator=draw)
+    if shape.drops:
+        inputs[DROP_KEY] = torch.randint(-(1 << 63), (1 << 63) - 1, (size,), generator=draw)
+    return MicroBatch(inputs, torch.ones(size, dtype=torch.bool))

@@ -1,0 +1,361 @@
+"""Proof at every start, on the live engine with synthetic records: clipped, noised once, bounded, all trained.
+
+It runs before the first private record is read and leaves weights and optimizer as they were, bit by bit. Its
+noise comes from its own key. A run that fails it does not start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from murmuration.accounting.errors import SELF_TEST_FAILED, RunError
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.model.safety import CouplingError, coupling_probe, refuse_coupling
+from murmuration.train.clip.check import check_gradients
+from murmuration.train.clip.engine import ClipEngine, clipped_totals
+from murmuration.train.clip.rule import ClipError
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.engines.base import ShardedEngine, digests_of, evaluating
+from murmuration.train.noise.aes import Noise
+from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, UpdateError
+from murmuration.train.self_test.probes import Capture, Push, SyntheticRecords, arrived_evenly
+
+SIGMA_TOLERANCE = 0.05
+# As many draws as make the tolerance more than six standard deviations wide: no honest run fails by chance.
+SIGMA_DRAWS = 1 << 13
+SUM_TOLERANCE = 1e-3
+HOSTILE = {"1e3": 1e3, "1e19": 1e19, "NaN": math.nan, "infinite": math.inf, "1e-25": 1e-25}
+PROOF_RATE = 0.1
+HEAD = 16
+
+T = TypeVar("T")
+
+
+class SelfTestError(RunError, RuntimeError):
+    """The machinery does not do what the ledger would say; the run must not start."""
+
+    exit_code = SELF_TEST_FAILED
+
+
+@dataclass(frozen=True)
+class SelfTestReport:
+    measured_sigma: float
+    largest_hostile: float
+    records_per_second: float
+
+
+def self_test(
+    engine: ShardedEngine, clip: ClipEngine, noise: Noise, replicated: bool, records: SyntheticRecords,
+    micro_batch: int, ranks: Ranks,
+) -> SelfTestReport:  # fmt: skip
+    """`noise` has the planned deviation and divisor but the self-test's key."""
+    batch = records.batch(micro_batch, seed=ranks.rank).to(engine.device)
+    absent = MicroBatch(batch.inputs, torch.zeros_like(batch.present))
+    if engine.optimizer_step():
+        raise SelfTestError("the self-test must run before the optimizer's state is restored; it would be lost")
+    weights = [shard.weights.detach().clone() for shard in engine.shards()]
+    before = fingerprint(engine)
+    try:
+        fill_zeros(engine, absent, ranks)
+        largest = _records_are_bounded(engine, clip, batch, records, ranks)
+        sigma = _noise_is_as_planned(engine, clip, noise, absent, replicated, ranks)
+        seconds = _sums_are_exact(engine, clip, batch, replicated, ranks)
+        put_back(engine, weights)
+
+        engine.accumulate(absent)
+        left = Capture(PlainUpdate(batch=1))
+        engine.update(left, learning_rate=0.0)
+        _agree(ranks, lambda: _nothing_left(left))
+
+        _weights_move(engine, absent, weights, ranks)
+    except UpdateError as error:
+        raise SelfTestError(str(error)) from error
+    _agree(ranks, lambda: _forget_moments(engine))
+    _agree(ranks, lambda: _unchanged(engine, before))
+    return SelfTestReport(sigma, largest, 2 * micro_batch * ranks.world / seconds)
+
+
+def _records_are_bounded(
+    engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, records: SyntheticRecords, ranks: Ranks
+) -> float:
+    """Records do not touch one another, and none moves the sum by more than C; how far the worst one moves it."""
+    few = records.batch(3, seed=ranks.rank).to(engine.device)
+    _agree(ranks, lambda: _coupling(engine, few))
+    _agree(ranks, lambda: _clipping_binds(engine, clip, batch))
+    largest = max(ranks.gather(_agree(ranks, lambda: _hostile(engine, clip, batch, records))))
+    _agree(ranks, lambda: _gradients_are_true(engine, clip, batch))
+    return largest
+
+
+def _noise_is_as_planned(
+    engine: ShardedEngine, clip: ClipEngine, noise: Noise, absent: MicroBatch, replicated: bool, ranks: Ranks
+) -> float:
+    """On every element once, independent, and of the sigma that is returned."""
+    drawn = [_empty_step(engine, noise, step, absent) for step in range(1, _steps(engine) + 1)]
+    _every_element_once(engine, drawn[0], replicated, ranks)
+    sigma = _measured_sigma(drawn, noise, clip, ranks)
+    _streams_differ(drawn, replicated, ranks)
+    return sigma
+
+
+def _sums_are_exact(
+    engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, replicated: bool, ranks: Ranks
+) -> float:
+    """What three micro-batches bring to the optimizer; the seconds that two of them took the slowest rank."""
+    with evaluating(engine.model):  # a path may be dropped from all records; here each weight gets its gradient
+        engine.accumulate(batch)
+    started = time.monotonic()
+    engine.accumulate(batch)
+    engine.accumulate(batch)
+    seconds = max(ranks.gather(time.monotonic() - started))
+    gradients = Capture(PlainUpdate(batch=1))
+    engine.update(gradients, learning_rate=0.0)
+    _all_trained(engine, gradients, ranks)
+    _sum_is_the_sum(engine, clip, batch, gradients, replicated, ranks)
+    return seconds
+
+
+def _agree(ranks: Ranks, check: Callable[[], T]) -> T:
+    """A check of one rank's own things; what one finds stops all, so that nobody waits in a collective."""
+    found, objection = None, None
+    try:
+        found = check()
+    except SelfTestError as error:
+        objection = str(error)
+    _stop_all(ranks, objection)
+    return found  # pyright: ignore[reportReturnType]
+
+
+def _stop_all(ranks: Ranks, objection: str | None) -> None:
+    for other in ranks.gather(objection):
+        if other is not None:
+            raise SelfTestError(other)
+
+
+def _coupling(engine: ShardedEngine, few: MicroBatch) -> None:
+    try:
+        refuse_coupling(engine.model)
+        # Kernels on a GPU may not be bitwise independent of the row; on a CPU they are.
+        coupling_probe(engine.model, few.inputs, tolerance=0.0 if engine.device.type == "cpu" else 1e-5)
+    except CouplingError as error:
+        raise SelfTestError(f"records are not independent: {error}") from None
+
+
+def _gradients_are_true(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch) -> None:
+    try:
+        check_gradients(clip, engine.model, batch.inputs, batch.present)
+    except ClipError as error:
+        raise SelfTestError(str(error)) from None
+
+
+def _clipping_binds(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch) -> None:
+    """One record under a bound a tenth of its own norm: whatever C is, here the factor must act."""
+    rule, alone = clip.rule, torch.zeros_like(batch.present)
+    alone[0] = True
+
+    def size() -> float:
+        return _norm(clipped_totals(clip, engine.model, batch.inputs, alone, engine.shapes)[0].values())
+
+    try:
+        clip.rule = replace(rule, kind="flat", bound=1e30)
+        whole = size()
+        ratios = []
+        for kind in ("flat", rule.kind):
+            clip.rule = replace(rule, kind=kind, bound=whole / 10)
+            ratios.append(size() / clip.rule.sensitivity if whole else math.inf)
+    finally:
+        clip.rule = rule
+    if not all(ratio <= 1.0 for ratio in ratios):
+        raise SelfTestError(f"one record moved the sum by {max(ratios):.3f} times the bound; clipping does not hold")
+
+
+def _hostile(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, records: SyntheticRecords) -> float:
+    """How far one hostile record moves the sum of its micro-batch, in units of C."""
+    without = batch.present.clone()
+    without[0] = False
+    base, _ = clipped_totals(clip, engine.model, batch.inputs, without, engine.shapes)
+    moves = {}
+    for name, value in HOSTILE.items():
+        inputs = records.scaled(batch.inputs, value)
+        moved, _ = clipped_totals(clip, engine.model, inputs, batch.present, engine.shapes)
+        moves[name] = _norm(moved[k].double() - base[k].double() for k in base) / clip.rule.sensitivity
+    for name, distance in moves.items():
+        if not distance <= 1.0:
+            raise SelfTestError(f"a hostile record ({name}) moved the sum by {distance:.3f}·C; clipping does not hold")
+    return max(moves.values())
+
+
+def _steps(engine: ShardedEngine) -> int:
+    """Empty steps to draw: at least two, so that they can be told apart, and enough to measure sigma."""
+    return max(2, math.ceil(SIGMA_DRAWS / engine.trainable_elements))
+
+
+def _empty_step(engine: ShardedEngine, noise: Noise, step: int, absent: MicroBatch) -> Capture:
+    engine.accumulate(absent)
+    captured = Capture(NoisyUpdate(noise, step))
+    engine.update(captured, learning_rate=0.0)
+    return captured
+
+
+def _every_element_once(engine: ShardedEngine, captured: Capture, replicated: bool, ranks: Ranks) -> None:
+    """The shards of all ranks tile every parameter: no element without noise, none with two draws."""
+    parts = ranks.gather([(fragment.name, fragment.start, fragment.length) for fragment, _ in captured.found])
+    for covering in parts if replicated else [[piece for part in parts for piece in part]]:
+        ends = dict.fromkeys(engine.shapes, 0)
+        for name, start, length in sorted(covering):
+            if ends.get(name) != start:
+                raise SelfTestError(f"elements of {name} around {start} get noise twice, or never")
+            ends[name] = start + length
+        for name, end in ends.items():
+            if end != engine.shapes[name].numel():
+                raise SelfTestError(f"elements of {name} from {end} on get no noise and no update")
+
+
+def _measured_sigma(drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks: Ranks) -> float:
+    """From empty steps: what reached the optimizer is noise and nothing else."""
+    values = [values.double() for captured in drawn for _, values in captured.found]
+    parts = ranks.gather((sum(v.numel() for v in values), sum(float(v.square().sum()) for v in values)))
+    count, squares = sum(part[0] for part in parts), sum(part[1] for part in parts)
+    measured = math.sqrt(squares / max(1, count)) * noise.divisor / clip.rule.sensitivity
+    planned = noise.std / clip.rule.sensitivity
+    if not abs(measured - planned) <= SIGMA_TOLERANCE * planned:
+        raise SelfTestError(f"the noise has sigma = {measured:.4f} where {planned:.4f} is planned")
+    return measured
+
+
+def _streams_differ(drawn: list[Capture], replicated: bool, ranks: Ranks) -> None:
+    """Equal on replicas; otherwise no two parameters, ranks or steps begin with the same noise."""
+    heads = [tuple(v[:HEAD].tolist()) for captured in drawn[:2] for _, v in captured.found if len(v) >= HEAD]
+    whole = hashlib.sha256()
+    for _, values in drawn[0].found:
+        whole.update(values.numpy().tobytes())
+    parts = ranks.gather((heads, whole.hexdigest()))
+    if replicated and len({part[1] for part in parts}) > 1:
+        raise SelfTestError("replicas drew different noise")
+    every = parts[0][0] if replicated else [head for part in parts for head in part[0]]
+    if len(set(every)) != len(every):
+        raise SelfTestError("the same noise was drawn for different elements or steps")
+
+
+def _all_trained(engine: ShardedEngine, gradients: Capture, ranks: Ranks) -> None:
+    moved = {fragment.name for fragment, values in gradients.found if bool((values != 0).any())}
+    reached = set().union(*ranks.gather(moved))
+    declared = set(engine.shapes)
+    if reached != declared:
+        odd = ", ".join(sorted(declared ^ reached)[:3])
+        raise SelfTestError(f"the trained set is not the declared one: {odd} … get no gradient")
+
+
+def _sum_is_the_sum(
+    engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, gradients: Capture, replicated: bool,
+    ranks: Ranks,
+) -> None:  # fmt: skip
+    """What the engine reduced over micro-batches and ranks against the clip engine's own sums: no mean, no scale."""
+    own, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present, engine.shapes)
+    with evaluating(engine.model):
+        first, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present, engine.shapes)
+    expected = {name: ranks.add(first[name] + 2 * own[name]).flatten().cpu().double() for name in sorted(own)}
+    error = [values.double() - expected[f.name][f.start : f.start + f.length] for f, values in gradients.found]
+    parts = ranks.gather(_norm(error) ** 2)
+    off = math.sqrt(parts[0] if replicated else sum(parts)) / max(_norm(expected.values()), 1e-30)
+    # Every rank must see the same verdict: replicas are added up, too.
+    if not max(ranks.gather(off if math.isfinite(off) else math.inf)) <= SUM_TOLERANCE:
+        raise SelfTestError(
+            f"the reduced sum differs from the sum of the clipped gradients by {off:.3g} of its size; "
+            "something scales, drops or repeats micro-batches or ranks"
+        )
+
+
+def _nothing_left(captured: Capture) -> None:
+    for fragment, values in captured.found:
+        if bool((values != 0).any()):
+            raise SelfTestError(f"{fragment.name} keeps a gradient of the step before")
+
+
+def _weights_move(engine: ShardedEngine, absent: MicroBatch, weights: list[Tensor], ranks: Ranks) -> None:
+    """One step at a real learning rate moves every element; then the weights are put back, on every rank."""
+    _agree(ranks, lambda: _forget_moments(engine))  # so that the first one shows the gradient that arrived
+    engine.accumulate(absent)
+    engine.update(Push(), learning_rate=PROOF_RATE)
+    still = None
+    for shard, kept in zip(engine.shards(), weights, strict=True):
+        for fragment in shard.fragments:
+            if bool((fragment.of(shard.weights.detach()) == fragment.of(kept)).any()):
+                still = f"the optimizer does not move {fragment.name}, although it is declared as trained"
+            if not arrived_evenly(shard, fragment, kept):
+                still = f"something changes the gradient of {fragment.name} after the noise was added"
+        with torch.no_grad():
+            shard.weights.copy_(kept)
+    _stop_all(ranks, still)
+    # The engine hands the restored shards to the model, as after every step.
+    engine.accumulate(absent)
+    engine.update(PlainUpdate(batch=1), learning_rate=0.0)
+
+
+def _unchanged(engine: ShardedEngine, before: dict[str, str]) -> None:
+    after = fingerprint(engine)
+    if after.keys() != before.keys():
+        raise SelfTestError(
+            f"the model keeps something of the records that it is given ({min(after.keys() ^ before.keys())}); "
+            "let forward() write into no buffer"
+        )
+    for name, digest in before.items():
+        if after.get(name) != digest:
+            raise SelfTestError(f"the self-test changed the weights ({name}); the optimizer moves at learning rate 0")
+
+
+def _forget_moments(engine: ShardedEngine) -> None:
+    engine.set_optimizer_step(0)
+    if engine.optimizer_step() or any(bool(t.any()) for shard in engine.shards() for t in shard.state.values()):
+        raise SelfTestError("the self-test left something in the optimizer's state")
+
+
+def _norm(gradients: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+
+
+# The weights during a self-test: nothing hides behind zeros, and they are afterwards what they were, bit by bit.
+
+
+def fill_zeros(engine: ShardedEngine, absent: MicroBatch, ranks: Ranks) -> None:
+    """Matrices of nothing but zeros get fixed numbers, until `put_back`.
+
+    A classifier's head starts at zero, and so does a LoRA's second matrix: what lies before them gets no gradient,
+    and would be neither seen to be trained nor to couple records.
+    """
+    filled = {f.name for shard in engine.shards() for f in shard.fragments if bool(f.of(shard.weights.detach()).any())}
+    anywhere = set().union(*ranks.gather(filled))
+    zero = {name for name, shape in engine.shapes.items() if len(shape) > 1 and name not in anywhere}
+    if not zero:
+        return
+    for shard in engine.shards():
+        weights = shard.weights.detach()
+        for fragment in shard.fragments:
+            if fragment.name in zero:
+                places = torch.arange(fragment.start + 1.0, fragment.start + fragment.length + 1.0)
+                fragment.of(weights).copy_(places.sin() * 0.5)
+    # The engine hands the shards to the model, as after every step.
+    engine.accumulate(absent)
+    engine.update(PlainUpdate(batch=1), learning_rate=0.0)
+
+
+def put_back(engine: ShardedEngine, weights: list[Tensor]) -> None:
+    """Into the shards; the model has them after the next update."""
+    with torch.no_grad():
+        for shard, kept in zip(engine.shards(), weights, strict=True):
+            shard.weights.copy_(kept)
+
+
+def fingerprint(engine: ShardedEngine) -> dict[str, str]:
+    """Of the model as it computes, and of this rank's shards."""
+    tensors = engine.whole_weights()
+    tensors |= {f"shard {i}": shard.weights.detach() for i, shard in enumerate(engine.shards())}
+    return digests_of(tensors)

@@ -1,0 +1,219 @@
+"""Where features lie: a folder for each body and set of records, a row for each record, one run that fills it.
+
+FOLDER/<16 digits of the identity>/ holds a header and three plain files. Rows are written as exactly their own bytes:
+through a mapping, a network file system writes whole pages back, and with them what this machine remembers of other
+machines' rows. They are mapped once all of them lie on the disk, for reading alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from murmuration.accounting.durable import atomic, sync
+from murmuration.accounting.file_lock import try_lock
+from murmuration.data.store.index_files import read_json
+from murmuration.train.config.section import RecipeError
+
+ABSENT, PRESENT, BAD = 0, 1, 2
+HEADER, LOCK = "features.json", "features.lock"
+FORMAT = 2
+OLDER = ("features.json", "features.npy", "labels.npy", "state.npy")
+"""Files of format 1, which lay in the folder itself."""
+
+
+@dataclass(frozen=True)
+class FeatureRows:
+    """Features, their labels, and which rows are there."""
+
+    path: Path
+    features: np.ndarray
+    labels: np.ndarray
+    state: np.ndarray
+
+
+@dataclass(frozen=True)
+class FeatureFolder:
+    """Of one identity; runs with other bodies have folders of their own beside it."""
+
+    path: Path
+    identity: str
+    records: int
+    width: int
+
+    @staticmethod
+    def within(shared: Path, identity: str, records: int, width: int) -> FeatureFolder:
+        return FeatureFolder(shared / identity[:16], identity, records, width)
+
+    @property
+    def files(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The state is the last one: it says whether a row of the others counts."""
+        return {
+            "features.f32": ("<f4", (self.records, self.width)),
+            "labels.i64": ("<i8", (self.records,)),
+            "state.u8": ("|u1", (self.records,)),
+        }
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[bool]:
+        """Whether rows are missing; if so, the files are there and nobody else fills them meanwhile. On one rank.
+
+        What is complete is never changed again, so runs that only read it, as those of a sweep do, need no lock.
+        """
+        if self._complete():
+            yield False
+            return
+        _refuse_others(self.path.parent, self.path.parent, _known_beside)
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path.mkdir(exist_ok=True, mode=0o700)
+        _refuse_others(self.path.parent, self.path, self._known)
+        lock = _locked(self.path / LOCK)
+        try:
+            if not self._fits():  # asked again under the lock: another run may have begun or ended just before
+                self._begin_anew()
+            yield not self._complete()
+        finally:
+            os.close(lock)
+
+    def missing(self, rank: int, world: int) -> np.ndarray:
+        """This rank's rows that are not there yet. Read, not mapped: a page that is kept may be old later."""
+        self._require_fitting()
+        low, high = rank * self.records // world, (rank + 1) * self.records // world
+        state = np.fromfile(self.path / "state.u8", "|u1", count=high - low, offset=low)
+        return low + np.flatnonzero(~settled(state))
+
+    def rows(self) -> FeatureRows:
+        """Opened only after all ranks wrote their last row, so that none of them is hidden by what is remembered."""
+        self._require_fitting()
+        found = FeatureRows(
+            self.path,
+            *(np.memmap(self.path / name, dtype, "r", shape=shape) for name, (dtype, shape) in self.files.items()),
+        )
+        if gone := int(np.count_nonzero(~settled(found.state))):
+            raise RecipeError(
+                f"{gone} rows of the features in {self.path} are missing although all were made, so not every machine "
+                "sees there what others write; name a features.folder on a file system where they do"
+            )
+        return found
+
+    def _header(self) -> dict[str, object]:
+        return {"format": FORMAT, "identity": self.identity, "records": self.records, "width": self.width}
+
+    def _fits(self) -> bool:
+        try:
+            sizes = {name: (self.path / name).stat().st_size for name in self.files}
+            return read_json(self.path / HEADER) == self._header() and sizes == self._sizes()
+        except (FileNotFoundError, ValueError):
+            return False
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: np.dtype(dtype).itemsize * int(np.prod(shape)) for name, (dtype, shape) in self.files.items()}
+
+    def _complete(self) -> bool:
+        return self._fits() and not len(self.missing(0, 1))
+
+    def _require_fitting(self) -> None:
+        """Also after opening: another machine may see another folder under this name, or somebody emptied it."""
+        if not self._fits():
+            raise RecipeError(
+                f"the features in {self.path} are not those that the main rank made there; name a features.folder that "
+                "all machines share and nothing else changes"
+            )
+
+    def _begin_anew(self) -> None:
+        for name in (HEADER, *self.files):
+            (self.path / name).unlink(missing_ok=True)
+        for name, size in self._sizes().items():
+            descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                os.truncate(descriptor, size)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        with atomic(self.path / HEADER, 0o600) as file:  # the last: without it, the others are begun anew
+            file.write(json.dumps(self._header()).encode())
+        sync(self.path.parent)
+
+    def _known(self, path: Path) -> bool:
+        return path.name in (HEADER, LOCK, *self.files) or path.name.startswith(f".{HEADER}.")
+
+
+class RowWriter:
+    """Of one rank. Its files are open for writing alone and synchronously (O_DSYNC), with which a network file system
+    sends what is written, not the page around it."""
+
+    def __init__(self, folder: FeatureFolder) -> None:
+        self._files = folder.files
+        self._descriptors: list[int] = []
+        for name in self._files:
+            self._descriptors.append(os.open(folder.path / name, os.O_WRONLY | os.O_DSYNC))
+
+    def put(self, ids: np.ndarray, features: np.ndarray, labels: np.ndarray, present: np.ndarray) -> None:
+        """A row is marked as there once its content lies on the disk."""
+        columns = (
+            np.where(present[:, None], features, 0.0), np.where(present, labels, 0), np.where(present, PRESENT, BAD),
+        )  # fmt: skip
+        begins = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
+        for descriptor, (dtype, _), column in zip(self._descriptors, self._files.values(), columns, strict=True):
+            rows = np.ascontiguousarray(column, dtype)
+            for first, neighbours in zip(ids[begins], np.split(rows, begins[1:]), strict=True):
+                _write(descriptor, neighbours.tobytes(), int(first) * rows[:1].nbytes)
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+def settled(state: np.ndarray) -> np.ndarray:
+    """Whether a row needs nothing more: its features are there, or its record is bad."""
+    return (state == PRESENT) | (state == BAD)
+
+
+def older_files(shared: Path) -> list[str]:
+    return [name for name in OLDER if (shared / name).is_file()]
+
+
+def _known_beside(path: Path) -> bool:
+    if path.name in OLDER or path.name.startswith(f".{HEADER}."):
+        return True
+    return bool(re.fullmatch("[0-9a-f]{16}", path.name)) and path.is_dir()
+
+
+def _refuse_others(named: Path, folder: Path, known: Callable[[Path], bool]) -> None:
+    others = sorted(path.name for path in folder.iterdir() if not known(path)) if folder.exists() else []
+    if others:
+        raise RecipeError(f"features.folder {named} holds other things ({others[0]}); name a folder of its own")
+
+
+def _locked(path: Path) -> int:
+    """The file stays when it is released: another run may have opened it and wait for nothing else."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        ours = try_lock(descriptor)
+    except OSError as error:
+        os.close(descriptor)
+        raise RecipeError(
+            f"{path} cannot be locked ({error.strerror}); name a features.folder on a file system that has locks"
+        ) from None
+    if not ours:
+        os.close(descriptor)
+        raise RecipeError(
+            f"another run is making the features in {path.parent}; start this one again once they are made, or "
+            "give it another features.folder"
+        )
+    return descriptor
+
+
+def _write(descriptor: int, content: bytes, offset: int) -> None:
+    """All of it: a signal or a full disk may end a write before its end, the latter with an error at the next."""
+    rest = memoryview(content)
+    while rest:
+        written = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[written:], offset + written

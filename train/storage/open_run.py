@@ -1,0 +1,219 @@
+"""A run directory that a job writes: its ledger, its key, its checkpoints, and where it continues.
+
+The ledger is the authority. The pointer `checkpoints/latest` repeats what it says, and is rebuilt from it if it is
+lost. An older checkpoint than the newest one is taken only if a new segment was declared, because that is a rollback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from murmuration.accounting.escaping import printable_lines
+from murmuration.accounting.keys import Purpose, RunKey
+from murmuration.accounting.ledger.chain import Ledger, LedgerError
+from murmuration.accounting.ledger.copied_run import recognise
+from murmuration.accounting.ledger.facts import Segment
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.strict_json import parse
+from murmuration.train.distributed.ranks import Ranks, raised_on_all_ranks
+from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, KeptCheckpoint, Loaded
+from murmuration.train.storage.checkpoint_read import ledger_of
+from murmuration.train.storage.run_dir import RunDir
+
+LOCK_WAIT_SECONDS = 60
+PUBLIC_SEGMENT = "public"
+
+Measured = Callable[[KeptCheckpoint, str], dict[str, float]]
+"""What was measured on public records with a checkpoint's weights, given the name of its phase."""
+
+
+def nothing_measured(entry: KeptCheckpoint, phase: str) -> dict[str, float]:
+    del entry, phase
+    return {}
+
+
+@dataclass
+class OpenRun:
+    """`journal` exists on the main rank alone: one writer. `secret` is None for a finished run."""
+
+    name: str
+    folder: RunDir
+    ranks: Ranks
+    journal: Journal | None
+    secret: RunKey | None
+    checkpoints: Checkpoints
+    new_segment: str | None
+    """Why new keys are to be used although nothing asks for them; declared by the user."""
+
+    @property
+    def key(self) -> RunKey:
+        assert self.secret is not None, "nothing is drawn for a finished run"
+        return self.secret
+
+    @property
+    def writer(self) -> Journal:
+        assert self.journal is not None, "the main rank holds the ledger"
+        return self.journal
+
+    def say(self, text: str) -> None:
+        """The console is a public sink."""
+        if self.ranks.main:
+            print(printable_lines(text), flush=True)
+
+    def derive(self, phase: int, segment: Segment | None) -> Callable[[Purpose], bytes]:
+        return partial(derive_key, self.key, phase, segment)
+
+    def header(self, phase: int, manifest_digest: str, objective: str) -> dict[str, Any]:
+        """What ties a checkpoint to its run: ledger head and length, plan, data. Never a key."""
+        ledger, plan = self.writer.ledger, self.writer.history.plans.get(phase)
+        return {
+            "run": self.name,
+            "ledger": {"length": ledger.length, "head": ledger.head},
+            "plan": plan.as_dict() if plan else None,
+            "manifest_digest": manifest_digest,
+            "objective": objective,
+        }
+
+    def segment(
+        self, phase: int, name: str, config_digest: str, manifest_digest: str, done: int, replay: bool = True
+    ) -> Segment:
+        """On the main rank: the segment whose keys the next step uses; a new one where the old keys must not be.
+
+        Without `replay`, opened steps behind the checkpoint are never made again under their old keys: somebody may
+        have seen what came of them.
+        """
+        reason = self.writer.new_segment_reason(phase, done, config_digest)
+        known = self.writer.history.segments_of(phase)
+        if reason is None and not replay and self._opened_behind(phase, done):
+            reason = f"steps after step {done} were opened, and their weights may have been seen"
+        if known and known[-1].manifest_digest != manifest_digest:
+            raise LedgerError(
+                f"the records of phase {name!r} changed since the run began; restore them or start a new run directory"
+            )
+        if reason is None:
+            self.writer.resumed(phase, done)
+            return known[-1]
+        if known and self.new_segment is None and reason == "the config changed":
+            raise LedgerError(
+                f"phase {name!r} was configured differently when it began; restore the config, or declare the "
+                "change with --new-segment 'why' (all opened steps stay charged)"
+            )
+        salt = "debug" if self.key.debug else None
+        return self.writer.begin_segment(phase, config_digest, manifest_digest, done, self.new_segment or reason, salt)
+
+    def _opened_behind(self, phase: int, done: int) -> bool:
+        newest = len(self.writer.history.segments_of(phase)) - 1
+        return any((s.phase, s.segment) == (phase, newest) and s.step > done for s in self.writer.history.opened)
+
+    def latest(self, measured: Measured = nothing_measured) -> Loaded | None:
+        """The last durable checkpoint, if it belongs to this ledger and the ledger was not cut behind it."""
+        checkpoints, ranks = self.checkpoints, self.ranks
+        ranks.on_main(lambda: self.recover(measured))
+        try:
+            loaded = checkpoints.latest()
+        except CheckpointError as damage:
+            if self.new_segment is None:
+                raise raised_on_all_ranks(
+                    CheckpointError(
+                        f"{damage}; restore it, or declare --new-segment 'why' to continue from the newest checkpoint "
+                        "that is whole (all opened steps stay charged)"
+                    )
+                ) from None
+            loaded = checkpoints.fall_back()
+            self.say(f"{damage}; continuing from {loaded.position.folder}, and all opened steps stay charged")
+
+        def check() -> None:
+            if loaded is not None:
+                stored = ledger_of(loaded.manifest)
+                if stored is None:
+                    raise CheckpointError(
+                        f"{loaded.position.folder} does not say which ledger it belongs to; restore it"
+                    )
+                length, head = stored
+                self.writer.admit_checkpoint(loaded.position.phase, loaded.position.step, loaded.digest, length)
+                _require_ledger(self.writer, length, head, loaded.position.folder)
+
+        ranks.on_main(check)
+        ranks.require_same("the last checkpoint (is the run directory shared?)", loaded.digest if loaded else None)
+        return loaded
+
+    def recover(self, measured: Measured = nothing_measured) -> None:
+        """Pointer and folders as the ledger knows them. It names every checkpoint before the pointer does."""
+        history = self.writer.history
+        for manifest in self.checkpoints.folder.glob("phase*-step*/manifest.json"):  # before any of them is retired
+            with contextlib.suppress(OSError, ValueError):  # what is damaged vouches for nothing
+                stored = ledger_of(parse(manifest.read_bytes()))
+                if stored is not None:
+                    _require_ledger(self.writer, *stored, manifest.parent.name)
+
+        def of(entry: KeptCheckpoint) -> dict[str, float]:
+            name = history.phase_names.get(entry.phase)
+            return {} if name is None else measured(entry, name)
+
+        named = [KeptCheckpoint(mark.phase, mark.step, mark.digest) for mark in reversed(history.checkpoints)]
+        reason = self.checkpoints.recover(named, of)
+        if reason is not None:
+            self.say(f"{reason}; rebuilt from the checkpoints that the ledger names")
+
+
+def open_run(
+    run_dir: RunDir, name: str, ranks: Ranks, keep: Keep, versions: dict[str, str], *, resume: str = "auto",
+    debug_seed: int | None = None, new_segment: str | None = None,
+) -> OpenRun:  # fmt: skip
+    """Begins the directory's run, or takes up the one that it holds; refused while another process writes it."""
+    journal = ranks.keep_on_main(lambda: _open_journal(run_dir, resume))
+    try:
+        secret = ranks.on_main(lambda: _key_of(run_dir, journal, name, debug_seed, versions))
+    except BaseException:
+        if journal is not None:  # a program that lives on may try again
+            journal.ledger.close()
+        raise
+    return OpenRun(name, run_dir, ranks, journal, secret, Checkpoints(run_dir.checkpoints, ranks, keep), new_segment)
+
+
+def derive_key(key: RunKey, phase: int, segment: Segment | None, purpose: Purpose) -> bytes:
+    return key.derive(purpose, phase, segment.key_name if segment else PUBLIC_SEGMENT)
+
+
+def _open_journal(run_dir: RunDir, mode: str) -> Journal:
+    exists = run_dir.ledger.exists()
+    if mode == "must" and not exists:
+        raise LedgerError(f"--resume must: there is no run in {run_dir.root}; drop the flag to start one")
+    if mode == "never" and exists:
+        raise LedgerError(f"--resume never: {run_dir.root} holds a run already; give another run.dir")
+    run_dir.prepare()
+    run_dir.stop_file.unlink(missing_ok=True)
+    return Journal(Ledger.open(run_dir.ledger, LOCK_WAIT_SECONDS))
+
+
+def _key_of(
+    run_dir: RunDir, journal: Journal | None, name: str, debug_seed: int | None, versions: dict[str, str]
+) -> RunKey | None:
+    """None if the run is finished: its key is gone, and nothing may be drawn any more."""
+    assert journal is not None
+    if journal.history.finished:
+        return None
+    fresh = journal.ledger.length == 0
+    key = run_dir.run_key(fresh, debug_seed)
+    if fresh:
+        journal.start_run(name, key.check_value(), key.debug, versions)
+        run_dir.adopt_key()
+    elif journal.history.run["key_check"] != key.check_value():
+        raise LedgerError(f"{run_dir.key} is not the key of this ledger; restore the right one or start anew")
+    copied = recognise(journal, run_dir.key.parent)
+    if copied is not None:
+        print(f"{copied}; new keys from here on, and all opened steps stay charged", flush=True)
+    return key
+
+
+def _require_ledger(journal: Journal, length: int, head: str, checkpoint: str) -> None:
+    entries = journal.ledger.entries
+    if not 0 < length <= len(entries) or entries[length - 1].hash != head:
+        raise LedgerError(
+            f"the checkpoint {checkpoint} was written with another or a longer ledger; restore the ledger that "
+            "belongs to it"
+        )

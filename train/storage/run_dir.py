@@ -1,0 +1,157 @@
+"""The run directory: what lies where, who may read it, and the run's own state for scripts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from murmuration.accounting.durable import atomic, sync
+from murmuration.accounting.keys import KeyFileError, RunKey, load, store
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """`runs/<name>`: public files at mode 0644, `tb/private`, private logs and `secret` for the owner alone."""
+
+    root: Path
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def key(self) -> Path:
+        return self.root / "secret" / "run.key"
+
+    @property
+    def new_key(self) -> Path:
+        return self.root / "secret" / "new.key"
+
+    @property
+    def public_board(self) -> Path:
+        return self.root / "tb" / "public"
+
+    @property
+    def private_board(self) -> Path:
+        return self.root / "tb" / "private"
+
+    @property
+    def public_log(self) -> Path:
+        return self.root / "logs" / "public.jsonl"
+
+    @property
+    def private_log(self) -> Path:
+        return self.root / "logs" / "private.jsonl"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.root / "logs" / "evaluation.json"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def stop_file(self) -> Path:
+        return self.root / "stop"
+
+    @property
+    def end_file(self) -> Path:
+        """Names phases that are to end before their last step, one a line."""
+        return self.root / "end_phase"
+
+    def prepare(self) -> None:
+        for folder in (self.public_board, self.private_board, self.public_log.parent, self.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.private_board.chmod(0o700)
+
+    def run_key(self, fresh: bool, debug_seed: int | None) -> RunKey:
+        """A new key for a new ledger, the stored one for an old ledger; a leftover key is never reused."""
+        if not fresh:
+            if not self.key.exists() and self.new_key.exists():
+                self.adopt_key()  # killed between the ledger's first line and the key's name
+            key = load(self.key)
+            if (debug_seed is not None) != key.debug:
+                raise KeyFileError(
+                    "run.debug_seed was added or removed since this run began; start a new run directory"
+                )
+            return key
+        if self.key.exists():
+            raise KeyFileError(
+                f"{self.key} exists without a ledger: the ledger was removed, and continuing would hide its steps; "
+                "use a new run directory"
+            )
+        key = RunKey.fresh() if debug_seed is None else RunKey.from_debug_seed(debug_seed)
+        self.new_key.unlink(missing_ok=True)  # of a start that never reached its ledger: nothing was drawn with it
+        store(key, self.new_key)
+        return key
+
+    def adopt_key(self) -> None:
+        """The key gets its name once the ledger knows it, so that a key without a ledger always means a lost ledger."""
+        self.new_key.replace(self.key)
+        sync(self.key.parent)
+
+    def write_state(self, **state: object) -> None:
+        """No two states are the same text, so that launch scripts can tell this one from that of an earlier start."""
+        state["id"] = secrets.token_hex(8)
+        with atomic(self.root / "run_state.json", one_writer=True) as file:
+            file.write(json.dumps(state, indent=2).encode() + b"\n")
+
+
+def open_private(path: Path):
+    """For appending; the owner's eyes only from the first byte."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a")
+
+
+def end_line(log: Path) -> None:
+    """A line that a kill tore must not swallow the next one."""
+    if log.exists() and log.stat().st_size:
+        with log.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
+
+
+def whole_lines(log: Path) -> list[dict[str, Any]]:
+    """Of a log of JSON lines, without those that a kill tore; none of a log that does not exist."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line)  # and not strictly: a loss may be NaN
+            if isinstance(entry, dict):
+                found.append(entry)
+    return found
+
+
+class Measured(NamedTuple):
+    phase: str
+    step: int
+    values: dict[str, float]
+
+
+def measurements(log: Path) -> list[Measured]:
+    """The lines of a public log in their order; what is no number, or has no place, was not written by a run."""
+    found = []
+    for entry in whole_lines(log):
+        phase, step = entry.pop("phase", None), entry.pop("step", None)
+        if isinstance(phase, str) and _number(step) and step >= 0:
+            values = {name: value for name, value in entry.items() if isinstance(value, float) or _number(value)}
+            found.append(Measured(phase, step, values))
+    return found
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53
