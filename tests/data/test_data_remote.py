@@ -143,15 +143,15 @@ def test_bad_contents_through_a_bad_server(damaged: tuple[Path, int], no_pauses:
 
 
 def test_sixty_four_are_in_flight(remote: ShardIndex, server: RangeServer) -> None:
-    server.latency = 0.5
     source = open_source(remote, ReadOptions())
+    server.gather = 60
     with ThreadPoolExecutor(64) as threads:
         list(threads.map(lambda i: ShardReader(remote, source).read(i % 25), range(128)))
     assert server.most_in_flight >= 60
 
 
 def test_small_micro_batches_do_not_lower_it(remote: ShardIndex, server: RangeServer) -> None:
-    server.latency = 0.5
+    server.gather = 18
     loader = Loader(_batch(remote, in_flight=20), PoissonSampler(KEY, KEY, 25, LANES), 0, 1, 2, last=1)
     assert sum(int(batch.present.sum()) for batch in loader.step(1)[1]) == 25
     loader.close()

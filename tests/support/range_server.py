@@ -42,6 +42,7 @@ class RangeServer:
         self.requests: Counter[str] = Counter()
         self.bytes_sent = 0
         self.in_flight = self.most_in_flight = 0
+        self.gather = 0  # no answer before so many requests are in flight at once, or this has taken too long
         self.url = ""
 
     async def start(self) -> asyncio.Server:
@@ -62,11 +63,18 @@ class RangeServer:
                     self.in_flight -= 1
         writer.close()
 
+    async def _gathered(self) -> None:
+        for _ in range(2000):
+            if self.most_in_flight >= self.gather:
+                return
+            await asyncio.sleep(0.01)
+
     async def _answer(self, head: bytes, writer: asyncio.StreamWriter) -> bool:
         """Whether the connection goes on."""
         method, target = head.split(b" ", 2)[:2]
         path = unquote(target.decode()).lstrip("/")
         await asyncio.sleep(self.latency)
+        await self._gathered()
         file = self.folder / path
         what: Fault = "ok"
         if method == b"GET":
