@@ -13,9 +13,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from murmuration.data.progress import Progress
+
+if TYPE_CHECKING:
+    from murmuration.data.index.folders import FolderIndex
+    from murmuration.data.index.shard_index import ShardIndex
 
 
 def declare(commands: Any) -> None:
@@ -24,6 +28,10 @@ def declare(commands: Any) -> None:
     index.set_defaults(run=_index)
     index.add_argument("source", help="folder, pattern or URL")
     index.add_argument("--out", type=Path, help="index folder (default: index/ beside shards, FOLDER.index for images)")
+    index.add_argument(
+        "--budget", type=_positive, metavar="EPSILON",
+        help="for all runs on these records together: later ones that would pass it are refused",
+    )  # fmt: skip
     shards = index.add_argument_group("tar shards")
     shards.add_argument("--workers", type=int, help="processes (default: one per core, one for less than 512 MiB)")
     shards.add_argument("--rescan", action="store_true", help="scan every shard, whatever is known of it")
@@ -44,13 +52,26 @@ def declare(commands: Any) -> None:
     images.add_argument("--refuse-twins", action="store_true", help="refuse files of equal content; reads every file")
 
 
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no budget; give a finite ε above 0")
+    return value
+
+
 def _index(arguments: argparse.Namespace) -> int:
     from murmuration.data.index.open import is_image_folder
 
-    return _images(arguments) if is_image_folder(arguments.source) else _shards(arguments)
+    index = _images(arguments) if is_image_folder(arguments.source) else _shards(arguments)
+    if arguments.budget is not None:
+        from murmuration.train.storage.sibling_runs import RunLog
+
+        RunLog.of(index).set_budget(arguments.budget)
+        print(f"all runs on these records together have a budget of ε = {arguments.budget:g}")
+    return 0
 
 
-def _shards(arguments: argparse.Namespace) -> int:
+def _shards(arguments: argparse.Namespace) -> ShardIndex:
     from murmuration.data.index.shard_index import Wanted, build
 
     known = -1
@@ -70,10 +91,10 @@ def _shards(arguments: argparse.Namespace) -> int:
     print(*(f"{remark}\n" for remark in remarks), sep="", end="")
     if unread := sum(not shard.sha256 for shard in index.shards):
         print(f"{unread} shards were indexed on trust: the manifest does not pin their contents", file=sys.stderr)
-    return 0
+    return index
 
 
-def _images(arguments: argparse.Namespace) -> int:
+def _images(arguments: argparse.Namespace) -> FolderIndex:
     from murmuration.data.index.folders import build_folder, ignored_files, most_common
 
     index = build_folder(
@@ -89,4 +110,4 @@ def _images(arguments: argparse.Namespace) -> int:
     if ignored := ignored_files(Path(arguments.source)):
         print(f"not used: {most_common(ignored)}")
     print(f"manifest {index.manifest_digest}")
-    return 0
+    return index

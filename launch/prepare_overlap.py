@@ -34,7 +34,7 @@ def declare(commands: Any) -> None:
 def _overlap(arguments: argparse.Namespace) -> int:
     from murmuration.data.index.open import open_index
     from murmuration.data.overlap.exclude import exclude_overlaps
-    from murmuration.train.storage.sibling_runs import siblings
+    from murmuration.train.storage.sibling_runs import RunLog
 
     found = exclude_overlaps(
         arguments.private,
@@ -42,7 +42,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
         arguments.distance,
         arguments.workers,
         progress=lambda what: Progress(what, "records"),
-        runs_on=lambda folder: [str(entry.get("run")) for entry in siblings(folder, run="")],
+        runs_on=lambda folder: [str(entry.get("run")) for entry in RunLog.beside(folder).siblings()],
     )
     index = open_index(arguments.private)
     print(f"{len(found.ids)} records look like public ones and are left out; n is now {index.records}")

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.certificate.composition import total
 from murmuration.accounting.certificate.statement import FORMAT, compose, deviations_of
 from murmuration.accounting.epsilon.accountant import Accountant, AccountingError
 from murmuration.accounting.errors import RunError
 from murmuration.accounting.ledger.chain import LedgerEntry
+from murmuration.accounting.ledger.heads import NAME as HEADS
+from murmuration.accounting.ledger.heads import lost_charges, read_heads
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import JsonError, parse
 
@@ -58,6 +61,7 @@ def verify(target: Path, accountant: Accountant = "pld") -> Verdict:
     named = target if target.is_file() and target.suffix == ".json" else None
     certificate_path = named or run_dir / "certificate.json"
     history, entries = History.read(run_dir / "ledger.jsonl")
+    _require_newest(run_dir, entries)
     checkpoints = _check_checkpoints(run_dir, entries)
     private = bool(history.plans)
     # A run whose ledger tells of a fault has no epsilon: this raises, and says which step.
@@ -82,6 +86,19 @@ def verify(target: Path, accountant: Accountant = "pld") -> Verdict:
         opened=len(history.opened), committed=len(history.committed), lines=len(entries), head=entries[-1].hash,
         certified=certified, claimed=claimed, claimed_because=because, checkpoints=checkpoints,
     )  # fmt: skip
+
+
+def _require_newest(run_dir: Path, entries: list[LedgerEntry]) -> None:
+    """Where the secret folder is at hand: whoever verifies an export or a copy of the public files has none."""
+    try:
+        noted = read_heads(run_dir / "secret" / HEADS)
+    except OSError:
+        return
+    if (lost := lost_charges(entries, noted)) is not None:
+        raise CertificateError(
+            f"the ledger has {len(entries)} lines, but this run is known to have had another line {lost[0].length}: it "
+            "was restored from a backup; restore the newest one"
+        )
 
 
 def _check_checkpoints(run_dir: Path, entries: list[LedgerEntry]) -> int:
@@ -111,7 +128,9 @@ def _compare(certificate: dict[str, Any], history: History, entries: list[Ledger
         raise CertificateError(f"the certificate has format {certificate['format']!r:.200}, not {FORMAT!r}")
     length = certificate["ledger"]["length"]
     _require_line(entries, length, certificate["ledger"]["head"], "the certificate")
-    if any(entry.kind in ("open", "commit", "segment", "origin", "tuning", "choice") for entry in entries[length:]):
+    if any(
+        entry.kind in ("open", "commit", "segment", "origin", "tuning", "choice", "lost") for entry in entries[length:]
+    ):
         raise CertificateError(
             "steps were opened, or tuning was declared, after the certificate was written; it no longer covers the run"
         )
@@ -130,8 +149,29 @@ def _compare(certificate: dict[str, Any], history: History, entries: list[Ledger
     left_out = set(deviations_of(history)) - set(certificate["known_deviations"])
     if left_out:
         raise CertificateError(f"the certificate leaves out a known deviation: {left_out.pop()}")
+    if "composition" in certificate:
+        _check_composition(certificate, history, expected["claim"]["epsilon_claimed"])
     claimed = certificate["claim"]["epsilon"]
     return None if claimed is None else float(claimed)
+
+
+def _check_composition(certificate: dict[str, Any], history: History, claimed: float) -> None:
+    """Its numbers follow from the runs and events that it states, among which are this run's own."""
+    stated = certificate["composition"]
+    own = {"run": history.run["name"], "id": history.run_id, "epsilon": claimed}
+    if not any(own.items() <= run.items() for run in stated["runs"]):
+        raise CertificateError("the certificate's composition of several runs leaves this run out")
+    if stated["epsilon_sum"] is None:
+        return
+    charged = {(event["rate"], event["sigma"]): event["count"] for event in stated["events"]}
+    if any(charged.get((event.rate, event.sigma), 0) < event.count for event in history.charged()):
+        raise CertificateError("the certificate's composition of several runs leaves out steps of this run")
+    again = total(stated["runs"], stated["events"], history.delta())
+    for name in ("epsilon_sum", "delta_sum", "epsilon_together", "delta_together"):
+        if not _same(stated[name], again[name]):
+            raise CertificateError(
+                f"the certificate says composition.{name} = {stated[name]!s:.50}, but its own events give {again[name]}"
+            )
 
 
 def _expected(

@@ -28,7 +28,9 @@ def recognise(journal: Journal, secret: Path) -> str | None:
     changed = _why_copied(secret / NAME, _identity(journal.ledger.path, secret))
     if changed is None:
         return None  # and nothing is written: a kill in the middle would look like a copy
-    reason = changed if journal.history.segments else None
+    # A ledger of one line without a memory beside it is a run that has just begun.
+    begins = journal.ledger.length <= 1 and not (secret / NAME).exists()
+    reason = None if begins else changed
     if reason is not None:
         journal.note_copied(reason)
     _remember(journal.ledger.path, secret)

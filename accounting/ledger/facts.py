@@ -155,6 +155,20 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Charge:
+    """Steps of one phase that are one mechanism."""
+
+    __pydantic_config__ = CLOSED
+    phase: int
+    rate: float
+    sigma: float
+    count: int
+
+    def event(self) -> Event:
+        return Event(self.rate, self.sigma, self.count)
+
+
+@dataclass(frozen=True)
 class CheckpointMark:
     __pydantic_config__ = CLOSED
     phase: int

@@ -14,14 +14,15 @@ from murmuration.accounting.adaptive import ROUNDING
 from murmuration.accounting.epsilon.accountant import Accountant, AccountingError, Event, epsilon, merge
 from murmuration.accounting.epsilon.tuning import Declared
 from murmuration.accounting.ledger.chain import FORMAT, LedgerEntry, LedgerError, parse
-from murmuration.accounting.ledger.facts import CheckpointMark, Segment, StepFacts, StepId
+from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.lines import (
     LINES,
     ChoiceLine,
+    CopiedLine,
     FinishLine,
+    LostLine,
     NonprivateLine,
     PlanLine,
-    ReasonLine,
     RecoveredLine,
     ResumeLine,
     RunLine,
@@ -69,6 +70,12 @@ class History:
     """How many checkpoints a segment was preceded by."""
     copied: int = 0
     """How many segments there were when the run directory was last found to be a copy."""
+    ids: list[str] = field(default_factory=list)
+    """By which the run is known, and before it the runs that it is a copy of, oldest first."""
+    lost: list[Charge] = field(default_factory=list)
+    """Charged by parts of this ledger that were lost when it was restored from a backup."""
+    lost_at: int = 0
+    """How many segments there were when the last such part was noticed."""
 
     @staticmethod
     def of(entries: Iterable[LedgerEntry]) -> History:
@@ -92,6 +99,8 @@ class History:
         if (entry.kind == "run") != (entry.index == 0):
             raise LedgerError(f"line {entry.index + 1}: a ledger starts with exactly one run entry")
         self._line = entry.index
+        if not self.ids:
+            self.ids.append(entry.hash)
         try:
             if self.finished and entry.kind in ("plan", "nonprivate", "origin", "segment", "open", "commit", "finish"):
                 raise ValueError("the run was finished before")
@@ -181,9 +190,18 @@ class History:
     def _checkpoint(self, mark: CheckpointMark) -> None:
         self.checkpoints.append(mark)
 
-    def _copied(self, line: ReasonLine) -> None:
-        del line
+    def _copied(self, line: CopiedLine) -> None:
         self.copied = len(self.segments)
+        if line.id is not None:
+            self.ids.append(line.id)
+
+    def _lost(self, line: LostLine) -> None:
+        if strange := [charge.phase for charge in line.charged if charge.phase not in self.plans]:
+            raise ValueError(f"steps of phase {strange[0]} are charged, which has no plan")
+        for charge in line.charged:
+            charge.event()  # refused if it is no mechanism
+        self.lost += line.charged
+        self.lost_at = len(self.segments)
 
     def _resume(self, line: ResumeLine | RecoveredLine) -> None:
         del line  # tells a reader where the run went on; nothing is charged or credited for it
@@ -202,6 +220,10 @@ class History:
     def _finish(self, line: FinishLine) -> None:
         del line
         self.finished = True
+
+    @property
+    def run_id(self) -> str:
+        return self.ids[-1]
 
     def segments_of(self, phase: int) -> list[Segment]:
         return [segment for segment in self.segments if segment.phase == phase]
@@ -269,7 +291,14 @@ class History:
                 raise LedgerError(f"no epsilon can be given: step {step_id.step} of phase {step_id.phase} {fault}")
             both = (self.event(step_id.phase, announced), self.event(step_id.phase, done))
             events.append(min(both, key=lambda event: event.sigma))
+        events += [charge.event() for charge in self.lost if phase in (None, charge.phase)]
         return merge(events)
+
+    def charges(self) -> tuple[Charge, ...]:
+        """All that is charged, by phase."""
+        return tuple(
+            Charge(phase, event.rate, event.sigma, event.count) for phase in self.plans for event in self.charged(phase)
+        )
 
     def event(self, phase: int, facts: StepFacts) -> Event:
         """Where C adapts, σ·C_t / C_t is σ but for its last bit: steps that differ by no more are one mechanism."""

@@ -7,6 +7,7 @@ that promises less than was announced.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from murmuration.accounting.epsilon.accountant import Event
@@ -15,6 +16,7 @@ from murmuration.accounting.epsilon.tuning import Declared, tuned_epsilon
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerError, make_entry
 from murmuration.accounting.ledger.facts import CheckpointMark, Segment, StepFacts, StepId
+from murmuration.accounting.ledger.heads import Head, lost_charges
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
@@ -31,6 +33,35 @@ class Journal:
         self.ledger = ledger
         self.history = History.of(ledger.entries)
         self._credit: dict[tuple[float, float], int] = {}
+        self.witnesses: dict[str, Callable[[Head], None]] = {}
+        """Told how long the ledger is after every durable checkpoint, and at the end."""
+
+    def head(self) -> Head:
+        return Head(self.history.run_id, self.ledger.length, self.ledger.head, self.history.charges())
+
+    def tell_witnesses(self) -> None:
+        if self.witnesses:
+            head = self.head()
+            for tell in self.witnesses.values():
+                tell(head)
+
+    def require_newest(self, noted: Sequence[Head], new_segment: str | None) -> None:
+        """Refuses a ledger that is older than it is known to have been, unless a new segment is declared: then all that
+        is known to have been opened is charged here, too."""
+        found = lost_charges(self.ledger.entries, noted)
+        if found is None:
+            return
+        newest, lost = found
+        if new_segment is None:
+            raise LedgerError(
+                f"the ledger has {self.ledger.length} lines, but this run is known to have had another line "
+                f"{newest.length}: it was restored from a backup; restore the newest ledger and checkpoints, or "
+                "declare --new-segment 'why' (everything that is known to have been opened stays charged)"
+            )
+        charged = [{"phase": c.phase, "rate": c.rate, "sigma": c.sigma, "count": c.count} for c in lost]
+        self._append("lost", length=newest.length, head=newest.head, charged=charged)
+        self._credit.clear()
+        self.tell_witnesses()
 
     def declare_choice(self, by: str) -> None:
         """Checkpoints are kept by a public metric: whichever is released, the planned budget is claimed."""
@@ -169,14 +200,16 @@ class Journal:
         mark = CheckpointMark(phase, segments[-1].number if segments else 0, step, digest)
         if mark != self.history.last_checkpoint():
             self._append("checkpoint", **mark.__dict__)
+            self.tell_witnesses()
 
     def finish(self) -> None:
         if not self.history.finished:
             self._append("finish")
+            self.tell_witnesses()
 
     def note_copied(self, reason: str) -> None:
         """This directory is a copy, and its original may go on too: no key of before may be used from here on."""
-        self._append("copied", reason=reason)
+        self._append("copied", reason=reason, id=secrets.token_hex(16))
 
     def admit_checkpoint(self, phase: int, step: int, digest: str, written_at: int) -> None:
         """Refuses to go on from weights whose last step may stand elsewhere, made again and rounded differently.
@@ -189,7 +222,7 @@ class Journal:
         if phase not in self.history.plans or any(mark.digest == digest for mark in self.history.checkpoints):
             return
         current = self.history.segments[-1] if self.history.segments else None
-        if current is not None and current.phase == phase and self.history.copied < len(self.history.segments):
+        if current is not None and current.phase == phase and self._same_directory():
             done = [s.step for s in self.history.committed if (s.phase, s.segment) == (phase, current.number)]
             own = written_at > self.history.segment_lines[phase, current.number]
             # Since then the run may have gone on from an older checkpoint, and made these very steps again.
@@ -205,6 +238,10 @@ class Journal:
             "step again; go on from a checkpoint that the ledger names, or start a new run directory"
         )
 
+    def _same_directory(self) -> bool:
+        """Neither copied nor restored since the newest segment began."""
+        return max(self.history.copied, self.history.lost_at) < len(self.history.segments)
+
     def new_segment_reason(self, phase: int, step: int, config_digest: str) -> str | None:
         """Why steps after `step` must not be replayed under their old keys; None if they may be.
 
@@ -218,6 +255,8 @@ class Journal:
         # First, because the caller demands a declaration for it, and a rollback must not hide it.
         if current.config_digest != config_digest:
             return "the config changed"
+        if self.history.lost_at >= len(self.history.segments):
+            return "a part of the ledger was lost, and its steps may have been released"
         if self.history.copied >= len(self.history.segments):
             return "the run directory was copied, and its original may go on with the same keys"
         if current is not self.history.segments[-1]:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from murmuration.accounting.epsilon.tuning import Declared
-from murmuration.accounting.ledger.facts import CheckpointMark, Segment, StepFacts, StepId
+from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.typed import CLOSED
@@ -75,9 +75,22 @@ class TuningLine:
 
 
 @dataclass(frozen=True)
-class ReasonLine:
+class CopiedLine:
+    """`id` is by which the copy is known from here on; copies that were noted by version 0.1 have none."""
+
     __pydantic_config__ = CLOSED
     reason: str
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class LostLine:
+    """This ledger is older than it was once known to be; what the lost part had charged is charged here."""
+
+    __pydantic_config__ = CLOSED
+    length: int
+    head: str
+    charged: tuple[Charge, ...]
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,6 @@ class FinishLine:
 
 LINES: dict[str, type[Any]] = {
     "run": RunLine, "plan": PlanLine, "nonprivate": NonprivateLine, "tuning": TuningLine, "segment": Segment,
-    "open": StepLine, "commit": StepLine, "checkpoint": CheckpointMark, "copied": ReasonLine, "resume": ResumeLine,
-    "recovered": RecoveredLine, "choice": ChoiceLine, "origin": Origin, "finish": FinishLine,
+    "open": StepLine, "commit": StepLine, "checkpoint": CheckpointMark, "copied": CopiedLine, "lost": LostLine,
+    "resume": ResumeLine, "recovered": RecoveredLine, "choice": ChoiceLine, "origin": Origin, "finish": FinishLine,
 }  # fmt: skip

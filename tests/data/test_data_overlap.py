@@ -28,7 +28,7 @@ from murmuration.data.overlap.phash import hamming, perceptual_hashes
 from murmuration.data.store.place import ShardError
 from murmuration.data.synthetic.textures import textures
 from murmuration.launch import prepare
-from murmuration.train.storage.sibling_runs import register
+from murmuration.train.storage.sibling_runs import RunLog
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 160
@@ -218,7 +218,7 @@ def test_records_that_a_run_has_used_are_not_filtered_any_more(
 ) -> None:
     """Through the log that real runs write; and what was filtered is another data set to a ledger."""
     private, public = two_sets
-    assert register(private / "index", "id", "private", "my-run", 8.0, 1e-5) is None
+    assert RunLog.beside(private / "index").register("id", "private", "my-run", 8.0, 1e-5) is None
     assert prepare.main(["overlap", "--private", str(private), "--against", str(public), "--workers", "1"]) == 2
     refused = capsys.readouterr().err
     assert len(refused.splitlines()) == 1 and "run 'my-run' has used these records" in refused and "--out" in refused

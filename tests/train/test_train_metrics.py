@@ -19,7 +19,6 @@ from murmuration.train.config.privacy import ReleasedMetric
 from murmuration.train.config.root import Phase
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.recipe.ready_phase import RecipeError, make_plan, planned_epsilon
-from murmuration.train.storage.sibling_runs import LOG, register, siblings
 from tests.support.step_world import METRIC_KEY, journal_at, step_of
 from tests.support.train_helpers import alone, on_ranks, plan_for
 
@@ -149,21 +148,3 @@ def test_a_metric_named_twice_or_a_share_above_one_is_refused() -> None:
     with pytest.raises(ValueError, match="bound of the metric 'clipped' is 1"):
         settings(release=[{"name": "clipped", "bound": 2.0, "noise_multiplier": 5.0}])
     assert ReleasedMetric(name="loss", noise_multiplier=1.0).bound == 1.0
-
-
-def test_runs_on_the_same_records_know_of_each_other(tmp_path: Path) -> None:
-    assert register(tmp_path, "a", "private", "first", 8.0, 1e-5) is None
-    assert register(tmp_path, "a", "private", "first", 8.0, 1e-5) is None
-    assert register(tmp_path, "b", "private", "second", 2.0, 1e-5) is None
-    assert [entry["run"] for entry in siblings(tmp_path, "b")] == ["first"]
-    assert [entry["run"] for entry in siblings(tmp_path, "a")] == ["second"]
-    with (tmp_path / LOG).open("a") as log:
-        log.write('{"id": "torn')
-    assert len(siblings(tmp_path, "c")) == 2
-    assert register(tmp_path, "b", "second-phase", "second", 4.0, 1e-5) is None
-    assert [entry["epsilon_budget"] for entry in siblings(tmp_path, "a")] == [2.0, 4.0], "each private phase counts"
-    assert "cannot be used" in (register(tmp_path / "absent", "a", "private", "first", 8.0, 1e-5) or "")
-    (tmp_path / LOG).unlink()
-    (tmp_path / LOG).mkdir()
-    assert "cannot be read" in str(siblings(tmp_path, "a")), "a certificate must not read as if there were none"
-    assert "cannot be used" in (register(tmp_path, "a", "private", "first", 8.0, 1e-5) or "")

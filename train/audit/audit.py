@@ -12,6 +12,7 @@ epsilon, on top of that of the training.
 from __future__ import annotations
 
 import math
+import secrets
 import shutil
 import tempfile
 import time
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.epsilon.audit_bound import audit_bound, refuting_share
+from murmuration.accounting.escaping import printable
 from murmuration.accounting.keys import Purpose, RunKey
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
@@ -48,6 +50,7 @@ from murmuration.train.optim.schedule import learning_rate
 from murmuration.train.private import Computation, PrivateCore, clipping_engine
 from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
 from murmuration.train.step import PrivateStep, Records
+from murmuration.train.storage.sibling_runs import RunLog
 
 SAMPLING_STEPS, SAMPLING_RECORDS = 64, 200_000
 DIVISOR_STEPS, DIVISOR_RATE = 6, 0.5
@@ -76,9 +79,19 @@ class _Audit:
         self.key: RunKey = ranks.on_main(RunKey.fresh)
         self._journals: dict[str, Journal] = {}  # on the main rank alone
 
+    def _register(self) -> None:
+        """It trains on real records and prints what came of them, which costs epsilon like any other run."""
+        log = RunLog.of(self.phase.index, self.config.run.registry)
+        own = secrets.token_hex(16)
+        log.require_budget({own}, self.plan.epsilon_budget)
+        if warning := log.register(own, self.phase.name, "an audit", self.plan.epsilon_budget, self.plan.delta):
+            print(printable(warning), flush=True)
+
     def run(self) -> AuditReport:
         began = time.monotonic()
         options, ranks, plan, phase = self.options, self.ranks, self.plan, self.phase
+        if options.kind == "input":
+            ranks.on_main(self._register)
         included: np.ndarray = ranks.on_main(lambda: toss(options.canaries))
         model = build(phase.shape, self.settings.objective)
         coordinates = Coordinates.choose(model, options.canaries)

@@ -90,6 +90,10 @@ class Run(Keeping):
     dir: str | None = Field(
         default=None, description="Run directory; null: `runs/<config name>` in the current folder."
     )
+    registry: str | None = Field(
+        default=None,
+        description="A folder that keeps the log of runs on private records, too; for data that are mounted read-only.",
+    )
     log_every: int = Field(default=10, gt=0, description="Steps from one line on the console to the next.")
     keep_key: bool = Field(default=False, description="Keeps the run key after the final certificate is written.")
     tuned_on_private_data: Tuning | None = Field(

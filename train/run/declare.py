@@ -9,7 +9,7 @@ from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.recipe.ready_phase import ReadyPhase, make_plan
 from murmuration.train.run.context import RunContext
-from murmuration.train.storage.sibling_runs import register
+from murmuration.train.storage.sibling_runs import RunLog
 
 
 def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
@@ -19,18 +19,32 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
         for origin in phase.start.origins:
             if run.writer.declare_origin(origin):
                 run.board.say(f"{phase.name}  {origin.deviation()}")
+    log = RunLog.of(phase.index, run.config.run.registry)
     if privacy is None:
+        if not phase.settings.data.public:
+            log.require_budget((run.writer.history.run_id,), None)
+            _register(run, phase, log, None, None)
         run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, phase.index.manifest_digest)
         return None
     known = run.writer.history.plans.get(phase.number)
     plan = make_plan(phase.settings, privacy, phase.index.records, f"phases.{phase.number}", known)
     run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
-    warning = register(
-        phase.index.folder, run.writer.ledger.entries[0].hash, phase.name, run.name, plan.epsilon_budget, plan.delta
+    for noted in log.heads(run.writer.history.run_id):
+        run.writer.require_newest(noted, run.new_segment)
+    log.require_budget((run.writer.history.run_id,), run.writer.history.budget())
+    _register(run, phase, log, plan.epsilon_budget, plan.delta)
+    run.writer.witnesses[str(log)] = log.note
+    return plan
+
+
+def _register(run: RunContext, phase: ReadyPhase, log: RunLog, epsilon: float | None, delta: float | None) -> None:
+    history = run.writer.history
+    warning = log.register(
+        history.run_id, phase.name, run.name, epsilon, delta,
+        **{"folder": str(run.folder.root.resolve()), "copied_from": history.ids[:-1]},
     )  # fmt: skip
     if warning is not None:
         run.board.say(warning)
-    return plan
 
 
 def segment_of(run: RunContext, phase: ReadyPhase, done: int) -> Segment:

@@ -12,6 +12,7 @@ import torch
 
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import markdown
+from murmuration.accounting.certificate.composition import composed, known_runs
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.ledger.journal import Journal
@@ -24,7 +25,7 @@ from murmuration.train.run.board import Board
 from murmuration.train.run.report_pictures import samples
 from murmuration.train.storage.checkpoint import Loaded
 from murmuration.train.storage.run_dir import RunDir, measurements
-from murmuration.train.storage.sibling_runs import siblings
+from murmuration.train.storage.sibling_runs import RunLog
 
 BLUE, ORANGE, GREY = "#2563a8", "#d9772b", "#8a8f98"
 
@@ -154,15 +155,13 @@ def write_certificate(
     shown = samples(phases, latest)
     run_dir.evaluation.write_text(json.dumps(shown) + "\n")
     identity = json.dumps(config.model_dump(by_alias=True), sort_keys=True).encode()
+    logs = _logs(config, phases)
+    siblings = _siblings(logs, journal)
     mixed = {phase.name: phase.mixed.manifest_digest for phase in phases if phase.mixed is not None}
     extra: dict[str, Any] = {
         "known_deviations": DEVIATIONS,
-        "siblings": [
-            other
-            for phase in phases
-            if phase.private
-            for other in siblings(phase.index.folder, journal.ledger.entries[0].hash)
-        ],
+        # Where a sibling's folder lies is nobody's business.
+        "siblings": [{key: value for key, value in other.items() if key != "folder"} for other in siblings],
         "engine": str(EngineSettings.of(config)),
         "machine": "cuda" if torch.cuda.is_available() else "cpu (gloo); not yet proved on GPUs with NCCL",
         "hashes": {
@@ -173,9 +172,30 @@ def write_certificate(
         },
     }
     document = certificate.compose(journal.history, journal.ledger.entries, extra)
+    if (claimed := document["claim"]["epsilon_claimed"]) is not None and document["claim"]["private"]:
+        for log in logs:
+            log.claim(journal.history.run_id, claimed)
+        if others := known_runs(siblings):
+            document["composition"] = composed(journal.history, journal.ledger.entries, claimed, others)
     certificate.write(document, run_dir.root)
     write_report(run_dir, config, document, shown)
     # The claim and what it rests on; what it means in plain words stands in the files.
     board.say(certificate.markdown(document).partition("## What this means")[0])
     for text in outcomes(config, read_curves(run_dir)):
         board.say(text)
+
+
+def _logs(config: Config, phases: list[ReadyPhase]) -> list[RunLog]:
+    return [RunLog.of(phase.index, config.run.registry) for phase in phases if phase.private]
+
+
+def _siblings(logs: list[RunLog], journal: Journal) -> list[dict[str, Any]]:
+    """Other runs on the records that this one protects; where nobody could log this one, nobody logged others."""
+    own = journal.history.run_id
+    found: dict[str, dict[str, Any]] = {}
+    for log in logs:
+        others = log.siblings({own})
+        if log.files and not log.knows(own):
+            others.append({"id": "unknown", "run": "no log of runs could be written, so other runs are not known"})
+        found |= {json.dumps(other, sort_keys=True): other for other in others}
+    return list(found.values())

@@ -14,6 +14,7 @@ from typing import Any
 
 from murmuration.accounting.escaping import printable_lines
 from murmuration.accounting.keys import Purpose, RunKey
+from murmuration.accounting.ledger import heads as heads_file
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.facts import Segment
@@ -167,7 +168,7 @@ def open_run(
     """Begins the directory's run, or takes up the one that it holds; refused while another process writes it."""
     journal = ranks.keep_on_main(lambda: _open_journal(run_dir, resume))
     try:
-        secret = ranks.on_main(lambda: _key_of(run_dir, journal, name, debug_seed, versions))
+        secret = ranks.on_main(lambda: _key_of(run_dir, journal, name, debug_seed, versions, new_segment))
     except BaseException:
         if journal is not None:  # a program that lives on may try again
             journal.ledger.close()
@@ -191,8 +192,9 @@ def _open_journal(run_dir: RunDir, mode: str) -> Journal:
 
 
 def _key_of(
-    run_dir: RunDir, journal: Journal | None, name: str, debug_seed: int | None, versions: dict[str, str]
-) -> RunKey | None:
+    run_dir: RunDir, journal: Journal | None, name: str, debug_seed: int | None, versions: dict[str, str],
+    new_segment: str | None,
+) -> RunKey | None:  # fmt: skip
     """None if the run is finished: its key is gone, and nothing may be drawn any more."""
     assert journal is not None
     if journal.history.finished:
@@ -207,6 +209,9 @@ def _key_of(
     copied = recognise(journal, run_dir.key.parent)
     if copied is not None:
         print(f"{copied}; new keys from here on, and all opened steps stay charged", flush=True)
+    heads = run_dir.key.parent / heads_file.NAME
+    journal.require_newest(heads_file.read_heads(heads), new_segment)
+    journal.witnesses[str(heads)] = lambda head: heads_file.append(heads, head.as_dict(), 0o600)
     return key
 
 

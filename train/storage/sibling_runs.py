@@ -1,41 +1,164 @@
-"""Every run on a set of records, logged beside its index: what somebody may have spent on the same people.
+"""Every run on a set of records, logged with the data: what somebody may have spent on the same people.
 
-An epsilon holds for one run. Whoever publishes several runs on the same records owes the composition, so each
-certificate lists its siblings. The log holds names and planned budgets only, nothing computed from records.
+An epsilon holds for one run. Anyone who publishes several runs on the same records owes the composition, so each
+certificate lists its siblings: private runs, runs without noise, audits that trained on the records, and copies of a
+run directory. The log holds names, budgets and what ledgers charged, nothing computed from records.
+
+It lies beside the index, in the folder of the shards (another index of the same shards finds it there) and where the
+config says (`run.registry`), so that it survives data that are mounted read-only.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import math
+from collections.abc import Container
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from murmuration.accounting.errors import BUDGET_SPENT, RunError
+from murmuration.accounting.ledger.heads import Head, append, heads_in
+from murmuration.data.index.folders import FolderIndex
+from murmuration.data.index.public_split import SplitIndex
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.store.place import RecordIndex
 from murmuration.train.storage.run_dir import whole_lines
 
 LOG = "runs.jsonl"
+BESIDE_SHARDS = ".murmuration-runs.jsonl"
 
 
-def register(index_folder: Path, run: str, phase: str, name: str, epsilon: float, delta: float) -> str | None:
-    """Once per private phase of a run. Returns a warning where the log cannot be written: siblings stay unknown."""
-    entry = {"id": run, "run": name, "phase": phase, "epsilon_budget": epsilon, "delta": delta}
-    # A newline first: a line torn by a crash must not swallow this one.
-    line = "\n" + json.dumps(entry) + "\n"
-    try:
-        if any((other["id"], other.get("phase")) == (run, phase) for other in _entries(index_folder)):
-            return None
-        with (index_folder / LOG).open("a") as log:
-            log.write(line)
-    except OSError as error:
-        return f"{index_folder / LOG} cannot be used ({error.strerror}): later runs will not know of this one"
-    return None
+class DataBudgetError(RunError, RuntimeError):
+    """The runs on these records would together pass the budget that their owner set."""
+
+    exit_code = BUDGET_SPENT
 
 
-def siblings(index_folder: Path, run: str) -> list[dict[str, object]]:
-    """The other runs that were ever started on these records, as far as the log knows."""
-    try:
-        return [entry for entry in _entries(index_folder) if entry["id"] != run]
-    except OSError as error:  # a certificate must not read as if there were none
-        return [{"id": "unknown", "run": f"{index_folder / LOG} cannot be read ({error.strerror})"}]
+@dataclass(frozen=True)
+class RunLog:
+    """The log in all of its places."""
+
+    files: tuple[Path, ...]
+
+    @staticmethod
+    def of(index: RecordIndex, registry: str | None = None) -> RunLog:
+        whole = index.whole if isinstance(index, SplitIndex) else index
+        files = []
+        if isinstance(whole, ShardIndex | FolderIndex):
+            files = [whole.folder / LOG, *([whole.root / BESIDE_SHARDS] if isinstance(whole.root, Path) else [])]
+        return RunLog((*files, *([Path(registry) / LOG] if registry is not None else [])))
+
+    @staticmethod
+    def beside(folder: Path) -> RunLog:
+        return RunLog((folder / LOG,))
+
+    def register(
+        self, run: str, phase: str, name: str, epsilon: float | None, delta: float | None, **more: Any
+    ) -> str | None:
+        """Once per phase of a run; no `epsilon` means a run without noise. Returns a warning where the log can be
+        written in no place: siblings stay unknown."""
+        entry = {"id": run, "run": name, "phase": phase, "private": epsilon is not None}
+        entry |= {"epsilon_budget": epsilon, "delta": delta, **more}
+        faults = []
+        for file in self.files:
+            try:
+                if not any((known["id"], known.get("phase")) == (run, phase) for known in _entries(file)):
+                    append(file, entry, 0o644)
+            except OSError as error:
+                faults.append(f"{file} cannot be used ({error.strerror})")
+        if self.files and len(faults) == len(self.files):
+            return (
+                f"{faults[0]}: later runs on these records will not know of this one; name a folder that can be "
+                "written in run.registry"
+            )
+        return None
+
+    def siblings(self, own: Container[str] = ()) -> list[dict[str, Any]]:
+        """The other runs that were ever started on these records, as far as the log knows."""
+        found: dict[tuple[object, object], dict[str, Any]] = {}
+        unread = []
+        for file in self.files:
+            try:
+                for entry in _entries(file):
+                    found.setdefault((entry["id"], entry.get("phase")), entry)
+            except OSError as error:  # a certificate must not read as if there were none
+                unread.append({"id": "unknown", "run": f"{file} cannot be read ({error.strerror})"})
+        return [entry for entry in found.values() if entry["id"] not in own] + unread
+
+    def knows(self, run: str) -> bool:
+        with contextlib.suppress(OSError):
+            return any(entry["id"] == run for file in self.files for entry in _entries(file))
+        return False
+
+    def set_budget(self, epsilon: float) -> None:
+        """For all runs on these records together, from now on; the newest word counts."""
+        for file in self.files:
+            append(file, {"budget": epsilon}, 0o644)
+
+    def budget(self) -> float | None:
+        """Of the places that know one, the smallest."""
+        found = []
+        for file in self.files:
+            with contextlib.suppress(OSError):
+                found += [line["budget"] for line in whole_lines(file) if isinstance(line.get("budget"), float)][-1:]
+        return min(found, default=None)
+
+    def claim(self, run: str, epsilon: float) -> None:
+        """What a finished run claims, which may be less than its budget."""
+        for file in self.files:
+            with contextlib.suppress(OSError):
+                append(file, {"claim_of": run, "epsilon": epsilon}, 0o644)
+
+    def spent(self, own: Container[str] = ()) -> float:
+        """By all other runs: what they claim, or may still spend; basic composition, which holds however the later
+        ones were chosen."""
+        claims: dict[object, float] = {}
+        for file in self.files:
+            with contextlib.suppress(OSError):
+                for line in whole_lines(file):
+                    if isinstance(line.get("claim_of"), str) and isinstance(line.get("epsilon"), float):
+                        claims[line["claim_of"]] = line["epsilon"]
+        budgets = [
+            (entry["id"], entry.get("epsilon_budget")) for entry in self.siblings(own) if entry["id"] not in claims
+        ]
+        ours = math.fsum(value for run, value in claims.items() if str(run) not in own)
+        return ours + math.fsum(value if isinstance(value, int | float) else math.inf for _, value in budgets)
+
+    def require_budget(self, own: Container[str], epsilon: float | None) -> None:
+        """`epsilon` is what this run may spend in all its phases; None where it has no noise."""
+        budget = self.budget()
+        if budget is None:
+            return
+        if epsilon is None:
+            raise DataBudgetError(
+                f"{self.files[0].parent}: these records have a budget of ε = {budget:g}, which a run without noise "
+                "passes; give the phase a privacy section, or raise the budget with prepare.py index --budget"
+            )
+        if (spent := self.spent(own)) + epsilon > budget * (1 + 1e-9):
+            raise DataBudgetError(
+                f"{self.files[0].parent}: these records have a budget of ε = {budget:g} for all runs, of which earlier "
+                f"ones take {spent:g}, so a run of ε = {epsilon:g} is too much; lower its budget, or raise that of the "
+                "records with prepare.py index --budget"
+            )
+
+    def heads(self, run: str) -> list[list[Head]]:
+        """What each place knows of the run's ledger, oldest first."""
+        return [[head for head in _heads(file) if head.ledger_of == run] for file in self.files]
+
+    def note(self, head: Head) -> None:
+        """Without it a restored ledger is recognised by the secret folder alone, so a place that is full or read-only
+        does not end the run."""
+        for file in self.files:
+            with contextlib.suppress(OSError):
+                append(file, head.as_dict(), 0o644)
 
 
-def _entries(index_folder: Path) -> list[dict[str, object]]:
-    return [entry for entry in whole_lines(index_folder / LOG) if "id" in entry]
+def _entries(file: Path) -> list[dict[str, Any]]:
+    return [entry for entry in whole_lines(file) if isinstance(entry.get("id"), str)]
+
+
+def _heads(file: Path) -> list[Head]:
+    with contextlib.suppress(OSError):
+        return heads_in(file.read_bytes().splitlines())
+    return []

@@ -1,0 +1,123 @@
+"""What all known runs on the same records cost together, as numbers that a reader can recompute.
+
+Two numbers, because they need different assumptions. The sum of the runs' claims (basic composition) holds whatever
+made somebody start the later runs. The composition of what their ledgers charge is smaller, and holds if no run's plan
+was chosen by looking at another's outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from murmuration.accounting.epsilon.accountant import Event, epsilon, merge
+from murmuration.accounting.ledger.chain import LedgerEntry, LedgerError
+from murmuration.accounting.ledger.history import History
+
+
+@dataclass(frozen=True)
+class Known:
+    """Another run on the same records. `history` is None where its ledger is not at hand."""
+
+    run: str
+    id: str
+    private: bool
+    epsilon: float
+    delta: float
+    history: History | None = None
+    entries: Sequence[LedgerEntry] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        how = "ledger" if self.history is not None else "claim"
+        return {"run": self.run, "id": self.id, "epsilon": self.epsilon, "delta": self.delta, "by": how}
+
+
+def known_runs(logged: Iterable[dict[str, Any]]) -> list[Known]:
+    """Of the lines of a log of runs, one for each phase."""
+    by_id: dict[str, list[dict[str, Any]]] = {}
+    for line in logged:
+        by_id.setdefault(line["id"], []).append(line)
+    return [_known(lines) for name, lines in by_id.items() if name != "unknown"]
+
+
+def _known(lines: list[dict[str, Any]]) -> Known:
+    first = lines[0]
+    budgets = [line.get("epsilon_budget") for line in lines]
+    private = all(isinstance(budget, int | float) for budget in budgets)
+    claim = math.fsum(budget for budget in budgets if isinstance(budget, int | float)) if private else math.inf
+    delta = max((line["delta"] for line in lines if isinstance(line.get("delta"), float)), default=0.0)
+    ledger = _ledger(first.get("folder"), first["id"])
+    if ledger is None:
+        return Known(str(first.get("run")), first["id"], private, claim, delta)
+    history, entries = ledger
+    if history.why_not_private() is not None:
+        return Known(history.run["name"], first["id"], False, math.inf, delta)
+    return Known(history.run["name"], first["id"], True, history.budget(), history.claimed_delta(), history, entries)
+
+
+def _ledger(folder: object, run: str) -> tuple[History, list[LedgerEntry]] | None:
+    try:
+        history, entries = History.read(Path(str(folder)) / "ledger.jsonl")
+    except (OSError, LedgerError):
+        return None
+    return (history, entries) if history.run_id == run and history.plans else None
+
+
+def composed(history: History, entries: Sequence[LedgerEntry], claimed: float, others: list[Known]) -> dict[str, Any]:
+    """`claimed` is this run's own epsilon. Without any other run there is nothing to add up."""
+    delta = history.claimed_delta()
+    runs = [{"run": history.run["name"], "id": history.run_id, "epsilon": claimed, "delta": delta, "by": "ledger"}]
+    runs += [other.as_dict() for other in others]
+    if open_runs := [other.run for other in others if not other.private]:
+        because = f"{', '.join(sorted(set(open_runs)))} trained on these records without a promise"
+        return {"runs": [_shown(run) for run in runs], "epsilon_sum": None, "because": because}
+    at_hand = [(history, entries), *((o.history, o.entries) for o in others if o.history is not None)]
+    events = merge(_all_events(at_hand))
+    return total(runs, [{"rate": e.rate, "sigma": e.sigma, "count": e.count} for e in events], history.delta())
+
+
+def total(runs: list[dict[str, Any]], events: list[dict[str, Any]], delta: float) -> dict[str, Any]:
+    """From what a certificate states, so that whoever reads it can do the same."""
+    claims = [run for run in runs if run["by"] == "claim"]
+    together = epsilon([Event(e["rate"], e["sigma"], e["count"]) for e in events], delta)
+    return {
+        "runs": runs,
+        "epsilon_sum": math.fsum(run["epsilon"] for run in runs),
+        "delta_sum": math.fsum(run["delta"] for run in runs),
+        "events": events,
+        "delta": delta,
+        "epsilon_together": together + math.fsum(run["epsilon"] for run in claims),
+        "delta_together": delta + math.fsum(run["delta"] for run in claims),
+    }
+
+
+def _shown(run: dict[str, Any]) -> dict[str, Any]:
+    return {**run, "epsilon": run["epsilon"] if math.isfinite(run["epsilon"]) else None}
+
+
+def _all_events(ledgers: list[tuple[History, Sequence[LedgerEntry]]]) -> list[Event]:
+    """Steps that a copied run made before it was copied stand in several ledgers, and are counted once."""
+    counted: list[Sequence[LedgerEntry]] = []
+    events: list[Event] = []
+    for history, entries in ledgers:
+        shared = max((_common(entries, other) for other in counted), default=0)
+        before = Counter({(e.rate, e.sigma): e.count for e in History.of(entries[:shared]).charged()})
+        own = Counter({(e.rate, e.sigma): e.count for e in history.charged()})
+        if not history.finished:  # it may go on until its plan is done
+            own |= Counter({(e.rate, e.sigma): e.count for e in history.planned()})
+        events += [Event(rate, sigma, count) for (rate, sigma), count in (own - before).items()]
+        counted.append(entries)
+    return events
+
+
+def _common(one: Sequence[LedgerEntry], other: Sequence[LedgerEntry]) -> int:
+    """How many lines two ledgers share from the first on: each line's hash covers all before it."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[middle - 1].hash == other[middle - 1].hash else (low, middle - 1)
+    return low

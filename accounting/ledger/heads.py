@@ -1,0 +1,86 @@
+"""How long a ledger is known to have been, written down outside it, so that one restored from a backup is recognised.
+
+A ledger that was cut is a valid shorter ledger, and goes on from there as if the steps behind the cut had never been
+made. After every durable checkpoint its length, its head and what it charges are therefore noted in the run's secret
+folder and in the data set's log of runs. Steps behind the last checkpoint released nothing, so no note need know them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from murmuration.accounting.ledger.chain import LedgerEntry
+from murmuration.accounting.ledger.facts import Charge
+from murmuration.accounting.strict_json import parse
+from murmuration.accounting.typed import CLOSED, read
+
+NAME = "heads.jsonl"
+
+
+@dataclass(frozen=True)
+class Head:
+    """A ledger's last line, and what the ledger charged up to it. `ledger_of` is the run's id."""
+
+    __pydantic_config__ = CLOSED
+    ledger_of: str
+    length: int
+    head: str
+    charged: tuple[Charge, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"charged": [asdict(each) for each in self.charged]}
+
+
+def append(path: Path, line: dict[str, Any], mode: int) -> None:
+    """Durable when it returns. A newline first: a line torn by a crash must not swallow this one."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
+    try:
+        os.write(descriptor, b"\n" + json.dumps(line).encode() + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def heads_in(lines: Iterable[bytes]) -> list[Head]:
+    """In the order in which they were noted; torn lines and lines of other kinds are passed over."""
+    found = []
+    for line in lines:
+        if b'"ledger_of"' not in line:
+            continue
+        try:
+            found.append(read(Head, parse(line)))
+        except ValueError:
+            continue
+    return found
+
+
+def read_heads(path: Path) -> list[Head]:
+    try:
+        return heads_in(path.read_bytes().splitlines())
+    except FileNotFoundError:
+        return []
+
+
+def lost_charges(entries: Sequence[LedgerEntry], noted: Sequence[Head]) -> tuple[Head, list[Charge]] | None:
+    """The newest head that this ledger does not contain, and what was charged since the two went apart."""
+    if not noted or _contains(entries, noted[-1]):
+        return None
+    common = next((head for head in reversed(noted) if _contains(entries, head)), None)
+    before = {(each.phase, each.rate, each.sigma): each.count for each in common.charged} if common else {}
+    lost = [
+        Charge(each.phase, each.rate, each.sigma, count)
+        for each in noted[-1].charged
+        if (count := each.count - before.get((each.phase, each.rate, each.sigma), 0)) > 0
+    ]
+    return noted[-1], lost
+
+
+def _contains(entries: Sequence[LedgerEntry], head: Head) -> bool:
+    if any(entry.kind == "lost" and entry.fields.get("head") == head.head for entry in entries):
+        return True  # its charges were taken over before
+    return 0 < head.length <= len(entries) and entries[head.length - 1].hash == head.head

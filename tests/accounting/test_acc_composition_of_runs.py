@@ -1,0 +1,97 @@
+"""What several runs on the same records cost together: as one accountant gives it, and as their claims add up."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from murmuration.accounting.certificate.composition import composed, known_runs, total
+from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.ledger.history import History
+from tests.support.acc_world import CONFIG, DATA, PLAN, begin, reopen, train
+
+
+def logged(folder: Path, epsilon: float | None = PLAN.epsilon_budget, **more: Any) -> dict[str, Any]:
+    run_id = History.read(folder / "ledger.jsonl")[0].run_id
+    return {"id": run_id, "run": folder.name, "phase": "private", "epsilon_budget": epsilon, "delta": PLAN.delta,
+            "folder": str(folder), **more}  # fmt: skip
+
+
+def finished(folder: Path, sigma: float, steps: int) -> Path:
+    folder.mkdir()
+    plan = replace(PLAN, noise_multiplier=sigma, steps=steps)
+    journal = begin(folder, plan)
+    train(journal, range(1, steps + 1), plan)
+    journal.checkpointed(0, steps, "end")
+    journal.finish()
+    journal.ledger.close()
+    return folder
+
+
+def of(folder: Path, *others: dict[str, Any]) -> dict[str, Any]:
+    history, entries = History.read(folder / "ledger.jsonl")
+    return composed(history, entries, history.epsilon(), known_runs(others))
+
+
+def test_ledgers_at_hand_are_composed_and_claims_are_added(tmp_path: Path) -> None:
+    one, two = finished(tmp_path / "one", 20.0, 30), finished(tmp_path / "two", 25.0, 10)
+    gone = logged(two, 3.0) | {"folder": str(tmp_path / "nowhere"), "id": "gone"}
+    found = of(one, logged(two), gone)
+    both = epsilon([Event(1.0, 20.0, 30), Event(1.0, 25.0, 10)], PLAN.delta)
+    assert found["epsilon_together"] == pytest.approx(both + 3.0, abs=1e-12)
+    alone = epsilon([Event(1.0, 20.0, 30)], PLAN.delta)
+    assert alone < both < alone + PLAN.epsilon_budget
+    assert found["epsilon_sum"] == pytest.approx(alone + PLAN.epsilon_budget + 3.0)
+    assert found["delta_sum"] == pytest.approx(3 * PLAN.delta) and found["delta_together"] == 2 * PLAN.delta
+    assert [run["by"] for run in found["runs"]] == ["ledger", "ledger", "claim"]
+    again = total(json.loads(json.dumps(found["runs"])), found["events"], found["delta"])
+    assert again == found, "a reader can do the same from what is stated"
+
+
+def test_a_fork_counts_what_both_share_once(tmp_path: Path) -> None:
+    trunk, branch = tmp_path / "trunk", tmp_path / "branch"
+    trunk.mkdir()
+    journal = begin(trunk)
+    train(journal, range(1, 11))
+    journal.checkpointed(0, 10, "ten")
+    journal.ledger.close()
+    shutil.copytree(trunk, branch)
+    for folder, last in ((trunk, 40), (branch, 25)):
+        journal = reopen(folder)
+        if folder is branch:
+            journal.note_copied("a copy")
+            journal.begin_segment(0, CONFIG, DATA, 10, "a copy")
+        train(journal, range(11, last + 1))
+        journal.finish()
+        journal.ledger.close()
+    for here, there in ((trunk, branch), (branch, trunk)):
+        found = of(here, logged(there))
+        assert found["events"] == [{"rate": 1.0, "sigma": PLAN.noise_multiplier, "count": 55}]
+        assert found["epsilon_together"] == epsilon([Event(1.0, PLAN.noise_multiplier, 55)], PLAN.delta)
+
+
+def test_a_run_that_may_go_on_counts_with_all_of_its_plan(tmp_path: Path) -> None:
+    one = finished(tmp_path / "one", 20.0, 5)
+    other = tmp_path / "other"
+    other.mkdir()
+    journal = begin(other, replace(PLAN, noise_multiplier=30.0))
+    train(journal, range(1, 3), replace(PLAN, noise_multiplier=30.0))
+    journal.ledger.close()
+    assert {"rate": 1.0, "sigma": 30.0, "count": PLAN.steps} in of(one, logged(other))["events"]
+
+
+def test_a_run_without_noise_leaves_no_number(tmp_path: Path) -> None:
+    one = finished(tmp_path / "one", 20.0, 5)
+    twin = {"id": "twin", "run": "its twin", "phase": "private", "private": False, "epsilon_budget": None}
+    found = of(one, twin)
+    assert found["epsilon_sum"] is None and "its twin trained on these records without" in found["because"]
+    json.dumps(found, allow_nan=False)
+    debug = tmp_path / "debug"
+    debug.mkdir()
+    begin(debug, debug=True).ledger.close()
+    assert of(one, logged(debug))["epsilon_sum"] is None, "a run that is NOT PRIVATE promises nothing to add"

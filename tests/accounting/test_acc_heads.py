@@ -1,0 +1,106 @@
+"""A ledger that is older than it was known to be is refused, and what its lost part charged stays charged."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.heads import NAME, Head, append, read_heads
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.journal import Journal
+from tests.support.acc_world import CONFIG, DATA, PLAN, begin, reopen, train
+
+
+def watched(journal: Journal, folder: Path) -> Journal:
+    journal.witnesses["secret"] = lambda head: append(folder / NAME, head.as_dict(), 0o600)
+    return journal
+
+
+def restored(folder: Path, backup: Path) -> Journal:
+    """As `cp backup/ledger.jsonl run/ledger.jsonl` does it: the file keeps its inode."""
+    (folder / "ledger.jsonl").write_bytes(backup.read_bytes())
+    return watched(reopen(folder), folder)
+
+
+def trained(journal: Journal, first: int, last: int) -> None:
+    train(journal, range(first, last + 1))
+    journal.checkpointed(0, last, f"at {last}")
+
+
+def test_a_restored_ledger_is_refused_or_charges_what_was_lost(tmp_path: Path) -> None:
+    backup = tmp_path / "backup.jsonl"
+    journal = watched(begin(tmp_path), tmp_path)
+    trained(journal, 1, 4)
+    journal.ledger.close()
+    shutil.copy(tmp_path / "ledger.jsonl", backup)
+    journal = watched(reopen(tmp_path), tmp_path)
+    journal.require_newest(read_heads(tmp_path / NAME), None)
+    trained(journal, 5, 20)
+    journal.require_newest(read_heads(tmp_path / NAME), None)
+    journal.ledger.close()
+
+    journal = restored(tmp_path, backup)
+    with pytest.raises(LedgerError, match=r"restored from a backup.*--new-segment"):
+        journal.require_newest(read_heads(tmp_path / NAME), None)
+    assert journal.new_segment_reason(0, 4, CONFIG) is None, "nothing else notices"
+    journal.require_newest(read_heads(tmp_path / NAME), "on purpose")
+    assert journal.history.charged() == [Event(1.0, PLAN.noise_multiplier, 20)]
+    assert "lost" in (journal.new_segment_reason(0, 4, CONFIG) or "")
+    journal.begin_segment(0, CONFIG, DATA, 4, "on purpose")
+    trained(journal, 5, 10)
+    assert journal.history.charged() == [Event(1.0, PLAN.noise_multiplier, 26)]
+    head, entries = journal.history.epsilon(), list(journal.ledger.entries)
+    assert head == epsilon([Event(1.0, PLAN.noise_multiplier, 26)], PLAN.delta)
+    journal.require_newest(read_heads(tmp_path / NAME), None)
+    assert journal.ledger.entries == entries, "charged once"
+    journal.ledger.close()
+    assert History.read(tmp_path / "ledger.jsonl")[0].epsilon() == head
+
+    # Restored once more, to before the first loss was written down: both branches are lost now.
+    journal = restored(tmp_path, backup)
+    journal.require_newest(read_heads(tmp_path / NAME), "again")
+    assert journal.history.charged() == [Event(1.0, PLAN.noise_multiplier, 26)]
+
+
+def test_what_no_note_shares_with_the_ledger_is_charged_whole(tmp_path: Path) -> None:
+    journal = watched(begin(tmp_path), tmp_path)
+    trained(journal, 1, 3)
+    [noted] = read_heads(tmp_path / NAME)
+    stranger = Head(noted.ledger_of, noted.length + 7, "f" * 64, noted.charged)
+    journal.require_newest([stranger], "declared")
+    assert journal.history.charged() == [Event(1.0, PLAN.noise_multiplier, 6)]
+
+
+def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
+    journal = watched(begin(tmp_path), tmp_path)
+    trained(journal, 1, 3)
+    with (tmp_path / NAME).open("a") as file:
+        file.write('{"ledger_of": "torn\n{"ledger_of": 3, "length": "x"}\n[1]\n{"id": "a run"}\n')
+    trained(journal, 4, 5)
+    assert [head.length for head in read_heads(tmp_path / NAME)] == [journal.ledger.length - 5, journal.ledger.length]
+    assert read_heads(tmp_path / "absent") == []
+    assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_loss_of_an_unknown_phase_is_malformed(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    charge = {"phase": 3, "rate": 1.0, "sigma": 2.0, "count": 1}
+    journal.ledger.append("lost", length=9, head="f" * 64, charged=[charge])
+    journal.ledger.close()
+    with pytest.raises(LedgerError, match="phase 3 are charged, which has no plan"):
+        reopen(tmp_path)
+
+
+def test_a_copy_has_an_id_of_its_own_and_remembers_its_parents(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    first = journal.history.run_id
+    assert first == journal.ledger.entries[0].hash
+    journal.note_copied("lies elsewhere")
+    journal.note_copied("lies elsewhere again")
+    assert len(set(journal.history.ids)) == 3 and journal.history.ids[0] == first
+    journal.ledger.close()
+    assert History.read(tmp_path / "ledger.jsonl")[0].ids == journal.history.ids

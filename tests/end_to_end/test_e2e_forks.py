@@ -1,0 +1,105 @@
+"""Ways to hide what was spent: a copied run directory, a restored ledger, one more run on the same records."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.ledger.heads import NAME, read_heads
+from murmuration.accounting.ledger.history import History
+from tests.support.launching import ROOT, TIMEOUT, Launch, environment, opened_steps, wait_for
+from tests.support.runs import SMALL_STEPS, account
+
+Make = Callable[..., tuple[Launch, Path]]
+LOCAL = ["--set", 'run.engine="local"']
+
+
+@pytest.fixture
+def own_data(small_data: Path, tmp_path: Path) -> Callable[[dict[str, Any]], None]:
+    """Other tests log runs on the shared records."""
+    shutil.copytree(small_data / "private", tmp_path / "records")
+
+    def change(config: dict[str, Any]) -> None:
+        config["run"] |= {"debug_seed": None, "checkpoint_every": 2}
+        config["phases"] = config["phases"][1:]
+        private = config["phases"][0]
+        private["data"]["path"] = str(tmp_path / "records")
+        private["data"]["reading"] = {"workers": 0}
+        private["privacy"]["release"] = []
+        del private["evaluation"]
+
+    return change
+
+
+def until(job: Launch, run_dir: Path, step: int) -> None:
+    """Trains to about this step, and stops as a user would."""
+    process = job.start()
+    wait_for(lambda: max(opened_steps(run_dir), default=0) >= step, process)
+    (run_dir / "stop").touch()
+    output, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 75, output
+
+
+def test_a_copy_and_a_restored_ledger_hide_nothing(launch: Make, own_data: Any, tmp_path: Path) -> None:
+    job, run_dir = launch("trunk", own_data, launcher="python", arguments=LOCAL)
+    until(job, run_dir, 3)
+    backup, branch = tmp_path / "backup", tmp_path / "branch"
+    shutil.copytree(run_dir, backup)
+    shutil.copytree(run_dir, branch)
+    shared = len(opened_steps(run_dir))
+
+    until(job, run_dir, shared + 3)
+    known, before = (read_heads(folder / "secret" / NAME)[-1].charged[0].count for folder in (run_dir, backup))
+    assert known >= shared + 3 and before <= shared
+    saved = History.read(backup / "ledger.jsonl")[0].last_checkpoint()
+    assert saved is not None
+    again = SMALL_STEPS - saved.step
+    # Ledger and checkpoints from the backup, and nothing else: `cp` keeps the ledger's inode.
+    (run_dir / "ledger.jsonl").write_bytes((backup / "ledger.jsonl").read_bytes())
+    shutil.rmtree(run_dir / "checkpoints")
+    shutil.copytree(backup / "checkpoints", run_dir / "checkpoints")
+    refused = account("verify", str(run_dir))
+    assert refused.returncode == 5 and "restored from a backup" in refused.stderr, refused.stdout + refused.stderr
+    code, output = job.run()
+    assert code == 5 and "restored from a backup" in output and "--new-segment" in output, output
+    job.arguments = [*LOCAL, "--new-segment", "the disk failed"]
+    code, output = job.run()
+    assert code == 0, output
+    history, _ = History.read(run_dir / "ledger.jsonl")
+    [charged] = history.charged()
+    assert charged.count == shared + (known - before) + again, "before the backup, lost, and made since"
+    certificate = json.loads((run_dir / "certificate.json").read_text())
+    assert certificate["claim"]["epsilon"] == epsilon([charged], history.delta())
+
+    # The copy goes on by itself. Its certificate knows of the other, and what both cost.
+    job.arguments = [*LOCAL, "--set", f"run.dir={json.dumps(str(branch))}"]
+    code, output = job.run()
+    assert code == 0 and "new keys from here on" in output, output
+    certificate = json.loads((branch / "certificate.json").read_text())
+    others = {sibling["id"] for sibling in certificate["siblings"]}
+    assert others == {history.run_id} and str(tmp_path) not in json.dumps(certificate)
+    both = Event(charged.rate, charged.sigma, charged.count + again)
+    assert certificate["composition"]["epsilon_together"] == epsilon([both], history.delta())
+    assert certificate["composition"]["epsilon_sum"] == 2 * 8.0
+    assert account("verify", str(branch)).returncode == 0
+
+
+def test_later_runs_are_held_to_the_budget_of_the_records(launch: Make, own_data: Any, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index", str(tmp_path / "records"), "--budget", "5"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "budget of ε = 5" in done.stdout, done.stdout + done.stderr
+    job, run_dir = launch("greedy", own_data, launcher="python", arguments=LOCAL)
+    code, output = job.run()
+    assert code == 3 and "a budget of ε = 5 for all runs" in output, output
+    assert opened_steps(run_dir) == []
+    job.arguments = [*LOCAL, "--set", "phases.0.privacy=null", "--set", "phases.0.batch=48", "--set", 'run.dir="twin"']
+    code, output = job.run()
+    assert code == 3 and "a run without noise passes" in output, output

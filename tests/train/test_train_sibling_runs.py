@@ -1,0 +1,95 @@
+"""The log of runs on a set of records: in several places, torn, read-only; and the budget that they share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from webdataset import TarWriter
+
+from murmuration.accounting.ledger.facts import Charge
+from murmuration.accounting.ledger.heads import Head
+from murmuration.data.index.shard_index import build
+from murmuration.train.storage.sibling_runs import BESIDE_SHARDS, LOG, DataBudgetError, RunLog
+
+
+def log_in(*folders: Path) -> RunLog:
+    return RunLog(tuple(folder / LOG for folder in folders))
+
+
+def test_runs_on_the_same_records_know_of_each_other(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    assert log.register("a", "private", "first", 8.0, 1e-5) is None
+    assert log.register("a", "private", "first", 8.0, 1e-5) is None
+    assert log.register("b", "private", "second", 2.0, 1e-5) is None
+    assert [entry["run"] for entry in log.siblings({"b"})] == ["first"]
+    assert [entry["run"] for entry in log.siblings({"a"})] == ["second"]
+    with (tmp_path / LOG).open("a") as file:
+        file.write('{"id": "torn')
+    assert len(log.siblings()) == 2
+    assert log.register("b", "second-phase", "second", 4.0, 1e-5) is None
+    assert [entry["epsilon_budget"] for entry in log.siblings({"a"})] == [2.0, 4.0], "each private phase counts"
+    assert log.knows("a") and not log.knows("c")
+
+
+def test_a_log_that_cannot_be_used_does_not_read_as_if_there_were_no_others(tmp_path: Path) -> None:
+    assert "run.registry" in (log_in(tmp_path / "absent").register("a", "private", "first", 8.0, 1e-5) or "")
+    (tmp_path / LOG).mkdir()
+    log = log_in(tmp_path)
+    assert "cannot be read" in str(log.siblings({"a"}))
+    assert "cannot be used" in (log.register("a", "private", "first", 8.0, 1e-5) or "")
+    log.note(Head("a", 3, "f" * 64, ()))  # and ends no run
+
+
+def test_one_place_that_can_be_written_is_enough(tmp_path: Path) -> None:
+    (tmp_path / LOG).mkdir()
+    registry = tmp_path / "registry"
+    registry.mkdir()
+    log = log_in(tmp_path, registry)
+    assert log.register("a", "private", "first", 8.0, 1e-5) is None
+    assert [entry["id"] for entry in log_in(registry).siblings()] == ["a"]
+    assert {"first"} < {entry["run"] for entry in log.siblings({"b"})}, "and the other place is named as unreadable"
+
+
+def test_another_index_of_the_same_shards_finds_the_log(tmp_path: Path) -> None:
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    with TarWriter(str(shards / "000000.tar"), encoder=False) as writer:
+        for number in range(4):
+            writer.write({"__key__": f"{number:03d}", "txt": b"text"})
+    one, two = build(shards), build(shards, tmp_path / "elsewhere")
+    assert RunLog.of(one).register("a", "private", "first", 8.0, 1e-5) is None
+    assert [entry["id"] for entry in RunLog.of(two).siblings()] == ["a"]
+    assert (shards / BESIDE_SHARDS).exists() and (shards / "index" / LOG).exists()
+    assert [entry["id"] for entry in RunLog.of(one).siblings()] == ["a"], "two places, one run"
+
+
+def test_heads_are_told_apart_by_run(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    mine, other = Head("a", 3, "e" * 64, (Charge(1, 0.5, 1.0, 2),)), Head("b", 4, "f" * 64, ())
+    log.register("a", "private", "first", 8.0, 1e-5)
+    log.note(mine)
+    log.note(other)
+    assert log.heads("a") == [[mine]] and log.heads("c") == [[]]
+    assert len(log.siblings()) == 1, "a head is no run"
+
+
+def test_later_runs_are_held_to_the_budget_of_the_records(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    log.require_budget({"a"}, 100.0)  # none was set
+    log.set_budget(10.0)
+    log.require_budget({"a"}, 8.0)
+    log.register("a", "private", "first", 8.0, 1e-5)
+    log.require_budget({"a"}, 8.0)  # its own share does not count twice
+    with pytest.raises(DataBudgetError, match=r"ε = 10 .* take 8, so a run of ε = 2.5 is too much"):
+        log.require_budget({"b"}, 2.5)
+    log.require_budget({"b"}, 2.0)
+    log.claim("a", 7.0)  # it finished below its budget
+    log.require_budget({"b"}, 3.0)
+    with pytest.raises(DataBudgetError, match="a run without noise passes"):
+        log.require_budget({"c"}, None)
+    log.register("twin", "private", "a twin", None, None)
+    with pytest.raises(DataBudgetError, match="take inf"):
+        log.require_budget({"b"}, 0.1)
+    log.set_budget(5.0)
+    assert log.budget() == 5.0, "the newest word counts"
