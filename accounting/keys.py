@@ -21,7 +21,7 @@ from murmuration.accounting.errors import REFUSED, RunError
 
 Purpose = Literal[
     "sampling", "sampling-digest", "noise", "augmentation", "masks", "dropout", "metric-noise", "self-test",
-    "public-order", "key-check",
+    "public-order", "key-check", "signature",
 ]  # fmt: skip
 KEY_BYTES = 32
 

@@ -34,7 +34,8 @@ CORE_FILES = {
     "ledger and certificate": [
         "accounting/test_acc_ledger.py", "accounting/test_acc_journal.py", "accounting/test_acc_histories.py",
         "accounting/test_acc_budget.py", "accounting/test_acc_identity.py", "accounting/test_acc_adaptive.py",
-        "accounting/test_acc_heads.py", "accounting/test_acc_composition_of_runs.py", "train/test_train_sibling_runs.py",
+        "accounting/test_acc_heads.py", "accounting/test_acc_composition_of_runs.py",
+        "train/test_train_sibling_runs.py",
         "accounting/test_acc_certificate.py", "accounting/test_acc_strict_json.py",
     ],
     "epsilon": [

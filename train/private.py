@@ -51,6 +51,7 @@ from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport, self_test
 from murmuration.train.step import PrivateStep, Records, StepSummary
+from murmuration.train.storage.certify import completed, earlier_certificate
 from murmuration.train.storage.checkpoint import Keep, Position
 from murmuration.train.storage.checkpoint_read import Loaded
 from murmuration.train.storage.open_run import open_run
@@ -394,7 +395,11 @@ class PrivateTraining:
                 "checkpoint_manifest_sha256": newest.digest if newest is not None else None,
             },
         }
-        document = certificate.compose(run.writer.history, run.writer.ledger.entries, extra)
+        history = run.writer.history
+        document = earlier_certificate(run.folder, history)
+        if document is None:
+            document = certificate.compose(history, run.writer.ledger.entries, extra)
+            document = completed(run.folder, history, document, [newest] if newest is not None else [])
         certificate.write(document, run.folder.root)
         if not self._keep_key:
             destroy(run.folder.key)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.certificate.attached import Attached, CertificateError, check_attached
 from murmuration.accounting.certificate.composition import total
 from murmuration.accounting.certificate.statement import FORMAT, compose, deviations_of
 from murmuration.accounting.epsilon.accountant import Accountant, AccountingError
-from murmuration.accounting.errors import RunError
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.heads import NAME as HEADS
-from murmuration.accounting.ledger.heads import lost_charges, read_heads
+from murmuration.accounting.ledger.heads import contains, lost_charges, read_heads
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import JsonError, parse
 
@@ -30,10 +30,6 @@ DERIVED_CLAIMS = (
 )  # fmt: skip
 # Only some claims have these, and then the pages tell them.
 OPTIONAL_CLAIMS = ("delta_claimed", "stands_for")
-
-
-class CertificateError(RunError, ValueError):
-    """The certificate and the ledger do not support each other; the message says where."""
 
 
 @dataclass(frozen=True)
@@ -53,27 +49,35 @@ class Verdict:
     claimed: float | None = None
     claimed_because: str | None = None
     checkpoints: int = 0
+    attached: Attached | None = None
+    """None where there is no certificate yet."""
 
 
-def verify(target: Path, accountant: Accountant = "pld") -> Verdict:
-    """Recomputes epsilon from the ledger of a run directory (or beside a certificate) and compares."""
+def verify(
+    target: Path, accountant: Accountant = "pld", signer: str | None = None, witness: Path | None = None
+) -> Verdict:
+    """Recomputes epsilon from the ledger of a run directory (or beside a certificate) and compares. `signer` is the
+    run's public key as a reader knows it from elsewhere; `witness` a file of the heads that a witness was told."""
     run_dir = target if target.is_dir() else target.parent
     named = target if target.is_file() and target.suffix == ".json" else None
     certificate_path = named or run_dir / "certificate.json"
     history, entries = History.read(run_dir / "ledger.jsonl")
     _require_newest(run_dir, entries)
+    if witness is not None:
+        _check_witness(witness, history, entries)
     checkpoints = _check_checkpoints(run_dir, entries)
     private = bool(history.plans)
     # A run whose ledger tells of a fault has no epsilon: this raises, and says which step.
     spent = history.epsilon(accountant) if private else 0.0
     if private and accountant == "pld" and spent > history.budget() * (1 + AGREEMENT):
         raise CertificateError(f"the ledger charges epsilon = {spent:.6f}, above the budget of {history.budget():g}")
-    certified = claimed = because = None
+    certified = claimed = because = attached = None
     if certificate_path.is_file():
         try:
             certificate = parse(certificate_path.read_bytes())
             certified = _compare(certificate, history, entries)
             claimed, because = certificate["claim"]["epsilon_claimed"], certificate["claim"]["claimed_because"]
+            attached = check_attached(run_dir, certificate, history, signer)
         except (CertificateError, AccountingError):
             raise
         except JsonError as error:
@@ -84,7 +88,7 @@ def verify(target: Path, accountant: Accountant = "pld") -> Verdict:
         run=history.run["name"], objection=history.why_not_private(), epsilon=spent,
         delta=history.delta() if private else None, budget=history.budget() if private else 0.0,
         opened=len(history.opened), committed=len(history.committed), lines=len(entries), head=entries[-1].hash,
-        certified=certified, claimed=claimed, claimed_because=because, checkpoints=checkpoints,
+        certified=certified, claimed=claimed, claimed_because=because, checkpoints=checkpoints, attached=attached,
     )  # fmt: skip
 
 
@@ -99,6 +103,18 @@ def _require_newest(run_dir: Path, entries: list[LedgerEntry]) -> None:
             f"the ledger has {len(entries)} lines, but this run is known to have had another line {lost[0].length}: it "
             "was restored from a backup; restore the newest one"
         )
+
+
+def _check_witness(witness: Path, history: History, entries: list[LedgerEntry]) -> None:
+    told = [head for head in read_heads(witness) if head.ledger_of in history.ids]
+    if not told:
+        raise CertificateError(f"{witness} tells nothing of this run; give the heads that its witness was told")
+    for head in told:
+        if not contains(entries, head):
+            raise CertificateError(
+                f"ledger line {head.length} is not the one that the witness was told, so the ledger was rewritten or "
+                "restored"
+            )
 
 
 def _check_checkpoints(run_dir: Path, entries: list[LedgerEntry]) -> int:

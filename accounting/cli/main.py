@@ -100,7 +100,9 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
 
 
 def _verify_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("target", type=Path, metavar="RUN_DIR|certificate.json")
+    command.add_argument("target", type=Path, metavar="RUN_DIR|EXPORT|certificate.json")
+    command.add_argument("--signer", metavar="HEX", help="the run's public key, as you know it from elsewhere")
+    command.add_argument("--witness", type=Path, metavar="FILE", help="JSON lines of the heads that a witness was told")
     command.add_argument("--accountant", choices=("pld", "rdp"), default="pld")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 

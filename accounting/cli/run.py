@@ -15,7 +15,7 @@ from murmuration.accounting.plan import UNIT, PlanError, parse_delta
 
 
 def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    verdict = verify(arguments.target, arguments.accountant)
+    verdict = verify(arguments.target, arguments.accountant, arguments.signer, arguments.witness)
     lines = [f"ledger of {verdict.run}: {verdict.lines} lines, unbroken, head {verdict.head}"]
     if verdict.checkpoints:
         lines.append(f"{verdict.checkpoints} checkpoints were written with this ledger")
@@ -28,6 +28,11 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         lines.append(f"the certificate agrees; it claims ε = {verdict.claimed:g} because {verdict.claimed_because}")
     elif verdict.delta is not None:
         lines.append("there is no certificate yet")
+    if arguments.witness is not None:
+        lines.append("every head that the witness was told is a line of this ledger")
+    if verdict.attached is not None:
+        lines += verdict.attached.checked
+        lines += [f"not checked: {sentence}" for sentence in verdict.attached.unchecked]
     if verdict.objection:
         lines.append(verdict.objection)
     return asdict(verdict), "\n".join(printable(line) for line in lines)

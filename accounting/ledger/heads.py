@@ -68,9 +68,9 @@ def read_heads(path: Path) -> list[Head]:
 
 def lost_charges(entries: Sequence[LedgerEntry], noted: Sequence[Head]) -> tuple[Head, list[Charge]] | None:
     """The newest head that this ledger does not contain, and what was charged since the two went apart."""
-    if not noted or _contains(entries, noted[-1]):
+    if not noted or contains(entries, noted[-1]):
         return None
-    common = next((head for head in reversed(noted) if _contains(entries, head)), None)
+    common = next((head for head in reversed(noted) if contains(entries, head)), None)
     before = {(each.phase, each.rate, each.sigma): each.count for each in common.charged} if common else {}
     lost = [
         Charge(each.phase, each.rate, each.sigma, count)
@@ -80,7 +80,7 @@ def lost_charges(entries: Sequence[LedgerEntry], noted: Sequence[Head]) -> tuple
     return noted[-1], lost
 
 
-def _contains(entries: Sequence[LedgerEntry], head: Head) -> bool:
+def contains(entries: Sequence[LedgerEntry], head: Head) -> bool:
     if any(entry.kind == "lost" and entry.fields.get("head") == head.head for entry in entries):
         return True  # its charges were taken over before
     return 0 < head.length <= len(entries) and entries[head.length - 1].hash == head.head

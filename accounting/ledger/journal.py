@@ -73,8 +73,11 @@ class Journal:
         self.history.take(make_entry(self.ledger.length, kind, fields, self.ledger.head))
         self.ledger.append(kind, **fields)
 
-    def start_run(self, name: str, key_check: str, debug: bool, versions: dict[str, str]) -> None:
-        self._append("run", format=FORMAT, name=name, key_check=key_check, debug=debug, versions=versions)
+    def start_run(
+        self, name: str, key_check: str, debug: bool, versions: dict[str, str], signer: str | None = None
+    ) -> None:
+        more = {} if signer is None else {"signer": signer}
+        self._append("run", format=FORMAT, name=name, key_check=key_check, debug=debug, versions=versions, **more)
 
     def declare_plan(self, phase: int, name: str, plan: PrivacyPlan, method: dict[str, object]) -> None:
         """Freezes the plan; on resume, refuses one that differs from the frozen one."""

@@ -20,6 +20,8 @@ class RunLine:
     key_check: str
     debug: bool
     versions: dict[str, Any]
+    signer: str | None = None
+    """Public half of the key that signs the certificate; version 0.1 did not sign."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from murmuration.accounting.certificate.certificate import CertificateError, Verdict, verify
 from murmuration.accounting.certificate.certificate import write as write_certificate
+from murmuration.accounting.certificate.weights import NAME as WEIGHTS_LIST
 from murmuration.accounting.errors import RunError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
@@ -56,11 +57,14 @@ def export(root: Path, out: Path, form: str = "safetensors", best: bool = False)
         FORMS[form](loaded, out)
         _describe(loaded, out)
         shutil.copyfile(root / "ledger.jsonl", out / "ledger.jsonl")
+        if (root / WEIGHTS_LIST).is_file():
+            shutil.copyfile(root / WEIGHTS_LIST, out / WEIGHTS_LIST)
         # The pages are made anew from the document that was verified: a copy could have been edited.
         write_certificate(document, out)
         if verdict.objection:
             (out / NOT_PRIVATE).write_text(verdict.objection + "\n")
         _holds_no_key(run_dir.key, out)
+        verify(out)  # what leaves is what was certified
     except BaseException:
         shutil.rmtree(out)
         raise

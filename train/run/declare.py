@@ -41,7 +41,7 @@ def _register(run: RunContext, phase: ReadyPhase, log: RunLog, epsilon: float | 
     history = run.writer.history
     warning = log.register(
         history.run_id, phase.name, run.name, epsilon, delta,
-        **{"folder": str(run.folder.root.resolve()), "copied_from": history.ids[:-1]},
+        **{"folder": str(run.folder.root.resolve()), "copied_from": history.ids[:-1], "signer": history.run["signer"]},
     )  # fmt: skip
     if warning is not None:
         run.board.say(warning)

@@ -23,7 +23,8 @@ from murmuration.train.private import ALLOWANCE, SECRET_FOLDER
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.board import Board
 from murmuration.train.run.report_pictures import samples
-from murmuration.train.storage.checkpoint import Loaded
+from murmuration.train.storage.certify import completed, earlier_certificate
+from murmuration.train.storage.checkpoint import Checkpoints, Keep, Loaded
 from murmuration.train.storage.run_dir import RunDir, measurements
 from murmuration.train.storage.sibling_runs import RunLog
 
@@ -154,10 +155,22 @@ def write_certificate(
     journal.finish()
     shown = samples(phases, latest)
     run_dir.evaluation.write_text(json.dumps(shown) + "\n")
+    document = earlier_certificate(run_dir, journal.history) or _composed(config, phases, run_dir, journal, latest)
+    certificate.write(document, run_dir.root)
+    write_report(run_dir, config, document, shown)
+    # The claim and what it rests on; what it means in plain words stands in the files.
+    board.say(certificate.markdown(document).partition("## What this means")[0])
+    for text in outcomes(config, read_curves(run_dir)):
+        board.say(text)
+
+
+def _composed(
+    config: Config, phases: list[ReadyPhase], run_dir: RunDir, journal: Journal, latest: Loaded
+) -> dict[str, Any]:
     identity = json.dumps(config.model_dump(by_alias=True), sort_keys=True).encode()
+    mixed = {phase.name: phase.mixed.manifest_digest for phase in phases if phase.mixed is not None}
     logs = _logs(config, phases)
     siblings = _siblings(logs, journal)
-    mixed = {phase.name: phase.mixed.manifest_digest for phase in phases if phase.mixed is not None}
     extra: dict[str, Any] = {
         "known_deviations": DEVIATIONS,
         # Where a sibling's folder lies is nobody's business.
@@ -177,12 +190,18 @@ def write_certificate(
             log.claim(journal.history.run_id, claimed)
         if others := known_runs(siblings):
             document["composition"] = composed(journal.history, journal.ledger.entries, claimed, others)
-    certificate.write(document, run_dir.root)
-    write_report(run_dir, config, document, shown)
-    # The claim and what it rests on; what it means in plain words stands in the files.
-    board.say(certificate.markdown(document).partition("## What this means")[0])
-    for text in outcomes(config, read_curves(run_dir)):
-        board.say(text)
+    return completed(run_dir, journal.history, document, [latest, *_best(config, run_dir, journal, latest)])
+
+
+def _best(config: Config, run_dir: RunDir, journal: Journal, latest: Loaded) -> list[Loaded]:
+    """The checkpoint that export.py --best would take, where that is not the newest one."""
+    if config.run.keep_best is None:
+        return []
+    found = Keep(best=config.run.keep_best).best_of(Checkpoints.listed(run_dir.checkpoints))
+    known = {mark.digest for mark in journal.history.checkpoints}
+    if not found or (entry := found[max(found)]).manifest_sha256 == latest.digest or entry.manifest_sha256 not in known:
+        return []
+    return [Loaded.open(run_dir.checkpoints / entry.folder, entry.manifest_sha256)]
 
 
 def _logs(config: Config, phases: list[ReadyPhase]) -> list[RunLog]:

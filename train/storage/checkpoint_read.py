@@ -11,9 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from murmuration.accounting.certificate.weights import AVERAGED, tensor_digest
 from murmuration.accounting.errors import REFUSED, RunError
 from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.train.engines.base import ShardedEngine
+from murmuration.train.optim.base import AVERAGE
 
 FORMAT = "murmuration-checkpoint/1"
 WEIGHTS, FIXED = "weights", "fixed"
@@ -104,6 +106,17 @@ class Loaded:
         shape = self.manifest["shapes"][name]
         return self.read(kind, name, 0, torch.Size(shape).numel()).view(shape)
 
+    def tensor_digests(self) -> dict[str, str]:
+        """Of everything that may be exported; averages, where the optimizer kept them, under names of their own."""
+        trained, averages = set(self.names(WEIGHTS)), set(self.names(AVERAGE))
+        found = {}
+        for name in self.manifest["shapes"]:
+            found[name] = _digest(self.whole(WEIGHTS if name in trained else FIXED, name))
+            if averages:
+                mean = _digest(self.whole(AVERAGE, name)) if name in averages else found[name]
+                found[AVERAGED + name] = mean
+        return found
+
     def restore_optimizer(self, engine: ShardedEngine) -> None:
         engine.set_optimizer_step(self.manifest["optimizer_step"])
         for shard in engine.shards():
@@ -111,6 +124,10 @@ class Loaded:
                 for fragment in shard.fragments:
                     stored = self.read(kind, fragment.name, fragment.start, fragment.length)
                     fragment.of(tensor).copy_(stored)
+
+
+def _digest(tensor: Tensor) -> str:
+    return tensor_digest("F32", tensor.shape, [tensor.contiguous().numpy().reshape(-1).data.cast("B")])
 
 
 def hash_of(path: Path) -> str:

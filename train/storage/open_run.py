@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from murmuration.accounting.certificate.signature import public_key
 from murmuration.accounting.escaping import printable_lines
 from murmuration.accounting.keys import Purpose, RunKey
 from murmuration.accounting.ledger import heads as heads_file
@@ -202,7 +203,7 @@ def _key_of(
     fresh = journal.ledger.length == 0
     key = run_dir.run_key(fresh, debug_seed)
     if fresh:
-        journal.start_run(name, key.check_value(), key.debug, versions)
+        journal.start_run(name, key.check_value(), key.debug, versions, public_key(key))
         run_dir.adopt_key()
     elif journal.history.run["key_check"] != key.check_value():
         raise LedgerError(f"{run_dir.key} is not the key of this ledger; restore the right one or start anew")

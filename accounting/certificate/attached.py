@@ -1,0 +1,133 @@
+"""What lies beside a ledger and its certificate: is it signed, are the weights the ones that were certified?"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from murmuration.accounting.certificate.signature import fault_of
+from murmuration.accounting.certificate.weights import (
+    AVERAGED,
+    NAME,
+    WeightsFileError,
+    digests_of_safetensors,
+    list_digest,
+    read_lists,
+)
+from murmuration.accounting.errors import RunError
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.strict_json import parse
+
+_OTHER_WEIGHTS = (".pt", ".bin", ".pth", ".ckpt", ".npz")
+
+
+class CertificateError(RunError, ValueError):
+    """The certificate and the ledger do not support each other; the message says where."""
+
+
+@dataclass
+class Attached:
+    """Sentences: what was checked beside the ledger, and what could not be."""
+
+    signed_by: str | None = None
+    checked: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+
+
+def check_attached(folder: Path, certificate: dict[str, Any], history: History, signer: str | None = None) -> Attached:
+    """`signer` is the public key that a reader knows from elsewhere."""
+    found = Attached(history.run["signer"])
+    if signer is not None and signer != found.signed_by:
+        raise CertificateError(f"the ledger names the signing key {found.signed_by}, not the expected {signer}")
+    if found.signed_by is None:
+        found.unchecked.append("the run did not sign: whoever can write these files can rewrite them all")
+    elif (fault := fault_of(certificate, found.signed_by)) is not None:
+        raise CertificateError(f"the certificate {fault}")
+    else:
+        found.checked.append(f"the certificate is signed by {found.signed_by}")
+        if signer is None:
+            found.unchecked.append(
+                "whether that is the run's key: compare it with the data set's log of runs or a witness, and give it "
+                "with --signer"
+            )
+    _check_weights(folder, certificate, found)
+    return found
+
+
+def _check_weights(folder: Path, certificate: dict[str, Any], found: Attached) -> None:
+    certified = {_folder(entry): entry for entry in certificate.get("weights", [])}
+    try:
+        lists = read_lists(folder)
+    except ValueError as error:
+        raise CertificateError(f"{error}") from None
+    if not certified:
+        found.unchecked.append("weights: this certificate, of an older form, names none")
+        return
+    _check_checkpoints(folder, certified, found)
+    files = sorted(folder.glob("*.safetensors"))
+    found.unchecked += [f"{path.name}: not a safetensors file" for path in _others(folder)]
+    if not files:
+        return
+    if lists is None:
+        raise CertificateError(f"{NAME} is missing, so {files[0].name} cannot be compared; restore it")
+    for name, entry in certified.items():
+        if list_digest(lists.get(name, {})) != entry["sha256"]:
+            raise CertificateError(f"{NAME} is not the one that was certified for {name}; restore it")
+    for path in files:
+        _check_file(path, {name: lists[name] for name in certified})
+        found.checked.append(f"{path.name} holds certified weights")
+
+
+def _others(folder: Path) -> list[Path]:
+    found = [path for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS]
+    return sorted([*found, *([folder / "deepspeed"] if (folder / "deepspeed").is_dir() else [])])
+
+
+def _folder(entry: dict[str, Any]) -> str:
+    return f"phase{entry['phase']:02d}-step{entry['step']:08d}"
+
+
+def _check_file(path: Path, lists: dict[str, dict[str, str]]) -> None:
+    """All tensors of a file come from one checkpoint."""
+    try:
+        stored = digests_of_safetensors(path)
+    except (OSError, WeightsFileError) as error:
+        raise CertificateError(f"{error}") from None
+    prefix = AVERAGED if path.name.startswith("averaged") else ""
+    strange = ""
+    for tensors in lists.values():
+        strange = next((name for name, digest in stored.items() if tensors.get(prefix + name) != digest), "")
+        if stored and not strange:
+            return
+    raise CertificateError(
+        f"{path.name}: the tensor {strange!r:.200} is not the one that was certified; export the weights again"
+    )
+
+
+def _check_checkpoints(folder: Path, certified: dict[str, dict[str, Any]], found: Attached) -> None:
+    for name, entry in certified.items():
+        manifest = folder / "checkpoints" / name / "manifest.json"
+        if not manifest.is_file():
+            continue
+        content = manifest.read_bytes()
+        if hashlib.sha256(content).hexdigest() != entry["checkpoint_manifest_sha256"]:
+            raise CertificateError(f"{manifest} is not the one that was certified; restore it")
+        try:
+            pieces = dict(parse(content)["pieces"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CertificateError(f"{manifest} is damaged ({error!r:.200}); restore it") from None
+        for piece, expected in sorted(pieces.items()):
+            path = manifest.parent / Path(str(piece)).name
+            if _hash(path) != expected:
+                raise CertificateError(f"{path} is not the one that was certified; restore it")
+        found.checked.append(f"the checkpoint {name} holds the certified bytes")
+
+
+def _hash(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None

@@ -1,0 +1,178 @@
+"""A signed certificate: what a forger without the run key can change, and is found to have changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from murmuration.accounting.certificate.certificate import CertificateError, compose, verify, write
+from murmuration.accounting.certificate.signature import public_key, signed
+from murmuration.accounting.certificate.weights import (
+    WeightsFileError,
+    digests_of_safetensors,
+    list_digest,
+    tensor_digest,
+    write_lists,
+)
+from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.keys import RunKey
+from murmuration.accounting.ledger.heads import append
+from murmuration.accounting.ledger.history import History
+from tests.support.acc_world import CONFIG, DATA, PLAN, reopen, rewritten, train
+
+KEY = RunKey(bytes(range(32)))
+TENSORS = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "bias": np.ones(3, dtype=np.float32)}
+
+
+def run(folder: Path, key: RunKey = KEY, steps: int = 40) -> None:
+    folder.mkdir(exist_ok=True)
+    journal = reopen(folder)
+    journal.witnesses["file"] = lambda head: append(folder / "witness.jsonl", head.as_dict(), 0o644)
+    journal.start_run("tiny", key.check_value(), key.debug, {}, public_key(key))
+    journal.declare_plan(0, "private", PLAN, describe("pld"))
+    journal.begin_segment(0, CONFIG, DATA, 0, "first")
+    train(journal, range(1, steps + 1))
+    journal.checkpointed(0, steps, "digest")
+    journal.finish()
+    journal.ledger.close()
+
+
+def certify(folder: Path, key: RunKey | None = KEY) -> dict[str, Any]:
+    save_file(TENSORS, folder / "model.safetensors")
+    lists = {"phase00-step00000040": digests_of_safetensors(folder / "model.safetensors")}
+    write_lists(lists, folder)
+    history, entries = History.read(folder / "ledger.jsonl")
+    document = compose(history, entries, {"siblings": []})
+    document["weights"] = [
+        {"phase": 0, "step": 40, "checkpoint_manifest_sha256": "0" * 64, "tensors": 2,
+         "sha256": list_digest(lists["phase00-step00000040"])}
+    ]  # fmt: skip
+    document = document if key is None else signed(document, key)
+    write(document, folder)
+    return document
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    run(tmp_path / "run")
+    certify(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_what_was_signed_verifies_and_says_what_it_could_not_check(finished: Path) -> None:
+    found = verify(finished).attached
+    assert found is not None and found.signed_by == public_key(KEY)
+    assert "model.safetensors holds certified weights" in found.checked
+    assert any("--signer" in sentence for sentence in found.unchecked)
+    known = verify(finished, signer=public_key(KEY), witness=finished / "witness.jsonl").attached
+    assert known is not None and known.unchecked == []
+    (finished / "model.pt").write_bytes(b"a pickle")
+    found = verify(finished).attached
+    assert found is not None and "model.pt: not a safetensors file" in found.unchecked
+
+
+def cheaper(fields: dict[str, Any]) -> None:
+    """As if ten times the noise had been drawn."""
+    if fields["kind"] == "plan":
+        fields["plan"]["noise_multiplier"] *= 10
+    if fields["kind"] in ("open", "commit"):
+        fields["facts"]["noise"]["std"] *= 10
+
+
+def test_a_forged_ledger_needs_the_key(finished: Path) -> None:
+    """Every hash made anew, and the certificate composed from the result by the product's own functions."""
+    honest = verify(finished).epsilon
+    rewritten(finished, cheaper)
+    certify(finished, key=None)
+    with pytest.raises(CertificateError, match="carries no signature, although its run signs"):
+        verify(finished)
+    certify(finished, RunKey.fresh())
+    with pytest.raises(CertificateError, match="signed by another key"):
+        verify(finished)
+    with pytest.raises(CertificateError, match="line 84 is not the one that the witness was told"):
+        verify(finished, witness=finished / "witness.jsonl")
+    # A forger who replaces the key in the first line makes another run: its key is not the one that is known.
+    own = RunKey.fresh()
+    rewritten(finished, lambda fields: fields.update(signer=public_key(own)) if fields["kind"] == "run" else None)
+    certify(finished, own)
+    assert verify(finished).epsilon < honest / 3
+    with pytest.raises(CertificateError, match="not the expected"):
+        verify(finished, signer=public_key(KEY))
+    with pytest.raises(CertificateError, match="tells nothing of this run"):
+        verify(finished, witness=finished / "witness.jsonl")
+
+
+@pytest.mark.parametrize("field", ["machine", "hashes", "siblings"])
+def test_words_that_no_ledger_holds_are_signed_too(finished: Path, field: str) -> None:
+    document = json.loads((finished / "certificate.json").read_text())
+    document[field] = ["something else"]
+    (finished / "certificate.json").write_text(json.dumps(document))
+    with pytest.raises(CertificateError, match="was changed after it was signed"):
+        verify(finished)
+
+
+def swapped(folder: Path) -> None:
+    other = {name: np.random.default_rng(1).normal(size=t.shape).astype(np.float32) for name, t in TENSORS.items()}
+    save_file(other, folder / "model.safetensors")
+
+
+def relisted(folder: Path) -> None:
+    swapped(folder)
+    write_lists({"phase00-step00000040": digests_of_safetensors(folder / "model.safetensors")}, folder)
+
+
+def one_more(folder: Path) -> None:
+    save_file({**TENSORS, "extra": np.zeros(2, np.float32)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        (swapped, "the tensor '(weight|bias)' is not the one that was certified"),
+        (relisted, "weights.json is not the one that was certified"),
+        (one_more, "the tensor 'extra' is not the one that was certified"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(bytes(range(256)) * 40), "is no safetensors file"),
+        (lambda folder: (folder / "weights.json").unlink(), "weights.json is missing"),
+        (lambda folder: (folder / "weights.json").write_text("[]"), "weights.json is no list of tensors"),
+    ],
+)
+def test_other_weights_are_not_the_certified_ones(finished: Path, change: Callable[[Path], None], fault: str) -> None:
+    change(finished)
+    with pytest.raises(CertificateError, match=fault):
+        verify(finished)
+
+
+def test_hashes_are_those_of_any_container(tmp_path: Path) -> None:
+    halves = {"half": np.arange(6, dtype=np.float16).reshape(2, 3), "empty": np.zeros((0, 3), np.float32)}
+    save_file(TENSORS | halves, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    found = digests_of_safetensors(tmp_path / "x.safetensors")
+    assert found["half"] == tensor_digest("F16", [2, 3], [halves["half"].tobytes()])
+    assert found["weight"] == tensor_digest("F32", (3, 4), [TENSORS["weight"].tobytes()])
+    assert found["empty"] == tensor_digest("F32", [0, 3], []) and "__metadata__" not in found
+    assert found["weight"] != tensor_digest("F32", [4, 3], [TENSORS["weight"].tobytes()]), "shapes count"
+    content = (tmp_path / "x.safetensors").read_bytes()
+    for damaged in (content[:-3], content[:20], b"", b"\xff" * 64):
+        (tmp_path / "x.safetensors").write_bytes(damaged)
+        with pytest.raises(WeightsFileError, match="is no safetensors file"):
+            digests_of_safetensors(tmp_path / "x.safetensors")
+
+
+def test_an_older_run_without_a_signature_says_so(tmp_path: Path) -> None:
+    journal = reopen(tmp_path)
+    journal.start_run("tiny", "check", False, {})
+    assert "signer" not in journal.ledger.entries[0].fields, "its bytes are those of version 0.1"
+    journal.declare_plan(0, "private", PLAN, describe("pld"))
+    journal.begin_segment(0, CONFIG, DATA, 0, "first")
+    train(journal, range(1, 41))
+    journal.finish()
+    document = compose(journal.history, journal.ledger.entries, {})
+    write(document, tmp_path)
+    found = verify(tmp_path).attached
+    assert found is not None and found.signed_by is None
+    assert any("did not sign" in sentence for sentence in found.unchecked)
