@@ -14,7 +14,7 @@ from typing import Any
 
 from murmuration.accounting.certificate.certificate import CertificateError
 from murmuration.accounting.cli.epsilon import calibrate, epsilon_command, plan_command
-from murmuration.accounting.cli.run import explain_command, verify_command
+from murmuration.accounting.cli.run import explain_command, retire_command, verify_command
 from murmuration.accounting.errors import BAD_INPUT, DONE, REFUSED, RunError
 from murmuration.accounting.escaping import sentence
 
@@ -25,6 +25,7 @@ COMMANDS: dict[str, Command] = {
     "plan": plan_command,
     "verify": verify_command,
     "explain": explain_command,
+    "retire": retire_command,
 }
 
 
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _calibrate_options(commands.add_parser("calibrate", help="the sigma, steps or batch that reaches an epsilon"))
     _plan_options(commands.add_parser("plan", help="tables and plots: epsilon over steps, sigma over batch"))
     _verify_options(commands.add_parser("verify", help="recompute a run's epsilon from its ledger alone"))
+    _retire_options(commands.add_parser("retire", help="destroy the key of a run that will not go on"))
     _explain_options(commands.add_parser("explain", help="what a run or an epsilon promises, in plain words"))
     return parser
 
@@ -104,6 +106,11 @@ def _verify_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--signer", metavar="HEX", help="the run's public key, as you know it from elsewhere")
     command.add_argument("--witness", type=Path, metavar="FILE", help="JSON lines of the heads that a witness was told")
     command.add_argument("--accountant", choices=("pld", "rdp"), default="pld")
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _retire_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", type=Path, metavar="RUN_DIR")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.certificate import compose, verify, write
 from murmuration.accounting.certificate.explain import attack_power, best_guess, explain
+from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.cli.epsilon import setting
 from murmuration.accounting.epsilon.accountant import Event, epsilon, round_up, show_delta
 from murmuration.accounting.escaping import printable
+from murmuration.accounting.keys import destroy, load
+from murmuration.accounting.ledger.chain import Ledger, LedgerError
+from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import UNIT, PlanError, parse_delta
+
+RETIRED = [
+    "The run was retired before its end. Nothing was exported with this certificate, and other runs on the same "
+    "records were not looked up.",
+    "Everything is as private as the run directory's secret folder was while the run lasted.",
+]
 
 
 def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -36,6 +47,30 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if verdict.objection:
         lines.append(verdict.objection)
     return asdict(verdict), "\n".join(printable(line) for line in lines)
+
+
+def retire_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Closes the ledger of a run that will not go on, certifies what it spent, and destroys its key."""
+    root: Path = arguments.target
+    if not (root / "ledger.jsonl").is_file():
+        raise LedgerError(f"there is no ledger in {root}; name a run directory")
+    journal = Journal(Ledger.open(root / "ledger.jsonl"))
+    try:
+        history, keys = journal.history, [root / "secret" / name for name in ("run.key", "new.key")]
+        lines = []
+        if history.finished:
+            lines.append(f"{history.run['name']} was finished before; its certificate stays as it is")
+        else:
+            key = load(keys[0]) if history.run["signer"] else None
+            journal.finish()
+            document = compose(history, journal.ledger.entries, {"known_deviations": RETIRED, "siblings": []})
+            write(document if key is None else signed(document, key), root)
+            lines.append(f"{history.run['name']} is finished and certified as far as it went; it cannot be continued")
+        destroyed = [destroy(path) for path in keys]
+        lines.append("its key is destroyed" if any(destroyed) else "there was no key any more")
+    finally:
+        journal.ledger.close()
+    return {"run": history.run["name"], "destroyed": any(destroyed)}, "\n".join(printable(line) for line in lines)
 
 
 def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:

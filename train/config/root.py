@@ -94,6 +94,11 @@ class Run(Keeping):
         default=None,
         description="A folder that keeps the log of runs on private records, too; for data that are mounted read-only.",
     )
+    witness: str | None = Field(
+        default=None,
+        description="URL or command that is told the ledger's length and head at every checkpoint, so that nobody can "
+        "rewrite it later. It learns when checkpoints were made.",
+    )
     log_every: int = Field(default=10, gt=0, description="Steps from one line on the console to the next.")
     keep_key: bool = Field(default=False, description="Keeps the run key after the final certificate is written.")
     tuned_on_private_data: Tuning | None = Field(

@@ -22,6 +22,7 @@ from murmuration.train.run.declare import declare
 from murmuration.train.run.early_end import asked_for
 from murmuration.train.run.phase import train_phase
 from murmuration.train.run.report import write_certificate
+from murmuration.train.run.witness import Witness
 from murmuration.train.storage.checkpoint import CheckpointError, Keep
 from murmuration.train.storage.open_run import open_run
 from murmuration.train.storage.run_dir import RunDir
@@ -43,6 +44,8 @@ def run_all(
         **vars(opened), config=config, board=Board(run_dir, ranks.main),
         stop=StopRequest(run_dir.stop_file, settings.stop_after_minutes),
     )  # fmt: skip
+    if run.journal is not None and settings.witness is not None:
+        run.journal.witnesses["witness"] = Witness(settings.witness, run.board.say)
     state = {"status": "failed"}
     try:
         spent = _trained_before(run, phases) if run.secret is None else _train(run, phases)

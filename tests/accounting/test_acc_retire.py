@@ -1,0 +1,45 @@
+"""`account.py retire`: the key of a run that will not go on is destroyed, and what it spent is certified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.signature import public_key
+from murmuration.accounting.cli.main import main
+from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.keys import RunKey, store
+from murmuration.accounting.ledger.chain import LedgerError
+from tests.support.acc_world import CONFIG, DATA, PLAN, reopen, train
+
+
+def test_a_retired_run_is_closed_certified_and_without_a_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = RunKey.fresh()
+    store(key, tmp_path / "secret" / "run.key")
+    journal = reopen(tmp_path)
+    journal.start_run("tiny", key.check_value(), False, {}, public_key(key))
+    journal.declare_plan(0, "private", PLAN, describe("pld"))
+    journal.begin_segment(0, CONFIG, DATA, 0, "first")
+    train(journal, range(1, 4))
+    assert main(["retire", str(tmp_path)]) == 5, "while a process writes the ledger"
+    assert "in use by another process" in capsys.readouterr().err
+    journal.ledger.close()
+
+    assert main(["retire", str(tmp_path)]) == 0
+    assert "its key is destroyed" in capsys.readouterr().out
+    assert not (tmp_path / "secret" / "run.key").exists()
+    verdict = verify(tmp_path)
+    assert verdict.claimed == PLAN.epsilon_budget and "ended after 3 of 40" in (verdict.claimed_because or "")
+    assert verdict.attached is not None and verdict.attached.signed_by == public_key(key)
+    journal = reopen(tmp_path)
+    with pytest.raises(LedgerError, match="finished before"):
+        train(journal, range(4, 5))
+    journal.ledger.close()
+
+    assert main(["retire", str(tmp_path)]) == 0
+    assert "no key any more" in capsys.readouterr().out
+    assert main(["retire", str(tmp_path / "absent")]) == 5

@@ -1,0 +1,60 @@
+"""Heads of the ledger, told to a real command and a real server; what does not answer ends no run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+from murmuration.accounting.ledger.facts import Charge
+from murmuration.accounting.ledger.heads import Head, read_heads
+from murmuration.train.run.witness import Witness
+
+HEAD = Head("run", 7, "f" * 64, (Charge(0, 0.5, 1.0, 3),))
+
+
+def test_a_command_gets_lines_that_verify_can_read(tmp_path: Path) -> None:
+    kept = tmp_path / "it's kept.jsonl"
+    program = tmp_path / "keep.py"
+    program.write_text("import sys; open(sys.argv[1], 'ab').write(sys.stdin.buffer.read())\n")
+    said: list[str] = []
+    for _ in range(2):
+        Witness(f'{sys.executable} {program} "{kept}"', said.append)(HEAD)
+    assert read_heads(kept) == [HEAD, HEAD] and said == []
+
+
+def test_a_server_gets_a_post() -> None:
+    bodies: list[bytes] = []
+
+    class Keeps(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(204 if len(bodies) < 2 else 503)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            del format, args
+
+    server = HTTPServer(("127.0.0.1", 0), Keeps)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    said: list[str] = []
+    try:
+        for _ in range(2):
+            Witness(f"http://127.0.0.1:{server.server_port}/heads", said.append)(HEAD)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert [json.loads(body)["length"] for body in bodies] == [7, 7]
+    [sentence] = said
+    assert "not told of ledger line 7" in sentence and "503" in sentence
+
+
+def test_one_that_is_not_reached_is_told_of(tmp_path: Path) -> None:
+    said: list[str] = []
+    for target in (f"{sys.executable} -c 'raise SystemExit(3)'", str(tmp_path / "absent"), "http://127.0.0.1:1/", "'"):
+        Witness(target, said.append)(HEAD)
+    assert len(said) == 4 and "ended with 3" in said[0]

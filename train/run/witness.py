@@ -1,0 +1,48 @@
+"""Tells somebody outside how long the ledger is, so that it cannot be rewritten later, not even by the key's owner.
+
+A URL gets a POST, a command gets a line on its standard input: run, length and hash of the ledger's last line, and what
+it charges, all of which are public. A web service, a time-stamping authority (RFC 3161), a commit to a remote
+repository or a transparency log keeps it; `account.py verify --witness FILE` compares. The witness learns when
+checkpoints were made.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from murmuration.accounting.ledger.heads import Head
+
+SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Witness:
+    """`target` is a URL or a command. A witness that is not reached is told of, and ends no run."""
+
+    target: str
+    say: Callable[[str], None]
+
+    def __call__(self, head: Head) -> None:
+        try:
+            self._tell(json.dumps(head.as_dict()).encode() + b"\n")
+        except (OSError, ValueError, urllib.error.URLError, subprocess.SubprocessError) as error:
+            self.say(f"the witness was not told of ledger line {head.length}: {_reason(error)}")
+
+    def _tell(self, line: bytes) -> None:
+        if self.target.startswith(("https://", "http://")):
+            request = urllib.request.Request(self.target, line, {"Content-Type": "application/json"}, method="POST")
+            with urllib.request.urlopen(request, timeout=SECONDS):
+                return
+        subprocess.run(shlex.split(self.target), input=line, timeout=SECONDS, check=True, capture_output=True)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"its command ended with {error.returncode}"
+    return "no answer in time" if isinstance(error, subprocess.TimeoutExpired) else str(error)
