@@ -95,6 +95,22 @@ def test_public_sinks_show_no_private_quantity(finished: tuple[Path, str]) -> No
     assert "samples/s (timed on synthetic records)" in output
 
 
+def test_what_stays_tells_no_time_of_a_private_step(finished: tuple[Path, str]) -> None:
+    """One rate in all lines of the private phase; and the files have the time of the start, not that of their steps."""
+    run_dir, _ = finished
+    lines = [json.loads(line) for line in (run_dir / "logs" / "public.jsonl").read_text().splitlines()]
+    rates = [
+        line["samples_per_second"] for line in lines if "samples_per_second" in line and line["phase"] == "private"
+    ]
+    assert len(rates) > 1 and len(set(rates)) == 1
+    board = EventAccumulator(str(run_dir / "tb" / "public")).Reload()
+    started = board.Scalars("private/lr")[0].wall_time
+    saved = sum(line["kind"] == "checkpoint" for line in ledger_lines(run_dir))
+    times = {path: path.stat().st_mtime - started for path in (run_dir, *run_dir.rglob("*"))}
+    assert {seconds for seconds in times.values()} <= set(range(saved + 1)), times
+    assert "<dc:date>" not in (run_dir / "report.html").read_text(), "which would say when the run ended"
+
+
 def test_the_same_weights_by_torchrun_from_elsewhere(finished: tuple[Path, str], launch: Make) -> None:
     job, run_dir = launch("torchrun", launcher="torchrun")
     code, output = job.run()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from murmuration.train.run.board import RATE_STEPS, Board, Pace
+from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.early_end import measured_before
 from murmuration.train.run.report import read_curves
 from murmuration.train.storage.run_dir import RunDir, open_private, whole_lines
@@ -20,47 +20,41 @@ from murmuration.train.storage.run_dir import RunDir, open_private, whole_lines
 # Pace: contract 16
 
 
-def paced(private: bool, steps: int, monkeypatch: pytest.MonkeyPatch) -> Pace:
+def clocked(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     clock = iter(range(10_000))
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)) * 2)
-    pace = Pace(50.0, private)
-    for _ in range(steps + 1):
-        pace.tick()
-    return pace
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock) * seconds)
 
 
-def test_no_private_rate_is_shown_before_a_hundred_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert RATE_STEPS == 100
-    for steps in (0, 1, 99):
-        pace = paced(True, steps, monkeypatch)
-        assert pace.rate() is None and pace.line(steps, 500) == ""
-        pace.calibrate(1234.0)
-        rate = pace.rate()
-        assert rate is not None and rate[0] == 1234.0 and "synthetic" in rate[1]
-    rate = paced(True, 100, monkeypatch).rate()
-    assert rate == (25.0, "")
-    assert paced(False, 1, monkeypatch).rate() == (25.0, "")
+def test_no_time_of_a_private_step_is_ever_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after any number of steps: a record that is slow to decode changes the rate of a whole run."""
+    shown = set()
+    for seconds in (2.0, 77.0):
+        clocked(monkeypatch, seconds)
+        for synthetic in (None, 25.0):
+            pace = Pace(50.0, public=False, synthetic=synthetic)
+            assert pace.tick() == {}
+            for step in range(1, 250):
+                told = pace.tick()
+                shown.add((synthetic, step, pace.rate(), pace.line(step, 350)))
+            assert told == {"seconds": seconds, "samples_per_second": 50.0 / seconds}, "which the owner may be told"
+    assert len(shown) == 2 * 249
+    assert {rate for synthetic, _, rate, _ in shown if synthetic} == {(25.0, " (timed on synthetic records)")}
+    assert {(rate, line) for synthetic, _, rate, line in shown if synthetic is None} == {(None, "")}
 
 
-def test_the_private_rate_is_the_expected_batch_over_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = paced(True, 250, monkeypatch)
+def test_public_records_show_the_rate_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked(monkeypatch, 2.0)
+    pace = Pace(50.0, public=True)
+    pace.tick()
+    assert pace.rate() is None
+    pace.tick()
+    assert pace.rate() == (25.0, "")
+
+
+def test_the_time_left_is_the_expected_batch_at_the_rate_that_is_shown() -> None:
+    pace = Pace(50.0, public=False, synthetic=25.0)
     assert "25 samples/s" in pace.line(250, 350) and "ETA 3m20s" in pace.line(250, 350)
     assert "ETA 2h" in pace.line(250, 250 + 3700)
-
-
-def test_windows_of_the_private_rate_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The difference of two overlapping windows would be the difference of two single steps."""
-    clock = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    pace = Pace(100.0, private=True)
-    pace.tick()
-    rates = []
-    for step in range(1, 3 * RATE_STEPS + 1):
-        clock[0] += 1.0 + 0.01 * (step % 7)
-        pace.tick()
-        rates.append(pace.rate())
-    assert rates[: RATE_STEPS - 1] == [None] * (RATE_STEPS - 1)
-    assert len(set(rates)) == 4, "one rate per whole window, and none before the first is full"
 
 
 # Boards

@@ -40,7 +40,7 @@ class Loop:
                 SimpleNamespace(measure=lambda: MonitorReading({"monitored": float(self.at)}, [])),  # pyright: ignore
             ),
             "board": SimpleNamespace(public=self.public, private=lambda *_: None, say=lambda text: None),
-            "pace": SimpleNamespace(tick=lambda: None, rate=lambda: None, line=lambda *_: ""),
+            "pace": SimpleNamespace(tick=dict, rate=lambda: None, line=lambda *_: ""),
             "ending": SimpleNamespace(reason=self.reason, measured=lambda *given: self.said.append(("ending", *given))),
         }  # fmt: skip
         self.trainer = Trainer(

@@ -72,8 +72,7 @@ def train_privately(
         )
         at_end.callback(built.engine.close)
         core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise)
-        pace = Pace(plan.divisor, private=True)
-        pace.calibrate(_prove(run, phase, core))
+        pace = Pace(plan.divisor, public=False, synthetic=_prove(run, phase, core))
         loader = _loader(run, phase, reader, core.sampler())
         at_end.callback(loader.close)
         mixing = None
@@ -112,7 +111,8 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         step = PlainStep(records, epochs.batch, engine, ranks, run.stop)
         _restore(loaded, resumed, engine, settings.optimizer.carry)
         watching = _watching(run, phase, engine, derive, None, None)
-        _trainer(run, phase, step, engine, Pace(batch, private=False), watching, None, None, done).run(done)
+        pace = Pace(batch, settings.data.public)
+        _trainer(run, phase, step, engine, pace, watching, None, None, done).run(done)
 
 
 def _reader(
