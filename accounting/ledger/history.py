@@ -18,6 +18,7 @@ from murmuration.accounting.ledger.facts import CheckpointMark, Segment, StepFac
 from murmuration.accounting.ledger.lines import (
     LINES,
     ChoiceLine,
+    CurvesLine,
     FinishLine,
     NonprivateLine,
     PlanLine,
@@ -58,6 +59,7 @@ class History:
     late_plans: list[int] = field(default_factory=list)  # phases whose plan may depend on steps opened before
     tunings: list[Declared] = field(default_factory=list)  # chosen by outputs; no declaration can be taken back
     choices: list[str] = field(default_factory=list)  # public metrics by which checkpoints are kept, perhaps chosen
+    private_curves: bool = False  # un-noised ones, by which the owner may have decided something
     origins: list[Origin] = field(default_factory=list)  # runs whose weights this one began from
     finished: bool = False
     _line: int = 0
@@ -195,6 +197,10 @@ class History:
 
     def _choice(self, line: ChoiceLine) -> None:
         self.choices.append(line.by)
+
+    def _curves(self, line: CurvesLine) -> None:
+        del line
+        self.private_curves = True
 
     def _origin(self, origin: Origin) -> None:
         self.origins.append(origin)

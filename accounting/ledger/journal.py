@@ -37,6 +37,11 @@ class Journal:
         if by not in self.history.choices:
             self._append("choice", by=by)
 
+    def declare_private_curves(self) -> None:
+        """Un-noised curves are kept for the owner; what was looked at cannot be unlooked at."""
+        if not self.history.private_curves:
+            self._append("curves")
+
     def _append(self, kind: str, **fields: Any) -> None:
         # Read by the rules first, so that a line that would make the ledger unreadable is never written.
         self.history.take(make_entry(self.ledger.length, kind, fields, self.ledger.head))

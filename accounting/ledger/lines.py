@@ -100,6 +100,13 @@ class ChoiceLine:
 
 
 @dataclass(frozen=True)
+class CurvesLine:
+    """Curves of private records without noise were kept for the owner."""
+
+    __pydantic_config__ = CLOSED
+
+
+@dataclass(frozen=True)
 class FinishLine:
     __pydantic_config__ = CLOSED
 
@@ -107,5 +114,5 @@ class FinishLine:
 LINES: dict[str, type[Any]] = {
     "run": RunLine, "plan": PlanLine, "nonprivate": NonprivateLine, "tuning": TuningLine, "segment": Segment,
     "open": StepLine, "commit": StepLine, "checkpoint": CheckpointMark, "copied": ReasonLine, "resume": ResumeLine,
-    "recovered": RecoveredLine, "choice": ChoiceLine, "origin": Origin, "finish": FinishLine,
+    "recovered": RecoveredLine, "choice": ChoiceLine, "curves": CurvesLine, "origin": Origin, "finish": FinishLine,
 }  # fmt: skip

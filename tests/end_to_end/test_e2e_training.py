@@ -28,9 +28,9 @@ def test_run_directory_holds_what_the_design_lists(finished: tuple[Path, str]) -
         assert (run_dir / name).exists(), name
     assert state_of(run_dir) == "done"
     assert not (run_dir / "secret" / "run.key").exists(), "the run key outlived the final certificate"
-    for private in (run_dir / "secret", run_dir / "tb" / "private"):
+    for private in (run_dir / "secret", run_dir / "tb" / "private", run_dir / "logs" / "private"):
         assert stat.S_IMODE(private.stat().st_mode) == 0o700
-    assert stat.S_IMODE((run_dir / "logs" / "private.jsonl").stat().st_mode) == 0o600
+    assert stat.S_IMODE((run_dir / "logs" / "private" / "curves.jsonl").stat().st_mode) == 0o600
 
 
 def test_ledger_has_each_step_once_with_the_facts_of_the_acting_parts(finished: tuple[Path, str]) -> None:
@@ -88,11 +88,13 @@ def test_public_sinks_show_no_private_quantity(finished: tuple[Path, str]) -> No
     assert {"private/noised_loss", "private/noised_clipped"} <= set(public)
     assert {"private/loss", "private/records", "private/gradient_norm"} <= set(private.Tags()["scalars"])
     assert not {"private/loss", "private/records", "private/gradient_norm", "private/clipped_fraction"} & set(public)
-    secret = [json.loads(line) for line in (run_dir / "logs" / "private.jsonl").read_text().splitlines()]
+    secret = [json.loads(line) for line in (run_dir / "logs" / "private" / "curves.jsonl").read_text().splitlines()]
     shown = output + (run_dir / "report.html").read_text() + (run_dir / "logs" / "public.jsonl").read_text()
     for entry in secret:
         assert f"{entry['loss']:.6f}"[:8] not in shown
     assert "samples/s (timed on synthetic records)" in output
+    assert any(line["kind"] == "curves" for line in ledger_lines(run_dir)), "this config asks for them"
+    assert "Decisions taken by them are outside the claim" in (run_dir / "certificate.md").read_text()
 
 
 def test_what_stays_tells_no_time_of_a_private_step(finished: tuple[Path, str]) -> None:

@@ -70,7 +70,30 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def boarded(tmp_path: Path) -> tuple[RunDir, Board]:
     run_dir = RunDir(tmp_path / "run")
     run_dir.prepare()
-    return run_dir, Board(run_dir, main=True)
+    return run_dir, Board(run_dir, main=True, private_curves=True)
+
+
+def test_nothing_private_is_kept_unless_it_is_asked_for(tmp_path: Path) -> None:
+    """Whoever sees un-noised curves decides by them, which no epsilon covers. Unusable records are for mending."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.prepare()
+    board = Board(run_dir, main=True)
+    board.private("private", 3, {"loss": 7.125, "seconds": 977.0})
+    board.bad_records("private", 0, {11: "no caption"})
+    board.close()
+    assert not run_dir.has_private_curves()
+    kept = [path for path in run_dir.root.rglob("*") if path.is_file() and path.parent != run_dir.public_board]
+    assert {path.name for path in kept} == {"public.jsonl", "bad-records-rank0.jsonl"}
+    assert not any(b"7.125" in path.read_bytes() or b"977" in path.read_bytes() for path in kept)
+
+
+@pytest.mark.parametrize("before", ["tb/private/events.out.tfevents.1.host", "logs/private.jsonl"])
+def test_curves_of_an_earlier_start_or_version_are_remembered(tmp_path: Path, before: str) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.prepare()
+    assert not run_dir.has_private_curves()
+    (tmp_path / before).write_text("{}")
+    assert run_dir.has_private_curves()
 
 
 def test_private_values_reach_private_sinks_alone(boarded: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,14 +102,14 @@ def test_private_values_reach_private_sinks_alone(boarded: Any, capsys: pytest.C
     board.private("private", 3, {"loss": 7.125, "records": 977.0})
     board.bad_records("private", 0, {11: "no caption"})
     board.bad_records("private", 1, {})
-    assert not (run_dir.root / "logs" / "bad-records-rank1.jsonl").exists(), "nothing bad, nothing told"
+    assert not (run_dir.private_logs / "bad-records-rank1.jsonl").exists(), "nothing bad, nothing told"
     board.say("step 3")
     board.close()
     assert scalars(run_dir.public_board) == {"private/lr": [(3, 0.5)], "private/epsilon": [(3, 1.25)]}
     assert scalars(run_dir.private_board) == {"private/loss": [(3, 7.125)], "private/records": [(3, 977.0)]}
     assert json.loads(run_dir.public_log.read_text()) == {"phase": "private", "step": 3, "lr": 0.5, "epsilon": 1.25}
     assert json.loads(run_dir.private_log.read_text())["loss"] == 7.125
-    private = {run_dir.private_board, run_dir.private_log, run_dir.root / "logs" / "bad-records-rank0.jsonl"}
+    private = {run_dir.private_board, run_dir.private_logs}
     for path in run_dir.root.rglob("*"):
         if path.is_file() and not any(p in (path, *path.parents) for p in private):
             assert not any(word in path.read_bytes() for word in (b"977", b"7.125", b"no caption", b"loss")), path
@@ -98,12 +121,13 @@ def test_private_files_are_for_the_owner_alone(boarded: Any) -> None:
     before = os.umask(0)  # the most generous umask must not matter
     try:
         board.bad_records("private", 1, {1: "x"})
-        open_private(run_dir.root / "logs" / "other").close()
+        open_private(run_dir.private_logs / "other").close()
     finally:
         os.umask(before)
-    assert stat.S_IMODE(run_dir.private_board.stat().st_mode) == 0o700
-    for name in ("private.jsonl", "bad-records-rank1.jsonl", "other"):
-        assert stat.S_IMODE((run_dir.root / "logs" / name).stat().st_mode) == 0o600, name
+    for folder in (run_dir.private_board, run_dir.private_logs):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "nobody else sees which files there are, nor their sizes"
+    for name in ("curves.jsonl", "bad-records-rank1.jsonl", "other"):
+        assert stat.S_IMODE((run_dir.private_logs / name).stat().st_mode) == 0o600, name
     board.close()
 
 
@@ -123,7 +147,7 @@ def test_a_line_torn_by_a_kill_does_not_swallow_the_next_one(tmp_path: Path) -> 
     run_dir = RunDir(tmp_path)
     run_dir.prepare()
     for step in (1, 2, 3):
-        board = Board(run_dir, main=True)
+        board = Board(run_dir, main=True, private_curves=True)
         board.public("warm", step, {"public_loss": 1.0 / step})
         board.private("warm", step, {"loss": 1.0})
         board.close()

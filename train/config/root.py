@@ -91,6 +91,11 @@ class Run(Keeping):
         default=None, description="Run directory; null: `runs/<config name>` in the current folder."
     )
     log_every: int = Field(default=10, gt=0, description="Steps from one line on the console to the next.")
+    private_curves: bool = Field(
+        default=False,
+        description="Keeps curves of private records without noise (loss, norms, batch sizes, times) for the owner; "
+        "decisions taken by them are outside the claim, and the certificate says so.",
+    )
     keep_key: bool = Field(default=False, description="Keeps the run key after the final certificate is written.")
     tuned_on_private_data: Tuning | None = Field(
         default=None, description="Declares that settings were chosen by outputs of private runs on these records."

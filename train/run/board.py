@@ -1,7 +1,8 @@
 """Two boards that never mix: public values for everybody, private ones for the owner of the data.
 
 Public: constants of the plan, epsilon, a rate timed on synthetic records, and what was computed on public records.
-Private: anything computed on private records without noise, so losses, norms, batch sizes and step times.
+Private: anything computed on private records without noise, so losses, norms, batch sizes and step times. It is kept
+only if the config asks for it (`run.private_curves`): what a person decides by it is in no epsilon.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from murmuration.train.storage.run_dir import RunDir, end_line, open_private
 class Board:
     """Writes on the main rank; silent elsewhere."""
 
-    def __init__(self, run_dir: RunDir, main: bool, times: PublicTimes | None = None) -> None:
+    def __init__(
+        self, run_dir: RunDir, main: bool, times: PublicTimes | None = None, private_curves: bool = False
+    ) -> None:
         self._main = main
         self._run_dir = run_dir
+        self.keeps_private = private_curves
+        """Whether anything is kept of private records without noise, unusable records apart; equal on all ranks."""
         if not main:
             return
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
@@ -30,25 +35,26 @@ class Board:
         # One time for all public points: the times of private steps tell their batch sizes.
         self._opened = float((times or PublicTimes()).at)
         self._public = SummaryWriter(str(run_dir.public_board), flush_secs=5)
-        self._private = SummaryWriter(str(run_dir.private_board), flush_secs=5)
-        for log in (run_dir.public_log, run_dir.private_log):
-            end_line(log)
+        end_line(run_dir.public_log)
         self._public_log = run_dir.public_log.open("a")
-        self._private_log = open_private(run_dir.private_log)
+        if private_curves:
+            self._private = SummaryWriter(str(run_dir.private_board), flush_secs=5)
+            end_line(run_dir.private_log)
+            self._private_log = open_private(run_dir.private_log)
 
     def public(self, phase: str, step: int, values: dict[str, float]) -> None:
         if self._main:
             self._write(self._public, self._public_log, phase, step, values, self._opened)
 
     def private(self, phase: str, step: int, values: dict[str, float]) -> None:
-        if self._main:
+        if self._main and self.keeps_private:
             self._write(self._private, self._private_log, phase, step, values, None)
 
     def bad_records(self, phase: str, rank: int, reasons: dict[int, str]) -> None:
-        """Those that this rank met. Private: which records of the data set are unusable says something about them."""
+        """Those that this rank met, for the owner to mend. Private: which records are unusable tells of them."""
         if not reasons:
             return
-        with open_private(self._run_dir.private_log.parent / f"bad-records-rank{rank}.jsonl") as file:
+        with open_private(self._run_dir.private_logs / f"bad-records-rank{rank}.jsonl") as file:
             for record, reason in reasons.items():
                 file.write(json.dumps({"phase": phase, "record": record, "reason": reason}) + "\n")
 
@@ -59,7 +65,8 @@ class Board:
 
     def close(self) -> None:
         if self._main:
-            for sink in (self._public, self._private, self._public_log, self._private_log):
+            private = (self._private, self._private_log) if self.keeps_private else ()
+            for sink in (self._public, self._public_log, *private):
                 sink.close()
 
     @staticmethod

@@ -25,6 +25,8 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     known = run.writer.history.plans.get(phase.number)
     plan = make_plan(phase.settings, privacy, phase.index.records, f"phases.{phase.number}", known)
     run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
+    if run.config.run.private_curves or run.folder.has_private_curves():
+        run.writer.declare_private_curves()
     warning = register(
         phase.index.folder, run.writer.ledger.entries[0].hash, phase.name, run.name, plan.epsilon_budget, plan.delta
     )  # fmt: skip

@@ -40,7 +40,8 @@ def run_all(
         new_segment=arguments.new_segment,
     )  # fmt: skip
     run = RunContext(
-        **vars(opened), config=config, board=Board(run_dir, ranks.main, opened.checkpoints.times),
+        **vars(opened), config=config,
+        board=Board(run_dir, ranks.main, opened.checkpoints.times, settings.private_curves),
         stop=StopRequest(run_dir.stop_file, settings.stop_after_minutes),
     )  # fmt: skip
     state = {"status": "failed"}

@@ -100,12 +100,13 @@ class Trainer:
 
     def _tell(self, step: int, observed: StepSummary) -> None:
         """What was seen of the step's own records."""
-        timed = self.pace.tick()
-        summary = observed.over_ranks(self.ranks, self.clip_bound)
-        if self.phase.settings.data.public:
-            self.board.public(self.name, step, summary)
-        else:
-            self.board.private(self.name, step, summary | timed)
+        timed, public = self.pace.tick(), self.phase.settings.data.public
+        if public or self.board.keeps_private:
+            summary = observed.over_ranks(self.ranks, self.clip_bound)
+            if public:
+                self.board.public(self.name, step, summary)
+            else:
+                self.board.private(self.name, step, summary | timed)
 
     def _progress(self, step: int, rate: float) -> None:
         """Nothing here depends on the weights or on a single step's data: it may be shown before a checkpoint."""
