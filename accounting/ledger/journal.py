@@ -16,6 +16,7 @@ from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerError, make_entry
 from murmuration.accounting.ledger.facts import CheckpointMark, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.lines import PublicLine, PublicUse
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
 
@@ -36,6 +37,12 @@ class Journal:
         """Checkpoints are kept by a public metric: whichever is released, the planned budget is claimed."""
         if by not in self.history.choices:
             self._append("choice", by=by)
+
+    def declare_public(self, phase: int, use: PublicUse, digest: str) -> None:
+        """The owner's word for records or weights that are used without noise; what was used once was used."""
+        line = PublicLine(phase, use, digest)
+        if line not in self.history.public_uses:
+            self._append("public", **line.__dict__)
 
     def declare_private_curves(self) -> None:
         """Un-noised curves are kept for the owner; what was looked at cannot be unlooked at."""

@@ -99,6 +99,31 @@ class ChoiceLine:
     by: str
 
 
+PublicUse = Literal["evaluation", "monitor", "mixing", "weights"]
+
+
+@dataclass(frozen=True)
+class PublicLine:
+    """Records or weights that a phase used without noise, because the run's owner said that they are public."""
+
+    __pydantic_config__ = CLOSED
+    phase: int
+    use: PublicUse
+    digest: str
+
+    def deviation(self, name: str) -> str:
+        """What a certificate must say of it."""
+        return f"{PUBLIC_USES[self.use]} phase {name!r} (digest {self.digest[:16]}) {PUBLIC_WORD}"
+
+
+PUBLIC_USES = {
+    "evaluation": "The records that were evaluated in", "monitor": "The records that were monitored in",
+    "mixing": "The records whose gradients were mixed in without noise in",
+    "weights": "The weights, without a ledger of ours, that began",
+}  # fmt: skip
+PUBLIC_WORD = "are public by the word of the run's owner, which nothing here can check."
+
+
 @dataclass(frozen=True)
 class CurvesLine:
     """Curves of private records without noise were kept for the owner."""
@@ -114,5 +139,6 @@ class FinishLine:
 LINES: dict[str, type[Any]] = {
     "run": RunLine, "plan": PlanLine, "nonprivate": NonprivateLine, "tuning": TuningLine, "segment": Segment,
     "open": StepLine, "commit": StepLine, "checkpoint": CheckpointMark, "copied": ReasonLine, "resume": ResumeLine,
-    "recovered": RecoveredLine, "choice": ChoiceLine, "curves": CurvesLine, "origin": Origin, "finish": FinishLine,
+    "recovered": RecoveredLine, "choice": ChoiceLine, "public": PublicLine, "curves": CurvesLine,
+    "origin": Origin, "finish": FinishLine,
 }  # fmt: skip

@@ -99,7 +99,7 @@ def _streamed_then_private_folder(tmp_path: Path) -> Change:
         private["objective"] = "mae"
         private["data"] = {"path": str(tmp_path / "train"), "augment": "random_resized_crop", "expected_records": 400}
         private["privacy"]["release"] = []
-        private["evaluation"] = {"path": str(tmp_path / "val"), "records": 40}
+        private["evaluation"] = {"path": str(tmp_path / "val"), "public": True, "records": 40}
 
     return change
 

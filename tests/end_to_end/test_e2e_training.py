@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from murmuration.train.recipe.warm_start import WarmStart
 from murmuration.train.storage.checkpoint import Loaded
 from tests.support.launching import ROOT, Launch, environment, ledger_lines, opened_steps
 from tests.support.runs import SMALL_STEPS, account, final_weights, state_of
@@ -134,6 +135,10 @@ def test_export_takes_weights_and_certificate_and_never_the_key(finished: tuple[
     assert all(torch.equal(exported[name], tensor) for name, tensor in final_weights(run_dir).items())
     assert account("verify", str(out)).returncode == 0, "an export carries what its claim needs"
     assert "(0.001, 0)" not in (out / "certificate.md").read_text()
+    alone = shutil.copy(out / "model.safetensors", tmp_path / "alone.safetensors")
+    assert WarmStart.at(Path(alone)).protected == WarmStart.at(run_dir).protected != frozenset()
+    uses = [line["use"] for line in ledger_lines(run_dir) if line["kind"] == "public"]
+    assert uses == ["evaluation"] and "evaluated in phase 'private'" in (out / "certificate.md").read_text()
 
     # A key that occurs anywhere in what would leave: nothing may be written.
     (run_dir / "secret" / "run.key").write_bytes((out / "model.safetensors").read_bytes()[-32:])

@@ -207,7 +207,7 @@ class Config(Section):
         out = {"data": places, "mixing": {"data": places}, "features": {"folder"}}
         # What is measured decides nothing, unless the phase may end by it.
         watches = self.phases[phase].plateau is not None
-        out["evaluation"] = {"path"} if watches else True
+        out["evaluation"] = {"path", "public"} if watches else True
         out["monitor"] = True
         # No weight, no bound and a rate of 0 are what a run had that began before there were any; it goes on.
         if self.phases[phase].optimizer.params.gradient_norm is None:
