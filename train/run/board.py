@@ -58,6 +58,12 @@ class Board:
             for record, reason in reasons.items():
                 file.write(json.dumps({"phase": phase, "record": record, "reason": reason}) + "\n")
 
+    def note(self, phase: str, text: str) -> None:
+        """For the owner: how the run is kept, and nothing of its records."""
+        if self._main:
+            with open_private(self._run_dir.private_logs / "notes.jsonl") as file:
+                file.write(json.dumps({"phase": phase, "note": text}) + "\n")
+
     def say(self, text: str) -> None:
         """The console is a public sink."""
         if self._main:
