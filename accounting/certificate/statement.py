@@ -94,7 +94,7 @@ def deviations_of(history: History) -> list[str]:
         {facts.noise.generator for facts in (*history.opened.values(), *history.committed.values())}
     ):
         found += [text] if (text := GENERATOR_DEVIATIONS.get(generator)) else []
-    found += [line.deviation(history.phase_names[line.phase]) for line in history.public_uses]
+    found += [line.deviation(history.phase_names[line.phase]) for line in (*history.public_uses, *history.stores)]
     found += [CURVES] if history.private_curves else []
     return found + [origin.deviation() for origin in history.origins]
 

@@ -28,6 +28,7 @@ from murmuration.accounting.ledger.lines import (
     ResumeLine,
     RunLine,
     StepLine,
+    StoreLine,
     TuningLine,
 )  # fmt: skip
 from murmuration.accounting.ledger.norm_trail import NormTrail
@@ -36,7 +37,7 @@ from murmuration.accounting.plan import ADJACENCY, UNIT, PrivacyPlan
 from murmuration.accounting.typed import read
 
 NOT_AFTER_FINISH = (
-    "plan", "nonprivate", "origin", "public", "curves", "segment", "open", "commit", "finish",
+    "plan", "nonprivate", "origin", "public", "store", "curves", "segment", "open", "commit", "finish",
 )  # fmt: skip
 NOTHING_PRIVATE = "NOT PRIVATE: no phase of this run was private"
 
@@ -64,6 +65,7 @@ class History:
     tunings: list[Declared] = field(default_factory=list)  # chosen by outputs; no declaration can be taken back
     choices: list[str] = field(default_factory=list)  # public metrics by which checkpoints are kept, perhaps chosen
     public_uses: list[PublicLine] = field(default_factory=list)  # on the owner's word, without noise
+    stores: list[StoreLine] = field(default_factory=list)  # that see who is drawn
     private_curves: bool = False  # un-noised ones, by which the owner may have decided something
     origins: list[Origin] = field(default_factory=list)  # runs whose weights this one began from
     finished: bool = False
@@ -207,6 +209,11 @@ class History:
         if line.phase not in self.phase_names:
             raise ValueError(f"phase {line.phase} was not declared before")
         self.public_uses.append(line)
+
+    def _store(self, line: StoreLine) -> None:
+        if line.phase not in self.phase_names:
+            raise ValueError(f"phase {line.phase} was not declared before")
+        self.stores.append(line)
 
     def _curves(self, line: CurvesLine) -> None:
         del line

@@ -16,7 +16,7 @@ from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerError, make_entry
 from murmuration.accounting.ledger.facts import CheckpointMark, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.lines import PublicLine, PublicUse
+from murmuration.accounting.ledger.lines import PublicLine, PublicUse, StoreLine
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
 
@@ -43,6 +43,12 @@ class Journal:
         line = PublicLine(phase, use, digest)
         if line not in self.history.public_uses:
             self._append("public", **line.__dict__)
+
+    def declare_store(self, phase: int, host: str) -> None:
+        """It sees which records are drawn, and what it saw once it knows."""
+        line = StoreLine(phase, host)
+        if line not in self.history.stores:
+            self._append("store", **line.__dict__)
 
     def declare_private_curves(self) -> None:
         """Un-noised curves are kept for the owner; what was looked at cannot be unlooked at."""

@@ -125,6 +125,23 @@ PUBLIC_WORD = "are public by the word of the run's owner, which nothing here can
 
 
 @dataclass(frozen=True)
+class StoreLine:
+    """A store that private records are fetched from, one range of bytes for each that is drawn."""
+
+    __pydantic_config__ = CLOSED
+    phase: int
+    host: str
+
+    def deviation(self, name: str) -> str:
+        """What a certificate must say of it."""
+        return (
+            f"The records of phase {name!r} were fetched from {self.host} as they were drawn. Whoever runs that store, "
+            "or sees its access log, knows which records took part in which step; the claim rests on that being a "
+            "secret and does not hold against them."
+        )
+
+
+@dataclass(frozen=True)
 class CurvesLine:
     """Curves of private records without noise were kept for the owner."""
 
@@ -139,6 +156,6 @@ class FinishLine:
 LINES: dict[str, type[Any]] = {
     "run": RunLine, "plan": PlanLine, "nonprivate": NonprivateLine, "tuning": TuningLine, "segment": Segment,
     "open": StepLine, "commit": StepLine, "checkpoint": CheckpointMark, "copied": ReasonLine, "resume": ResumeLine,
-    "recovered": RecoveredLine, "choice": ChoiceLine, "public": PublicLine, "curves": CurvesLine,
+    "recovered": RecoveredLine, "choice": ChoiceLine, "public": PublicLine, "store": StoreLine, "curves": CurvesLine,
     "origin": Origin, "finish": FinishLine,
 }  # fmt: skip

@@ -34,7 +34,7 @@ def kinds(folder: Path) -> list[str]:
 
 def test_a_run_that_declares_nothing_has_no_such_line(tmp_path: Path) -> None:
     whole_run(tmp_path).ledger.close()
-    assert not {"curves", "public"} & set(kinds(tmp_path))
+    assert not {"curves", "public", "store"} & set(kinds(tmp_path))
     assert not History.read(tmp_path / "ledger.jsonl")[0].private_curves
 
 
@@ -42,6 +42,8 @@ def test_a_run_that_declares_nothing_has_no_such_line(tmp_path: Path) -> None:
     ("declare", "kind", "words"),
     [
         (Journal.declare_private_curves, "curves", "Decisions taken by them are outside the claim"),
+        (partial(Journal.declare_store, phase=0, host="https://store.example"), "store",
+         "as they were drawn. Whoever runs that store, or sees its access log, knows which records took part"),
         *(
             (partial(Journal.declare_public, phase=0, use=use, digest="ab" * 32), "public",
              f"{words} phase 'private' (digest {'ab' * 8}) are public by the word of the run's owner")

@@ -10,6 +10,7 @@ from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.store.place import RecordIndex
 from murmuration.train.config.data import CheckpointData
+from murmuration.train.recipe.open_data import hosts_of
 from murmuration.train.recipe.ready_phase import ReadyPhase, make_plan
 from murmuration.train.run.context import RunContext
 from murmuration.train.storage.sibling_runs import register
@@ -30,6 +31,8 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     plan = make_plan(phase.settings, privacy, phase.index.records, f"phases.{phase.number}", known)
     run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
     declare_public_uses(run, phase)
+    for host in hosts_of(phase.index):
+        run.writer.declare_store(phase.number, host)
     if run.config.run.private_curves or run.folder.has_private_curves():
         run.writer.declare_private_curves()
     warning = register(
