@@ -69,7 +69,7 @@ def config(name: str, data: Path, run_dir: Path, batch: float | None = None, ste
             },
             "schedule": {"peak": 1e-3, "shape": "constant"}, "steps": steps,
         }],
-        "run": {"dir": str(run_dir), "checkpoint_every": 1000, "log_every": 1},
+        "run": {"dir": str(run_dir), "checkpoint_every": 1000, "log_every": 1, "private_curves": True},
     }  # fmt: skip
 
 

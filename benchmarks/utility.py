@@ -55,6 +55,7 @@ def config(data: Path, run_dir: Path, seed: int, steps: int) -> dict[str, Any]:
             "schedule": {"peak": PEAK, "warmup": WARMUP, "shape": "constant"},
             "steps": steps,
             "evaluation": {
+                "public": True,
                 "path": str(data / "held_out"), "records": HELD_OUT,
                 "zero_shot": {"prompt": "a photo of a", "axes": AXES},
             },

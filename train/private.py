@@ -148,6 +148,13 @@ class PrivateCore:
 
 PHASE, NAME = 0, "training"
 ALLOWANCE = f"The fp32 sum of a micro-batch may err by the allowance (at most {MOST_ALLOWANCE}·C); C is lowered by it."
+WATCHED = (
+    "Nobody watches the run: who sees the console, the files or the load of the machine while it lasts sees when steps "
+    "end, and so roughly how long their records took. What is kept does not tell it (rates were timed on synthetic "
+    "records, and files have the modification times that the run set), with two exceptions: at which step a start was "
+    "ended by a clock, by hand or by a failure, and the change times that the file system itself notes, which no copy "
+    "carries."
+)
 SECRET_FOLDER = "Everything is as private as the run directory's secret folder was while the run lasted."
 DEVIATIONS = [
     ALLOWANCE,
@@ -158,6 +165,7 @@ DEVIATIONS = [
     "The model is the user's own: that it keeps nothing of the records outside its parameters and buffers, where the "
     "next ones could meet it, is not looked at.",
     "The records are known by the name and number that the program gave them; other runs on them are not known.",
+    WATCHED,
     SECRET_FOLDER,
 ]
 
@@ -415,6 +423,7 @@ class PrivateTraining:
             self._core.engine.close()
         if self._run.journal is not None:
             self._run.journal.ledger.close()
+            self._run.checkpoints.times.stamp_all(self._run.folder.root, but=(self._run.folder.checkpoints.name,))
 
     def __enter__(self) -> PrivateTraining:
         return self

@@ -22,6 +22,10 @@ DEVIATIONS = [
     "Ledger and certificate hold unkeyed hashes of the private records' files: whoever knows all of them but one can "
     "test guesses of that one, and who knows the files can test which records an exclusion list left out.",
 ]
+CURVES = (
+    "Curves of the private records without noise (losses, norms, batch sizes, times) were kept for the owner of the "
+    "run. Decisions taken by them are outside the claim: when to stop, which settings, checkpoint or run to prefer."
+)
 # What is to be said where the noise did not come from a cryptographic generator.
 GENERATOR_DEVIATIONS = {
     "philox4x32-10": "The noise came from Philox4x32-10, which is not a cryptographic generator: the promise holds "
@@ -90,6 +94,8 @@ def deviations_of(history: History) -> list[str]:
         {facts.noise.generator for facts in (*history.opened.values(), *history.committed.values())}
     ):
         found += [text] if (text := GENERATOR_DEVIATIONS.get(generator)) else []
+    found += [line.deviation(history.phase_names[line.phase]) for line in (*history.public_uses, *history.stores)]
+    found += [CURVES] if history.private_curves else []
     return found + [origin.deviation() for origin in history.origins]
 
 

@@ -19,14 +19,17 @@ from murmuration.accounting.ledger.lines import (
     LINES,
     ChoiceLine,
     CopiedLine,
+    CurvesLine,
     FinishLine,
     LostLine,
     NonprivateLine,
     PlanLine,
+    PublicLine,
     RecoveredLine,
     ResumeLine,
     RunLine,
     StepLine,
+    StoreLine,
     TuningLine,
 )  # fmt: skip
 from murmuration.accounting.ledger.norm_trail import NormTrail
@@ -34,6 +37,9 @@ from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import ADJACENCY, UNIT, PrivacyPlan
 from murmuration.accounting.typed import read
 
+NOT_AFTER_FINISH = (
+    "plan", "nonprivate", "origin", "public", "store", "curves", "segment", "open", "commit", "finish",
+)  # fmt: skip
 NOTHING_PRIVATE = "NOT PRIVATE: no phase of this run was private"
 
 
@@ -59,6 +65,9 @@ class History:
     late_plans: list[int] = field(default_factory=list)  # phases whose plan may depend on steps opened before
     tunings: list[Declared] = field(default_factory=list)  # chosen by outputs; no declaration can be taken back
     choices: list[str] = field(default_factory=list)  # public metrics by which checkpoints are kept, perhaps chosen
+    public_uses: list[PublicLine] = field(default_factory=list)  # on the owner's word, without noise
+    stores: list[StoreLine] = field(default_factory=list)  # that see who is drawn
+    private_curves: bool = False  # un-noised ones, by which the owner may have decided something
     origins: list[Origin] = field(default_factory=list)  # runs whose weights this one began from
     finished: bool = False
     _line: int = 0
@@ -102,7 +111,7 @@ class History:
         if not self.ids:
             self.ids.append(entry.hash)
         try:
-            if self.finished and entry.kind in ("plan", "nonprivate", "origin", "segment", "open", "commit", "finish"):
+            if self.finished and entry.kind in NOT_AFTER_FINISH:
                 raise ValueError("the run was finished before")
             getattr(self, f"_{entry.kind}")(read(LINES[entry.kind], entry.fields))
         except (ValueError, ArithmeticError) as error:
@@ -213,6 +222,20 @@ class History:
 
     def _choice(self, line: ChoiceLine) -> None:
         self.choices.append(line.by)
+
+    def _public(self, line: PublicLine) -> None:
+        if line.phase not in self.phase_names:
+            raise ValueError(f"phase {line.phase} was not declared before")
+        self.public_uses.append(line)
+
+    def _store(self, line: StoreLine) -> None:
+        if line.phase not in self.phase_names:
+            raise ValueError(f"phase {line.phase} was not declared before")
+        self.stores.append(line)
+
+    def _curves(self, line: CurvesLine) -> None:
+        del line
+        self.private_curves = True
 
     def _origin(self, origin: Origin) -> None:
         self.origins.append(origin)

@@ -18,6 +18,7 @@ from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerError, mak
 from murmuration.accounting.ledger.facts import CheckpointMark, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.heads import Head, lost_charges
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.lines import PublicLine, PublicUse, StoreLine
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
 
@@ -67,6 +68,23 @@ class Journal:
         """Checkpoints are kept by a public metric: whichever is released, the planned budget is claimed."""
         if by not in self.history.choices:
             self._append("choice", by=by)
+
+    def declare_public(self, phase: int, use: PublicUse, digest: str) -> None:
+        """The owner's word for records or weights that are used without noise; what was used once was used."""
+        line = PublicLine(phase, use, digest)
+        if line not in self.history.public_uses:
+            self._append("public", **line.__dict__)
+
+    def declare_store(self, phase: int, host: str) -> None:
+        """It sees which records are drawn, and what it saw once it knows."""
+        line = StoreLine(phase, host)
+        if line not in self.history.stores:
+            self._append("store", **line.__dict__)
+
+    def declare_private_curves(self) -> None:
+        """Un-noised curves are kept for the owner; what was looked at cannot be unlooked at."""
+        if not self.history.private_curves:
+            self._append("curves")
 
     def _append(self, kind: str, **fields: Any) -> None:
         # Read by the rules first, so that a line that would make the ledger unreadable is never written.

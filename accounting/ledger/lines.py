@@ -114,6 +114,55 @@ class ChoiceLine:
     by: str
 
 
+PublicUse = Literal["evaluation", "monitor", "mixing", "weights"]
+
+
+@dataclass(frozen=True)
+class PublicLine:
+    """Records or weights that a phase used without noise, because the run's owner said that they are public."""
+
+    __pydantic_config__ = CLOSED
+    phase: int
+    use: PublicUse
+    digest: str
+
+    def deviation(self, name: str) -> str:
+        """What a certificate must say of it."""
+        return f"{PUBLIC_USES[self.use]} phase {name!r} (digest {self.digest[:16]}) {PUBLIC_WORD}"
+
+
+PUBLIC_USES = {
+    "evaluation": "The records that were evaluated in", "monitor": "The records that were monitored in",
+    "mixing": "The records whose gradients were mixed in without noise in",
+    "weights": "The weights, without a ledger of ours, that began",
+}  # fmt: skip
+PUBLIC_WORD = "are public by the word of the run's owner, which nothing here can check."
+
+
+@dataclass(frozen=True)
+class StoreLine:
+    """A store that private records are fetched from, one range of bytes for each that is drawn."""
+
+    __pydantic_config__ = CLOSED
+    phase: int
+    host: str
+
+    def deviation(self, name: str) -> str:
+        """What a certificate must say of it."""
+        return (
+            f"The records of phase {name!r} were fetched from {self.host} as they were drawn. Whoever runs that store, "
+            "or sees its access log, knows which records took part in which step; the claim rests on that being a "
+            "secret and does not hold against them."
+        )
+
+
+@dataclass(frozen=True)
+class CurvesLine:
+    """Curves of private records without noise were kept for the owner."""
+
+    __pydantic_config__ = CLOSED
+
+
 @dataclass(frozen=True)
 class FinishLine:
     __pydantic_config__ = CLOSED
@@ -122,5 +171,6 @@ class FinishLine:
 LINES: dict[str, type[Any]] = {
     "run": RunLine, "plan": PlanLine, "nonprivate": NonprivateLine, "tuning": TuningLine, "segment": Segment,
     "open": StepLine, "commit": StepLine, "checkpoint": CheckpointMark, "copied": CopiedLine, "lost": LostLine,
-    "resume": ResumeLine, "recovered": RecoveredLine, "choice": ChoiceLine, "origin": Origin, "finish": FinishLine,
+    "resume": ResumeLine, "recovered": RecoveredLine, "choice": ChoiceLine, "public": PublicLine, "store": StoreLine,
+    "curves": CurvesLine, "origin": Origin, "finish": FinishLine,
 }  # fmt: skip

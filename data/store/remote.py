@@ -11,6 +11,7 @@ hosts or to plain http are refused. And errors reach the console: of an answer o
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import threading
@@ -127,6 +128,26 @@ def _plain_http(scheme: str) -> bool:
         ("ENDPOINT" in name and text.startswith("http://")) or (name.endswith("_ALLOW_HTTP") and text in ("true", "1"))
         for name, text in ours.items()
     )
+
+
+def read_on_the_way(url: str) -> str | None:
+    """What makes requests readable for anyone between here and the store; None where TLS or loopback protects them."""
+    parts = urlsplit(url)
+    if parts.scheme in ("http", "https"):
+        return f"http://{parts.netloc}" if parts.scheme == "http" and not _is_loopback(parts.hostname) else None
+    prefix = {"s3": "AWS_", "gs": "GOOGLE_"}.get(parts.scheme, "AZURE_")
+    for name, text in sorted(os.environ.items()):
+        endpoint = urlsplit(text) if name.startswith(prefix) and "ENDPOINT" in name else None
+        if endpoint is not None and endpoint.scheme.lower() == "http" and not _is_loopback(endpoint.hostname):
+            return f"{name}={text}"
+    return None
+
+
+def _is_loopback(host: str | None) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
 
 
 def _no_other_host(scheme: str, host: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.place import ShardError, UnreadableError
-from murmuration.data.store.remote import Stores, open_shard
+from murmuration.data.store.remote import Stores, open_shard, read_on_the_way
 from murmuration.data.store.retry import Patience, until_hopeless
 from tests.support.range_server import RangeServer, serving
 
@@ -268,3 +268,30 @@ def test_a_few_missing_shards_are_all_told(server: RangeServer, tmp_path: Path, 
     with pytest.raises(ShardError, match=r"000003\.tar.*2 more shards were refused as well"):
         build(server.url + "/{000003,000000,000004,000005,000001}.tar", tmp_path / "some-index", workers=1)
     assert {"000000.tar", "000001.tar"} <= server.requests.keys()
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "seen"),
+    [
+        ("http://store.example/x.tar", {}, "http://store.example"),
+        ("http://10.0.0.7:9000/x.tar", {}, "http://10.0.0.7:9000"),
+        ("http://127.evil.example/x.tar", {}, "http://127.evil.example"),
+        ("https://store.example/x.tar", {"AWS_ENDPOINT_URL": "http://a.example"}, None),
+        ("http://127.0.0.1:8000/x.tar", {}, None), ("http://[::1]:8000/x.tar", {}, None),
+        ("http://localhost/x.tar", {}, None),
+        ("s3://bucket/x.tar", {}, None),
+        ("s3://bucket/x.tar", {"AWS_ENDPOINT_URL": "https://a.example"}, None),
+        ("s3://bucket/x.tar", {"AWS_ENDPOINT_URL": "http://localhost:9000"}, None),
+        ("s3://bucket/x.tar", {"AWS_ENDPOINT_URL": "http://a.example"}, "AWS_ENDPOINT_URL=http://a.example"),
+        ("s3://bucket/x.tar", {"AWS_ENDPOINT_URL_S3": "HTTP://a.example"}, "AWS_ENDPOINT_URL_S3=HTTP://a.example"),
+        ("az://bucket/x.tar", {"AZURE_STORAGE_ENDPOINT": "http://a.example"},
+         "AZURE_STORAGE_ENDPOINT=http://a.example"),
+        ("gs://bucket/x.tar", {"AWS_ENDPOINT_URL": "http://a.example"}, None),
+    ],
+)  # fmt: skip
+def test_who_reads_along_on_the_way(
+    url: str, variables: dict[str, str], seen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert read_on_the_way(url) == seen

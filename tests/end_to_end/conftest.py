@@ -49,7 +49,7 @@ def small_config(small_data: Path) -> dict[str, Any]:
     ]  # fmt: skip
     private["evaluation"] |= {"path": str(small_data / "held_out"), "records": 32}
     private["steps"] = 12
-    config["run"] |= {"checkpoint_every": 3, "debug_seed": 7}
+    config["run"] |= {"checkpoint_every": 3, "debug_seed": 7, "private_curves": True}
     return config
 
 

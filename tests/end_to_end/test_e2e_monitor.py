@@ -24,7 +24,7 @@ Make = Callable[..., tuple[Launch, Path]]
 def watched(config: dict[str, Any]) -> None:
     private = config["phases"][1]
     private["privacy"] |= {"release": [], "tan": {"scale": 2.0}, "noise_multiplier": 1.2}
-    private["monitor"] = {"path": private["evaluation"]["path"], "records": 24, "probes": 2, "every": 2}
+    private["monitor"] = {"path": private["evaluation"]["path"], "public": True, "records": 24, "probes": 2, "every": 2}
     private["steps"] = 6
     del config["run"]["debug_seed"]
     config["run"]["checkpoint_every"] = 2

@@ -41,7 +41,7 @@ def private_records(data: Path, phase: int, records: int = 600, batch: int = 60,
     return {
         f"{at}.data.path": str(data / "private"), f"{at}.data.expected_records": records,
         f"{at}.privacy.expected_batch": batch, f"{at}.steps": steps, f"{at}.schedule.warmup": 2,
-        f"{at}.evaluation": {"path": str(data / "held_out"), "records": 32},
+        f"{at}.evaluation": {"path": str(data / "held_out"), "public": True, "records": 32},
     }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_a_head_is_trained_by_one_step_over_all_records_on_features_computed_onc
         "model.positions": "sincos", "model.classes": 8, "phases.0.data.path": str(vip[0]), "run.checkpoint_every": 1,
         "phases.1.data.path": str(data / "protected"), "phases.1.data.expected_records": 300,
         "phases.1.privacy.expected_batch": 300, "phases.1.schedule.peak": 0.05,
-        "phases.1.evaluation": {"path": str(data / "held_classes"), "records": 64},
+        "phases.1.evaluation": {"path": str(data / "held_classes"), "public": True, "records": 64},
     }  # fmt: skip
     run_dir = tmp_path / "one"
     job = launch("transfer/transfer_vith_onestep.json", run_dir, changes)
@@ -150,7 +150,7 @@ def classes(data: Path, **more: Any) -> dict[str, Any]:
 
 
 def continual(data: Path) -> dict[str, Any]:
-    held = {"path": str(data / "held_classes"), "records": 64}
+    held = {"path": str(data / "held_classes"), "public": True, "records": 64}
     return classes(data) | {
         "phases.0.data.path": str(data / "open"), "phases.0.data.expected_records": 300, "phases.0.batch": 30,
         "phases.0.epochs": None, "phases.0.steps": 90, "phases.0.schedule.warmup_epochs": None,
@@ -194,7 +194,7 @@ def test_one_set_is_cut_into_a_public_and_a_private_part(data: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_public_gradients_are_mixed_in_and_every_step_is_charged(data: Path, tmp_path: Path) -> None:
-    held = {"path": str(data / "held_classes"), "records": 64}
+    held = {"path": str(data / "held_classes"), "public": True, "records": 64}
     changes = classes(data) | {
         "phases.0.data.path": str(data / "protected"), "phases.0.data.expected_records": 300, "phases.0.epochs": None,
         "phases.0.steps": 6, "phases.0.privacy.expected_batch": 60, "phases.0.mixing.data.path": str(data / "open"),

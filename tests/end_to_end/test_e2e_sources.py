@@ -99,7 +99,7 @@ def _streamed_then_private_folder(tmp_path: Path) -> Change:
         private["objective"] = "mae"
         private["data"] = {"path": str(tmp_path / "train"), "augment": "random_resized_crop", "expected_records": 400}
         private["privacy"]["release"] = []
-        private["evaluation"] = {"path": str(tmp_path / "val"), "records": 40}
+        private["evaluation"] = {"path": str(tmp_path / "val"), "public": True, "records": 40}
 
     return change
 
@@ -114,7 +114,7 @@ def test_a_streamed_phase_resumes_exactly_and_a_private_one_trains_on_an_image_f
     assert code == 0, output
     plan = next(line for line in ledger_lines(whole_dir) if line["kind"] == "plan")
     assert plan["plan"]["records"] == 400, "n counts the bad record, too"
-    bad = [json.loads(line) for path in (whole_dir / "logs").glob("bad-records-*") for line in path.open()]
+    bad = [json.loads(line) for path in (whole_dir / "logs" / "private").glob("bad-records-*") for line in path.open()]
     place = sorted(f"{number}.JPEG" for number in range(150)).index("149.JPEG")
     assert {(each["phase"], each["record"]) for each in bad} == {("private", place)}, bad
     assert '"public_loss"' in (whole_dir / "logs" / "public.jsonl").read_text()

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from murmuration.train.recipe.warm_start import WarmStart
 from murmuration.train.storage.checkpoint import Loaded
 from tests.support.launching import ROOT, Launch, environment, ledger_lines, opened_steps
 from tests.support.runs import SMALL_STEPS, account, final_weights, state_of
@@ -28,9 +29,9 @@ def test_run_directory_holds_what_the_design_lists(finished: tuple[Path, str]) -
         assert (run_dir / name).exists(), name
     assert state_of(run_dir) == "done"
     assert not (run_dir / "secret" / "run.key").exists(), "the run key outlived the final certificate"
-    for private in (run_dir / "secret", run_dir / "tb" / "private"):
+    for private in (run_dir / "secret", run_dir / "tb" / "private", run_dir / "logs" / "private"):
         assert stat.S_IMODE(private.stat().st_mode) == 0o700
-    assert stat.S_IMODE((run_dir / "logs" / "private.jsonl").stat().st_mode) == 0o600
+    assert stat.S_IMODE((run_dir / "logs" / "private" / "curves.jsonl").stat().st_mode) == 0o600
 
 
 def test_ledger_has_each_step_once_with_the_facts_of_the_acting_parts(finished: tuple[Path, str]) -> None:
@@ -88,11 +89,29 @@ def test_public_sinks_show_no_private_quantity(finished: tuple[Path, str]) -> No
     assert {"private/noised_loss", "private/noised_clipped"} <= set(public)
     assert {"private/loss", "private/records", "private/gradient_norm"} <= set(private.Tags()["scalars"])
     assert not {"private/loss", "private/records", "private/gradient_norm", "private/clipped_fraction"} & set(public)
-    secret = [json.loads(line) for line in (run_dir / "logs" / "private.jsonl").read_text().splitlines()]
+    secret = [json.loads(line) for line in (run_dir / "logs" / "private" / "curves.jsonl").read_text().splitlines()]
     shown = output + (run_dir / "report.html").read_text() + (run_dir / "logs" / "public.jsonl").read_text()
     for entry in secret:
         assert f"{entry['loss']:.6f}"[:8] not in shown
     assert "samples/s (timed on synthetic records)" in output
+    assert any(line["kind"] == "curves" for line in ledger_lines(run_dir)), "this config asks for them"
+    assert "Decisions taken by them are outside the claim" in (run_dir / "certificate.md").read_text()
+
+
+def test_what_stays_tells_no_time_of_a_private_step(finished: tuple[Path, str]) -> None:
+    """One rate in all lines of the private phase; and the files have the time of the start, not that of their steps."""
+    run_dir, _ = finished
+    lines = [json.loads(line) for line in (run_dir / "logs" / "public.jsonl").read_text().splitlines()]
+    rates = [
+        line["samples_per_second"] for line in lines if "samples_per_second" in line and line["phase"] == "private"
+    ]
+    assert len(rates) > 1 and len(set(rates)) == 1
+    board = EventAccumulator(str(run_dir / "tb" / "public")).Reload()
+    started = board.Scalars("private/lr")[0].wall_time
+    saved = sum(line["kind"] == "checkpoint" for line in ledger_lines(run_dir))
+    times = {path: path.stat().st_mtime - started for path in (run_dir, *run_dir.rglob("*"))}
+    assert {seconds for seconds in times.values()} <= set(range(saved + 1)), times
+    assert "<dc:date>" not in (run_dir / "report.html").read_text(), "which would say when the run ended"
 
 
 def test_the_same_weights_by_torchrun_from_elsewhere(finished: tuple[Path, str], launch: Make) -> None:
@@ -116,6 +135,10 @@ def test_export_takes_weights_and_certificate_and_never_the_key(finished: tuple[
     assert all(torch.equal(exported[name], tensor) for name, tensor in final_weights(run_dir).items())
     assert account("verify", str(out)).returncode == 0, "an export carries what its claim needs"
     assert "(0.001, 0)" not in (out / "certificate.md").read_text()
+    alone = shutil.copy(out / "model.safetensors", tmp_path / "alone.safetensors")
+    assert WarmStart.at(Path(alone)).protected == WarmStart.at(run_dir).protected != frozenset()
+    uses = [line["use"] for line in ledger_lines(run_dir) if line["kind"] == "public"]
+    assert uses == ["evaluation"] and "evaluated in phase 'private'" in (out / "certificate.md").read_text()
 
     # A key that occurs anywhere in what would leave: nothing may be written.
     (run_dir / "secret" / "run.key").write_bytes((out / "model.safetensors").read_bytes()[-32:])

@@ -59,7 +59,7 @@ def _phase(recipe: str, phase: dict[str, Any], data: Path, runs: Path) -> dict[s
         found |= {"data.tokenizer": str(data / "tokenizer.json")}
     if "evaluation" in phase or private:
         held = "held_classes" if phase["objective"] == "classify" else "held_out"
-        found |= {"evaluation": {"path": str(data / held), "records": 64}}
+        found |= {"evaluation": {"path": str(data / held), "public": True, "records": 64}}
     if "mixing" in phase:
         found |= {"mixing.data.path": str(data / "open"), "mixing.data.expected_records": 300, "mixing.batch": 32}
     once = phase.get("steps") == 1

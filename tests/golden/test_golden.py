@@ -73,6 +73,9 @@ def test_a_stopped_run_of_an_earlier_version_goes_on_with_its_own_keys_to_the_sa
     before = (stopped / "ledger.jsonl").read_bytes()
     old_runs.at_home(stopped)
     settings = ("--config", old_runs.CONFIG, "--set", f"run.dir={old_runs.STOPPED}", "--resume", "must")
+    refused = command("launch/train.py", *settings, folder=root)
+    assert refused.returncode == 2 and "evaluation: records to evaluate on are used without noise" in refused.stderr
+    settings += ("--set", "phases.2.evaluation.public=true")  # the word, which earlier versions did not ask for
     done = command("launch/train.py", *settings, folder=root)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (stopped / "ledger.jsonl").read_bytes().startswith(before)

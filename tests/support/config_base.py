@@ -30,7 +30,7 @@ BASE: dict[str, Any] = {
             "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}},
             "schedule": {"peak": 1e-3, "shape": "constant"},
             "steps": 5,
-            "evaluation": {"path": "held", "zero_shot": {"axes": {"colour": ["red", "blue"]}}},
+            "evaluation": {"path": "held", "public": True, "zero_shot": {"axes": {"colour": ["red", "blue"]}}},
         },
     ],
     "run": {"checkpoint_every": 2},

@@ -32,7 +32,10 @@ def ready(**changes: Any) -> ReadyPhase:
 
 def measured(phase: ReadyPhase) -> ReadyPhase:
     """With its own records in the place of held-out ones."""
-    parts = {"evaluation": Evaluation(path="-", records=16), "monitor": Monitor(path="-", records=8, probes=1)}
+    parts = {
+        "evaluation": Evaluation(path="-", public=True, records=16),
+        "monitor": Monitor(path="-", public=True, records=8, probes=1),
+    }
     return replace(phase, settings=phase.settings.model_copy(update=parts), held_out=phase.index, monitored=phase.index)
 
 

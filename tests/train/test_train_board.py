@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from murmuration.train.run.board import RATE_STEPS, Board, Pace
+from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.early_end import measured_before
 from murmuration.train.run.report import read_curves
 from murmuration.train.storage.run_dir import RunDir, open_private, whole_lines
@@ -20,47 +20,41 @@ from murmuration.train.storage.run_dir import RunDir, open_private, whole_lines
 # Pace: contract 16
 
 
-def paced(private: bool, steps: int, monkeypatch: pytest.MonkeyPatch) -> Pace:
+def clocked(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     clock = iter(range(10_000))
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)) * 2)
-    pace = Pace(50.0, private)
-    for _ in range(steps + 1):
-        pace.tick()
-    return pace
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock) * seconds)
 
 
-def test_no_private_rate_is_shown_before_a_hundred_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert RATE_STEPS == 100
-    for steps in (0, 1, 99):
-        pace = paced(True, steps, monkeypatch)
-        assert pace.rate() is None and pace.line(steps, 500) == ""
-        pace.calibrate(1234.0)
-        rate = pace.rate()
-        assert rate is not None and rate[0] == 1234.0 and "synthetic" in rate[1]
-    rate = paced(True, 100, monkeypatch).rate()
-    assert rate == (25.0, "")
-    assert paced(False, 1, monkeypatch).rate() == (25.0, "")
+def test_no_time_of_a_private_step_is_ever_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after any number of steps: a record that is slow to decode changes the rate of a whole run."""
+    shown = set()
+    for seconds in (2.0, 77.0):
+        clocked(monkeypatch, seconds)
+        for synthetic in (None, 25.0):
+            pace = Pace(50.0, public=False, synthetic=synthetic)
+            assert pace.tick() == {}
+            for step in range(1, 250):
+                told = pace.tick()
+                shown.add((synthetic, step, pace.rate(), pace.line(step, 350)))
+            assert told == {"seconds": seconds, "samples_per_second": 50.0 / seconds}, "which the owner may be told"
+    assert len(shown) == 2 * 249
+    assert {rate for synthetic, _, rate, _ in shown if synthetic} == {(25.0, " (timed on synthetic records)")}
+    assert {(rate, line) for synthetic, _, rate, line in shown if synthetic is None} == {(None, "")}
 
 
-def test_the_private_rate_is_the_expected_batch_over_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = paced(True, 250, monkeypatch)
+def test_public_records_show_the_rate_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked(monkeypatch, 2.0)
+    pace = Pace(50.0, public=True)
+    pace.tick()
+    assert pace.rate() is None
+    pace.tick()
+    assert pace.rate() == (25.0, "")
+
+
+def test_the_time_left_is_the_expected_batch_at_the_rate_that_is_shown() -> None:
+    pace = Pace(50.0, public=False, synthetic=25.0)
     assert "25 samples/s" in pace.line(250, 350) and "ETA 3m20s" in pace.line(250, 350)
     assert "ETA 2h" in pace.line(250, 250 + 3700)
-
-
-def test_windows_of_the_private_rate_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The difference of two overlapping windows would be the difference of two single steps."""
-    clock = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    pace = Pace(100.0, private=True)
-    pace.tick()
-    rates = []
-    for step in range(1, 3 * RATE_STEPS + 1):
-        clock[0] += 1.0 + 0.01 * (step % 7)
-        pace.tick()
-        rates.append(pace.rate())
-    assert rates[: RATE_STEPS - 1] == [None] * (RATE_STEPS - 1)
-    assert len(set(rates)) == 4, "one rate per whole window, and none before the first is full"
 
 
 # Boards
@@ -76,7 +70,30 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def boarded(tmp_path: Path) -> tuple[RunDir, Board]:
     run_dir = RunDir(tmp_path / "run")
     run_dir.prepare()
-    return run_dir, Board(run_dir, main=True)
+    return run_dir, Board(run_dir, main=True, private_curves=True)
+
+
+def test_nothing_private_is_kept_unless_it_is_asked_for(tmp_path: Path) -> None:
+    """Whoever sees un-noised curves decides by them, which no epsilon covers. Unusable records are for mending."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.prepare()
+    board = Board(run_dir, main=True)
+    board.private("private", 3, {"loss": 7.125, "seconds": 977.0})
+    board.bad_records("private", 0, {11: "no caption"})
+    board.close()
+    assert not run_dir.has_private_curves()
+    kept = [path for path in run_dir.root.rglob("*") if path.is_file() and path.parent != run_dir.public_board]
+    assert {path.name for path in kept} == {"public.jsonl", "bad-records-rank0.jsonl"}
+    assert not any(b"7.125" in path.read_bytes() or b"977" in path.read_bytes() for path in kept)
+
+
+@pytest.mark.parametrize("before", ["tb/private/events.out.tfevents.1.host", "logs/private.jsonl"])
+def test_curves_of_an_earlier_start_or_version_are_remembered(tmp_path: Path, before: str) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.prepare()
+    assert not run_dir.has_private_curves()
+    (tmp_path / before).write_text("{}")
+    assert run_dir.has_private_curves()
 
 
 def test_private_values_reach_private_sinks_alone(boarded: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,14 +102,14 @@ def test_private_values_reach_private_sinks_alone(boarded: Any, capsys: pytest.C
     board.private("private", 3, {"loss": 7.125, "records": 977.0})
     board.bad_records("private", 0, {11: "no caption"})
     board.bad_records("private", 1, {})
-    assert not (run_dir.root / "logs" / "bad-records-rank1.jsonl").exists(), "nothing bad, nothing told"
+    assert not (run_dir.private_logs / "bad-records-rank1.jsonl").exists(), "nothing bad, nothing told"
     board.say("step 3")
     board.close()
     assert scalars(run_dir.public_board) == {"private/lr": [(3, 0.5)], "private/epsilon": [(3, 1.25)]}
     assert scalars(run_dir.private_board) == {"private/loss": [(3, 7.125)], "private/records": [(3, 977.0)]}
     assert json.loads(run_dir.public_log.read_text()) == {"phase": "private", "step": 3, "lr": 0.5, "epsilon": 1.25}
     assert json.loads(run_dir.private_log.read_text())["loss"] == 7.125
-    private = {run_dir.private_board, run_dir.private_log, run_dir.root / "logs" / "bad-records-rank0.jsonl"}
+    private = {run_dir.private_board, run_dir.private_logs}
     for path in run_dir.root.rglob("*"):
         if path.is_file() and not any(p in (path, *path.parents) for p in private):
             assert not any(word in path.read_bytes() for word in (b"977", b"7.125", b"no caption", b"loss")), path
@@ -104,12 +121,13 @@ def test_private_files_are_for_the_owner_alone(boarded: Any) -> None:
     before = os.umask(0)  # the most generous umask must not matter
     try:
         board.bad_records("private", 1, {1: "x"})
-        open_private(run_dir.root / "logs" / "other").close()
+        open_private(run_dir.private_logs / "other").close()
     finally:
         os.umask(before)
-    assert stat.S_IMODE(run_dir.private_board.stat().st_mode) == 0o700
-    for name in ("private.jsonl", "bad-records-rank1.jsonl", "other"):
-        assert stat.S_IMODE((run_dir.root / "logs" / name).stat().st_mode) == 0o600, name
+    for folder in (run_dir.private_board, run_dir.private_logs):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "nobody else sees which files there are, nor their sizes"
+    for name in ("curves.jsonl", "bad-records-rank1.jsonl", "other"):
+        assert stat.S_IMODE((run_dir.private_logs / name).stat().st_mode) == 0o600, name
     board.close()
 
 
@@ -129,7 +147,7 @@ def test_a_line_torn_by_a_kill_does_not_swallow_the_next_one(tmp_path: Path) -> 
     run_dir = RunDir(tmp_path)
     run_dir.prepare()
     for step in (1, 2, 3):
-        board = Board(run_dir, main=True)
+        board = Board(run_dir, main=True, private_curves=True)
         board.public("warm", step, {"public_loss": 1.0 / step})
         board.private("warm", step, {"loss": 1.0})
         board.close()

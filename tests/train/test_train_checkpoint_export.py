@@ -20,12 +20,14 @@ from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Loaded, Position
 from murmuration.train.storage.deepspeed_format import MODEL, OPTIMIZER, LayoutError, read_deepspeed, write_deepspeed
+from murmuration.train.storage.provenance import Provenance
 from tests.support.checkpoint_world import HEADER
 from tests.support.train_helpers import ADAMW, on_ranks, private_engine, toy_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+UNKNOWN = Provenance((), None)
 AVERAGING = Optimizer(params=OptimizerParams(ema_decay=0.5))
 
 
@@ -51,7 +53,7 @@ def test_every_form_holds_the_weights_and_the_averages_if_there_are_any(tmp_path
     loaded = written(tmp_path / "run", 2, AVERAGING)
     for form in FORMS:
         (tmp_path / form).mkdir()
-        FORMS[form](loaded, tmp_path / form)
+        FORMS[form](loaded, tmp_path / form, UNKNOWN)
     average = averaged(loaded)
     assert average is not None and not same(average, loaded.weights()), "an average is not the newest weights"
     trained = set(loaded.names("weights"))
@@ -64,7 +66,7 @@ def test_every_form_holds_the_weights_and_the_averages_if_there_are_any(tmp_path
 
 def test_without_averages_none_are_written(tmp_path: Path) -> None:
     loaded = written(tmp_path / "run", 1)
-    FORMS["safetensors"](loaded, tmp_path)
+    FORMS["safetensors"](loaded, tmp_path, UNKNOWN)
     assert averaged(loaded) is None and not (tmp_path / "averaged.safetensors").exists()
 
 

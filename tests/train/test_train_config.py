@@ -223,7 +223,7 @@ def test_what_is_missing_is_named(loaded: Callable[..., Config], key: str, messa
             "FSDP2 keeps optimizer state on the device",
         ),
         (
-            [put("phases.0.evaluation", {"path": "x", "zero_shot": {"axes": {"a": ["b"]}}})],
+            [put("phases.0.evaluation", {"path": "x", "public": True, "zero_shot": {"axes": {"a": ["b"]}}})],
             "phase 'warm' writes no captions, so it cannot be asked for zero-shot labels",
         ),
     ],

@@ -91,7 +91,11 @@ def test_a_phase_begins_with_the_weights_that_it_begins_with_in_a_run(tmp_path: 
             parameter.add_(0.1)
     engine = StillEngine(given, torch.device("cpu"))
     Checkpoints(tmp_path / "checkpoints", alone(), Keep()).save(Position(0, 0), engine, True, {})
-    start = {"name": "start", "objective": "mae", "data": {"source": "checkpoint", "path": str(tmp_path)}}
+    start = {
+        "name": "start",
+        "objective": "mae",
+        "data": {"source": "checkpoint", "path": str(tmp_path), "public": True},
+    }
     after = whole.model_dump(by_alias=True, exclude_unset=True)
     after["phases"].insert(0, start)
     begun = Config.model_validate(after)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from murmuration.accounting.certificate.certificate import write
 from murmuration.accounting.certificate.statement import compose
@@ -24,6 +27,7 @@ from murmuration.data.synthetic.index import shape_samples, write_shards
 from murmuration.train.config.load import load
 from murmuration.train.recipe.ready_phase import RecipeError, prepare
 from murmuration.train.recipe.warm_start import EXPORTED, WarmStart
+from murmuration.train.storage.provenance import Provenance
 
 PLAN = PrivacyPlan(64, threshold_for(64, 8), 1.0, 2.0, 3, 1 / 128, 8.0)
 
@@ -73,6 +77,47 @@ def test_the_certificate_says_what_the_weights_began_from_and_cannot_leave_it_ou
         verify(tmp_path / "b")
 
 
+def test_an_exported_file_that_was_copied_away_knows_what_it_must_not_meet(tmp_path: Path) -> None:
+    start = run(tmp_path / "b", "two", run(tmp_path / "a", "one"))
+    told = Provenance.of(*History.read(tmp_path / "b" / "ledger.jsonl"))
+    alone = tmp_path / "elsewhere" / "weights.safetensors"
+    alone.parent.mkdir()
+    save_file({"w": torch.ones(2)}, str(alone), told.metadata())
+    copied = WarmStart.at(alone)
+    assert (copied.protected, copied.origins, copied.undeclared) == (start.protected, start.origins, None)
+    assert copied.protected == {"one", "two"} and not copied.foreign
+    # Beside the ledger of another run, which is easily copied there, it is bound by both.
+    run(tmp_path / "c", "three")
+    shutil.copy(tmp_path / "c" / "ledger.jsonl", alone.parent)
+    assert WarmStart.at(alone).protected == {"one", "two", "three"}
+
+
+def test_an_exported_file_of_a_run_that_was_not_private_says_so_wherever_it_is(tmp_path: Path) -> None:
+    run(tmp_path / "b", "one", debug=True)
+    told = Provenance.of(*History.read(tmp_path / "b" / "ledger.jsonl"))
+    save_file({"w": torch.ones(2)}, str(tmp_path / "weights.safetensors"), told.metadata())
+    undeclared = WarmStart.at(tmp_path / "weights.safetensors").undeclared
+    assert undeclared is not None and "NOT PRIVATE (debug)" in undeclared
+
+
+def test_of_a_foreign_file_the_word_is_taken(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, str(tmp_path / "a.safetensors"), {"format": "pt"})
+    (tmp_path / "b.pt").write_bytes(b"no safetensors")
+    for name in ("a.safetensors", "b.pt"):
+        start = WarmStart.at(tmp_path / name)
+        assert start.foreign and (start.protected, start.origins, start.undeclared) == (frozenset(), (), None)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"origins": {}, "undeclared": null}', '{"origins": [{"run": 1}], "undeclared": null}',
+             '{"origins": [], "undeclared": 3}', '{"origins": [], "undeclared": null, "more": 1}'],
+)  # fmt: skip
+def test_metadata_that_no_export_wrote_are_refused(tmp_path: Path, text: str) -> None:
+    save_file({"w": torch.ones(2)}, str(tmp_path / "a.safetensors"), {"murmuration": text})
+    with pytest.raises(RecipeError, match="its metadata do not say which records it was made from"):
+        WarmStart.at(tmp_path / "a.safetensors")
+
+
 def tuned(journal: Journal) -> None:
     journal.declare_tuning(Declared("looked at the captions"))
 
@@ -107,7 +152,7 @@ CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 8,
     "model": {"family": "mae", "size": "nano", "image_size": 16, "patch_size": 8},
     "phases": [
-        {"name": "start", "data": {"source": "checkpoint", "path": ""}, "objective": "mae"},
+        {"name": "start", "data": {"source": "checkpoint", "path": "", "public": True}, "objective": "mae"},
         {"name": "private", "data": {"path": ""},
          "objective": "mae", "privacy": {"epsilon": 8.0, "expected_batch": 8}, "optimizer": {"type": "AdamW"},
          "schedule": {"peak": 1e-3, "shape": "constant"}, "steps": 3},

@@ -33,7 +33,7 @@ from tests.support.config_base import Change, drop, put, refusal
 from tests.support.train_helpers import LocalEngine, Toy, alone, plan_for, toy_batch
 
 Read = Callable[..., Config]
-START = {"name": "start", "data": {"source": "checkpoint", "path": "weights"}}
+START = {"name": "start", "data": {"source": "checkpoint", "path": "weights", "public": True}}
 
 
 def first(phase: dict[str, Any]) -> Change:
@@ -56,7 +56,7 @@ FEATURES: list[Change] = [
 REFUSED: list[tuple[list[Change], str]] = [
     ([*FEATURES, put("phases.1.data.augment", "random_resized_crop")], "keeps features and augments its pictures"),
     ([*FEATURES, put("phases.1.data.augment", "inception_crop")], "keeps features and augments its pictures"),
-    ([*FEATURES, put("phases.1.monitor", {"path": "x"})], "keeps features and has `monitor`"),
+    ([*FEATURES, put("phases.1.monitor", {"path": "x", "public": True})], "keeps features and has `monitor`"),
     ([*FEATURES, put("phases.1.data.reading", {"node_shards": "{rank}"})], "keeps features, which every rank reads"),
     ([*FEATURES, put("phases.1.mixing", {"data": {"source": "shards", "path": "x", "public": True}, "batch": 4})],
      "keeps features and mixes in public pictures"),
@@ -218,7 +218,9 @@ def test_a_head_is_taken_from_own_weights_unless_the_config_says_otherwise(
     else:
         save_file(given.state_dict(), tmp_path / "model.safetensors")
         (tmp_path / "export.json").write_text(json.dumps({"objective": "classify", "shapes": {}}))
-    open_start(CheckpointData(source="checkpoint", path=str(tmp_path), take_head=take_head), "phases.0").fill(taken)
+    open_start(
+        CheckpointData(source="checkpoint", path=str(tmp_path), public=True, take_head=take_head), "phases.0"
+    ).fill(taken)
     assert bool((taken.head.bias == bias).all())
     assert torch.equal(taken.state_dict()["norm.weight"], given.state_dict()["norm.weight"])
 

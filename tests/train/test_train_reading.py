@@ -20,9 +20,11 @@ from murmuration.data.synthetic.index import shape_samples, write_shards
 from murmuration.train.config.load import ConfigError, load
 from murmuration.train.config.root import Config
 from murmuration.train.distributed.stop import StopRequest
+from murmuration.train.recipe.open_data import hosts_of
 from murmuration.train.recipe.read_options import agree, public_epochs, rank_plan, with_stream_order
 from murmuration.train.recipe.ready_phase import ReadyPhase, RecipeError, prepare
 from murmuration.train.step import until_unreadable
+from tests.support.range_server import RangeServer, serving
 from tests.support.train_helpers import Disagreement, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +51,28 @@ def shards(tmp_path: Path) -> Path:
     write_shards(tmp_path / "shards", shape_samples(2, 40, 32), 10)
     build(tmp_path / "shards")
     return tmp_path / "shards"
+
+
+@pytest.mark.parametrize(("private", "host", "refused"), [
+    (True, "http://store.example", True), (True, "https://store.example", False),
+    (True, "http://127.0.0.1:9", False), (False, "http://store.example", False),
+])  # fmt: skip
+def test_private_records_are_not_read_over_plain_http(
+    tmp_path: Path, shards: Path, private: bool, host: str, refused: bool
+) -> None:
+    """Neither their bytes nor the draw may be seen on the way; what is public may be fetched as anybody likes."""
+    with serving(RangeServer(shards)) as server:
+        build(server.url + "/{000000..000003}.tar", tmp_path / "remote", workers=1)
+    manifest = tmp_path / "remote" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(server.url, f"{host.replace('//', '//me:word@')}/shards"))
+    config = _config(
+        tmp_path, {"path": str(tmp_path / "remote"), "public": not private}, **({} if private else {"batch": 4})
+    )
+    if refused:
+        with pytest.raises(RecipeError, match=r"read over plain http \(http://store.example\).*use https, or copy"):
+            prepare(config)
+    else:
+        assert hosts_of(prepare(config)[0].index) == [host], "without the word that opens it"
 
 
 def _on_nodes(tmp_path: Path, shards: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> list[ReadyPhase]:

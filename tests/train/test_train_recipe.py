@@ -51,11 +51,13 @@ def test_phases_open_their_data(real: Callable[..., Config]) -> None:
         ([put("phases.1.data.tokenizer", "nothing.json")], r"phases.1.data.tokenizer: .*no tokenizer here"),
         ([put("model.vocabulary", 8)], r"more than model.vocabulary = 8; set model.vocabulary to at least"),
         ([put("phases.1.evaluation.path", "private")], r"phases.1.evaluation.path: .* belongs to the private records"),
-        ([put("phases.0.evaluation", {"path": "private"})], r"0.evaluation.path: .* belongs to the private records"),
+        ([put("phases.0.evaluation", {"path": "private", "public": True})],
+         r"0.evaluation.path: .* belongs to the private records"),
         ([put("phases.0.data.path", "private")], r"phases.0.data.path: .* belongs to the private records of phase"),
         ([drop("phases.1.privacy"), put("phases.1.batch", 4), put("phases.1.evaluation.path", "private")],
          "belongs to the records of phase 'private', which are not declared public"),
-        ([drop("phases.1.privacy"), put("phases.1.batch", 4), put("phases.1.monitor", {"path": "private"})],
+        ([drop("phases.1.privacy"), put("phases.1.batch", 4),
+          put("phases.1.monitor", {"path": "private", "public": True})],
          r"phases.1.monitor.path: .* which are not declared public"),
         ([put("phases.0.batch", 17)], "phases.0.batch = 17 exceeds the 16 records"),
         ([put("model.image_size", 33)], "model.image_size 33 does not divide"),
@@ -115,7 +117,7 @@ def trained_before(folder: Path, manifest_digest: str, debug: bool = False) -> C
     journal.begin_segment(0, "config", manifest_digest, 0, "first")
     journal.ledger.close()
     save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
-    start = {"name": "start", "data": {"source": "checkpoint", "path": str(folder)}}
+    start = {"name": "start", "data": {"source": "checkpoint", "path": str(folder), "public": True}}
     return lambda raw: raw["phases"].insert(0, start)
 
 

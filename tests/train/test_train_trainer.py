@@ -39,8 +39,10 @@ class Loop:
                 SimpleNamespace(measure=lambda: {"public_loss": float(self.at)}),  # pyright: ignore
                 SimpleNamespace(measure=lambda: MonitorReading({"monitored": float(self.at)}, [])),  # pyright: ignore
             ),
-            "board": SimpleNamespace(public=self.public, private=lambda *_: None, say=lambda text: None),
-            "pace": SimpleNamespace(tick=lambda: None, rate=lambda: None, line=lambda *_: ""),
+            "board": SimpleNamespace(
+                public=self.public, private=lambda *_: None, keeps_private=True, say=lambda text: None
+            ),
+            "pace": SimpleNamespace(tick=dict, rate=lambda: None, line=lambda *_: ""),
             "ending": SimpleNamespace(reason=self.reason, measured=lambda *given: self.said.append(("ending", *given))),
         }  # fmt: skip
         self.trainer = Trainer(

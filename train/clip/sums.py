@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from murmuration.train.distributed.memory import keep_from_swap
 from murmuration.train.distributed.ranks import Ranks
 
 
@@ -59,6 +60,10 @@ class ExactSums:
 
     def clear(self) -> None:
         self._flat.zero_()
+
+    def keep_from_swap(self) -> bool:
+        """As far as the system allows; whether it does."""
+        return keep_from_swap(self._flat)
 
 
 class Float32Sums:

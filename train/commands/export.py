@@ -24,6 +24,7 @@ from murmuration.accounting.strict_json import parse
 from murmuration.train.optim.base import AVERAGE
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, Loaded
 from murmuration.train.storage.deepspeed_format import read_deepspeed, write_deepspeed
+from murmuration.train.storage.provenance import Provenance
 from murmuration.train.storage.run_dir import RunDir
 
 NOT_PRIVATE = "NOT_PRIVATE.txt"
@@ -54,7 +55,7 @@ def export(root: Path, out: Path, form: str = "safetensors", best: bool = False)
         raise CheckpointError(f"the manifest of {loaded.position.folder} names no objective; restore the checkpoint")
     out.mkdir(parents=True, exist_ok=True)
     try:
-        FORMS[form](loaded, out)
+        FORMS[form](loaded, out, Provenance.of(*History.read(root / "ledger.jsonl")))
         _describe(loaded, out)
         shutil.copyfile(root / "ledger.jsonl", out / "ledger.jsonl")
         if (root / WEIGHTS_LIST).is_file():
@@ -125,20 +126,27 @@ def _best(run_dir: RunDir) -> Loaded:
     return Loaded.open(run_dir.checkpoints / entry.folder, entry.manifest_sha256)
 
 
-def _by(write: Callable[[dict[str, Tensor], Path], Any], suffix: str) -> Callable[[Loaded, Path], None]:
-    def act(loaded: Loaded, out: Path) -> None:
-        write(loaded.weights(), out / f"model.{suffix}")
+Write = Callable[[dict[str, Tensor], Path, Provenance], Any]
+Form = Callable[[Loaded, Path, Provenance], Any]
+
+
+def _by(write: Write, suffix: str) -> Form:
+    def act(loaded: Loaded, out: Path, made_from: Provenance) -> None:
+        write(loaded.weights(), out / f"model.{suffix}", made_from)
         average = averaged(loaded)
         if average is not None:
-            write(average, out / f"averaged.{suffix}")
+            write(average, out / f"averaged.{suffix}", made_from)
 
     return act
 
 
-FORMS: dict[str, Callable[[Loaded, Path], None]] = {
-    "safetensors": _by(lambda tensors, path: save_file(tensors, str(path), metadata={"format": "pt"}), "safetensors"),
-    "pytorch": _by(lambda tensors, path: torch.save(tensors, path), "pt"),
-    "deepspeed": lambda loaded, out: write_deepspeed(loaded, out / "deepspeed"),
+FORMS: dict[str, Form] = {
+    # Only safetensors have a place where a file can say which records it was made from.
+    "safetensors": _by(
+        lambda tensors, path, made_from: save_file(tensors, str(path), made_from.metadata()), "safetensors"
+    ),
+    "pytorch": _by(lambda tensors, path, made_from: torch.save(tensors, path), "pt"),
+    "deepspeed": lambda loaded, out, made_from: write_deepspeed(loaded, out / "deepspeed"),
 }
 
 

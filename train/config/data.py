@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from murmuration.data.synthetic.kinds import Kind
-from murmuration.train.config.section import Section
+from murmuration.train.config.section import Section, word_given
 
 _TOKENIZER = "'clip', 'clip:16384', 'clip:full', or a local tokenizer.json or vocab.txt that saw no private caption."
 _AUGMENT = (
@@ -114,15 +114,19 @@ class CheckpointData(Section):
     source: Literal["checkpoint"] = Field(description="Names this kind of data.")
     path: str = Field(description="A run directory, an export, or a file or folder of released weights.")
     public: bool = Field(
-        default=True,
         description="Your word that nobody's privacy depends on these weights, or that a promise of their own covers "
-        "it; false marks the run NOT PRIVATE.",
+        "it, which the certificate repeats; false marks the run NOT PRIVATE.",
     )
     take_head: bool | None = Field(
         default=None,
         description="Whether a classifier takes its head from there too, if that has as many classes; null: only from "
         "this project's own runs and exports. false: the head starts by model.head_scale and model.head_bias.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word_given(cls, given: Any) -> Any:
+        return word_given(given, "weights to start from", "; or false, which marks the run NOT PRIVATE")
 
 
 class HeldOutData(Section):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
 from murmuration.train.config.optimizer import Optimizer, Schedule
 from murmuration.train.config.privacy import Privacy
-from murmuration.train.config.section import Section
+from murmuration.train.config.section import Section, word_given
 
 # The config section of the loss-improvement monitor.
 
@@ -18,6 +18,9 @@ class Monitor(Section):
     """Public records on which the loss's slope and curvature are measured at checkpoints."""
 
     path: str = Field(description="Tar shards or a folder of images, indexed; no record that a private phase protects.")
+    public: Literal[True] = Field(
+        description="Your word that nobody's privacy depends on these records; the certificate repeats it."
+    )
     records: int = Field(
         default=256, ge=2, description="How many records; each costs about 20 + 30·probes forward passes."
     )
@@ -26,6 +29,11 @@ class Monitor(Section):
     micro_batch: int | None = Field(
         default=None, gt=0, description="Records measured at a time; null: a quarter of the training's micro-batch."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word_given(cls, given: Any) -> Any:
+        return word_given(given, "the monitor's records")
 
 
 MOST_STEPS = 10**9
@@ -46,10 +54,18 @@ class Evaluation(Section):
     """Public held-out records, measured at checkpoints only: nothing leaves before the weights are durable."""
 
     path: str = Field(description="Tar shards or a folder of images, indexed.")
+    public: Literal[True] = Field(
+        description="Your word that nobody's privacy depends on these records; the certificate repeats it."
+    )
     records: int = Field(default=512, gt=0, description="How many of the records are measured.")
     zero_shot: ZeroShot | None = Field(
         default=None, description="Scores labels as the next words of a caption; only with objective caption."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word_given(cls, given: Any) -> Any:
+        return word_given(given, "records to evaluate on")
 
 
 class Plateau(Section):

@@ -100,6 +100,11 @@ class Run(Keeping):
         "rewrite it later. It learns when checkpoints were made.",
     )
     log_every: int = Field(default=10, gt=0, description="Steps from one line on the console to the next.")
+    private_curves: bool = Field(
+        default=False,
+        description="Keeps curves of private records without noise (loss, norms, batch sizes, times) for the owner; "
+        "decisions taken by them are outside the claim, and the certificate says so.",
+    )
     keep_key: bool = Field(default=False, description="Keeps the run key after the final certificate is written.")
     tuned_on_private_data: Tuning | None = Field(
         default=None, description="Declares that settings were chosen by outputs of private runs on these records."
@@ -211,7 +216,7 @@ class Config(Section):
         out = {"data": places, "mixing": {"data": places}, "features": {"folder"}}
         # What is measured decides nothing, unless the phase may end by it.
         watches = self.phases[phase].plateau is not None
-        out["evaluation"] = {"path"} if watches else True
+        out["evaluation"] = {"path", "public"} if watches else True
         out["monitor"] = True
         # No weight, no bound and a rate of 0 are what a run had that began before there were any; it goes on.
         if self.phases[phase].optimizer.params.gradient_norm is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from murmuration.accounting.errors import RunError
@@ -15,6 +17,17 @@ class RecipeError(RunError, ValueError):
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def word_given(given: Any, what: str, otherwise: str = "") -> Any:
+    """Nothing counts as public because nobody said anything; for validators that see a section as it was written."""
+    said = given.get("public") if isinstance(given, dict) else given.public
+    if said is not True and not (otherwise and said is False):
+        raise ValueError(
+            f'{what} are used without noise: write "public": true, your word that nobody\'s privacy depends on them, '
+            f"which the certificate repeats{otherwise}"
+        )
+    return given
 
 
 # Section of the config that says how a run is kept: how often it is saved, what stays, and when it ends by itself.

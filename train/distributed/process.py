@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import socket
 import sys
 import warnings
 from pathlib import Path
 
 import torch
+
+from murmuration.train.distributed.memory import forbid_dumps
 
 
 def quiet_libraries() -> None:
@@ -29,8 +30,7 @@ def describe_process() -> torch.device:
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = _free_port()
-    # A core dump would write un-noised gradients to disk.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    forbid_dumps()  # a core dump would write un-noised gradients to disk
     local = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
         torch.cuda.set_device(local)

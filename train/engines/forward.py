@@ -26,9 +26,12 @@ class PrivateForward(nn.Module):
         self.handover = GradientInjector(model)
         self.sums = ExactSums(self.shapes, torch.device("cpu"))
         self.observed: Clipped | None = None
+        self.kept_from_swap = False
+        """Whether the totals, which are sums of records without noise, are locked into memory."""
 
     def begin(self, device: torch.device) -> None:
         self.sums = ExactSums(self.shapes, device)
+        self.kept_from_swap = self.sums.keep_from_swap()
 
     def forward(self, inputs: dict[str, Tensor] | None = None, present: Tensor | None = None) -> Tensor:
         if inputs is None or present is None:

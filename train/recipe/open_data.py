@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from murmuration.data.draw.node_placement import on_this_node
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.open import open_index
-from murmuration.data.index.public_split import SplitIndex, public_share
-from murmuration.data.store.place import RecordIndex, ShardError
+from murmuration.data.index.public_split import SplitIndex, places_of, public_share
+from murmuration.data.store.place import RecordIndex, ShardError, is_url
+from murmuration.data.store.remote import read_on_the_way
 from murmuration.data.synthetic.index import SyntheticIndex
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.settings import Shape
@@ -83,6 +85,24 @@ def open_public(path: str, where: str, node_shards: str | None = None) -> Record
         return index
     except (ShardError, OSError) as error:
         raise RecipeError(f"{where}: {error}{DEMO if 'demo_data' in path else ''}") from None
+
+
+def hosts_of(index: RecordIndex) -> list[str]:
+    """Stores that records are fetched from, and that see who is drawn."""
+    places = map(str, index.places) if isinstance(index, StreamIndex) else places_of(index)
+    urls = [urlsplit(place) for place in places if is_url(place)]
+    # Without a name and password that may stand before the host.
+    return sorted({f"{url.scheme}://{url.netloc.rpartition('@')[2]}" for url in urls})
+
+
+def refuse_plain_http(index: RecordIndex, where: str) -> None:
+    """Of records that are not public: their bytes, and which of them a step draws, would be seen on the way."""
+    for host in hosts_of(index):
+        if (seen := read_on_the_way(host)) is not None:
+            raise RecipeError(
+                f"{where}: private records would be read over plain http ({seen}), where anyone on the way sees them "
+                "and which of them each step draws; use https, or copy the shards to a disk of this machine"
+            )
 
 
 def open_text(phase: Phase, shape: Shape, where: str) -> TextEncoder | None:

@@ -28,7 +28,14 @@ from murmuration.train.config.data import CheckpointData, ReadingSettings, Shard
 from murmuration.train.config.privacy import AdaptiveClip, Privacy
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.config.section import RecipeError
-from murmuration.train.recipe.open_data import open_data, open_public, open_records, open_start, open_text
+from murmuration.train.recipe.open_data import (
+    open_data,
+    open_public,
+    open_records,
+    open_start,
+    open_text,
+    refuse_plain_http,
+)
 from murmuration.train.recipe.warm_start import WarmStart
 
 __all__ = [
@@ -164,6 +171,8 @@ def resolve_shape(config: Config) -> Shape:
 def _open(number: int, phase: Phase, shape: Shape, start: WarmStart | None) -> ReadyPhase:
     where = f"phases.{number}"
     index = open_data(phase, shape, where)
+    if phase.privacy is not None or not phase.data.public:
+        refuse_plain_http(index, f"{where}.data.path")
     text = open_text(phase, shape, where)
     held_out = open_public(phase.evaluation.path, f"{where}.evaluation.path") if phase.evaluation else None
     monitored = open_public(phase.monitor.path, f"{where}.monitor.path") if phase.monitor else None

@@ -3,7 +3,8 @@
 Weights are made from records, too. If a ledger lies beside them, it says which ones, and which ones the weights were
 made from that it began with: what was trained on the very records that this run protects would have to be added to its
 epsilon, and is refused. Sets of other digests may still share people, so every other origin goes into this run's ledger
-and certificate. Of files without a ledger the config's word is taken.
+and certificate. Exported safetensors say the same in their metadata, for the day when they are copied away from their
+ledger. Of files that know nothing of the kind the config's word is taken, and the certificate repeats it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.history import NOTHING_PRIVATE, History
+from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.data.store.place import Place, Shard
 from murmuration.model.build import take_encoder
@@ -25,6 +26,7 @@ from murmuration.model.warm_start import initialise_from, initialise_with
 from murmuration.train.config.section import RecipeError
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Loaded
 from murmuration.train.storage.checkpoint_read import hash_of
+from murmuration.train.storage.provenance import Provenance, ProvenanceError
 from murmuration.train.storage.run_dir import RunDir
 
 EXPORTED = "model.safetensors"
@@ -70,6 +72,8 @@ class WarmStart:
     """Why its own run was not private by what it trained on; None where nothing of the kind is known."""
     take_head: bool | None = None
     """Whether a classifier takes its head from there, too (model.warm_start)."""
+    foreign: bool = False
+    """Neither a ledger nor metadata says which records the weights were made from."""
 
     @staticmethod
     def at(path: Path, take_head: bool | None = None) -> WarmStart:
@@ -78,22 +82,18 @@ class WarmStart:
         if path.is_dir() and not (path / EXPORTED).is_file() and not RunDir(path).checkpoints.is_dir():
             raise WarmStartError(f"{path} holds neither checkpoints nor {EXPORTED}; name a run directory or an export")
         ledger = path / "ledger.jsonl" if path.is_dir() else path.parent / "ledger.jsonl"
-        if not ledger.is_file():
-            return WarmStart(path, _digest(path), frozenset(), (), None, take_head)
         try:
-            history, entries = History.read(ledger)
-            objection = history.why_not_private()
-            # Weights of public records alone are as good as any, and those of a simulation were made as it says.
-            harmless = {None, NOTHING_PRIVATE, *(str(plan.stands_for) for plan in history.plans.values())}
-            origins = tuple(history.origins)
-            if history.plans:
-                own = tuple(sorted({segment.manifest_digest for segment in history.segments}))
-                promised = (history.budget(), history.delta())
-                origins = (*origins, Origin(history.run["name"], entries[0].hash, *promised, own))
-        except LedgerError as error:
+            known = [Provenance.of(*History.read(ledger))] if ledger.is_file() else []
+            inside = Provenance.inside(path / EXPORTED if path.is_dir() else path)
+        except (LedgerError, ProvenanceError) as error:
             raise WarmStartError(f"{path}: {error}") from None
-        undeclared = None if objection in harmless else objection
-        return WarmStart(path, _digest(path), history.protected(), origins, undeclared, take_head)
+        # Both, where both are there: another run's ledger may lie beside a file that was copied.
+        known += [inside] if inside is not None else []
+        origins = tuple(dict.fromkeys(origin for each in known for origin in each.origins))
+        objections = [each.undeclared for each in known if each.undeclared is not None]
+        protected = frozenset(digest for origin in origins for digest in origin.protected)
+        undeclared = objections[0] if objections else None
+        return WarmStart(path, _digest(path), protected, origins, undeclared, take_head, foreign=not known)
 
     def fill(self, model: nn.Module) -> LoadReport:
         """Puts the weights into the model, as far as they fit; the account says what became of every tensor."""

@@ -1,7 +1,8 @@
 """Two boards that never mix: public values for everybody, private ones for the owner of the data.
 
-Public: constants of the plan, epsilon, rates over at least 100 steps, and what was computed on public records.
-Private: anything computed on private records without noise, so losses, norms, batch sizes and step times.
+Public: constants of the plan, epsilon, a rate timed on synthetic records, and what was computed on public records.
+Private: anything computed on private records without noise, so losses, norms, batch sizes and step times. It is kept
+only if the config asks for it (`run.private_curves`): what a person decides by it is in no epsilon.
 """
 
 from __future__ import annotations
@@ -12,46 +13,56 @@ import time
 from typing import Any
 
 from murmuration.accounting.escaping import printable_lines
+from murmuration.train.storage.public_times import PublicTimes
 from murmuration.train.storage.run_dir import RunDir, end_line, open_private
-
-RATE_STEPS = 100
 
 
 class Board:
     """Writes on the main rank; silent elsewhere."""
 
-    def __init__(self, run_dir: RunDir, main: bool) -> None:
+    def __init__(
+        self, run_dir: RunDir, main: bool, times: PublicTimes | None = None, private_curves: bool = False
+    ) -> None:
         self._main = main
         self._run_dir = run_dir
+        self.keeps_private = private_curves
+        """Whether anything is kept of private records without noise, unusable records apart; equal on all ranks."""
         if not main:
             return
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
         from torch.utils.tensorboard import SummaryWriter
 
         # One time for all public points: the times of private steps tell their batch sizes.
-        self._opened = time.time()
+        self._opened = float((times or PublicTimes()).at)
         self._public = SummaryWriter(str(run_dir.public_board), flush_secs=5)
-        self._private = SummaryWriter(str(run_dir.private_board), flush_secs=5)
-        for log in (run_dir.public_log, run_dir.private_log):
-            end_line(log)
+        end_line(run_dir.public_log)
         self._public_log = run_dir.public_log.open("a")
-        self._private_log = open_private(run_dir.private_log)
+        if private_curves:
+            self._private = SummaryWriter(str(run_dir.private_board), flush_secs=5)
+            end_line(run_dir.private_log)
+            self._private_log = open_private(run_dir.private_log)
 
     def public(self, phase: str, step: int, values: dict[str, float]) -> None:
         if self._main:
             self._write(self._public, self._public_log, phase, step, values, self._opened)
 
     def private(self, phase: str, step: int, values: dict[str, float]) -> None:
-        if self._main:
+        if self._main and self.keeps_private:
             self._write(self._private, self._private_log, phase, step, values, None)
 
     def bad_records(self, phase: str, rank: int, reasons: dict[int, str]) -> None:
-        """Those that this rank met. Private: which records of the data set are unusable says something about them."""
+        """Those that this rank met, for the owner to mend. Private: which records are unusable tells of them."""
         if not reasons:
             return
-        with open_private(self._run_dir.private_log.parent / f"bad-records-rank{rank}.jsonl") as file:
+        with open_private(self._run_dir.private_logs / f"bad-records-rank{rank}.jsonl") as file:
             for record, reason in reasons.items():
                 file.write(json.dumps({"phase": phase, "record": record, "reason": reason}) + "\n")
+
+    def note(self, phase: str, text: str) -> None:
+        """For the owner: how the run is kept, and nothing of its records."""
+        if self._main:
+            with open_private(self._run_dir.private_logs / "notes.jsonl") as file:
+                file.write(json.dumps({"phase": phase, "note": text}) + "\n")
 
     def say(self, text: str) -> None:
         """The console is a public sink."""
@@ -60,7 +71,8 @@ class Board:
 
     def close(self) -> None:
         if self._main:
-            for sink in (self._public, self._private, self._public_log, self._private_log):
+            private = (self._private, self._private_log) if self.keeps_private else ()
+            for sink in (self._public, self._public_log, *private):
                 sink.close()
 
     @staticmethod
@@ -75,40 +87,35 @@ class Board:
 
 
 class Pace:
-    """Records per second that may be shown: expected records over the time of at least 100 steps.
+    """How fast the phase is, as far as anybody may know.
 
-    The time of one private step tells its batch size, and so do the differences of overlapping windows: windows follow
-    one another. Until the first is full, the rate comes from timing synthetic records through the same engine
-    (`calibrate`), which says nothing about the data. That is why no progress library draws this line: they all show
-    the time of the last step, and the same line as text suits terminals and logs.
+    The time of private steps is a function of their records that no noise hides: one picture that is slow to decode
+    changes the rate of any number of steps. So public sinks show the rate that the self-test timed on synthetic records
+    through the same engine, and the time that all steps would take at it; the measured time goes to the private board.
+    That is why no progress library draws this line: they all show the time of the last step.
     """
 
-    def __init__(self, records_per_step: float, private: bool) -> None:
-        self._records = records_per_step
-        self._window = RATE_STEPS if private else 1
-        self._prior: float | None = None
-        self._known: float | None = None
-        self._started: float | None = None
-        self._steps = 0
+    def __init__(self, records_per_step: float, public: bool, synthetic: float | None = None) -> None:
+        """`public`: the records are, so that their own rate may be shown."""
+        self._records, self._public, self._synthetic = records_per_step, public, synthetic
+        self._measured: float | None = None
+        self._last: float | None = None
 
-    def calibrate(self, records_per_second: float) -> None:
-        self._prior = records_per_second
-
-    def tick(self) -> None:
-        now = time.monotonic()
-        if self._started is None:
-            self._started = now
-            return
-        self._steps += 1
-        if self._steps == self._window:
-            self._known = self._records * self._steps / max(now - self._started, 1e-9)
-            self._steps, self._started = 0, now
+    def tick(self) -> dict[str, float]:
+        """To be called after each step: what the private board is told of it."""
+        now, last = time.monotonic(), self._last
+        self._last = now
+        if last is None:
+            return {}
+        seconds = max(now - last, 1e-9)
+        self._measured = self._records / seconds
+        return {"seconds": seconds, "samples_per_second": self._measured}
 
     def rate(self) -> tuple[float, str] | None:
         """(records per second, how it is known)"""
-        if self._known is not None:
-            return self._known, ""
-        return (self._prior, " (timed on synthetic records)") if self._prior else None
+        if self._public:
+            return None if self._measured is None else (self._measured, "")
+        return None if self._synthetic is None else (self._synthetic, " (timed on synthetic records)")
 
     def line(self, step: int, steps: int) -> str:
         known = self.rate()

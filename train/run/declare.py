@@ -6,7 +6,11 @@ from typing import Any
 
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.ledger.facts import Segment
+from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.data.store.place import RecordIndex
+from murmuration.train.config.data import CheckpointData
+from murmuration.train.recipe.open_data import hosts_of
 from murmuration.train.recipe.ready_phase import ReadyPhase, make_plan
 from murmuration.train.run.context import RunContext
 from murmuration.train.storage.sibling_runs import RunLog
@@ -25,10 +29,16 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
             log.require_budget((run.writer.history.run_id,), None)
             _register(run, phase, log, None, None)
         run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, phase.index.manifest_digest)
+        declare_public_uses(run, phase)
         return None
     known = run.writer.history.plans.get(phase.number)
     plan = make_plan(phase.settings, privacy, phase.index.records, f"phases.{phase.number}", known)
     run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
+    declare_public_uses(run, phase)
+    for host in hosts_of(phase.index):
+        run.writer.declare_store(phase.number, host)
+    if run.config.run.private_curves or run.folder.has_private_curves():
+        run.writer.declare_private_curves()
     for noted in log.heads(run.writer.history.run_id):
         run.writer.require_newest(noted, run.new_segment)
     log.require_budget((run.writer.history.run_id,), run.writer.history.budget())
@@ -45,6 +55,21 @@ def _register(run: RunContext, phase: ReadyPhase, log: RunLog, epsilon: float | 
     )  # fmt: skip
     if warning is not None:
         run.board.say(warning)
+
+
+def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
+    """What stands in the config as `public: true`, the phase's own records apart."""
+    records: dict[PublicUse, RecordIndex | None] = {
+        "evaluation": phase.held_out,
+        "monitor": phase.monitored,
+        "mixing": phase.mixed,
+    }
+    found: dict[PublicUse, str] = {use: index.manifest_digest for use, index in records.items() if index is not None}
+    data = phase.settings.data
+    if phase.start is not None and phase.start.foreign and isinstance(data, CheckpointData) and data.public:
+        found["weights"] = phase.start.digest
+    for use, digest in found.items():
+        run.writer.declare_public(phase.number, use, digest)
 
 
 def segment_of(run: RunContext, phase: ReadyPhase, done: int) -> Segment:

@@ -18,6 +18,7 @@ from murmuration.model.trainable import select
 from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.config.optimizer import Carry
 from murmuration.train.config.privacy import Privacy
+from murmuration.train.distributed.memory import forbid_dumps, keep_from_swap
 from murmuration.train.engines.base import ShardedEngine
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PlainForward
@@ -71,9 +72,9 @@ def train_privately(
             model, rule, settings.optimizer, plan.noise_std / plan.divisor, engine_settings, ranks, computation
         )
         at_end.callback(built.engine.close)
+        _note_memory(run, phase, built.forward.kept_from_swap)
         core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise)
-        pace = Pace(plan.divisor, private=True)
-        pace.calibrate(_prove(run, phase, core))
+        pace = Pace(plan.divisor, public=False, synthetic=_prove(run, phase, core))
         loader = _loader(run, phase, reader, core.sampler())
         at_end.callback(loader.close)
         mixing = None
@@ -90,6 +91,17 @@ def train_privately(
         _restore(loaded, resumed, built.engine, settings.optimizer.carry)
         watching = _watching(run, phase, built.engine, derive, built.clip, plan)
         _trainer(run, phase, step, built.engine, pace, watching, plan, rule.bound, done).run(done)
+
+
+def _note_memory(run: RunContext, phase: ReadyPhase, totals: bool) -> None:
+    """Nothing fails for it: the limit on locked memory is the administrator's."""
+    key, dumps = keep_from_swap(run.key.secret), forbid_dumps()
+    run.board.note(
+        phase.name,
+        f"core dumps of this process are {'impossible' if dumps else 'left to RLIMIT_CORE = 0'}; in memory that is "
+        f"never swapped: the run key {'yes' if key else 'no'}, the totals {'yes' if totals else 'no'}"
+        + ("" if key and totals else " (raise the limit: ulimit -l unlimited; or encrypt the swap, or switch it off)"),
+    )
 
 
 def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded: Loaded | None, resumed: bool) -> None:
@@ -112,7 +124,8 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         step = PlainStep(records, epochs.batch, engine, ranks, run.stop)
         _restore(loaded, resumed, engine, settings.optimizer.carry)
         watching = _watching(run, phase, engine, derive, None, None)
-        _trainer(run, phase, step, engine, Pace(batch, private=False), watching, None, None, done).run(done)
+        pace = Pace(batch, settings.data.public)
+        _trainer(run, phase, step, engine, pace, watching, None, None, done).run(done)
 
 
 def _reader(

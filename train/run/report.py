@@ -19,7 +19,7 @@ from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.template import html_page
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.choose import EngineSettings
-from murmuration.train.private import ALLOWANCE, SECRET_FOLDER
+from murmuration.train.private import ALLOWANCE, SECRET_FOLDER, WATCHED
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.board import Board
 from murmuration.train.run.report_pictures import samples
@@ -92,7 +92,14 @@ def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
     count = len(panels) + bool(answers)
     if not count:
         return ""
-    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+    # Names inside the picture follow from what is drawn, and no date is written: it would say when the run ended.
+    style: Any = {
+        "svg.hashsalt": "murmuration",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "svg.fonttype": "none",
+    }
     with plt.rc_context(style):
         drawing, axes = plt.subplots(1, count, figsize=(3.1 * count, 2.5), squeeze=False, layout="constrained")
         for axis, name in zip(axes[0], panels, strict=False):
@@ -108,7 +115,7 @@ def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
         if answers:
             _zero_shot(axes[0][-1], phase, points, answers)
         buffer = io.StringIO()
-        drawing.savefig(buffer, format="svg")
+        drawing.savefig(buffer, format="svg", metadata={"Date": None})
         plt.close(drawing)
     return buffer.getvalue().partition("<svg")[1] + buffer.getvalue().partition("<svg")[2]
 
@@ -143,8 +150,7 @@ DEVIATIONS = [
     ALLOWANCE,
     "Proved here on the devices listed under `machine`; kernels of other devices may round a record's gradient "
     "depending on its row.",
-    "Whoever watches the console or the files while the run lasts sees when steps end, and so roughly how large their "
-    "batches were; of what is kept, only the modification times of checkpoints tell anything of it.",
+    WATCHED,
     SECRET_FOLDER,
 ]
 

@@ -41,7 +41,8 @@ def run_all(
         new_segment=arguments.new_segment,
     )  # fmt: skip
     run = RunContext(
-        **vars(opened), config=config, board=Board(run_dir, ranks.main),
+        **vars(opened), config=config,
+        board=Board(run_dir, ranks.main, opened.checkpoints.times, settings.private_curves),
         stop=StopRequest(run_dir.stop_file, settings.stop_after_minutes),
     )  # fmt: skip
     if run.journal is not None and settings.witness is not None:
@@ -59,10 +60,12 @@ def run_all(
     finally:
         with contextlib.suppress(OSError):  # a full disk has its own error, which this must not hide
             _tell(run, **state)
+            _settle_times(run)
     _conclude(run, phases)
     _tell(run, status="done" if spent is None else "budget spent")
     ranks.barrier()
     run.board.close()
+    _settle_times(run)
     if spent is not None:
         raise spent
 
@@ -131,6 +134,12 @@ def _tell(run: RunContext, **state: object) -> None:
         last = run.journal.history.last_checkpoint()
         where = {"phase": last.phase if last else None, "step": last.step if last else None}
         run.folder.write_state(run=run.name, **state, **where)
+
+
+def _settle_times(run: RunContext) -> None:
+    """Checkpoints have their times already, and what was copied somewhere need not be copied again."""
+    if run.ranks.main:
+        run.checkpoints.times.stamp_all(run.folder.root, but=(run.folder.checkpoints.name,))
 
 
 def _declare_choices(run: RunContext) -> None:

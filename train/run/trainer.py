@@ -87,9 +87,7 @@ class Trainer:
                 self._begin(step - 1, measure=isinstance(reason, BudgetSpent))
                 self._settle()
                 raise
-            self.pace.tick()
-            summary = observed.over_ranks(self.ranks, self.clip_bound)
-            (self.board.public if self.phase.settings.data.public else self.board.private)(self.name, step, summary)
+            self._tell(step, observed)
             if observed.released:
                 self.held_back[step] = observed.released
             if step % self.log_every == 0 or step == self.steps:
@@ -99,6 +97,16 @@ class Trainer:
             if self.writing is not None and step - self.writing >= self.saving.lag:
                 self._settle()
         self._settle()
+
+    def _tell(self, step: int, observed: StepSummary) -> None:
+        """What was seen of the step's own records."""
+        timed, public = self.pace.tick(), self.phase.settings.data.public
+        if public or self.board.keeps_private:
+            summary = observed.over_ranks(self.ranks, self.clip_bound)
+            if public:
+                self.board.public(self.name, step, summary)
+            else:
+                self.board.private(self.name, step, summary | timed)
 
     def _progress(self, step: int, rate: float) -> None:
         """Nothing here depends on the weights or on a single step's data: it may be shown before a checkpoint."""

@@ -28,6 +28,7 @@ from murmuration.accounting.strict_json import parse
 from murmuration.train.distributed.ranks import Ranks, on_all, raised_on_all_ranks
 from murmuration.train.engines.base import ShardedEngine
 from murmuration.train.storage.checkpoint_read import FIXED, FORMAT, WEIGHTS, CheckpointError, Loaded, Position, hash_of
+from murmuration.train.storage.public_times import PublicTimes
 
 # Which checkpoints stay: the pointer lists them in the order of writing, and retention chooses from that list.
 #
@@ -146,6 +147,7 @@ class Pending:
 class Checkpoints:
     def __init__(self, folder: Path, ranks: Ranks, keep: Keep) -> None:
         self.folder, self.ranks, self.keep = folder, ranks, keep
+        self.times = PublicTimes()
         self.pending: Pending | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
 
@@ -230,8 +232,10 @@ class Checkpoints:
         position = pending.position
         entries = [KeptCheckpoint(position.phase, position.step, digest, public)]
         entries += [entry for entry in known if entry.folder != position.folder]
+        self.times.advance()
         with _explained(pending.temporary):
             _durably(pending.temporary / "manifest.json", text)
+            self.times.stamp_all(pending.temporary)
             sync(pending.temporary)
             final = self.folder / position.folder
             if final.exists():  # of a kill before the pointer swung, or of a rollback: nothing goes on from it
@@ -244,6 +248,7 @@ class Checkpoints:
         with _explained(self.pointer):
             self._swing()
             self._retire()
+            self.times.stamp(self.pointer, self.folder)
         return digest
 
     def _swing(self) -> None:

@@ -21,6 +21,7 @@ from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.strict_json import parse
+from murmuration.train.distributed.memory import keep_from_swap
 from murmuration.train.distributed.ranks import Ranks, raised_on_all_ranks
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, KeptCheckpoint, Loaded
 from murmuration.train.storage.checkpoint_read import ledger_of
@@ -178,7 +179,9 @@ def open_run(
 
 
 def derive_key(key: RunKey, phase: int, segment: Segment | None, purpose: Purpose) -> bytes:
-    return key.derive(purpose, phase, segment.key_name if segment else PUBLIC_SEGMENT)
+    derived = key.derive(purpose, phase, segment.key_name if segment else PUBLIC_SEGMENT)
+    keep_from_swap(derived)
+    return derived
 
 
 def _open_journal(run_dir: RunDir, mode: str) -> Journal:

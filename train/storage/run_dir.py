@@ -16,7 +16,7 @@ from murmuration.accounting.keys import KeyFileError, RunKey, load, store
 
 @dataclass(frozen=True)
 class RunDir:
-    """`runs/<name>`: public files at mode 0644, `tb/private`, private logs and `secret` for the owner alone."""
+    """`runs/<name>`: public files at mode 0644, `tb/private`, `logs/private` and `secret` for the owner alone."""
 
     root: Path
 
@@ -49,8 +49,13 @@ class RunDir:
         return self.root / "logs" / "public.jsonl"
 
     @property
+    def private_logs(self) -> Path:
+        """A folder that nobody else can list: that a file of bad records exists, or how long it is, tells of them."""
+        return self.root / "logs" / "private"
+
+    @property
     def private_log(self) -> Path:
-        return self.root / "logs" / "private.jsonl"
+        return self.private_logs / "curves.jsonl"
 
     @property
     def evaluation(self) -> Path:
@@ -70,9 +75,16 @@ class RunDir:
         return self.root / "end_phase"
 
     def prepare(self) -> None:
-        for folder in (self.public_board, self.private_board, self.public_log.parent, self.checkpoints):
+        for folder in (self.public_board, self.private_board, self.private_logs, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
-        self.private_board.chmod(0o700)
+        for folder in (self.private_board, self.private_logs):
+            folder.chmod(0o700)
+
+    def has_private_curves(self) -> bool:
+        """Of an earlier start, or of an earlier version, which always kept them."""
+        return any(self.private_board.iterdir()) or any(
+            log.exists() for log in (self.private_log, self.root / "logs" / "private.jsonl")
+        )
 
     def run_key(self, fresh: bool, debug_seed: int | None) -> RunKey:
         """A new key for a new ledger, the stored one for an old ledger; a leftover key is never reused."""
