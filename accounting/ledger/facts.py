@@ -169,6 +169,20 @@ class Charge:
 
 
 @dataclass(frozen=True)
+class Head:
+    """A ledger's last line, and what the ledger charged up to it. `ledger_of` is the run's id."""
+
+    __pydantic_config__ = CLOSED
+    ledger_of: str
+    length: int
+    head: str
+    charged: tuple[Charge, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"charged": [asdict(each) for each in self.charged]}
+
+
+@dataclass(frozen=True)
 class CheckpointMark:
     __pydantic_config__ = CLOSED
     phase: int

@@ -10,30 +10,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.ledger.chain import LedgerEntry
-from murmuration.accounting.ledger.facts import Charge
+from murmuration.accounting.ledger.facts import Charge, Head
 from murmuration.accounting.strict_json import parse
-from murmuration.accounting.typed import CLOSED, read
+from murmuration.accounting.typed import read
 
 NAME = "heads.jsonl"
-
-
-@dataclass(frozen=True)
-class Head:
-    """A ledger's last line, and what the ledger charged up to it. `ledger_of` is the run's id."""
-
-    __pydantic_config__ = CLOSED
-    ledger_of: str
-    length: int
-    head: str
-    charged: tuple[Charge, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"charged": [asdict(each) for each in self.charged]}
 
 
 def append(path: Path, line: dict[str, Any], mode: int) -> None:

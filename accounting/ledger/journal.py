@@ -7,7 +7,7 @@ that promises less than was announced.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from murmuration.accounting.epsilon.accountant import Event
@@ -15,8 +15,7 @@ from murmuration.accounting.epsilon.calibrate import affordable_steps
 from murmuration.accounting.epsilon.tuning import Declared, tuned_epsilon
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerError, make_entry
-from murmuration.accounting.ledger.facts import CheckpointMark, Segment, StepFacts, StepId
-from murmuration.accounting.ledger.heads import Head, lost_charges
+from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Head, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.lines import PublicLine, PublicUse, StoreLine
 from murmuration.accounting.ledger.warm_start_origin import Origin
@@ -46,10 +45,9 @@ class Journal:
             for tell in self.witnesses.values():
                 tell(head)
 
-    def require_newest(self, noted: Sequence[Head], new_segment: str | None) -> None:
-        """Refuses a ledger that is older than it is known to have been, unless a new segment is declared: then all that
-        is known to have been opened is charged here, too."""
-        found = lost_charges(self.ledger.entries, noted)
+    def admit_lost(self, found: tuple[Head, list[Charge]] | None, new_segment: str | None) -> None:
+        """Refuses a ledger that is older than it is known to have been (`heads.lost_charges`), unless a new segment is
+        declared: then all that is known to have been opened is charged here, too."""
         if found is None:
             return
         newest, lost = found

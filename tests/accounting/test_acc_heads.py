@@ -9,7 +9,8 @@ import pytest
 
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.heads import NAME, Head, append, read_heads
+from murmuration.accounting.ledger.facts import Head
+from murmuration.accounting.ledger.heads import NAME, append, lost_charges, read_heads
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from tests.support.acc_world import CONFIG, DATA, PLAN, begin, reopen, train
@@ -38,16 +39,16 @@ def test_a_restored_ledger_is_refused_or_charges_what_was_lost(tmp_path: Path) -
     journal.ledger.close()
     shutil.copy(tmp_path / "ledger.jsonl", backup)
     journal = watched(reopen(tmp_path), tmp_path)
-    journal.require_newest(read_heads(tmp_path / NAME), None)
+    journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(tmp_path / NAME)), None)
     trained(journal, 5, 20)
-    journal.require_newest(read_heads(tmp_path / NAME), None)
+    journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(tmp_path / NAME)), None)
     journal.ledger.close()
 
     journal = restored(tmp_path, backup)
     with pytest.raises(LedgerError, match=r"restored from a backup.*--new-segment"):
-        journal.require_newest(read_heads(tmp_path / NAME), None)
+        journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(tmp_path / NAME)), None)
     assert journal.new_segment_reason(0, 4, CONFIG) is None, "nothing else notices"
-    journal.require_newest(read_heads(tmp_path / NAME), "on purpose")
+    journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(tmp_path / NAME)), "on purpose")
     assert journal.history.charged() == [Event(1.0, PLAN.noise_multiplier, 20)]
     assert "lost" in (journal.new_segment_reason(0, 4, CONFIG) or "")
     journal.begin_segment(0, CONFIG, DATA, 4, "on purpose")
@@ -55,14 +56,14 @@ def test_a_restored_ledger_is_refused_or_charges_what_was_lost(tmp_path: Path) -
     assert journal.history.charged() == [Event(1.0, PLAN.noise_multiplier, 26)]
     head, entries = journal.history.epsilon(), list(journal.ledger.entries)
     assert head == epsilon([Event(1.0, PLAN.noise_multiplier, 26)], PLAN.delta)
-    journal.require_newest(read_heads(tmp_path / NAME), None)
+    journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(tmp_path / NAME)), None)
     assert journal.ledger.entries == entries, "charged once"
     journal.ledger.close()
     assert History.read(tmp_path / "ledger.jsonl")[0].epsilon() == head
 
     # Restored once more, to before the first loss was written down: both branches are lost now.
     journal = restored(tmp_path, backup)
-    journal.require_newest(read_heads(tmp_path / NAME), "again")
+    journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(tmp_path / NAME)), "again")
     assert journal.history.charged() == [Event(1.0, PLAN.noise_multiplier, 26)]
 
 
@@ -71,7 +72,7 @@ def test_what_no_note_shares_with_the_ledger_is_charged_whole(tmp_path: Path) ->
     trained(journal, 1, 3)
     [noted] = read_heads(tmp_path / NAME)
     stranger = Head(noted.ledger_of, noted.length + 7, "f" * 64, noted.charged)
-    journal.require_newest([stranger], "declared")
+    journal.admit_lost(lost_charges(journal.ledger.entries, [stranger]), "declared")
     assert journal.history.charged() == [Event(1.0, PLAN.noise_multiplier, 6)]
 
 

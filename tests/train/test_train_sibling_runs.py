@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from webdataset import TarWriter
 
-from murmuration.accounting.ledger.facts import Charge
-from murmuration.accounting.ledger.heads import Head
+from murmuration.accounting.ledger.facts import Charge, Head
 from murmuration.data.index.shard_index import build
 from murmuration.train.storage.sibling_runs import BESIDE_SHARDS, LOG, DataBudgetError, RunLog
 

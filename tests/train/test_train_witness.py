@@ -8,8 +8,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from murmuration.accounting.ledger.facts import Charge
-from murmuration.accounting.ledger.heads import Head, read_heads
+from murmuration.accounting.ledger.facts import Charge, Head
+from murmuration.accounting.ledger.heads import read_heads
 from murmuration.train.run.witness import Witness
 
 HEAD = Head("run", 7, "f" * 64, (Charge(0, 0.5, 1.0, 3),))

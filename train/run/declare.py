@@ -6,6 +6,7 @@ from typing import Any
 
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.ledger.facts import Segment
+from murmuration.accounting.ledger.heads import lost_charges
 from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.store.place import RecordIndex
@@ -40,7 +41,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     if run.config.run.private_curves or run.folder.has_private_curves():
         run.writer.declare_private_curves()
     for noted in log.heads(run.writer.history.run_id):
-        run.writer.require_newest(noted, run.new_segment)
+        run.writer.admit_lost(lost_charges(run.writer.ledger.entries, noted), run.new_segment)
     log.require_budget((run.writer.history.run_id,), run.writer.history.budget())
     _register(run, phase, log, plan.epsilon_budget, plan.delta)
     run.writer.witnesses[str(log)] = log.note

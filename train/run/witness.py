@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from murmuration.accounting.ledger.heads import Head
+from murmuration.accounting.ledger.facts import Head
 
 SECONDS = 20
 

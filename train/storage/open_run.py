@@ -15,10 +15,11 @@ from typing import Any
 from murmuration.accounting.certificate.signature import public_key
 from murmuration.accounting.escaping import printable_lines
 from murmuration.accounting.keys import Purpose, RunKey
-from murmuration.accounting.ledger import heads as heads_file
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.facts import Segment
+from murmuration.accounting.ledger.heads import NAME as HEADS
+from murmuration.accounting.ledger.heads import append, lost_charges, read_heads
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.strict_json import parse
 from murmuration.train.distributed.memory import keep_from_swap
@@ -213,9 +214,9 @@ def _key_of(
     copied = recognise(journal, run_dir.key.parent)
     if copied is not None:
         print(f"{copied}; new keys from here on, and all opened steps stay charged", flush=True)
-    heads = run_dir.key.parent / heads_file.NAME
-    journal.require_newest(heads_file.read_heads(heads), new_segment)
-    journal.witnesses[str(heads)] = lambda head: heads_file.append(heads, head.as_dict(), 0o600)
+    heads = run_dir.key.parent / HEADS
+    journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(heads)), new_segment)
+    journal.witnesses[str(heads)] = lambda head: append(heads, head.as_dict(), 0o600)
     return key
 
 

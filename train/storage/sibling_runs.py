@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
-from murmuration.accounting.ledger.heads import Head, append, heads_in
+from murmuration.accounting.ledger.facts import Head
+from murmuration.accounting.ledger.heads import append, heads_in
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.shard_index import ShardIndex
