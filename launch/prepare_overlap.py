@@ -2,9 +2,11 @@
 
     python launch/prepare.py overlap --private shards/ --against imagenet/val.index demo_data/held_out
 
-Writes exclusions.npy and exclusions.json beside the private index, which then holds fewer records; n, the published
-number of records, is what is left. Private pictures that cannot be decoded stay in: training judges them. Never the
-other way round: filtering public pictures by private ones, or a private set by itself, tells who is in it.
+Writes exclusions.npy and exclusions.json beside the private index. Excluded records keep their places: they are drawn
+like any other and contribute nothing, so n, the published number of records, stays what it was, and nobody who sees a
+run learns how many were excluded. What this command prints is as private as the records. Private pictures that cannot
+be decoded stay in: training judges them. Never the other way round: filtering public pictures by private ones, or a
+private set by itself, tells who is in it.
 """
 
 from __future__ import annotations
@@ -36,16 +38,21 @@ def _overlap(arguments: argparse.Namespace) -> int:
     from murmuration.data.overlap.exclude import exclude_overlaps
     from murmuration.train.storage.sibling_runs import RunLog
 
+    def runs_on(folder: Path) -> list[str]:
+        return [str(entry.get("run")) for entry in RunLog.beside(folder).siblings()]
+
     found = exclude_overlaps(
         arguments.private,
         arguments.against,
         arguments.distance,
         arguments.workers,
         progress=lambda what: Progress(what, "records"),
-        runs_on=lambda folder: [str(entry.get("run")) for entry in RunLog.beside(folder).siblings()],
+        runs_on=runs_on,
     )
     index = open_index(arguments.private)
-    print(f"{len(found.ids)} records look like public ones and are left out; n is now {index.records}")
+    print(f"{len(found.ids)} of {index.records} records look like public ones and will contribute nothing")
+    print(f"n stays {index.records}; the number of excluded records is private")
     print("pictures that cannot be decoded were not compared and stay in")
-    print(f"manifest {index.manifest_digest}")
+    if used := runs_on(index.folder):
+        print(f"run {used[0]!r} began with another list; to continue it with this one, declare --new-segment 'why'")
     return 0

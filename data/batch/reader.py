@@ -2,7 +2,8 @@
 
 Shapes and counts never depend on the data: padding fills the last micro-batch and idle ranks, because ranks
 that disagree about the number of collectives hang, and because |S_t| is private. A bad record keeps its slot
-with `present` False and zero inputs; putting another record in its place would let that one count twice.
+with `present` False and zero inputs; putting another record in its place would let that one count twice. The slot of
+an excluded record is as empty as padding: nothing is read for it.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ class BatchReader:
             raise
 
     def _one(self, record: int, step: int) -> _Parts | BadRecord | None:
-        if record == EMPTY:
+        if record == EMPTY or self.index.left_out(record):
             return None
         members = self._records.read(record)
         try:

@@ -46,6 +46,8 @@ class ShardReader:
         self._cancelled = cancelled
 
     def read(self, record: int) -> dict[str, bytes]:
+        if self.index.left_out(record):
+            raise ShardError(f"{self.index.folder}: an excluded record was asked for, and those are never read")
         place, start, end = self.index.locate(record)
         what = self.index.owner(record)  # which record was drawn is nobody's business, and this reaches the console
         try:

@@ -171,6 +171,7 @@ class StreamIndex:
 
     folder = Path()  # nothing lies anywhere
     shards: tuple[Shard, ...] = ()
+    excluded_digest = ""
 
     def __init__(self, path: str, lanes: int, shuffle: int, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.places = expand(path)
@@ -191,6 +192,9 @@ class StreamIndex:
         names = [Path(str(place)).name for place in self.places]
         rule = ["murmuration stream", 1, self.lanes, self.shuffle, names, self.sizes]
         return hashlib.sha256(json.dumps(rule).encode()).hexdigest()
+
+    def left_out(self, record: int) -> bool:
+        return False
 
     def locate(self, record: int) -> tuple[Place, int, int]:
         return Path(self.owner(record)), record, record + 1

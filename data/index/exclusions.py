@@ -1,10 +1,12 @@
 """Which records of an index are left out of training, and why: two small files beside the index.
 
 `exclusions.npy` holds the ids (sorted u64, numbered as in the index without exclusions), `exclusions.json` what
-they were compared with. Excluded records do not exist for a run: n shrinks and the manifest digest changes, so a
-run that has begun on the whole set refuses to go on with a part of it.
+they were compared with. An excluded record keeps its place: it is drawn like any other and contributes exactly
+zero, as if it were absent, and it is never read. So n, the sampling rate, delta and the divisor do not depend on the
+list, which is a function of private records: two data sets that differ in one record may differ in it.
 
-The number of records that are left becomes the public n, as the number of all of them was before.
+The list is part of a phase's identity: a run that has begun goes on with another one only in a new segment. Public
+epochs skip what is excluded.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Exclusions:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the ids, for the manifest digest of what is left."""
+        """SHA-256 of the ids, for the identity of a phase."""
         return hashlib.sha256(np.ascontiguousarray(self.ids, dtype="<u8").tobytes()).hexdigest()
 
     def write(self, folder: str | os.PathLike[str]) -> None:

@@ -22,7 +22,17 @@ from typing import Literal
 
 import numpy as np
 
-from murmuration.data.index.format import BESIDE, FILES, Kept, Manifest, mend, read_manifest, write_manifest
+from murmuration.data.index.format import (
+    BESIDE,
+    FILES,
+    Handling,
+    Kept,
+    Manifest,
+    digest_of,
+    mend,
+    read_manifest,
+    write_manifest,
+)
 from murmuration.data.store.index_files import index_file, make_folder, open_npy
 from murmuration.data.store.place import Place, Shard, ShardError
 from murmuration.data.store.tar import shown
@@ -258,8 +268,13 @@ def _refuse_twins(paths: list[Path], digests: np.ndarray) -> None:
 class FolderIndex:
     """The same interface as ShardIndex; each class folder plays a shard."""
 
-    def __init__(self, manifest: Manifest, names: np.ndarray, rows: np.ndarray, digests: np.ndarray | None, kept: Kept):
+    def __init__(
+        self, manifest: Manifest, digest: str, names: np.ndarray, rows: np.ndarray, digests: np.ndarray | None,
+        kept: Kept,
+    ) -> None:  # fmt: skip
         assert isinstance(manifest.root, Path)
+        self.manifest_digest = digest
+        """Paths and sizes of all files, and their contents where hashed. Private where the files are."""
         self.folder, self.root = manifest.folder, manifest.root
         self.shards = manifest.shards
         self.records = kept.records
@@ -269,7 +284,7 @@ class FolderIndex:
         self._checked = bytearray(len(manifest.shards))
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], *, verify: bool = True, exclusions: bool = True) -> FolderIndex:
+    def open(cls, folder: str | os.PathLike[str], *, verify: bool = True, excluded: Handling = "absent") -> FolderIndex:
         """Open an index of single files; each class is compared with the manifest when one of its files is used."""
         manifest = read_manifest(folder)
         if manifest.kind != FILES:
@@ -288,15 +303,19 @@ class FolderIndex:
             whole = whole and digests.shape == (manifest.records, _DIGEST_BYTES) and digests.dtype == np.uint8
         if not whole:
             raise ShardError(f"{manifest.folder}: files and manifest do not belong together; {mend(folder)}")
-        index = cls(manifest, names, rows, digests, Kept.of(manifest, exclusions))
+        digest = digest_of(FILES, manifest.shards)
+        index = cls(manifest, digest, names, rows, digests, Kept.of(manifest, digest, excluded))
         if not verify:
             index._checked = bytearray(b"\1" * len(manifest.shards))
         return index
 
     @property
-    def manifest_digest(self) -> str:
-        """Paths and sizes of all files, their contents where hashed, and what is left out."""
-        return self._kept.digest
+    def excluded_digest(self) -> str:
+        """SHA-256 of the list of excluded records; empty where none is. Private."""
+        return self._kept.excluded_digest
+
+    def left_out(self, record: int) -> bool:
+        return self._kept.left_out(record)
 
     @property
     def classes(self) -> tuple[str, ...]:

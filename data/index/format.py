@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +24,7 @@ FORMAT = 2
 OFFSETS, MANIFEST, FOLDER = "offsets.npy", "manifest.json", "index"
 BESIDE = ".index"  # an index of single files lies beside their folder, where it cannot be taken for a class
 SHARDS, FILES = "shards", "files"  # what an index is made of
+Handling = Literal["absent", "skipped", "ignored"]  # of excluded records; see Kept
 
 
 def digest_of(kind: str, shards: Iterable[Shard]) -> str:
@@ -137,31 +138,43 @@ def _count(value: Any) -> int:
 
 
 class Kept:
-    """The records that take part, numbered densely: excluded ones do not exist, for n as for every id."""
+    """Which records of an index take part, and how they are numbered.
 
-    def __init__(self, total: int, digest: str, excluded: Exclusions | None) -> None:
-        ids = np.zeros(0, dtype=np.int64) if excluded is None else excluded.ids.astype(np.int64)
-        self.records = total - len(ids)
+    `absent`: an excluded record keeps its number. It is drawn like any other and contributes nothing, so n does not
+    depend on what is excluded, which is a fact about private records. `skipped`: what is left is numbered densely, for
+    epochs of public records. `ignored`: as if nothing were excluded.
+    """
+
+    def __init__(self, total: int, excluded: Exclusions | None, handling: Handling = "absent") -> None:
+        listed = excluded is not None and handling != "ignored"
+        self._ids = excluded.ids.astype(np.int64) if excluded is not None and listed else np.zeros(0, dtype=np.int64)
+        self.excluded_digest = excluded.digest if excluded is not None and len(self._ids) else ""
+        self._dense = handling == "skipped"
+        self.records = total - len(self._ids) if self._dense else total
         if not self.records:
             raise ShardError("every record is excluded; remove exclusions.npy and exclusions.json")
         # How many kept records come before each excluded one: 8 bytes per excluded record, none per kept one.
-        self._before = ids - np.arange(len(ids))
-        self.digest = digest
-        if excluded is not None and len(ids):
-            self.digest = hashlib.sha256(f"{digest} without {excluded.digest}".encode()).hexdigest()
+        self._before = self._ids - np.arange(len(self._ids))
 
     @classmethod
-    def of(cls, manifest: Manifest, exclusions: bool) -> Kept:
-        digest = digest_of(manifest.kind, manifest.shards)
-        left_out = Exclusions.read(manifest.folder, digest, manifest.records) if exclusions else None
-        return cls(manifest.records, digest, left_out)
+    def of(cls, manifest: Manifest, digest: str, handling: Handling) -> Kept:
+        wanted = handling != "ignored"
+        excluded = Exclusions.read(manifest.folder, digest, manifest.records) if wanted else None
+        return cls(manifest.records, excluded, handling)
 
     def below(self, numbers: np.ndarray) -> np.ndarray:
-        """How many kept records come before each of these places of the index as a whole."""
-        return numbers - np.searchsorted(self._before + np.arange(len(self._before)), numbers, side="left")
+        """How many ids come before each of these places of the index as a whole."""
+        return numbers - np.searchsorted(self._ids, numbers, side="left") if self._dense else numbers
 
     def number(self, record: int) -> int:
-        """The number of a kept record in the index as a whole."""
+        """The number of a record in the index as a whole."""
         if not 0 <= record < self.records:
             raise ShardError(f"record {record} is outside 0..{self.records - 1}; the ids belong to another index")
-        return int(record) + int(np.searchsorted(self._before, record, side="right"))
+        return int(record) + int(np.searchsorted(self._before, record, side="right")) if self._dense else int(record)
+
+    def left_out(self, record: int) -> bool:
+        """Whether this id is an excluded record's, whose slot stays empty. Where they are skipped, none is."""
+        if self._dense:
+            return False
+        at = int(np.searchsorted(self._ids, record))
+        return at < len(self._ids) and int(self._ids[at]) == record

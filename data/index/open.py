@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 
 from murmuration.data.index.folders import FolderIndex
-from murmuration.data.index.format import FILES, read_manifest
+from murmuration.data.index.format import FILES, Handling, read_manifest
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, is_url
 
 
-def open_index(folder: str | os.PathLike[str], *, exclusions: bool = True) -> RecordIndex:
+def open_index(folder: str | os.PathLike[str], *, excluded: Handling = "absent") -> RecordIndex:
     """What `folder` holds decides; see ShardIndex.open and FolderIndex.open."""
     kind = read_manifest(folder).kind
-    return (FolderIndex if kind == FILES else ShardIndex).open(folder, exclusions=exclusions)
+    return (FolderIndex if kind == FILES else ShardIndex).open(folder, excluded=excluded)
 
 
 def is_image_folder(source: str) -> bool:

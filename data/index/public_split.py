@@ -46,6 +46,13 @@ class SplitIndex:
         part = f"{self.whole.manifest_digest} {self.fraction!r} {'public' if self.public else 'private'}"
         return hashlib.sha256(_NAME + part.encode()).hexdigest()
 
+    @property
+    def excluded_digest(self) -> str:
+        return self.whole.excluded_digest
+
+    def left_out(self, record: int) -> bool:
+        return self.whole.left_out(self.original(record))
+
     def original(self, record: int) -> int:
         """Its number in the whole set."""
         if not 0 <= record < self.records:

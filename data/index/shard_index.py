@@ -22,7 +22,18 @@ import numpy as np
 
 from murmuration.data.index.build import Wanted, write_index
 from murmuration.data.index.census import beside_shards
-from murmuration.data.index.format import FOLDER, OFFSETS, SHARDS, Kept, Manifest, mend, read_manifest, shared_shard
+from murmuration.data.index.format import (
+    FOLDER,
+    OFFSETS,
+    SHARDS,
+    Handling,
+    Kept,
+    Manifest,
+    digest_of,
+    mend,
+    read_manifest,
+    shared_shard,
+)
 from murmuration.data.index.scan import scan
 from murmuration.data.store.index_files import open_npy
 from murmuration.data.store.place import Place, Shard, ShardError, is_url, join
@@ -117,22 +128,24 @@ def _common_root(places: Sequence[Place]) -> tuple[Place, list[str]]:
 class ShardIndex:
     """An opened index: how many records there are, and where each one lies."""
 
-    def __init__(self, manifest: Manifest, offsets: np.ndarray, kept: Kept) -> None:
+    def __init__(self, manifest: Manifest, digest: str, offsets: np.ndarray, kept: Kept) -> None:
         self.folder = manifest.folder
         self.shards = manifest.shards
         self.root = manifest.root
         self.records = kept.records
+        self.manifest_digest = digest
+        """Names, counts, sizes and hashes: equal wherever the same shards lie. Private where the records are."""
         self._kept = kept
         self._offsets = offsets
         self._ends = np.cumsum([shard.records for shard in manifest.shards], dtype=np.int64)
         self._checked = bytearray(len(manifest.shards))
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], *, verify: bool = True, exclusions: bool = True) -> ShardIndex:
+    def open(cls, folder: str | os.PathLike[str], *, verify: bool = True, excluded: Handling = "absent") -> ShardIndex:
         """Open `folder`, an index or a folder of shards that has one.
 
-        `verify` compares each shard's offsets with the manifest, at the latest when one is used. Without
-        `exclusions` it is the index as a whole, which is what a list of exclusions counts in.
+        `verify` compares each shard's offsets with the manifest, at the latest when one is used. `excluded` says what
+        becomes of records that were excluded (see Kept).
         """
         manifest = read_manifest(folder)
         if manifest.kind != SHARDS:
@@ -143,7 +156,8 @@ class ShardIndex:
             raise ShardError(f"{manifest.folder}: the offsets cannot be read ({error}); {mend(folder)}") from error
         if offsets.dtype != np.dtype("<u8") or offsets.shape != (manifest.records + len(manifest.shards),):
             raise ShardError(f"{manifest.folder}: offsets and manifest do not belong together; {mend(folder)}")
-        index = cls(manifest, offsets, Kept.of(manifest, exclusions))
+        digest = digest_of(SHARDS, manifest.shards)
+        index = cls(manifest, digest, offsets, Kept.of(manifest, digest, excluded))
         if not verify:
             index._checked = bytearray(b"\1" * len(manifest.shards))
         elif offsets.nbytes <= _CHECK_AT_ONCE:
@@ -152,9 +166,12 @@ class ShardIndex:
         return index
 
     @property
-    def manifest_digest(self) -> str:
-        """Names, counts, sizes and hashes, and what is left out: equal wherever the same shards lie."""
-        return self._kept.digest
+    def excluded_digest(self) -> str:
+        """SHA-256 of the list of excluded records; empty where none is. Private."""
+        return self._kept.excluded_digest
+
+    def left_out(self, record: int) -> bool:
+        return self._kept.left_out(record)
 
     @property
     def shard_ends(self) -> np.ndarray:

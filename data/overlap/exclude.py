@@ -9,7 +9,7 @@ What may be filtered by what is a question of privacy, and most directions leak:
   the presence of one person's record decide about another person's, so one record more can change several, or replace
   one gradient by another: the noise is sized for one (Debenedetti et al., arXiv 2309.05610).
 
-The number of records that are left becomes the public n.
+An excluded record keeps its place: it is drawn like any other and contributes nothing, so n stays that of the index.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def exclude_overlaps(
     """Hash, compare, and write the list beside the private index. `runs_on` names the private runs of an index."""
     if not 0 <= distance <= MOST_DISTANCE:
         raise ValueError(f"--distance {distance}: choose 0 (equal hashes) to {MOST_DISTANCE} bits")
-    ours = open_index(private, exclusions=False)
-    theirs = [open_index(each, exclusions=False) for each in against]
+    ours = open_index(private, excluded="ignored")
+    theirs = [open_index(each, excluded="ignored") for each in against]
     refuse_leaks(ours, theirs, runs_on)
     known = [hash_index(each, workers, progress(f"hashing {each.folder.parent.name}")) for each in theirs]
     mine = hash_index(ours, workers, progress("hashing the private records"))
@@ -85,13 +85,6 @@ def refuse_leaks(
                 f"{other.folder}: was itself filtered as a private set; filtering another set by it would tell who is "
                 "in it; name a public set"
             )
-    if used := runs_on(private.folder):
-        raise LeakError(
-            f"{private.folder}: run {used[0]!r} has used these records; leaving some out now would change n and the "
-            "records that its ledger speaks of, and it could not be resumed; index the shards into another folder "
-            "(prepare.py index … --out FOLDER) and filter that one, and mind that its runs are on the same people: "
-            "what the earlier ones spent adds up with them, though no log beside the new index says so"
-        )
 
 
 def overlapping(

@@ -42,7 +42,7 @@ class Hashes:
 
 
 def hash_index(index: RecordIndex, workers: int, progress: Callable[[int, int], None]) -> Hashes:
-    """`index` must be opened without exclusions: what is left out is decided by these hashes."""
+    """`index` must be opened with exclusions ignored: what is left out is decided by these hashes."""
     folder = index.folder / FOLDER
     values, states = _open(folder, index)
     missing = np.flatnonzero(states == _MISSING)

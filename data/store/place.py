@@ -60,6 +60,15 @@ class RecordIndex(Protocol):
     @property
     def manifest_digest(self) -> str: ...
 
+    @property
+    def excluded_digest(self) -> str:
+        """Of the list of records that are left out; empty where none is."""
+        ...
+
+    def left_out(self, record: int) -> bool:
+        """Whether the record's slot stays empty: drawn like any other, never read, contributing nothing."""
+        ...
+
     def locate(self, record: int) -> tuple[Place, int, int]:
         """Where one record lies: place, first byte, end."""
         ...

@@ -96,6 +96,7 @@ class SyntheticIndex:
 
     folder = Path()  # nothing lies anywhere
     shards: tuple[Shard, ...] = ()
+    excluded_digest = ""
 
     def __init__(self, kind: Kind, records: int, seed: int, side: int) -> None:
         if kind not in KINDS:
@@ -119,6 +120,9 @@ class SyntheticIndex:
             pixels, text, numbers = _shape(self.seed, record, self.side)
             return {"bmp": _bitmap(pixels), "txt": text.encode(), "json": json.dumps(numbers).encode()}
         return {"bmp": _bitmap(textures(self.kind, self.seed, [record], self.side)[0].numpy())}
+
+    def left_out(self, record: int) -> bool:
+        return False
 
     def locate(self, record: int) -> tuple[Place, int, int]:
         """Nowhere: made on this machine, so as near as a local file."""

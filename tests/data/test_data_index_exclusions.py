@@ -1,4 +1,4 @@
-"""Excluded records do not exist: n shrinks, the rest is numbered densely, and the digest says so."""
+"""Excluded records keep their slots and contribute nothing, or are skipped in epochs of public records."""
 
 from __future__ import annotations
 
@@ -29,37 +29,54 @@ def _exclude(index: ShardIndex, ids: list[int]) -> Exclusions:
 @settings(max_examples=200, suppress_health_check=[HealthCheck.differing_executors])
 def test_dense_numbers_are_those_of_the_list_of_kept_ids(ids: set[int]) -> None:
     excluded = Exclusions("-", np.array(sorted(ids), dtype=np.uint64))
-    kept = Kept(61, "-", excluded)
+    kept = Kept(61, excluded, "skipped")
     assert [kept.number(record) for record in range(kept.records)] == [i for i in range(61) if i not in ids]
     for record in (-1, kept.records):
         with pytest.raises(ShardError, match="outside"):
             kept.number(record)
+    assert not any(kept.left_out(record) for record in range(kept.records))
+    slots = Kept(61, excluded)
+    assert slots.records == 61 and [slots.number(record) for record in range(61)] == list(range(61))
+    assert {record for record in range(61) if slots.left_out(record)} == ids
+    ends = np.array([0, 10, 10, 61])
+    assert slots.below(ends).tolist() == ends.tolist()
+    assert kept.below(ends).tolist() == [len(set(range(end)) - ids) for end in ends]
 
 
 @pytest.mark.parametrize("ids", [[0], [24], [10], [0, 1, 2, 9, 10, 11, 12, 24], list(range(1, 25))])
 def test_the_index_honours_the_list(small_set: ShardIndex, ids: list[int]) -> None:
     texts = [ShardReader(small_set).read(record)["txt"] for record in range(25)]
     excluded = _exclude(small_set, ids)
-    index = ShardIndex.open(small_set.folder)
+    slots = ShardIndex.open(small_set.folder)
+    assert slots.records == 25 and slots.manifest_digest == small_set.manifest_digest
+    for record in range(25):
+        assert slots.left_out(record) == (record in ids)
+        if record not in ids:
+            assert ShardReader(slots).read(record)["txt"] == texts[record]
+            continue
+        with pytest.raises(ShardError, match="never read") as refused:
+            ShardReader(slots).read(record)
+        assert str(record) not in str(refused.value).replace(str(slots.folder), ""), "it names no record"
+    index = ShardIndex.open(small_set.folder, excluded="skipped")
     assert index.records == 25 - len(ids)
     left = [text for record, text in enumerate(texts) if record not in ids]
     assert [ShardReader(index).read(record)["txt"] for record in range(index.records)] == left
     with pytest.raises(ShardError, match="outside"):
         index.locate(index.records)
-    assert index.manifest_digest != small_set.manifest_digest and excluded.digest
-    whole = ShardIndex.open(small_set.folder, exclusions=False)
-    assert whole.records == 25 and whole.manifest_digest == small_set.manifest_digest
+    assert index.excluded_digest == slots.excluded_digest == excluded.digest
+    whole = ShardIndex.open(small_set.folder, excluded="ignored")
+    assert whole.records == 25 and whole.excluded_digest == "" and not any(map(whole.left_out, range(25)))
     index.check_unchanged(contents=True)
 
 
 def test_the_digest_follows_the_list(small_set: ShardIndex) -> None:
-    seen = {small_set.manifest_digest}
+    seen = {""}
     for ids in ([3], [4], [3, 4]):
         _exclude(small_set, ids)
-        seen.add(ShardIndex.open(small_set.folder).manifest_digest)
+        seen.add(ShardIndex.open(small_set.folder).excluded_digest)
     assert len(seen) == 4
     _exclude(small_set, [])
-    assert ShardIndex.open(small_set.folder).manifest_digest == small_set.manifest_digest, "nothing is left out"
+    assert ShardIndex.open(small_set.folder).excluded_digest == "", "nothing is left out"
 
 
 def test_a_list_for_other_records_is_refused(small_set: ShardIndex) -> None:
@@ -68,7 +85,7 @@ def test_a_list_for_other_records_is_refused(small_set: ShardIndex) -> None:
     (folder / "000001.tar").unlink()
     with pytest.raises(ShardError, match="other records"):
         build(folder)
-    assert ShardIndex.open(folder, exclusions=False).records == 24
+    assert ShardIndex.open(folder, excluded="ignored").records == 24
     (small_set.folder / "exclusions.json").unlink()
     with pytest.raises(ShardError, match="exclusions"):
         ShardIndex.open(folder)
@@ -79,7 +96,7 @@ def test_a_list_for_other_records_is_refused(small_set: ShardIndex) -> None:
 def test_everything_excluded_is_refused(small_set: ShardIndex) -> None:
     _exclude(small_set, list(range(25)))
     with pytest.raises(ShardError, match="every record is excluded"):
-        ShardIndex.open(small_set.folder)
+        ShardIndex.open(small_set.folder, excluded="skipped")
 
 
 def test_a_folder_of_images_honours_it_too(tmp_path: Path) -> None:
@@ -88,18 +105,21 @@ def test_a_folder_of_images_honours_it_too(tmp_path: Path) -> None:
         (tmp_path / "set" / name).write_bytes(name.encode())
     whole = build_folder(tmp_path / "set")
     Exclusions(whole.manifest_digest, np.array([0, 2], dtype=np.uint64)).write(whole.folder)
-    index = open_index(tmp_path / "set")
+    index = open_index(tmp_path / "set", excluded="skipped")
     assert [ShardReader(index).read(record) for record in range(index.records)] == [
         {"jpg": b"a/2.jpg", "cls": b"0"},
         {"jpg": b"b/4.jpg", "cls": b"1"},
     ]
-    assert index.manifest_digest != whole.manifest_digest
-    assert open_index(tmp_path / "set", exclusions=False).manifest_digest == whole.manifest_digest
+    slots = open_index(tmp_path / "set")
+    assert [slots.left_out(record) for record in range(slots.records)] == [True, False, True, False]
+    assert slots.manifest_digest == whole.manifest_digest and slots.excluded_digest == index.excluded_digest != ""
 
 
 def test_digests_are_hex_of_sha256(small_set: ShardIndex) -> None:
     _exclude(small_set, [1])
-    assert len(bytes.fromhex(ShardIndex.open(small_set.folder).manifest_digest)) == hashlib.sha256().digest_size
+    index = ShardIndex.open(small_set.folder)
+    for digest in (index.manifest_digest, index.excluded_digest):
+        assert len(bytes.fromhex(digest)) == hashlib.sha256().digest_size
 
 
 def test_exclusions_are_bound_to_their_records(tmp_path: Path) -> None:

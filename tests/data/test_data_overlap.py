@@ -161,9 +161,10 @@ def test_private_copies_of_public_pictures_are_left_out(
                str(public), str(held_out), "--workers", "1"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "30 records look like public ones and are left out; n is now 42" in done.stdout
-    left = ShardIndex.open(private)
-    assert left.records == 42 and left.manifest_digest != whole.manifest_digest
+    assert "30 of 72 records look like public ones" in done.stdout and "n stays 72" in done.stdout
+    left = ShardIndex.open(private, excluded="skipped")
+    assert left.records == 42 and left.manifest_digest == whole.manifest_digest
+    assert [n for n in range(72) if ShardIndex.open(private).left_out(n)] == np.load(private / "index" / IDS).tolist()
     listed = np.load(private / "index" / IDS)
     assert listed.tolist() == twins
     facts = json.loads((private / "index" / FACTS).read_bytes())
@@ -213,16 +214,16 @@ def test_a_set_that_shares_one_shard_is_the_set_itself(two_sets: tuple[Path, Pat
         exclude_overlaps(private, [mixed], 4, 1, _silent, _nobody)
 
 
-def test_records_that_a_run_has_used_are_not_filtered_any_more(
+def test_records_of_a_run_may_be_filtered_later_and_others_by_them_may_not(
     two_sets: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Through the log that real runs write; and what was filtered is another data set to a ledger."""
+    """Through the log that real runs write. n stays, so only a resume has to declare the change, and is told so."""
     private, public = two_sets
     assert RunLog.beside(private / "index").register("id", "private", "my-run", 8.0, 1e-5) is None
-    assert prepare.main(["overlap", "--private", str(private), "--against", str(public), "--workers", "1"]) == 2
-    refused = capsys.readouterr().err
-    assert len(refused.splitlines()) == 1 and "run 'my-run' has used these records" in refused and "--out" in refused
-    assert ShardIndex.open(private).records == 8
+    assert prepare.main(["overlap", "--private", str(private), "--against", str(public), "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "n stays 8" in said and "run 'my-run' began with another list" in said and "--new-segment" in said
+    assert ShardIndex.open(private).records == 8 and ShardIndex.open(private).left_out(6)
     assert prepare.main(["overlap", "--private", str(public), "--against", str(private)]) == 2
     assert "would tell who is among them" in capsys.readouterr().err
 
@@ -256,7 +257,7 @@ from murmuration.data.overlap.hash_store import hash_index
 from murmuration.data.index.shard_index import ShardIndex
 def show(done, total):
     print(done, flush=True)
-hash_index(ShardIndex.open(sys.argv[1], exclusions=False), 1, show)
+hash_index(ShardIndex.open(sys.argv[1], excluded="ignored"), 1, show)
 """
 
 

@@ -94,7 +94,8 @@ def made(
         config=SimpleNamespace(run=SimpleNamespace(precision=precision), train_micro_batch_size_per_gpu=4),
     )  # fmt: skip
     phase: Any = SimpleNamespace(
-        name="head", data_spec=lambda augment: spec, index=SimpleNamespace(manifest_digest=digest, records=RECORDS),
+        name="head", data_spec=lambda augment: spec, index=SimpleNamespace(records=RECORDS),
+        contents=lambda: {"data": digest},
         settings=SimpleNamespace(features=Features(folder=str(shared)), data=SimpleNamespace(public=False)),
     )  # fmt: skip
     reader = feature_reader(run, phase, model, pictures)  # pyright: ignore[reportArgumentType]

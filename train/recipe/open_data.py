@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from murmuration.data.draw.node_placement import on_this_node
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex
+from murmuration.data.index.format import Handling
 from murmuration.data.index.open import open_index
 from murmuration.data.index.public_split import SplitIndex, places_of, public_share
 from murmuration.data.store.place import RecordIndex, ShardError, is_url
@@ -52,7 +53,9 @@ def open_records(data: Data, objective: str, shape: Shape, where: str) -> Record
     if isinstance(data, StreamData):
         return _open_stream(data, where)
     assert isinstance(data, ShardData)
-    index = open_public(data.path, f"{where}.path", data.reading.node_shards)
+    # Cut in two, a set keeps every number, so that the cut does not depend on what is excluded.
+    dense = data.public and data.public_fraction is None
+    index = _open_index(data.path, f"{where}.path", "skipped" if dense else "absent", data.reading.node_shards)
     _check_expected(index, data, where)
     if objective == "caption" and isinstance(index, FolderIndex):
         raise RecipeError(
@@ -76,9 +79,13 @@ def _open_stream(data: StreamData, where: str) -> StreamIndex:
         raise RecipeError(f"{where}: {error}") from None
 
 
-def open_public(path: str, where: str, node_shards: str | None = None) -> RecordIndex:
+def open_public(path: str, where: str) -> RecordIndex:
+    return _open_index(path, where, "skipped")
+
+
+def _open_index(path: str, where: str, excluded: Handling, node_shards: str | None = None) -> RecordIndex:
     try:
-        index = open_index(path)
+        index = open_index(path, excluded=excluded)
         if node_shards is not None:
             return on_this_node(index, node_shards)
         index.check_unchanged()
@@ -136,7 +143,8 @@ def known_records(phase: Phase, where: str) -> tuple[int, str]:
         return phase.data.records, "made by rule"
     assert isinstance(phase.data, ShardData)
     try:
-        whole, source = open_index(phase.data.path).records, "from the index"
+        dense = phase.data.public and phase.data.public_fraction is None
+        whole, source = open_index(phase.data.path, excluded="skipped" if dense else "absent").records, "from the index"
     except (ShardError, OSError) as error:
         if phase.data.expected_records is None:
             raise RecipeError(f"{where}.data: {error}; or give expected_records for a dry run") from None

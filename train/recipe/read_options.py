@@ -48,7 +48,8 @@ def agree(phases: list[ReadyPhase], ranks: Ranks) -> list[ReadyPhase]:
     Equal draws are not enough: with another list of shards under equal numbers, two ranks would read one record.
     """
     for phase in phases:
-        ranks.require_same(f"the index of phase {phase.name!r}", phase.index.manifest_digest)
+        seen = f"{phase.index.manifest_digest} {phase.index.excluded_digest}"
+        ranks.require_same(f"the index of phase {phase.name!r}, with its list of excluded records", seen)
     return [replace(phase, placement=_placement(phase, ranks)) for phase in phases]
 
 

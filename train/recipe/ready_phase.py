@@ -81,15 +81,15 @@ class ReadyPhase:
 
     def contents(self) -> dict[str, str]:
         """Digests of everything that a path in the config names and that shapes the training."""
-        found = {"data": self.index.manifest_digest}
+        found = _identity("data", self.index)
         if self.text is not None:
             found["tokenizer"] = self.text.digest
         if self.mixed is not None:
-            found["mixed"] = self.mixed.manifest_digest
+            found |= _identity("mixed", self.mixed)
         if self.start is not None:
             found["start"] = self.start.digest
         if self.settings.plateau is not None and self.held_out is not None:
-            found["held_out"] = self.held_out.manifest_digest
+            found |= _identity("held_out", self.held_out)
         return found
 
     @property
@@ -109,6 +109,12 @@ class ReadyPhase:
             labels=labels, target=label, weight=self.settings.weight if augment else None,
             classes=self.shape.head.classes if label is not None else 0,
         )  # fmt: skip
+
+
+def _identity(name: str, index: RecordIndex) -> dict[str, str]:
+    """Of the records, and of the list of those that are left out: who takes part shapes what is released."""
+    found = {name: index.manifest_digest}
+    return found | {f"{name}_excluded": index.excluded_digest} if index.excluded_digest else found
 
 
 def prepare(config: Config) -> list[ReadyPhase]:

@@ -44,6 +44,10 @@ class NoRecords:
     folder: Path = Path()
     shards: Sequence[Shard] = ()
     records: int = 0
+    excluded_digest: str = ""
+
+    def left_out(self, record: int) -> bool:
+        return False
 
     def locate(self, record: int) -> tuple[Place, int, int]:
         raise IndexError(f"there is no record {record}: the phase has none")

@@ -75,7 +75,8 @@ def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader:
     shared = Path(given) if given is not None else run.folder.key.parent / f"features-{phase.name}"
     precision = run.config.run.precision
     model.to(ranks.device)
-    identity = identity_of(model, phase.index.manifest_digest, phase.data_spec(augment=True), precision)
+    records = " ".join(phase.contents()[name] for name in ("data", "data_excluded") if name in phase.contents())
+    identity = identity_of(model, records, phase.data_spec(augment=True), precision)
     folder = FeatureFolder.within(shared, identity, phase.index.records, model.head.in_features)
     with ExitStack() as until_made:
         until_made.callback(reader.close)
@@ -132,9 +133,10 @@ def fill(
     stop.check(ranks)
 
 
-def identity_of(model: Classifier, manifest_digest: str, spec: DataSpec, precision: Precision) -> str:
-    """Of everything that a row depends on: records, which pixels and labels of them, body, precision. Heads share."""
-    found = hashlib.sha256(f"{manifest_digest} {precision} {spec!r} {_body(model.shape)!r}".encode())
+def identity_of(model: Classifier, records: str, spec: DataSpec, precision: Precision) -> str:
+    """Of everything that a row depends on: records (and which are excluded), which pixels and labels of them, body,
+    precision. Heads share."""
+    found = hashlib.sha256(f"{records} {precision} {spec!r} {_body(model.shape)!r}".encode())
     for name, tensor in sorted(model.state_dict().items()):
         if not name.startswith("head."):
             found.update(name.encode())
