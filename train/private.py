@@ -117,6 +117,10 @@ class PrivateCore:
         kind = PhiloxNoise if self._noise == "philox" else NoiseMechanism
         return kind.of(self._derive(purpose), self.plan)
 
+    @property
+    def generator(self) -> str:
+        return (PhiloxNoise if self._noise == "philox" else NoiseMechanism).generator
+
     def sampler(self) -> PoissonSampler:
         keys = self._derive("sampling"), self._derive("sampling-digest")
         return PoissonSampler(*keys, self.plan.records, self.plan.threshold)
@@ -247,7 +251,9 @@ class PrivateTraining:
             lambda: self._run.segment(PHASE, NAME, digest, self._data, self.done, replay=False)
         )
         derive = self._run.derive(PHASE, segment)
-        self._core = PrivateCore(self.plan, built.clip, built.engine, derive, self.ranks, self._computation.noise)
+        core = PrivateCore(self.plan, built.clip, built.engine, derive, self.ranks, self._computation.noise)
+        self.ranks.on_main(lambda: self._run.require_generator(segment, core.generator))
+        self._core = core
 
     def _declared(
         self, records: int, expected_batch: float, steps: int, epsilon: float, delta: float | str | None,

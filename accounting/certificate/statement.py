@@ -28,6 +28,9 @@ CURVES = (
 )
 # What is to be said where the noise did not come from a cryptographic generator.
 GENERATOR_DEVIATIONS = {
+    "philox4x64-10": "The noise came from Philox4x64-10 under a key of 128 bits, which is not a cryptographic "
+    "generator: the promise holds against adversaries who cannot tell its output from true randomness, and that is "
+    "conjectured, not proved.",
     "philox4x32-10": "The noise came from Philox4x32-10, which is not a cryptographic generator: the promise holds "
     "against adversaries who cannot tell its output from true randomness, and that is conjectured, not proved.",
 }

@@ -13,7 +13,7 @@ from murmuration.accounting.plan import RATE_DENOMINATOR, PrivacyPlan
 from murmuration.accounting.typed import CLOSED
 
 RULES = ("flat", "automatic")
-GENERATORS = ("aes-256-ctr", "philox4x32-10")
+GENERATORS = ("aes-256-ctr", "philox4x64-10", "philox4x32-10")  # the last one in runs of version 0.1
 
 
 @dataclass(frozen=True, order=True)

@@ -85,7 +85,9 @@ class Run(Keeping):
         description="Precision of the products in layers; weights, norms and sums are never in half precision.",
     )
     noise: Literal["aes", "philox"] = Field(
-        default="aes", description="philox: drawn on the device and not cryptographic; ledger and certificate say so."
+        default="aes",
+        description="philox: drawn on the device with a key of 128 bits and not cryptographic; ledger and "
+        "certificate say so.",
     )
     dir: str | None = Field(
         default=None, description="Run directory; null: `runs/<config name>` in the current folder."

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from murmuration.accounting.keys import Purpose
+from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.loader import Loader, PublicOrder, Reader
 from murmuration.data.batch.reader import BatchReader
@@ -74,7 +75,7 @@ def train_privately(
         at_end.callback(built.engine.close)
         _note_memory(run, phase, built.forward.kept_from_swap)
         core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise)
-        pace = Pace(plan.divisor, public=False, synthetic=_prove(run, phase, core))
+        pace = Pace(plan.divisor, public=False, synthetic=_prove(run, phase, core, segment))
         loader = _loader(run, phase, reader, core.sampler())
         at_end.callback(loader.close)
         mixing = None
@@ -150,8 +151,9 @@ def _loader(run: RunContext, phase: ReadyPhase, reader: Reader, sampler: Sampler
     )  # fmt: skip
 
 
-def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore) -> float:
+def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segment) -> float:
     """Before anything else touches the engine; gives its speed on synthetic records."""
+    run.ranks.on_main(lambda: run.require_generator(segment, core.generator))
     synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective)
     replicated = EngineSettings.of(run.config).replicated
     report = core.prove(synthetic, replicated, run.config.train_micro_batch_size_per_gpu)

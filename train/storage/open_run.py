@@ -109,6 +109,19 @@ class OpenRun:
         salt = "debug" if self.key.debug else None
         return self.writer.begin_segment(phase, config_digest, manifest_digest, done, self.new_segment or reason, salt)
 
+    def require_generator(self, segment: Segment, generator: str) -> None:
+        """On the main rank: the steps of a segment draw their noise alike, in whichever version they are made."""
+        steps = self.writer.history.opened.items()
+        used = {
+            facts.noise.generator for at, facts in steps if (at.phase, at.segment) == (segment.phase, segment.number)
+        }
+        if used - {generator}:
+            raise LedgerError(
+                f"the steps before drew their noise by {min(used - {generator})}, which this version does not draw any "
+                "more; continue with the version that began the run, or set run.noise to 'aes' and declare that with "
+                "--new-segment 'why'"
+            )
+
     def _opened_behind(self, phase: int, done: int) -> bool:
         newest = len(self.writer.history.segments_of(phase)) - 1
         return any((s.phase, s.segment) == (phase, newest) and s.step > done for s in self.writer.history.opened)
