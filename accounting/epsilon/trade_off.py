@@ -20,7 +20,10 @@ from murmuration.accounting.epsilon.accountant import Event, deltas_at, epsilon,
 
 POINTS = 256
 # Where the picture and the tables are drawn.
-GRID = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+GRID = (
+    1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7,
+    0.9,
+)  # fmt: skip
 # More than any rounding of the few operations here; added to what is given as a limit.
 ROUNDING = 1e-12
 
