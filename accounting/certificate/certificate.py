@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.certificate.pages import html_page, markdown
-from murmuration.accounting.certificate.statement import FORMAT, compose
+from murmuration.accounting.certificate.pages import html_page, html_sections, markdown
+from murmuration.accounting.certificate.statement import EARLIER_FORMAT, FORMAT, compose
 from murmuration.accounting.certificate.verify import CertificateError, Verdict, verify
 from murmuration.accounting.durable import atomic
 
-__all__ = ["FORMAT", "CertificateError", "Verdict", "compose", "html_page", "markdown", "verify", "write"]
+__all__ = [
+    "EARLIER_FORMAT", "FORMAT", "CertificateError", "Verdict", "compose", "html_page", "html_sections", "markdown",
+    "verify", "write",
+]  # fmt: skip
 
 
 def write(certificate: dict[str, Any], run_dir: Path) -> None:

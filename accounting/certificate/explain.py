@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
+
+from murmuration.accounting.epsilon.trade_off import TradeOff
+
+# The two shares of false alarms that the text tells of.
+ONE_PERCENT, ONE_IN_A_THOUSAND = 0.01, 0.001
+ASSUMPTION = (
+    "Noise and draws come from a cipher under a secret key (AES-256-CTR, unless a deviation names another generator), "
+    "not from true randomness. The promise is therefore computational: it holds against everyone who has neither the "
+    "key nor a way to tell the cipher's output from true randomness. Computers without limits are not covered."
+)
 
 
-def best_guess(epsilon: float, delta: float) -> float:
-    """Share of right answers, at most, of a spy who must say whether a record was used and has even odds before."""
-    # (e^eps + delta) / (e^eps + 1), written with exp(-epsilon), so that a huge epsilon gives 1 and no overflow.
-    shrunk = math.exp(-epsilon)
-    return min(1.0, (1 + delta * shrunk) / (1 + shrunk))
+class Attacks(NamedTuple):
+    """Most that any spy reaches: share of right answers at even odds, share of used records that are found."""
+
+    best_guess: float
+    at_one_percent: float
+    at_one_in_a_thousand: float
+
+    @staticmethod
+    def of_curve(curve: TradeOff) -> Attacks:
+        return Attacks(curve.best_guess(), curve.power(ONE_PERCENT), curve.power(ONE_IN_A_THOUSAND))
+
+    @staticmethod
+    def of_limits(limits: dict[str, Any]) -> Attacks:
+        found = {point["false_alarms"]: point["at_most"] for point in limits["true_positives"]}
+        return Attacks(limits["best_guess"], found[ONE_PERCENT], found[ONE_IN_A_THOUSAND])
 
 
-def attack_power(epsilon: float, delta: float, false_alarms: float = 0.01) -> float:
-    """Most true members that any test may find while it wrongly accuses `false_alarms` of the others."""
-    grown = math.exp(min(epsilon, 700.0)) * false_alarms + delta
-    shrunk = 1 - math.exp(-epsilon) * (1 - delta - false_alarms)
-    return max(0.0, min(1.0, grown, shrunk))
-
-
-def explain(epsilon: float, delta: float, unit: str, not_private: str | None = None) -> str:
+def explain(epsilon: float, delta: float, unit: str, attacks: Attacks, not_private: str | None = None) -> str:
     """A few paragraphs of plain language."""
     if not_private is not None:
         return (
             f"{not_private}.\n\nNo promise is made about the people or things in the training data: whoever sees the "
             "model may be able to tell what was in them, and nothing limits how much."
         )
-    likely, power = best_guess(epsilon, delta), attack_power(epsilon, delta)
     return "\n\n".join(
         (
             f"The promise protects {unit}. Imagine that this one record had been blanked out before training. The "
@@ -36,14 +49,16 @@ def explain(epsilon: float, delta: float, unit: str, not_private: str | None = N
             f"{_factor(epsilon)}, except in a share of delta = {delta:.3g} of all cases. Smaller is stronger; 0 would "
             "mean that nothing at all can be learned about the record.",
             "What a spy gains at the very most: one who guesses by tossing a coin whether the record was used is right "
-            f"in 50 % of the cases, and with the model in at most {_percent(likely)}. One who accepts a false alarm in "
-            f"1 % of the cases finds at most {_percent(power)} of the records that were used. These are limits on all "
-            "conceivable attacks, also on one with unlimited computers and with all the other records in hand; the "
-            "attacks that people have measured usually reach less.",
+            f"in 50 % of the cases, and with the model in at most {percent(attacks.best_guess)}. One who accepts a "
+            f"false alarm in 1 % of the cases finds at most {percent(attacks.at_one_percent)} of the records that were "
+            f"used, and at 0.1 % false alarms at most {percent(attacks.at_one_in_a_thousand)}. These are limits on all "
+            "attacks, also on one with all the other records in hand; the attacks that people have measured usually "
+            "reach less.",
+            f"What that rests on: {ASSUMPTION[0].lower()}{ASSUMPTION[1:]}",
             _verdict(epsilon),
             "What it does not promise: facts that hold for many records (a style, a language, a disease's look) can "
-            "still be learned; a person with several records is protected less; and data that the model saw outside "
-            "the private phases, or a stolen copy of the raw data, are not covered.",
+            "still be learned; a person with several records is protected less, and not in proportion; and data that "
+            "the model saw outside the private phases, or a stolen copy of the raw data, are not covered.",
         )
     )
 
@@ -68,6 +83,6 @@ def _factor(epsilon: float) -> str:
     return f"{math.exp(epsilon):,.2f}" if epsilon < 3 else f"{math.exp(epsilon):,.0f}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """Rounded up: the text states limits."""
     return f"{min(100.0, math.ceil(share * 1e4) / 100):g} %"

@@ -1,7 +1,7 @@
 """A certificate as pages for people: Markdown and HTML of the same content, with a model-card block.
 
-The explanation follows the questions of NIST SP 800-226, "Guidelines for Evaluating Differential Privacy
-Guarantees": what is protected, from whom, how strongly, on what assumptions, and what is left out.
+The evaluation follows the components of NIST SP 800-226 (March 2025), "Guidelines for Evaluating Differential Privacy
+Guarantees": the guarantee, the algorithms, the deployment.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from murmuration.accounting import template
-from murmuration.accounting.certificate.explain import explain
-from murmuration.accounting.epsilon.accountant import show_delta
+from murmuration.accounting.certificate.explain import ASSUMPTION, Attacks, explain, percent
+from murmuration.accounting.certificate.limits import curve_of
+from murmuration.accounting.certificate.picture import trade_off_svg
+from murmuration.accounting.certificate.registry import registry_entry
+from murmuration.accounting.epsilon.accountant import round_up, show_delta
 from murmuration.accounting.escaping import printable_leaves
 
 HERE = Path(__file__).parent
 VERIFY = "python launch/account.py verify RUN_DIR"
+# Limits that most readers ask for; the picture has all.
+TOLD = (1e-4, 1e-3, 1e-2, 0.1)
+NOT_STATED = "not stated (the config's about section)"
 
 
 @dataclass(frozen=True)
@@ -25,10 +31,11 @@ class Block:
     """What both pages show, each in its own markup. Texts are plain: what looks like markup in them came with a name.
 
     `text` and `strong` hold a paragraph, `code` lines that are shown as they are, none of which may begin with a fence,
-    `list` its entries and `table` its rows, the first of which is the head.
+    `list` its entries, `table` its rows, the first of which is the head, and `picture` an SVG drawing of numbers alone,
+    which is left out where pictures cannot be shown.
     """
 
-    kind: Literal["text", "strong", "code", "list", "table"]
+    kind: Literal["text", "strong", "code", "list", "table", "picture"]
     content: Any
     language: str = ""
 
@@ -47,24 +54,39 @@ def html_page(certificate: dict[str, Any]) -> str:
     return template.html_page(HERE / "certificate.html.jinja", sections=_sections(printable_leaves(certificate)))
 
 
+def html_sections(certificate: dict[str, Any]) -> str:
+    """The same content as a part of another page, whose own title is above it."""
+    sections = _sections(printable_leaves(certificate))
+    return template.html_page(HERE / "certificate_sections.html.jinja", sections=sections, top=2)
+
+
 def _sections(certificate: dict[str, Any]) -> list[Section]:
     claim = certificate["claim"]
     ledger = certificate["ledger"]
-    meaning = [Block("text", text) for text in _meaning(claim, certificate["unit"])]
     found = [
         Section(
             f"Privacy certificate: {certificate['run']}",
             [Block("strong", claim["statement"]), Block("list", _facts(certificate))],
         ),
         Section("Steps", [Block("table", _phase_table(certificate))]),
-        Section("What this means", meaning),
-        Section("Evaluation after NIST SP 800-226", [Block("table", _nist(certificate))]),
+        Section("What this means", [Block("text", text) for text in _meaning(certificate)]),
+        *_limits(certificate),
+        Section("Evaluation after NIST SP 800-226", _nist(certificate)),
         Section("Known deviations", [Block("list", certificate["known_deviations"])]),
     ]
     if certificate.get("siblings"):
         siblings = [_sibling(each) for each in certificate["siblings"]]
         found.append(Section("Other runs on the same records", [Block("list", siblings)]))
+    if certificate.get("versions"):
+        versions = [["part", "version"], *([name, str(each)] for name, each in certificate["versions"].items())]
+        found.append(Section("Versions", [Block("table", versions)]))
     found.append(Section("Model card block", [Block("code", model_card(certificate), "yaml")]))
+    entry = [
+        Block("text", "In the fields of the Differential Privacy Deployments Registry. What only the owner knows is to "
+              "be added before it is sent in."),
+        Block("code", _json(registry_entry(certificate)), "json"),
+    ]  # fmt: skip
+    found.append(Section("Registry entry", entry))
     check = [
         Block("text", f"Ledger: {ledger['length']} lines, head {ledger['head']}."),
         Block("text", "Recompute everything from the ledger alone:"),
@@ -83,45 +105,141 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
             f"ε = {claim['epsilon_claimed']} claimed: {claim['claimed_because']}",
             f"RDP, as a second opinion: {_show(claim['epsilon_rdp'])}",
         ]
+    about = certificate.get("about") or {}
+    lines += [f"data: {about.get('data') or NOT_STATED}", f"responsible: {about.get('owner') or NOT_STATED}"]
+    if certificate.get("model"):
+        lines.append(f"model: {certificate['model']}")
     lines += [f"unit: {certificate['unit']}", f"neighbours: {certificate['adjacency']}"]
     return [*lines, f"mechanism: {certificate['mechanism']}"]
 
 
 def _phase_table(certificate: dict[str, Any]) -> list[list[str]]:
-    rows = [["phase", "private", "steps", "events (q, σ, count)"]]
+    rows = [["phase", "private", "n", "C", "q", "σ", "T", "steps opened", "charged (q, σ, count)"]]
     for phase in certificate["phases"]:
         events = "; ".join(f"({e['rate']:.6g}, {e['sigma']:.6g}, {e['count']})" for e in phase.get("events", []))
-        rows.append([phase["name"], "yes" if phase["private"] else "no", str(phase.get("steps_opened", "")), events])
+        plan = phase.get("plan") or {}
+        numbers = [plan.get(name, "") for name in ("records", "clip_norm")]
+        numbers += [phase.get("sampling_rate", ""), plan.get("noise_multiplier", ""), plan.get("steps", "")]
+        shown = [f"{each:.6g}" if isinstance(each, float) else str(each) for each in numbers]
+        private = "yes" if phase["private"] else "no"
+        rows.append([phase["name"], private, *shown, str(phase.get("steps_opened", "")), events])
     return rows
 
 
-def _meaning(claim: dict[str, Any], unit: str) -> list[str]:
+def _meaning(certificate: dict[str, Any]) -> list[str]:
+    claim = certificate["claim"]
     stands_for = claim.get("stands_for")
     objection = None if claim["private"] or stands_for else claim["statement"]
-    text = explain(claim["epsilon_claimed"] or 0.0, _delta(claim) or 1.0, unit, objection)
+    limits = certificate.get("limits")
+    attacks = Attacks.of_limits(limits) if limits else Attacks.of_curve(curve_of(certificate))
+    text = explain(claim["epsilon_claimed"] or 0.0, _delta(claim) or 1.0, certificate["unit"], attacks, objection)
     return [*([f"{stands_for}. The following is about what was run."] if stands_for else []), *text.split("\n\n")]
 
 
-def _nist(certificate: dict[str, Any]) -> list[list[str]]:
+def _limits(certificate: dict[str, Any]) -> list[Section]:
+    limits, claim = certificate.get("limits"), certificate["claim"]
+    if not limits:
+        return []
+    points = [(point["false_alarms"], point["at_most"]) for point in limits["true_positives"]]
+    alone = curve_of(certificate)
+    drawn = trade_off_svg(points, [(alpha, alone.power(alpha)) for alpha, _ in points])
+    told = [
+        [percent_of(alpha), percent(found)] for alpha, found in points if any(abs(alpha / t - 1) < 1e-9 for t in TOLD)
+    ]
+    attack = [
+        Block("text", f"Proved for {limits['holds_for']}, against any test by which somebody decides for one record "
+              "whether it was used."),
+        Block("picture", drawn),
+        Block("table", [["false alarms", "used records found, at most"], *told]),
+        Block("text", f"A guess at even odds is right in at most {percent(limits['best_guess'])} of the cases. "
+              + _gaussian(limits["gaussian"])),
+    ]  # fmt: skip
+    delta = show_delta(limits["delta"])
+    people = [
+        Block("text", "What is promised to somebody with several records, all of which are there or blank, is not so "
+              "many times the ε of one record. It is composed from its own pair of outputs, at the same δ. A record "
+              "that is exchanged for another one, or gets another label, has a row of its own."),
+        Block("table", [
+            ["what may change", f"ε at δ = {delta}"], ["one record", f"{claim['epsilon_claimed']}"],
+            *([f"{each['records']} records of one person", _bound(each)] for each in limits["groups"]),
+            ["one record for another, or its label", _bound(limits["replacement"])],
+        ]),
+        Block("table", [["δ", "ε of one record"], *([f"{r['delta']:g}", _bound(r)] for r in limits["other_deltas"])]),
+    ]  # fmt: skip
+    return [Section("Limits on every attack", attack), Section("Several records, and other values of δ", people)]
+
+
+def _gaussian(fit: dict[str, Any]) -> str:
+    if fit["mu"] is None:
+        return "No Gaussian mechanism describes this curve."
+    return (
+        f"Gaussian differential privacy: μ = {round_up(fit['mu'])}. At every share of false alarms no test finds more "
+        f"than that Gaussian allows, plus {_small(fit['delta'])}; the Gaussian allows up to {percent(fit['gap'])} more "
+        "than is proved here, which is the error of the fit."
+    )
+
+
+def _bound(found: dict[str, Any]) -> str:
+    return f"not proved: {found['reason']}" if found["epsilon"] is None else f"{round_up(found['epsilon'])}"
+
+
+def _small(share: float) -> str:
+    return show_delta(share) if share > 0 else "nothing"
+
+
+def percent_of(share: float) -> str:
+    return f"{100 * share:g} %"
+
+
+def _nist(certificate: dict[str, Any]) -> list[Block]:
+    """By the components that the publication names, from the guarantee down to what everything else rests on."""
     claim = certificate["claim"]
     public = [p["name"] for p in certificate["phases"] if not p["private"]]
     strength = "no promise" if not (claim["private"] or "stands_for" in claim) else (
         f"ε = {claim['epsilon_claimed']}, δ = {show_delta(_delta(claim))}"
     )  # fmt: skip
+    about = certificate.get("about") or {}
     return [
-        ["question", "answer"],
-        ["What is the privacy unit?", f"{certificate['unit']}; a person with k records has k times the ε at most"],
-        ["What are neighbouring data sets?", certificate["adjacency"]],
-        ["How strong is it?", strength],
-        ["Over what does it compose?", "every step that the ledger opened, released or not; each release of this run"],
-        ["Who must be trusted?", "the curator: whoever holds the records, the machine and the run's secret folder"],
-        ["Which mechanism?", certificate["mechanism"]],
-        ["Who can use the outputs?", "anybody, for any purpose: post-processing does not weaken it"],
-        ["What else was trained on?", f"non-private phases: {', '.join(public) or 'none'}"],
-        ["Was anything tuned on the private data?", _tuned(certificate["tuned_on_private_data"])],
-        ["What is not covered?", "side channels of the machine, private logs, several runs on the same records"],
-        ["How can it be checked?", f"hash-chained ledger; {VERIFY}"],
-    ]
+        Block("table", [
+            ["the guarantee", ""],
+            ["Privacy parameters", strength],
+            ["Unit of privacy", f"{certificate['unit']}; {_people(certificate)}"],
+            ["Neighbouring data sets", certificate["adjacency"]],
+            ["Variant", "approximate differential privacy, computational: see the assumption below"],
+            ["Assumption", certificate.get("assumption", ASSUMPTION)],
+        ]),
+        Block("table", [
+            ["the algorithm", ""],
+            ["Mechanism", certificate["mechanism"]],
+            ["Composition", "every step that the ledger opened, released or not; each release of this run"],
+            ["Post-processing", "anybody may use the outputs for any purpose: that does not weaken the promise"],
+            ["Tuning on private data", _tuned(certificate["tuned_on_private_data"])],
+            ["Trained on without noise", f"non-private phases: {', '.join(public) or 'none'}"],
+            ["Utility and bias", "noise costs most where records are few: groups that are rare in the data are learned "
+             "less well. Not measured here."],
+        ]),
+        Block("table", [
+            ["the deployment", ""],
+            ["Query model", "non-interactive: one training, whose weights are released"],
+            ["Trust model", "central: whoever holds the records, the machine and the run's secret folder is trusted"],
+            ["Implementation and side channels", "floating point and further deviations are listed below; side "
+             "channels of the machine, private logs and several runs on the same records are not covered"],
+            ["Data security and access", "the run key lies in the run's secret folder and is destroyed with the final "
+             "certificate, unless it is kept on request; the records' own storage is outside of this certificate"],
+            ["Data collection", about.get("data") or NOT_STATED],
+            ["Responsible", about.get("owner") or NOT_STATED],
+            ["Check", f"hash-chained ledger; {VERIFY}"],
+        ]),
+    ]  # fmt: skip
+
+
+def _people(certificate: dict[str, Any]) -> str:
+    limits = certificate.get("limits")
+    rows = [each for each in limits["groups"] if each["epsilon"] is not None] if limits else []
+    if not rows:
+        return "what it means for a person with several records is not stated, and not in proportion"
+    told = ", ".join(f"{each['records']} records ε = {round_up(each['epsilon'])}" for each in rows)
+    return f"for a person with {told}, at the same δ"
 
 
 def _tuned(declarations: list[dict[str, Any]]) -> str:
@@ -158,8 +276,17 @@ def model_card(certificate: dict[str, Any]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """For YAML inside a page: characters that a page could take for its own markup are written as their numbers."""
-    return "".join(f"\\u{ord(each):04x}" if each in "`<>&" else each for each in json.dumps(text))
+    """For YAML inside a page."""
+    return _unmarked(json.dumps(text))
+
+
+def _json(value: Any) -> str:
+    return _unmarked(json.dumps(value, indent=2, ensure_ascii=False)) + "\n"
+
+
+def _unmarked(text: str) -> str:
+    """JSON in which characters that a page could take for its own markup are written as their numbers."""
+    return "".join(f"\\u{ord(each):04x}" if each in "`<>&" else each for each in text)
 
 
 def _show(value: float | str | None) -> str:

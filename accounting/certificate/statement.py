@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from murmuration.accounting.certificate.explain import ASSUMPTION
+from murmuration.accounting.certificate.limits import limits
 from murmuration.accounting.epsilon.accountant import AccountingError, describe, epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.tuning import tuned_epsilon
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import ADJACENCY, UNIT
 
-FORMAT = "murmuration-certificate/1"
+FORMAT = "murmuration-certificate/2"
+# Without limits and assumption; its pages said more than it proved.
+EARLIER_FORMAT = "murmuration-certificate/1"
 MECHANISM = (
     "per-record gradients clipped in L2 norm over all trainable parameters, summed over an exact "
     "Poisson sample, Gaussian noise added once to the sum, divided by the constant q·n"
@@ -37,11 +41,12 @@ GENERATOR_DEVIATIONS = {
 
 
 def compose(
-    history: History, entries: list[LedgerEntry], extra: dict[str, Any], epsilon_found: float | None = None
-) -> dict[str, Any]:
+    history: History, entries: list[LedgerEntry], extra: dict[str, Any], epsilon_found: float | None = None,
+    form: str = FORMAT,
+) -> dict[str, Any]:  # fmt: skip
     """Everything a reader needs to recompute the claim. `extra` holds what the ledger does not know: hashes, the
-    deviations of this trainer, `siblings` (other runs on the same records). The epsilon is computed unless it is given,
-    as one that another method found."""
+    deviations of this trainer, `about` (a description of the data, who is responsible), `model`, `siblings` (other runs
+    on the same records). The epsilon is computed unless it is given, as one that another method found."""
     added = dict(extra)
     deviations = added.pop("known_deviations", [])
     private = bool(history.plans)
@@ -74,10 +79,18 @@ def compose(
         "method": describe("pld"),
         **({"stands_for": objection} if _simulated(history, objection) else {}),
     }
+    stated: dict[str, Any] = {}
+    if form == FORMAT:
+        stated = {
+            "limits": limits(history, claimed) if claimed is not None else None,
+            "assumption": ASSUMPTION,
+            "versions": history.run["versions"],
+        }
     return {
-        "format": FORMAT,
+        "format": form,
         "run": history.run["name"],
         "claim": claim,
+        **stated,
         "unit": UNIT,
         "adjacency": ADJACENCY,
         "mechanism": MECHANISM,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.certificate.attached import Attached, CertificateError, check_attached
 from murmuration.accounting.certificate.composition import total
-from murmuration.accounting.certificate.statement import FORMAT, compose, deviations_of
+from murmuration.accounting.certificate.statement import EARLIER_FORMAT, FORMAT, compose, deviations_of
 from murmuration.accounting.epsilon.accountant import Accountant, AccountingError
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.heads import NAME as HEADS
@@ -22,6 +23,14 @@ AGREEMENT = 1e-9
 # Version 0.1 composed without a bound of the rounding. Its certificates still verify where the bound agrees with them.
 EARLIER_METHOD = {"accountant": "pld", "interval": 1e-4, "tail_mass": 1e-15, "estimate": "pessimistic"}
 EARLIER_AGREEMENT = 1e-5
+# Limits are read off a curve at fixed points, where small differences between processors grow.
+LIMITS_AGREEMENT = 1e-6
+# What the verdict on a certificate of that form has to add.
+EARLIER_FORM = (
+    "its form murmuration-certificate/1 proves this one (ε, δ) for one record and nothing else. Where its pages say "
+    "that a person with k records has k times the ε, or that attacks with unlimited computers are limited, they are "
+    "wrong; `account.py explain` says what this ledger does prove"
+)
 # What follows from the ledger alone; everything else in a certificate is somebody's word.
 DERIVED = ("run", "unit", "adjacency", "mechanism", "phases", "segments", "tuned_on_private_data")
 DERIVED_CLAIMS = (
@@ -51,6 +60,8 @@ class Verdict:
     checkpoints: int = 0
     attached: Attached | None = None
     """None where there is no certificate yet."""
+    earlier_form: str | None = None
+    """What the certificate's form cannot promise, if it is not the present one."""
 
 
 def verify(
@@ -71,13 +82,14 @@ def verify(
     spent = history.epsilon(accountant) if private else 0.0
     if private and accountant == "pld" and spent > history.budget() * (1 + AGREEMENT):
         raise CertificateError(f"the ledger charges epsilon = {spent:.6f}, above the budget of {history.budget():g}")
-    certified = claimed = because = attached = None
+    certified = claimed = because = attached = earlier = None
     if certificate_path.is_file():
         try:
             certificate = parse(certificate_path.read_bytes())
             certified = _compare(certificate, history, entries)
             claimed, because = certificate["claim"]["epsilon_claimed"], certificate["claim"]["claimed_because"]
             attached = check_attached(run_dir, certificate, history, signer)
+            earlier = EARLIER_FORM if certificate["format"] == EARLIER_FORMAT else None
         except (CertificateError, AccountingError):
             raise
         except JsonError as error:
@@ -89,6 +101,7 @@ def verify(
         delta=history.delta() if private else None, budget=history.budget() if private else 0.0,
         opened=len(history.opened), committed=len(history.committed), lines=len(entries), head=entries[-1].hash,
         certified=certified, claimed=claimed, claimed_because=because, checkpoints=checkpoints, attached=attached,
+        earlier_form=earlier,
     )  # fmt: skip
 
 
@@ -140,7 +153,7 @@ def _require_line(entries: list[LedgerEntry], length: int, head: str, witness: s
 
 
 def _compare(certificate: dict[str, Any], history: History, entries: list[LedgerEntry]) -> float | None:
-    if certificate["format"] != FORMAT:
+    if certificate["format"] not in (FORMAT, EARLIER_FORMAT):
         raise CertificateError(f"the certificate has format {certificate['format']!r:.200}, not {FORMAT!r}")
     length = certificate["ledger"]["length"]
     _require_line(entries, length, certificate["ledger"]["head"], "the certificate")
@@ -159,6 +172,8 @@ def _compare(certificate: dict[str, Any], history: History, entries: list[Ledger
         # Through JSON and back, as the certificate went.
         if not _same(found, json.loads(json.dumps(recomputed))):
             raise CertificateError(f"the certificate says {name} = {found!s:.200}, but the ledger gives {recomputed}")
+    if certificate["format"] == FORMAT:
+        _compare_limits(certificate, expected)
     for name in ("known_deviations", "siblings"):
         if not isinstance(certificate.get(name, []), list):
             raise CertificateError(f"the certificate's {name} are not a list; restore it")
@@ -194,7 +209,8 @@ def _expected(
     certificate: dict[str, Any], history: History, entries: list[LedgerEntry]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the ledger gives, and by which method."""
-    expected = compose(history, entries, {})
+    form = certificate["format"]
+    expected = compose(history, entries, {}, form=form)
     found, bound = certificate["claim"]["epsilon"], expected["claim"]["epsilon"]
     if _method(certificate) == EARLIER_METHOD and isinstance(found, float) and isinstance(bound, float):
         if abs(found - bound) > EARLIER_AGREEMENT:
@@ -202,8 +218,44 @@ def _expected(
                 f"the certificate says epsilon = {found}, but {bound} is the smallest bound that can be proved; its "
                 "method did not bound its own rounding"
             )
-        return compose(history, entries, {}, found), EARLIER_METHOD
+        return compose(history, entries, {}, found, form), EARLIER_METHOD
     return expected, _method(expected)
+
+
+def _compare_limits(certificate: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Assumption and versions to the letter; limits by their numbers, but not the words for one that is missing."""
+    for name in ("assumption", "versions"):
+        if certificate[name] != json.loads(json.dumps(expected[name])):
+            raise CertificateError(f"the certificate's {name} are not those of this ledger and version; restore it")
+    found, recomputed = (dict(_leaves("limits", document["limits"])) for document in (certificate, expected))
+    for place in sorted(found.keys() | recomputed.keys()):
+        if place not in found or not _close(found[place], recomputed.get(place, _MISSING)):
+            raise CertificateError(
+                f"the certificate says {place} = {found.get(place)!s:.200}, but the ledger gives "
+                f"{recomputed.get(place)}"
+            )
+
+
+_MISSING = object()
+
+
+def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key in value:
+            if key != "reason":
+                yield from _leaves(f"{place}.{key}", value[key])
+    elif isinstance(value, list):
+        yield f"{place}.length", len(value)
+        for number, each in enumerate(value):
+            yield from _leaves(f"{place}.{number}", each)
+    else:
+        yield place, value
+
+
+def _close(found: Any, expected: Any) -> bool:
+    if isinstance(expected, float) and isinstance(found, (int, float)) and not isinstance(found, bool):
+        return abs(found - expected) <= LIMITS_AGREEMENT * abs(expected)
+    return type(found) is type(expected) and found == expected
 
 
 def _method(certificate: dict[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from murmuration.accounting.epsilon.accountant import (
     describe,
     epsilon,
     epsilon_below,
-    gdp_mu,
     round_up,
 )  # fmt: skip
 from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_steps
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon, participations
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
+from murmuration.accounting.epsilon.trade_off import of_events
 from murmuration.accounting.plan import RATE_DENOMINATOR, PlanError, parse_delta, threshold_for
 
 SAFE_SPREADS = 8
@@ -67,8 +67,12 @@ def epsilon_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
         values |= {"at_epsilon": arguments.at_epsilon, "delta_at_epsilon": delta_at(events, arguments.at_epsilon)}
         lines.append(f"δ = {values['delta_at_epsilon']:.4g} at ε = {arguments.at_epsilon:g}")
     if arguments.gdp:
-        values["gdp_mu"] = gdp_mu(events, values["delta"])
-        lines.append(f"μ = {round_up(values['gdp_mu'])} of Gaussian differential privacy, wherever δ(ε) ≥ δ")
+        fit = of_events(events, values["delta"]).fit()
+        values |= {"gdp_mu": fit.mu, "gdp_gap": fit.gap}
+        lines.append(
+            f"μ = {round_up(fit.mu)} of Gaussian differential privacy, but for δ; it overstates what a test finds by "
+            f"up to {round_up(fit.gap)}"
+        )
     if arguments.cross_check:
         values["cross_check"] = opacus_epsilon(events, values["delta"])
         lines += [f"{name}: {found}" for name, found in values["cross_check"].items()]

@@ -118,6 +118,9 @@ def _explain_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", type=Path, nargs="?", metavar="RUN_DIR", help="or give numbers instead")
     _common(command, required=False)
     command.add_argument("--epsilon", type=float, help="with --delta: the promise itself")
+    command.add_argument(
+        "--records-per-person", type=int, metavar="K", help="also the epsilon for a person with so many records"
+    )
     command.add_argument("--batch", type=float, help="with --n, --steps and --sigma: it is computed")
     command.add_argument("--steps", type=int)
     command.add_argument("--sigma", type=float)

@@ -5,16 +5,26 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from murmuration.accounting.certificate.certificate import compose, verify, write
-from murmuration.accounting.certificate.explain import attack_power, best_guess, explain
+from murmuration.accounting.certificate.explain import Attacks, explain
+from murmuration.accounting.certificate.limits import claimed_events, row
 from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.cli.epsilon import setting
-from murmuration.accounting.epsilon.accountant import Event, epsilon, round_up, show_delta
+from murmuration.accounting.epsilon import trade_off
+from murmuration.accounting.epsilon.accountant import (
+    Event,
+    epsilon,
+    group_epsilon,
+    replacement_epsilon,
+    round_up,
+    show_delta,
+)
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.keys import destroy, load
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
+from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import UNIT, PlanError, parse_delta
 
@@ -44,6 +54,8 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if verdict.attached is not None:
         lines += verdict.attached.checked
         lines += [f"not checked: {sentence}" for sentence in verdict.attached.unchecked]
+    if verdict.earlier_form:
+        lines.append(f"what this certificate cannot promise: {verdict.earlier_form}")
     if verdict.objection:
         lines.append(verdict.objection)
     return asdict(verdict), "\n".join(printable(line) for line in lines)
@@ -75,32 +87,84 @@ def retire_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """From a run directory, from epsilon and delta, or from the numbers of a training."""
-    objection = None
+    asked = _asked(arguments)
+    curve = (
+        trade_off.of_point(asked.epsilon, asked.delta)
+        if asked.events is None
+        else trade_off.of_events(asked.events, asked.delta)
+    )
+    attacks = Attacks.of_curve(curve)
+    text = explain(round_up(asked.epsilon), asked.delta, UNIT, attacks, asked.objection)
+    private = asked.objection is None
+    values = {
+        "private": private,
+        "epsilon": round_up(asked.epsilon) if private else None,
+        "delta": float(show_delta(asked.delta)) if private else None,
+        "best_guess": attacks.best_guess if private else 1.0,
+        "attack_power_at_1_percent": attacks.at_one_percent if private else 1.0,
+        "attack_power_at_0.1_percent": attacks.at_one_in_a_thousand if private else 1.0,
+        "explanation": text,
+    }
+    if (records := arguments.records_per_person) is None or not private:
+        return values, text
+    if asked.events is None:
+        raise PlanError(f"--records-per-person needs the steps that were made, but what is given is {asked.holds_for}")
+    events, delta = asked.events, asked.delta
+    values |= {
+        "records_per_person": records,
+        "epsilon_per_person": (group := row(lambda: group_epsilon(events, delta, records)))["epsilon"],
+        "epsilon_replacement": (replaced := row(lambda: replacement_epsilon(events, delta)))["epsilon"],
+    }
+    lines = [
+        f"For a person with {records} records: {_shown(group, delta)}.",
+        f"For a record that is exchanged for another one, or gets another label: {_shown(replaced, delta)}.",
+    ]
+    return values, "\n\n".join([text, *lines])
+
+
+class Asked(NamedTuple):
+    """The promise that is to be explained; with the steps behind it, where they are known."""
+
+    epsilon: float
+    delta: float
+    objection: str | None
+    events: list[Event] | None
+    holds_for: str
+
+
+def _asked(arguments: argparse.Namespace) -> Asked:
     numbers = (arguments.n, arguments.batch, arguments.steps, arguments.sigma)
     if arguments.target is not None:
-        verdict = verify(arguments.target, arguments.accountant)
-        # Without a certificate the run may still go on: its budget is what can be said by now.
-        spent = verdict.budget if verdict.claimed is None else verdict.claimed
-        delta, objection = verdict.delta or 1.0, verdict.objection
-    elif arguments.epsilon is not None:
+        return _of_run(arguments)
+    if arguments.epsilon is not None:
         if arguments.delta is None and arguments.n is None:
             raise PlanError("explain --epsilon needs --delta (or --n, for the default 1/(2n))")
         spent, delta = arguments.epsilon, parse_delta(arguments.delta, arguments.n or 1)
         if not (0 <= spent < float("inf") and 0 < delta < 1):
             raise PlanError(f"epsilon must be at least 0 and delta in (0, 1), but they are {spent} and {delta}")
-    elif all(value is not None for value in numbers):
+        return Asked(spent, delta, None, None, "one (ε, δ); give --n, --batch, --steps and --sigma instead")
+    if all(value is not None for value in numbers):
         values = setting(arguments.n, arguments.batch, arguments.steps, arguments.delta, arguments.accountant)
-        delta = values["delta"]
-        spent = epsilon([Event(values["rate"], arguments.sigma, arguments.steps)], delta, arguments.accountant)
-    else:
-        raise PlanError("explain needs a RUN_DIR, or --epsilon and --delta, or --n, --batch, --steps and --sigma")
-    text = explain(round_up(spent), delta, UNIT, printable(objection) if objection else None)
-    values = {
-        "private": objection is None,
-        "epsilon": None if objection else round_up(spent),
-        "delta": None if objection else float(show_delta(delta)),
-        "best_guess": 1.0 if objection else best_guess(spent, delta),
-        "attack_power_at_1_percent": 1.0 if objection else attack_power(spent, delta),
-        "explanation": text,
-    }
-    return values, text
+        events = [Event(values["rate"], arguments.sigma, arguments.steps)]
+        spent = epsilon(events, values["delta"], arguments.accountant)
+        return Asked(spent, values["delta"], None, events, "the steps")
+    raise PlanError("explain needs a RUN_DIR, or --epsilon and --delta, or --n, --batch, --steps and --sigma")
+
+
+def _of_run(arguments: argparse.Namespace) -> Asked:
+    verdict = verify(arguments.target, arguments.accountant)
+    # Without a certificate the run may still go on: its budget is what can be said by now.
+    spent = verdict.budget if verdict.claimed is None else verdict.claimed
+    if verdict.delta is None:
+        return Asked(spent, 1.0, printable(verdict.objection or ""), None, "no private step")
+    folder = arguments.target if arguments.target.is_dir() else arguments.target.parent
+    history, _ = History.read(folder / "ledger.jsonl")
+    events, holds_for = claimed_events(history, finished=verdict.claimed is not None)
+    objection = printable(verdict.objection) if verdict.objection else None
+    return Asked(spent, history.claimed_delta(), objection, events, holds_for)
+
+
+def _shown(found: dict[str, Any], delta: float) -> str:
+    if found["epsilon"] is None:
+        return f"no epsilon is proved ({found['reason']})"
+    return f"epsilon = {round_up(found['epsilon'])} at the same delta = {show_delta(delta)}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
@@ -22,12 +22,13 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from dp_accounting.rdp import RdpAccountant
 
 from murmuration.accounting.epsilon.composition import MOST_ERROR, Composition
-from murmuration.accounting.epsilon.gaussian import AccountingError, gaussian_delta, gaussian_epsilon, gaussian_mu
+from murmuration.accounting.epsilon.gaussian import AccountingError, gaussian_delta, gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, lower, upper
+from murmuration.accounting.epsilon.other_pairs import Group, Pair, Replacement, cells, dominating
 
 __all__ = [
-    "Accountant", "AccountingError", "Event", "delta_at", "describe", "epsilon", "epsilon_below", "gaussian_epsilon",
-    "gdp_mu", "merge", "round_up",
+    "Accountant", "AccountingError", "Event", "delta_at", "deltas_at", "describe", "epsilon", "epsilon_below",
+    "gaussian_epsilon", "group_epsilon", "merge", "plain_sigma", "replacement_epsilon", "round_up", "show_delta",
 ]  # fmt: skip
 
 Accountant = Literal["pld", "rdp"]
@@ -38,6 +39,8 @@ LEAST_SIGMA, MOST_SIGMA = 1e-9, 1e9
 LEAST_SPREAD = 2000
 # A lower bound takes a finer lattice where rounding the losses would take more than this off their sum.
 MOST_ROUNDED = 3e-4
+# Cells of the lattice of another pair, times records: about a second. Beyond that the interval grows.
+MOST_WORK = 2**21
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def epsilon(events: Sequence[Event], delta: float, accountant: Accountant = "pld
         return 0.0
     if accountant == "rdp":
         value = _rdp_epsilon(merged, delta)
-    elif (sigma := _plain_sigma(merged)) is not None:
+    elif (sigma := plain_sigma(merged)) is not None:
         value = gaussian_epsilon(sigma, delta)
     else:
         value = _pld_epsilon(tuple(merged), delta)
@@ -116,7 +119,7 @@ def epsilon_below(events: Sequence[Event], delta: float) -> float | None:
         return 0.0
     if any(event.cap is not None for event in merged):
         return None
-    if (sigma := _plain_sigma(merged)) is not None:
+    if (sigma := plain_sigma(merged)) is not None:
         value = gaussian_epsilon(sigma, delta)
         return max(0.0, value - 1e-9 * (1 + value))
     counts = tuple(event.count for event in merged)
@@ -130,35 +133,62 @@ def epsilon_below(events: Sequence[Event], delta: float) -> float | None:
     return Composition(best[1], counts).epsilon_below(delta)
 
 
+def group_epsilon(events: Sequence[Event], delta: float, records: int) -> float:
+    """Epsilon at the same `delta` for a person with so many records, all of them there or all of them blank.
+
+    Composed like the epsilon of one record, from the pair of a group, which is more than so many times the epsilon of
+    one record wherever noise is what limits it, and less where the draw is.
+    """
+    if records < 1:
+        raise AccountingError(f"a person has at least 1 record, not {records}")
+    if records == 1:
+        return epsilon(events, delta)
+    return _other_epsilon(events, delta, records, lambda event: Group(event.rate, event.sigma, records))
+
+
+def replacement_epsilon(events: Sequence[Event], delta: float) -> float:
+    """Epsilon at `delta` if one record is exchanged for another one, or gets another label."""
+    return _other_epsilon(events, delta, 2, lambda event: Replacement(event.rate, event.sigma))
+
+
+def _other_epsilon(events: Sequence[Event], delta: float, moved: int, pair_of: Callable[[Event], Pair]) -> float:
+    """`moved`: by how many clipping norms the two neighbours lie apart in a step in which all take part."""
+    if not 0 < delta < 1:
+        raise AccountingError(f"delta must lie in (0, 1), but is {delta}")
+    merged = merge(events)
+    if not merged:
+        return 0.0
+    if any(event.cap is not None for event in merged):
+        raise AccountingError("for capped batches nothing is known but the epsilon of one record")
+    if (sigma := plain_sigma(merged)) is not None:
+        return gaussian_epsilon(sigma / moved, delta)
+    pairs, counts = [pair_of(event) for event in merged], tuple(event.count for event in merged)
+    # Losses are larger by about that factor, and so may be the interval.
+    interval = _interval(merged, delta) * 2 ** math.floor(math.log2(moved))
+    while max(cells(pair, interval) for pair in pairs) > MOST_WORK:
+        interval *= 2
+    lattices = [dominating(pair, interval) for pair in pairs]
+    both = (Composition(tuple(side), counts) for side in zip(*lattices, strict=True))
+    return _larger_epsilon(both, delta)
+
+
 def delta_at(events: Sequence[Event], epsilon: float) -> float:
     """Smallest provable delta at `epsilon` of all the events together (exact for q = 1, PLD otherwise)."""
-    if not (math.isfinite(epsilon) and epsilon >= 0):
-        raise AccountingError(f"epsilon must be finite and at least 0, but is {epsilon}")
+    return deltas_at(events, [epsilon], 1e-6)[0]
+
+
+def deltas_at(events: Sequence[Event], epsilons: Sequence[float], about: float) -> list[float]:
+    """The same at several epsilons; `about` is a delta among those that matter, which decides how fine they are."""
+    for value in epsilons:
+        if not (math.isfinite(value) and value >= 0):
+            raise AccountingError(f"epsilon must be finite and at least 0, but is {value}")
     merged = merge(events)
     if not merged:
-        return 0.0
-    if (sigma := _plain_sigma(merged)) is not None:
-        return gaussian_delta(sigma, epsilon)
-    return _curve(merged, [epsilon], _interval(merged, 1e-6))[0]
-
-
-def gdp_mu(events: Sequence[Event], delta: float, points: int = 64) -> float:
-    """The mu of the Gaussian mechanism that protects no better than these events wherever delta(eps) >= `delta`.
-
-    Exact for q = 1. Otherwise the largest mu over a grid of (eps, delta(eps)) of the PLD, not the central-limit
-    formula, which understates; between grid points it is an interpolation, so it describes and does not certify.
-    """
-    merged = merge(events)
-    if not merged:
-        return 0.0
-    if (sigma := _plain_sigma(merged)) is not None:
-        return 1 / sigma
-    grid = np.linspace(0.0, epsilon(merged, delta), points)
-    curve = _curve(merged, [float(e) for e in grid], _interval(merged, delta))
-    return max(
-        (math.inf if d >= 1 else gaussian_mu(float(e), d) for e, d in zip(grid, curve, strict=True) if d > 0),
-        default=0.0,
-    )
+        return [0.0 for _ in epsilons]
+    if (sigma := plain_sigma(merged)) is not None:
+        return [gaussian_delta(sigma, value) for value in epsilons]
+    both = (composition.deltas(epsilons) for composition in _compositions(merged, _interval(merged, about)))
+    return [max(pair) for pair in zip(*both, strict=True)]
 
 
 def round_up(value: float, digits: int = 4) -> float:
@@ -175,7 +205,7 @@ def show_delta(delta: float) -> str:
     return shown if float(shown) >= delta else f"{float(shown) + 10.0**-digits:.3g}"
 
 
-def _plain_sigma(events: Sequence[Event]) -> float | None:
+def plain_sigma(events: Sequence[Event]) -> float | None:
     """Noise of the one Gaussian mechanism that full-batch steps amount to; None if anything was sampled."""
     if any(event.rate != 1 or event.cap is not None for event in events):
         return None
@@ -184,15 +214,14 @@ def _plain_sigma(events: Sequence[Event]) -> float | None:
 
 @lru_cache(maxsize=256)
 def _pld_epsilon(events: tuple[Event, ...], delta: float) -> float:
-    present, absent = _compositions(events, _interval(events, delta))
-    value = present.epsilon(delta)
-    return value if absent.delta_is_below(delta, value) else max(value, absent.epsilon(delta))
+    return _larger_epsilon(_compositions(events, _interval(events, delta)), delta)
 
 
-def _curve(events: Sequence[Event], epsilons: Sequence[float], interval: float) -> list[float]:
-    """Delta at each epsilon: the larger one of the two neighbours."""
-    both = (composition.deltas(epsilons) for composition in _compositions(events, interval))
-    return [max(pair) for pair in zip(*both, strict=True)]
+def _larger_epsilon(both: Iterable[Composition], delta: float) -> float:
+    """Of the two directions; of the second no more than a bound, where that shows it to be smaller."""
+    first, second = both
+    value = first.epsilon(delta)
+    return value if second.delta_is_below(delta, value) else max(value, second.epsilon(delta))
 
 
 def _interval(events: Sequence[Event], delta: float) -> float:

@@ -28,6 +28,8 @@ PER_LEVEL = 16 * UNIT
 MOST_POINTS = 2**25
 # How many standard deviations of the tilted sum fit on either side of its mean; half of it is tried first.
 SPREADS = 9.0
+# A delta that nobody asks about; what is smaller is not followed any further.
+NEGLIGIBLE = 1e-25
 # Coefficients below this size are taken as zero, which is charged as an error.
 FAINT = 1e-40
 # How many points on either side of the fullest one are transformed by hand where the transform's bound is too wide.
@@ -117,15 +119,20 @@ class Composition:
 
     def deltas(self, epsilons: Iterable[float]) -> list[float]:
         """Upper bounds of delta at each epsilon."""
+        asked = list(epsilons)
         windows: list[_Window] = []
-        found = []
-        for value in epsilons:
-            near = [w for w in windows if abs(value - w.moments.mean) <= 2 * w.moments.spread]
-            if not near:
-                near = [_Window(self, self._tilt_with_mean(value), SPREADS)]
-                windows += near
-            found.append(min(1.0, near[0].delta(value)))
-        return found
+        found: dict[float, float] = {}
+        lowest = 1.0
+        # Delta never grows with epsilon, so a bound holds from there on: also where the losses end and no tilt leads.
+        for value in sorted(set(asked)):
+            if lowest > self.lost + NEGLIGIBLE:
+                near = [w for w in windows if abs(value - w.moments.mean) <= 2 * w.moments.spread]
+                if not near:
+                    near = [_Window(self, self._tilt_with_mean(value), SPREADS)]
+                    windows = [*windows[-1:], *near]
+                lowest = min(lowest, near[-1].delta(value))
+            found[value] = lowest
+        return [found[value] for value in asked]
 
     @cached_property
     def lost(self) -> float:
@@ -220,7 +227,7 @@ class _Window:
 
     def epsilon(self, delta: float) -> tuple[float, float]:
         """Upper bound of the epsilon, and how much of delta the bounds of all errors come to."""
-        growth, lost = self._growth(), self._beyond() + self.parts.lost
+        growth, lost = self._growth, self._beyond + self.parts.lost
         value = self._solve(delta / growth)
         moved = self._moved(value)
         # Where errors may be all of delta there is no bound; one for a larger delta tells at least where to look.
@@ -228,7 +235,7 @@ class _Window:
         return value + self.parts.slack, lost + moved + delta * (1 - 1 / growth)
 
     def epsilon_below(self, delta: float, outside: float) -> float:
-        value, lost, growth = self._solve(delta), 0.0, self._growth()
+        value, lost, growth = self._solve(delta), 0.0, self._growth
         for _ in range(8):
             # What rounding may have added at epsilons down to the floor; and tilted mass outside the window was counted
             # within it, at losses above the answer.
@@ -248,7 +255,7 @@ class _Window:
         if epsilon < self.losses[0]:
             return 1.0
         inside = _hockey_stick(self.losses, self.weights, epsilon) + self._moved(epsilon)
-        return inside * self._growth() + self._beyond() + self.parts.lost
+        return inside * self._growth + self._beyond + self.parts.lost
 
     def _moved(self, epsilon: float) -> float:
         """Bound of what the transforms' errors move delta(epsilon) by (Cauchy and Schwarz)."""
@@ -324,6 +331,7 @@ class _Window:
             sizes += even + 2 * abs(pair[1] - pair[0]) * np.abs(sine)
         return real + 1j * imaginary, sizes
 
+    @cached_property
     def _growth(self) -> float:
         """What the relative errors of all masses may come to as a factor."""
         exponent = UNIT * self.points + 16 * UNIT * (
@@ -335,6 +343,7 @@ class _Window:
             exponent += count * (lattice.error + UNIT * (8 * largest + folds))
         return math.exp(exponent) if exponent < 1 else math.inf
 
+    @cached_property
     def _beyond(self) -> float:
         """Bound of the mass above the window (Chernoff's, the best of a few tilts)."""
         return 2 * math.exp(min(0.0, self._log_tail(+1) + self.moments.log_scale - self.tilt * self.losses[-1]))

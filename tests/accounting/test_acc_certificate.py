@@ -14,10 +14,11 @@ import pytest
 
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import CertificateError, compose, html_page, markdown, verify
-from murmuration.accounting.certificate.explain import attack_power, best_guess, explain
+from murmuration.accounting.certificate.explain import Attacks, explain
 from murmuration.accounting.certificate.pages import model_card
 from murmuration.accounting.certificate.verify import EARLIER_METHOD
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon, show_delta
+from murmuration.accounting.epsilon.trade_off import of_point
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.ledger.chain import LedgerError
@@ -223,7 +224,7 @@ def test_pages_escape_what_names_contain(tmp_path: Path) -> None:
     document = compose(journal.history, journal.ledger.entries, {"known_deviations": ["<script>alert(1)</script>"]})
     document["phases"][0]["name"] = "a|b<i>"
     assert "<script>" not in html_page(document) and "<i>" not in html_page(document)
-    assert [line.count("|") for line in markdown(document).splitlines() if "a&#124;b&lt;i&gt;" in line] == [5]
+    assert [line.count("|") for line in markdown(document).splitlines() if "a&#124;b&lt;i&gt;" in line] == [10]
 
 
 EVIL = [
@@ -272,12 +273,12 @@ def test_no_name_is_markup_in_a_certificate(tmp_path: Path, name: str) -> None:
 
 def test_plain_words_state_true_limits() -> None:
     for value in (0.0, 0.1, 1.0, 8.0, 452.8, 5000.0):
-        assert 0.5 <= best_guess(value, 1e-6) <= 1.0 and 0.0 <= attack_power(value, 1e-6) <= 1.0
-        text = explain(value, 1e-6, "one record")
-        assert f"epsilon = {value:g}" in text and "nan" not in text
-    assert best_guess(math.log(3), 0.0) == pytest.approx(0.75)
-    assert attack_power(math.log(2), 0.0) == pytest.approx(0.02)
-    assert "No promise" in explain(1.0, 1e-6, "one record", "NOT PRIVATE (debug)")
+        attacks = Attacks.of_curve(of_point(value, 1e-6))
+        assert 0.5 <= attacks.best_guess <= 1.0 and 0.0 <= attacks.at_one_in_a_thousand <= attacks.at_one_percent <= 1
+        text = explain(value, 1e-6, "one record", attacks)
+        assert f"epsilon = {value:g}" in text and "nan" not in text and "cipher" in text
+        assert "unlimited" not in text
+    assert "No promise" in explain(1.0, 1e-6, "one record", attacks, "NOT PRIVATE (debug)")
 
 
 def test_late_plans_do_not_shrink_the_claim(tmp_path: Path) -> None:

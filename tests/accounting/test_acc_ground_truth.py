@@ -13,13 +13,13 @@ from murmuration.accounting.epsilon.accountant import (
     Event,
     delta_at,
     epsilon,
-    gdp_mu,
     merge,
     round_up,
     show_delta,
 )
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu, unamplified_epsilon
+from murmuration.accounting.epsilon.trade_off import of_events
 
 LAION, IMAGENET = 233_000_000, 1_281_167
 DPCAP = 233_804_767
@@ -166,9 +166,9 @@ def test_delta_and_epsilon_are_inverse() -> None:
 
 
 def test_gdp_mu_bounds_the_curve_and_is_exact_without_sampling() -> None:
-    assert gdp_mu([Event(1.0, 2.0, 4)], 1e-6) == pytest.approx(1.0)
+    assert of_events([Event(1.0, 2.0, 4)], 1e-6).fit().mu == pytest.approx(1.0)
     events = [Event(0.02, 1.0, 100)]
-    mu = gdp_mu(events, 1e-6)
+    mu = of_events(events, 1e-6).fit().mu
     for value in (0.1, 0.37, 0.9):
         if (delta := delta_at(events, value)) > 1e-6:
             assert gaussian_delta(1 / mu, value) >= 0.999 * delta

@@ -31,6 +31,8 @@ class About(Section):
     cost: str = Field(default="", description="What it costs in time.")
     expect: str = Field(default="", description="The result to expect.")
     source: str = Field(default="", description="The paper or the idea that it comes from.")
+    data: str = Field(default="", description="What the private records are and where they come from; certified.")
+    owner: str = Field(default="", description="Who is responsible for the data and this training; certified.")
 
 
 class Offload(Section):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from murmuration.accounting.certificate import certificate
-from murmuration.accounting.certificate.certificate import markdown
+from murmuration.accounting.certificate.certificate import html_sections
 from murmuration.accounting.certificate.composition import composed, known_runs
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.escaping import printable
@@ -44,7 +44,7 @@ def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], s
             if curves.get(phase.name)
         ],
         samples=samples,
-        certificate=markdown(certificate),
+        certificate=html_sections(certificate),
     )
     with atomic(run_dir.report, one_writer=True) as file:
         file.write(page.encode())
@@ -181,6 +181,8 @@ def _composed(
         "known_deviations": DEVIATIONS,
         # Where a sibling's folder lies is nobody's business.
         "siblings": [{key: value for key, value in other.items() if key != "folder"} for other in siblings],
+        "about": {"data": config.about.data, "owner": config.about.owner},
+        "model": f"{config.model.family}, {config.model.size}, pictures of {config.model.image_size} px",
         "engine": str(EngineSettings.of(config)),
         "machine": "cuda" if torch.cuda.is_available() else "cpu (gloo); not yet proved on GPUs with NCCL",
         "hashes": {

@@ -1,0 +1,126 @@
+"""What the claim means in numbers: limits on every test, for people with several records, at other deltas.
+
+All of it follows from the ledger. Where the claim is what was spent, the opened steps are composed. Where it is the
+budget, because somebody may have chosen by outputs, all steps are composed that the budget would have allowed, and
+one more: choosing when to stop is then post-processing, and no row is better than the headline. Where only one
+(ε, δ) is proved, so is no row for groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from murmuration.accounting.epsilon import trade_off
+from murmuration.accounting.epsilon.accountant import (
+    AccountingError,
+    Event,
+    epsilon,
+    group_epsilon,
+    merge,
+    replacement_epsilon,
+)
+from murmuration.accounting.epsilon.trade_off import GRID, TradeOff
+from murmuration.accounting.ledger.history import History
+
+GROUPS = (2, 5, 10)
+DELTAS = (1e-5, 1e-6, 1e-8, 1e-10)
+SPENT = "every step that the ledger opened"
+BUDGET = "all steps that the budget would have allowed"
+# How closely the number of those steps is found; it is rounded up.
+CLOSE = 1.002
+MOST_STEPS = 10**9
+
+
+def limits(history: History, claimed: float) -> dict[str, Any]:
+    """For the certificate of a run whose ledger charges an epsilon; `claimed` is that of the headline."""
+    events, holds_for = claimed_events(history)
+    delta = history.claimed_delta()
+    curve = trade_off.of_point(claimed, delta) if events is None else trade_off.of_events(events, delta)
+    rows = [{"records": k, **row(lambda k=k: _known(events, group_epsilon, delta, k))} for k in GROUPS]
+    others = [{"delta": d, **row(lambda d=d: _known(events, epsilon, d))} for d in DELTAS]
+    return {
+        "holds_for": holds_for,
+        "events": None if events is None else [
+            {"rate": e.rate, "sigma": e.sigma, "count": e.count} for e in events
+        ],
+        "delta": delta,
+        "best_guess": curve.best_guess(),
+        "true_positives": [{"false_alarms": alpha, "at_most": curve.power(alpha)} for alpha in GRID],
+        "groups": rows,
+        "replacement": row(lambda: _known(events, replacement_epsilon, delta)),
+        "other_deltas": others,
+        "gaussian": _finite(asdict(curve.fit())),
+    }  # fmt: skip
+
+
+def claimed_events(history: History, finished: bool = True) -> tuple[list[Event] | None, str]:
+    """The steps for which the claim holds, and in words which they are; None where only one (ε, δ) is proved.
+
+    `finished`: without a certificate a run may go on, as far as its budget leads.
+    """
+    if history.late_plans:
+        return None, "the (ε, δ) of the claim alone, since a plan was declared after private steps had run"
+    charged = [declared.tuning for declared in history.tunings if declared.tuning is not None]
+    if any(not tuning.fixed for tuning in charged):
+        return None, "the (ε, δ) of the claim alone, since the number of runs that were tried was drawn"
+    if finished and history.why_budget_is_claimed() is None:
+        events, holds_for = history.charged(), SPENT
+    else:
+        events, holds_for = merge(each for phase in history.plans for each in _allowed(history, phase)), BUDGET
+    runs = max((int(tuning.mean) for tuning in charged), default=1)
+    if runs > 1:
+        holds_for += f", in each of {runs} runs"
+    return [replace(event, count=event.count * runs) for event in events], holds_for
+
+
+def row(compute: Callable[[], float]) -> dict[str, Any]:
+    """An epsilon, or the reason for which there is none."""
+    try:
+        return {"epsilon": compute()}
+    except AccountingError as error:
+        return {"epsilon": None, "reason": str(error)}
+
+
+def curve_of(certificate: dict[str, Any]) -> TradeOff:
+    """Of a certificate without limits: all that follows from its claim."""
+    claim = certificate["claim"]
+    return trade_off.of_point(claim["epsilon_claimed"] or 0.0, claim.get("delta_claimed", claim["delta"]) or 1.0)
+
+
+def _known(events: Sequence[Event] | None, compute: Callable[..., float], *asked: float) -> float:
+    if events is None:
+        raise AccountingError("nothing but the (ε, δ) of the claim is proved")
+    return compute(events, *asked)
+
+
+def _allowed(history: History, phase: int) -> list[Event]:
+    """Steps of one phase up to the first that its budget would have refused; no fewer than were opened or planned."""
+    plan, delta = history.plans[phase], history.delta()
+    kind = Event(plan.sampling_rate, plan.effective_noise_multiplier, 0)
+    opened = history.charged(phase)
+    others = [event for event in opened if replace(event, count=0) != kind]
+    least = max(plan.steps, sum(event.count for event in opened if replace(event, count=0) == kind))
+
+    def passes(count: int) -> bool:
+        try:
+            return epsilon([*others, replace(kind, count=count)], delta) > plan.epsilon_budget
+        except AccountingError:
+            return True
+
+    if passes(least):
+        return [*others, replace(kind, count=least)]
+    low, high = least, math.ceil(least * CLOSE)
+    while not passes(high) and high < MOST_STEPS:
+        low, high = high, 2 * high
+    while high > max(low + 1, low * CLOSE):
+        middle = min(high - 1, max(low + 1, round(math.sqrt(low * high))))
+        low, high = (low, middle) if passes(middle) else (middle, high)
+    return [*others, replace(kind, count=high)]
+
+
+def _finite(value: dict[str, float]) -> dict[str, float | None]:
+    """JSON knows no infinity."""
+    return {key: number if math.isfinite(number) else None for key, number in value.items()}

@@ -1,0 +1,64 @@
+"""A certificate in the fields of the Differential Privacy Deployments Registry (its entries as of 2025).
+
+The registry (of OpenDP and others) holds one document per deployment, which its editors review. This fills in what a
+run knows; what only its owner knows (intended use, region, dates) is left out, to be added before it is sent in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from murmuration.accounting.epsilon.accountant import show_delta
+
+
+def registry_entry(certificate: dict[str, Any]) -> dict[str, Any]:
+    """Numbers are rounded to the safe side."""
+    claim, about = certificate["claim"], certificate.get("about") or {}
+    private = bool(claim["private"])
+    product: dict[str, Any] = {"name": certificate["run"], "data_product_type": "Machine learning model"}
+    if about.get("owner"):
+        product["data_curators"] = [about["owner"]]
+    flavor: dict[str, Any] = {
+        "name": "Approximate DP" if private else "none",
+        "input_metric": certificate["adjacency"],
+        "bound_on_input_distance": 1,
+        "unprotected_quantities": "n, sampling rate, clipping norm, noise, number of steps and δ, as public constants",
+    }
+    if about.get("data"):
+        flavor["data_domain"] = about["data"]
+    loss: dict[str, Any] = {
+        "privacy_unit": "Record-level",
+        "privacy_unit_description": f"{certificate['unit']}; {certificate['adjacency']}",
+    }
+    if private:
+        delta = claim.get("delta_claimed", claim["delta"])
+        loss["privacy_parameters"] = {"epsilon": claim["epsilon_claimed"], "delta": float(show_delta(delta))}
+    loss["privacy_parameters_description"] = claim["statement"]
+    return {
+        "deployment": {
+            "product": product,
+            "dp_flavor": flavor,
+            "privacy_loss": loss,
+            "model": {
+                "model_name": "Central",
+                "actors": "The curator holds the records, the machine and the run's secret folder and is trusted. "
+                "Whoever sees what was released is not.",
+                "release_type": "One release",
+                "data_source_type": "Static",
+                "access_type": "Non-interactive",
+            },
+            "accounting": {
+                "post_processing": "Any use of the released weights.",
+                "composition": f"Privacy loss distributions of every step that the ledger opened; "
+                f"{claim['claimed_because']}.",
+            },
+            "implementation": {
+                "pre_processing_eda_hyperparameter_tuning": "; ".join(
+                    each["statement"] for each in certificate["tuned_on_private_data"]
+                )
+                or "Nothing was declared as chosen by private outputs.",
+                "mechanisms": certificate["mechanism"],
+            },
+            "resources": {"sources": f"Murmuration; ledger head {certificate['ledger']['head']}"},
+        }
+    }
