@@ -76,7 +76,7 @@ def _sections(certificate: dict[str, Any]) -> list[Section]:
     ]
     if certificate.get("siblings"):
         siblings = [_sibling(each) for each in certificate["siblings"]]
-        found.append(Section("Other runs on the same records", [Block("list", siblings)]))
+        found.append(Section("Other runs on the same records", [Block("list", siblings), *_composition(certificate)]))
     if certificate.get("versions"):
         versions = [["part", "version"], *([name, str(each)] for name, each in certificate["versions"].items())]
         found.append(Section("Versions", [Block("table", versions)]))
@@ -213,7 +213,7 @@ def _nist(certificate: dict[str, Any]) -> list[Block]:
             ["Mechanism", certificate["mechanism"]],
             ["Composition", "every step that the ledger opened, released or not; each release of this run"],
             ["Post-processing", "anybody may use the outputs for any purpose: that does not weaken the promise"],
-            ["Tuning on private data", _tuned(certificate["tuned_on_private_data"])],
+            ["Tuning on private data", _tuned(certificate)],
             ["Trained on without noise", f"non-private phases: {', '.join(public) or 'none'}"],
             ["Utility and bias", "noise costs most where records are few: groups that are rare in the data are learned "
              "less well. Not measured here."],
@@ -223,7 +223,8 @@ def _nist(certificate: dict[str, Any]) -> list[Block]:
             ["Query model", "non-interactive: one training, whose weights are released"],
             ["Trust model", "central: whoever holds the records, the machine and the run's secret folder is trusted"],
             ["Implementation and side channels", "floating point and further deviations are listed below; side "
-             "channels of the machine, private logs and several runs on the same records are not covered"],
+             "channels of the machine and private logs are not covered, nor are other runs on the same records, which "
+             "are listed as far as they are known"],
             ["Data security and access", "the run key lies in the run's secret folder and is destroyed with the final "
              "certificate, unless it is kept on request; the records' own storage is outside of this certificate"],
             ["Data collection", about.get("data") or NOT_STATED],
@@ -242,18 +243,39 @@ def _people(certificate: dict[str, Any]) -> str:
     return f"for a person with {told}, at the same δ"
 
 
-def _tuned(declarations: list[dict[str, Any]]) -> str:
-    if not declarations:
-        return "nothing was declared"
-    return "; ".join(
+def _tuned(certificate: dict[str, Any]) -> str:
+    told = [
         f"{each['statement']} ({'charged in the claim' if 'epsilon' in each else 'declared, not charged'})"
-        for each in declarations
-    )
+        for each in certificate["tuned_on_private_data"]
+    ]
+    others = [each for each in certificate.get("siblings") or [] if isinstance(each, dict)]
+    if twins := sorted({str(each.get("run")) for each in others if each.get("private") is False}):
+        told.append(f"runs without noise on the same records: {', '.join(twins)}; what they showed is not charged")
+    return "; ".join(told) or "nothing was declared"
 
 
 def _delta(claim: dict[str, Any]) -> float:
     """Of the claim; what was spent is given at the plans' own."""
     return claim.get("delta_claimed", claim["delta"])
+
+
+def _composition(certificate: dict[str, Any]) -> list[Block]:
+    found = certificate.get("composition")
+    if not found:
+        return []
+    rows = [["run", "ε", "known by its"]]
+    rows += [[run["run"], "no promise" if run["epsilon"] is None else f"{run['epsilon']:g}", run["by"]]
+             for run in found["runs"]]  # fmt: skip
+    if found["epsilon_sum"] is None:
+        told = f"All of them together promise nothing: {found['because']}."
+    else:
+        told = (
+            f"All of them together: ε = {round_up(found['epsilon_sum'])} at δ = {show_delta(found['delta_sum'])}, the "
+            "sum of their claims, whatever made somebody start the later ones; "
+            f"ε = {round_up(found['epsilon_together'])} at δ = {show_delta(found['delta_together'])}, the composition "
+            "of all their steps, if no run's plan was chosen by looking at another's outputs."
+        )
+    return [Block("table", rows), Block("text", told)]
 
 
 def _sibling(sibling: Any) -> str:

@@ -22,6 +22,14 @@ MECHANISM = (
 DEVIATIONS = [
     "Noise and sums are floating-point numbers (64-bit draws and totals, 32-bit products and results), not samples of "
     "the ideal distributions.",
+    "A whole run directory, secret folder included, that is restored in place is recognised by the data set's log of "
+    "runs alone; restored together with that log, it cannot be told from the original.",
+    "Ledger and certificate hold unkeyed hashes of the private records' files: whoever knows all of them but one can "
+    "test guesses of that one, and who knows the files can test which records an exclusion list left out.",
+]
+# Of form 1, whose certificates must state all of these, in these words.
+EARLIER_DEVIATIONS = [
+    DEVIATIONS[0],
     "A restored copy of the whole run directory, secret folder included, cannot be told from the original.",
     "Ledger and certificate hold unkeyed hashes of the private records' files: whoever knows all of them but one can "
     "test guesses of that one, and who knows the files can test which records an exclusion list left out.",
@@ -97,15 +105,20 @@ def compose(
         "phases": [_phase(history, index) for index in sorted(history.phase_names)],
         "segments": [segment.__dict__ for segment in history.segments],
         "tuned_on_private_data": tunings,
-        "known_deviations": deviations_of(history) + deviations,
+        "known_deviations": deviations_of(history, form) + deviations,
         **added,
         "ledger": {"length": len(entries), "head": entries[-1].hash},
     }
 
 
-def deviations_of(history: History) -> list[str]:
-    """What follows from the ledger and every certificate must state."""
-    found = list(DEVIATIONS)
+def deviations_of(history: History, form: str = FORMAT) -> list[str]:
+    """What follows from the ledger and every certificate of this form must state."""
+    found = list(EARLIER_DEVIATIONS if form == EARLIER_FORMAT else DEVIATIONS)
+    if lost := sum(charge.count for charge in history.lost):
+        found.append(
+            f"The ledger was restored from a backup; {lost} steps that its lost part had charged are charged here, and "
+            "nothing else is known of them."
+        )
     for generator in sorted(
         {facts.noise.generator for facts in (*history.opened.values(), *history.committed.values())}
     ):

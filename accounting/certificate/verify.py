@@ -177,7 +177,7 @@ def _compare(certificate: dict[str, Any], history: History, entries: list[Ledger
     for name in ("known_deviations", "siblings"):
         if not isinstance(certificate.get(name, []), list):
             raise CertificateError(f"the certificate's {name} are not a list; restore it")
-    left_out = set(deviations_of(history)) - set(certificate["known_deviations"])
+    left_out = set(deviations_of(history, certificate["format"])) - set(certificate["known_deviations"])
     if left_out:
         raise CertificateError(f"the certificate leaves out a known deviation: {left_out.pop()}")
     if "composition" in certificate:
