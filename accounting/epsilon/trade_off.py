@@ -18,7 +18,7 @@ from scipy.special import ndtr, ndtri
 
 from murmuration.accounting.epsilon.accountant import Event, deltas_at, epsilon, merge, plain_sigma
 
-POINTS = 256
+POINTS = 96
 # Where the picture and the tables are drawn.
 GRID = (
     1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7,

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from murmuration.accounting.certificate.certificate import compose
 from murmuration.train.config.root import Config
 from murmuration.train.run.early_end import measured_before
-from murmuration.train.run.report import figure, outcomes, read_curves
+from murmuration.train.run.report import figure, outcomes, read_curves, write_report
 from murmuration.train.storage.run_dir import RunDir
+from tests.support.acc_world import whole_run
 from tests.support.config_base import put
 
 NAMES = [
@@ -66,3 +68,16 @@ def test_lines_of_a_public_log_that_are_none_are_passed_over(
 def test_an_axis_needs_labels(loaded: Callable[..., Config]) -> None:
     with pytest.raises(ValueError, match="at least 1 item"):
         loaded(put("phases.1.evaluation.zero_shot.axes", {"colour": []}))
+
+
+def test_the_report_holds_the_certificate_as_a_page_and_not_as_its_source(
+    tmp_path: Path, loaded: Callable[..., Config]
+) -> None:
+    journal = whole_run(tmp_path)
+    about = {"data": "Pictures of <b>clouds</b>", "owner": "The office"}
+    document = compose(journal.history, journal.ledger.entries, {"about": about})
+    write_report(RunDir(tmp_path), loaded(), document, [])
+    page = RunDir(tmp_path).report.read_text(encoding="utf-8")
+    assert page.count("<h1>") == 1 and "<svg" in page and page.count("<table>") == page.count("</table>") > 5
+    assert "Pictures of &lt;b&gt;clouds&lt;/b&gt;" in page and "The office" in page
+    assert "|---|" not in page and "## What this means" not in page
