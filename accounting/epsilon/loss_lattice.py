@@ -90,7 +90,7 @@ def upper(rate: float, sigma: float, interval: float) -> tuple[LossLattice, Loss
     end = min(float(places[-1]), step.top)
     below, above = float(ndtr(-REACH)), float(ndtr(-end))
     present[1] += below
-    absent[-1] += above
+    absent[-2] += above  # the last point is not below the loss at the end of the reach
     infinite = (1 - rate) * above + rate * float(ndtr(1 / sigma - end))
     return (
         LossLattice(interval, first, present, infinite=infinite, error=step.error, slack=step.slack),

@@ -35,6 +35,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--noise-scale", type=float, default=1.0, metavar="S",
         help="debug: draw S times the claimed noise, to see the audit refute it (0.3)",
     )  # fmt: skip
+    parser.add_argument(
+        "--replay", action="store_true",
+        help="make the steps twice under the same keys, with one record and with a blank in its place, and compare "
+        "everything; the result is private",
+    )  # fmt: skip
+    parser.add_argument(
+        "--record", type=int, metavar="N", help="with --replay: the record (default: one that is drawn)"
+    )
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     return parser.parse_args(argv)
 
@@ -69,6 +77,22 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace, config: Config) -> int:
+    return _replay(arguments, config) if arguments.replay else _audit(arguments, config)
+
+
+def _replay(arguments: argparse.Namespace, config: Config) -> int:
+    from murmuration.train.audit.replay import replay
+    from murmuration.train.engines.local import start_ranks
+
+    try:
+        report = replay(config, start_ranks(), arguments.steps, arguments.record)
+    except (RunError, OSError) as error:
+        return complain(error)
+    print(report.as_json() if arguments.json else report.as_text(), flush=True)
+    return REFUTED if report.refuted else DONE
+
+
+def _audit(arguments: argparse.Namespace, config: Config) -> int:
     # Heavy imports only now: bad input is answered quickly, and all of it before a process group is started.
     from murmuration.train.audit.setup import AuditOptions, set_up_audit
 

@@ -1,0 +1,109 @@
+"""`audit.py --replay`: the same steps with a record and with a blank in its place; honest, and with planted faults."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.train.audit import replay as module
+from murmuration.train.audit.replay import ReplayReport, replay
+from murmuration.train.config.load import load
+from murmuration.train.engines.local import start_ranks
+from murmuration.train.noise.aes import NoiseMechanism
+from tests.support.launching import ROOT, environment
+
+STEPS = 2
+
+
+@pytest.fixture
+def recipe(small_config: dict[str, Any], tmp_path: Path) -> Path:
+    config = json.loads(json.dumps(small_config))
+    config["train_micro_batch_size_per_gpu"] = 64  # one micro-batch a step
+    config["phases"] = config["phases"][1:]
+    private = config["phases"][0]
+    del private["evaluation"]
+    private["privacy"]["expected_batch"] = 16
+    private["data"]["reading"] = {"workers": 0}
+    (tmp_path / "recipe.json").write_text(json.dumps(config))
+    return tmp_path / "recipe.json"
+
+
+def replayed(recipe: Path, **faults: Any) -> ReplayReport:
+    return replay(load(recipe, []), start_ranks(), STEPS, None, **faults)
+
+
+def test_one_record_moves_nothing_but_the_sum_and_that_by_at_most_c(recipe: Path) -> None:
+    report = replayed(recipe)
+    assert report.refuted == [] and len(report.equal) == 3
+    assert report.drawn >= 1 and 0 < max(report.moves) <= report.bound * 1.001 <= 1.001
+    assert report.moves.count(0.0) == STEPS - report.drawn, "where it was not drawn, nothing moved at all"
+
+
+class Weaker(NoiseMechanism):
+    """The ledger is told the planned deviation."""
+
+    def draw(self, *where: Any, **how: Any) -> np.ndarray:
+        return super().draw(*where, **how) * np.float32(0.9)
+
+
+def weaker(noise: Any) -> Any:
+    noise.__class__ = Weaker
+    return noise
+
+
+def test_a_tenth_less_noise_is_found(recipe: Path) -> None:
+    report = replayed(recipe, around=weaker)
+    assert len(report.refuted) == 1 and "of the planned deviation" in report.refuted[0], report.refuted
+    assert abs(report.noise_ratio - 0.9) < 5 * report.noise_error
+
+
+@pytest.mark.parametrize("fault", ["counted twice", "noise by presence", "one micro-batch more"])
+def test_a_branch_that_depends_on_a_record_is_found_in_one_pair(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    honest = module.SummedEngine.accumulate
+    absent: list[int] = []
+
+    def accumulate(self: Any, batch: MicroBatch) -> None:
+        missing = int((~batch.present).sum())
+        absent.append(missing)
+        if fault == "another shape" and missing:
+            batch = MicroBatch(
+                {name: t[batch.present] for name, t in batch.inputs.items()}, batch.present[batch.present]
+            )
+        honest(self, batch)
+        if fault == "counted twice" and missing % 2:
+            for _ in range(3):
+                honest(self, batch)
+
+    monkeypatch.setattr(module.SummedEngine, "accumulate", accumulate)
+    if fault == "noise by presence":
+        draw = NoiseMechanism.draw
+
+        def by_presence(self: Any, *where: Any, **how: Any) -> np.ndarray:
+            return draw(self, *where, **how) * np.float32(1 + 1e-7 * absent[-1])
+
+        monkeypatch.setattr(NoiseMechanism, "draw", by_presence)
+    refuted = " ".join(replayed(recipe).refuted)
+    expected = {
+        "counted twice": "moved a sum",
+        "noise by presence": "noise: not equal",
+        "one micro-batch more": "micro-batches",
+    }
+    assert expected[fault] in refuted, refuted
+
+
+def test_the_command_says_that_its_result_is_private(recipe: Path) -> None:
+    command = [sys.executable, str(ROOT / "launch" / "audit.py"), "--replay", "--config", str(recipe), "--steps", "1"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("PRIVATE") and "ledger with its keyed digests" in done.stdout
+    refused = subprocess.run([*command, "--record", "600"], env=environment(), capture_output=True, text=True)
+    assert refused.returncode == 2 and "--record 600 is none of the 600 records" in refused.stderr

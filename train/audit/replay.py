@@ -1,0 +1,315 @@
+"""Two trainings under the same keys, one record blanked in the second: what may differ, and by how much?
+
+The second one takes the first one's weights before every step, so both compute the same step of neighbouring data
+sets. Everything but the sum must then be equal, byte for byte: who is drawn, the micro-batches, the noise, the ledger.
+The sums may differ by at most C. A branch that depends on a record's value shows itself in one such pair, and so does
+noise that is not what the ledger says it is. What is printed is a function of real records without noise: PRIVATE.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.keys import Purpose, RunKey
+from murmuration.accounting.ledger.chain import Ledger
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.data.batch.loader import Loader, Reader
+from murmuration.data.batch.reader import BatchReader
+from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
+from murmuration.data.draw.poisson import PoissonSampler
+from murmuration.model.build import build
+from murmuration.model.trainable import select
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.config.root import Config, Phase
+from murmuration.train.config.section import RecipeError
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.distributed.stop import StopRequest
+from murmuration.train.engines.base import AppliedUpdate, EngineAround, ShardedEngine
+from murmuration.train.engines.choose import EngineSettings
+from murmuration.train.noise.aes import Noise
+from murmuration.train.noise.update import Update
+from murmuration.train.optim.schedule import learning_rate
+from murmuration.train.private import Computation, PrivateCore, clipping_engine
+from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, make_plan, prepare
+from murmuration.train.step import PrivateStep, Records
+
+# The two sums are made of the same products of which one is absent: rounding is all else that may move them.
+ROUNDING = 1e-3
+# Standard errors by which the measured deviation of all noise may miss the planned one.
+MOST_ERRORS = 5.0
+Around = Callable[[Noise], Noise]
+
+
+@dataclass
+class ReplayReport:
+    phase: str
+    record: int
+    steps: int
+    drawn: int
+    """In how many steps the record was drawn."""
+    bound: float
+    moves: list[float] = field(default_factory=list)
+    """Of each step, how far the sums lie apart, in units of C."""
+    noise_ratio: float = math.nan
+    """Measured deviation of the noise over the planned one, with the error of that measurement."""
+    noise_error: float = math.nan
+    equal: list[str] = field(default_factory=list)
+    refuted: list[str] = field(default_factory=list)
+
+    def as_json(self) -> str:
+        return json.dumps(self.__dict__ | {"largest_move": max(self.moves, default=0.0)})
+
+    def as_text(self) -> str:
+        lines = [
+            "PRIVATE: the following is computed from real records without noise",
+            f"phase {self.phase}: {self.steps} steps made twice, with record {self.record} and with a blank in its "
+            f"place; it was drawn in {self.drawn} of them",
+            f"equal, byte for byte: {', '.join(self.equal) or 'nothing'}",
+            f"sums moved by at most {max(self.moves, default=0.0):.6f}·C",
+            f"noise: {self.noise_ratio:.4f} of the planned deviation (± {self.noise_error:.4f})",
+        ]
+        return "\n".join([*lines, *(f"REFUTED: {each}" for each in self.refuted)])
+
+
+class BlankedReader:
+    """⊥ in the place of one record: its slot is drawn and planned alike, and nothing is read for it."""
+
+    def __init__(self, inner: Reader, record: int) -> None:
+        self._inner, self._record = inner, record
+
+    @property
+    def in_flight(self) -> int:
+        return self._inner.in_flight
+
+    def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
+        return self._inner.fetch(np.where(ids_row == self._record, EMPTY, ids_row), step)
+
+    def report(self, fetched: Fetched) -> None:
+        self._inner.report(fetched)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class RecordedNoise:
+    """The noise that a step really adds, for the comparison."""
+
+    def __init__(self, inner: Noise) -> None:
+        self._inner = inner
+        self.digest = hashlib.sha256()
+        self.squares, self.elements = 0.0, 0
+
+    @property
+    def std(self) -> float:
+        return self._inner.std
+
+    @std.setter
+    def std(self, std: float) -> None:
+        self._inner.std = std
+
+    @property
+    def divisor(self) -> float:
+        return self._inner.divisor
+
+    @property
+    def generator(self) -> str:
+        return self._inner.generator
+
+    def prepare(self, step: int) -> None:
+        self._inner.prepare(step)
+
+    def chunks(
+        self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64
+    ) -> Iterator[tuple[Fragment, Tensor]]:
+        for fragment, noise in self._inner.chunks(step, fragments, device, dtype):
+            values = noise.double().cpu().numpy()
+            self.digest.update(f"{step} {fragment.parameter} {fragment.start} ".encode() + values.tobytes())
+            self.squares += float(np.square(values).sum())
+            self.elements += fragment.length
+            yield fragment, noise
+
+
+class SummedEngine(EngineAround):
+    """Keeps each step's sum as it goes to the noise."""
+
+    def __init__(self, inner: ShardedEngine) -> None:
+        super().__init__(inner)
+        self.sums: dict[tuple[int, int], Tensor] = {}
+        self.shapes_seen: list[str] = []
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        self.shapes_seen.append(str({name: list(tensor.shape) for name, tensor in sorted(batch.inputs.items())}))
+        super().accumulate(batch)
+
+    def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
+        self.sums = {}
+        return self.inner.update(_Summed(update, self.sums), learning_rate)
+
+
+class _Summed:
+    def __init__(self, inner: Update, sums: dict[tuple[int, int], Tensor]) -> None:
+        self._inner, self._sums = inner, sums
+
+    @property
+    def elements(self) -> int:
+        return self._inner.elements
+
+    def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
+        for fragment in fragments:
+            self._sums[fragment.parameter, fragment.start] = fragment.of(flat).detach().double().clone()
+        self._inner.finish(flat, fragments)
+
+
+@dataclass
+class World:
+    """One of the two trainings."""
+
+    engine: SummedEngine
+    step: PrivateStep
+    noise: RecordedNoise
+    journal: Journal
+    loader: Loader[Any]
+
+    def close(self) -> None:
+        self.loader.close()
+        self.engine.close()
+        self.journal.ledger.close()
+
+
+def compare(first: World, second: World, phase: Phase, plan: PrivacyPlan, report: ReplayReport) -> None:
+    """Makes the steps in both, and writes into the report what was equal and what was not."""
+    for number in range(1, report.steps + 1):
+        for one, other in zip(first.engine.shards(), second.engine.shards(), strict=True):
+            with torch.no_grad():
+                other.weights.copy_(one.weights)
+        report.drawn += report.record in first.loader.draw(number).ids
+        for world in (first, second):
+            world.step.run(number, learning_rate(phase.schedule, plan.steps, number))
+        sums, others = first.engine.sums, second.engine.sums
+        squares = sum(float((sums[place] - others[place]).square().sum()) for place in sums)
+        report.moves.append(math.sqrt(squares) / plan.clip_norm)
+    ledgers = [[entry.hash for entry in world.journal.ledger.entries] for world in (first, second)]
+    for what, pair in (
+        ("micro-batches", [world.engine.shapes_seen for world in (first, second)]),
+        ("noise", [world.noise.digest.hexdigest() for world in (first, second)]),
+        ("ledger with its keyed digests of who was drawn", ledgers),
+    ):
+        if pair[0] == pair[1]:
+            report.equal.append(what)
+        else:
+            report.refuted.append(f"{what}: not equal, although only one record was blanked")
+    _judge(report, first.noise, plan)
+
+
+def _judge(report: ReplayReport, noise: RecordedNoise, plan: PrivacyPlan) -> None:
+    if (largest := max(report.moves, default=0.0)) > report.bound * (1 + ROUNDING):
+        report.refuted.append(f"one record moved a sum by {largest:.6f}·C, and {report.bound:.6f}·C is promised")
+    report.noise_ratio = math.sqrt(noise.squares / max(1, noise.elements)) / plan.noise_std
+    report.noise_error = math.sqrt(0.5 / max(1, noise.elements))
+    if abs(report.noise_ratio - 1) > MOST_ERRORS * report.noise_error:
+        report.refuted.append(
+            f"the noise has {report.noise_ratio:.4f} of the planned deviation, {MOST_ERRORS:g} errors of measurement "
+            "or more away from 1"
+        )
+
+
+def replay(
+    config: Config, ranks: Ranks, steps: int, record: int | None, around: Around = lambda noise: noise
+) -> ReplayReport:
+    """`around` is for planted faults in tests."""
+    phase = _audited(config)
+    privacy, where = phase.settings.privacy, f"phases.{phase.number}"
+    assert privacy is not None
+    plan = make_plan(phase.settings, privacy, phase.index.records, where)
+    steps = min(steps, plan.steps)
+    key = RunKey.fresh()
+    rule = clip_rule(privacy, plan, config.train_micro_batch_size_per_gpu)
+
+    def derive(purpose: Purpose) -> bytes:
+        return key.derive(purpose, phase.number, "replay")
+
+    if record is None:
+        record = _first_drawn(derive, plan, steps)
+    if not 0 <= record < plan.records:
+        raise RecipeError(f"--record {record} is none of the {plan.records} records; give a smaller number")
+    folder = Path(tempfile.mkdtemp(prefix="murmuration-replay-"))
+    worlds: list[World] = []
+    try:
+        for name, blanked in (("with", None), ("without", record)):
+            worlds.append(_world(config, phase, plan, rule, key, derive, ranks, folder / name, blanked, around))
+        bound = worlds[0].step.clip.rule.sensitivity / plan.clip_norm
+        report = ReplayReport(phase.name, record, steps, 0, bound)
+        compare(worlds[0], worlds[1], phase.settings, plan, report)
+        return report
+    finally:
+        for world in worlds:
+            world.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _audited(config: Config) -> ReadyPhase:
+    phase = next((phase for phase in prepare(config) if phase.private), None)
+    if phase is None or phase.settings.privacy is None:
+        raise RecipeError("no phase of this config has `privacy`, so there is no claim to audit; name a private recipe")
+    if phase.settings.privacy.clip.adaptive is not None:
+        where = f"phases.{phase.number}"
+        raise RecipeError(f"a replay holds C fixed; give --set {where}.privacy.clip.adaptive=null")
+    return phase
+
+
+def _first_drawn(derive: Callable[[Purpose], bytes], plan: PrivacyPlan, steps: int) -> int:
+    """A record that is never drawn would show nothing."""
+    sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), plan.records, plan.threshold)
+    for number in range(1, steps + 1):
+        if len(ids := sampler.draw(number).ids):
+            return int(ids[secrets.randbelow(len(ids))])
+    return secrets.randbelow(plan.records)
+
+
+def _world(
+    config: Config, phase: ReadyPhase, plan: PrivacyPlan, rule: ClipRule, key: RunKey,
+    derive: Callable[[Purpose], bytes], ranks: Ranks, folder: Path, blanked: int | None, around: Around,
+) -> World:  # fmt: skip
+    torch.manual_seed(0)  # both begin from the same weights
+    model = build(phase.shape, phase.settings.objective)
+    select(model, phase.settings.trainable)
+    settings = EngineSettings("local", config.train_micro_batch_size_per_gpu)
+    built = clipping_engine(
+        model, rule, phase.settings.optimizer, plan.noise_std / plan.divisor, settings, ranks,
+        Computation.of(config.run),
+    )  # fmt: skip
+    engine = SummedEngine(built.engine)
+    core = PrivateCore(plan, built.clip, engine, derive, ranks, config.run.noise)
+    reader: Reader = BatchReader(
+        phase.index, phase.data_spec(augment=True), phase.text, augment_key=derive("augmentation"),
+        mask_key=derive("masks"), dropout_key=derive("dropout"),
+    )  # fmt: skip
+    if blanked is not None:
+        reader = BlankedReader(reader, blanked)
+    loader = Loader(reader, core.sampler(), 0, 1, config.train_micro_batch_size_per_gpu, last=plan.steps)
+    journal = Journal(Ledger.open(folder / "ledger.jsonl"))
+    journal.start_run("replay", key.check_value(), key.debug, {})
+    journal.declare_plan(phase.number, phase.name, plan, describe("pld"))
+    digest = config.digest(phase.number, phase.contents())
+    journal.begin_segment(phase.number, digest, phase.index.manifest_digest, 0, "first", "replay")
+    noise = RecordedNoise(around(core.noise("noise")))
+    records = Records(loader.draw, loader.micro_batches)
+    stop = StopRequest(folder / "stop")
+    step = core.step(phase.number, journal, records, stop, noise=noise)
+    return World(engine, step, noise, journal, loader)
