@@ -90,6 +90,8 @@ def test_the_demo_promises_what_its_losses_prove(finished: tuple[Path, dict]) ->
         lambda d: d["limits"]["other_deltas"][0].update(epsilon=1.0),
         lambda d: d["limits"]["gaussian"].update(mu=1.0),
         lambda d: d["limits"].update(events=None),
+        lambda d: d["limits"].pop("replacement"),
+        lambda d: d["limits"].update(more=1.0),
         lambda d: d["limits"].update(holds_for="everything"),
         lambda d: d.update(limits=None),
         lambda d: d.pop("limits"),
@@ -173,6 +175,7 @@ def test_what_is_spent_is_what_limits_are_made_of_without_a_choice(tmp_path: Pat
 
 def test_runs_that_were_all_charged_multiply_and_runs_that_were_drawn_leave_one_point(tmp_path: Path) -> None:
     journal = begin(tmp_path, replace(PLAN, steps=3))
+    journal.declare_tuning(Declared("two batches", Tuning(2, fixed=True)))
     journal.declare_tuning(Declared("three rates", Tuning(3, fixed=True)))
     train(journal, range(1, 4), replace(PLAN, steps=3))
     journal.finish()

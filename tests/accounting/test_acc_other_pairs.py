@@ -11,6 +11,7 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from murmuration.accounting.epsilon import other_pairs
 from murmuration.accounting.epsilon.accountant import (
     AccountingError,
     Event,
@@ -20,7 +21,7 @@ from murmuration.accounting.epsilon.accountant import (
     replacement_epsilon,
 )
 from murmuration.accounting.epsilon.composition import Composition
-from murmuration.accounting.epsilon.loss_lattice import upper
+from murmuration.accounting.epsilon.loss_lattice import LossLattice, upper
 from murmuration.accounting.epsilon.other_pairs import Group, Replacement, dominating
 
 ONE_STEP = [Event(1.0, 0.6529, 1)]
@@ -116,36 +117,56 @@ def test_no_simulated_attack_passes_the_bound_and_the_best_one_nearly_reaches_it
         assert found - 5 * noise <= bound <= found + 5 * noise + 1e-4
 
 
-@pytest.mark.parametrize(
-    "pair", [Group(0.1, 0.8, 2), Group(0.9, 1.5, 4), Replacement(0.1, 0.8), Replacement(1e-4, 0.5)]
-)
-@pytest.mark.parametrize("value", [-0.3, 0.0, 0.4, 2.0])
-def test_one_step_is_bounded_closely_from_above_in_both_directions(pair, value: float) -> None:
-    """The losses grow with the output, so both measures are needed above one place only."""
-    shift = 1 / pair.sigma
-    shares = [(1 - pair.rate), pair.rate]
+def exact_delta(pair: Group | Replacement, side: int, value: float) -> float:
+    """Of one step. The losses grow with the output, so both measures are needed beyond one place only."""
+    shift, shares = 1 / pair.sigma, [1 - pair.rate, pair.rate]
     if isinstance(pair, Group):
         shares = [math.comb(pair.size, j) * pair.rate**j * (1 - pair.rate) ** (pair.size - j)
                   for j in range(pair.size + 1)]  # fmt: skip
     moves = [(j * shift, 0.0 if isinstance(pair, Group) else -j * shift) for j in range(len(shares))]
 
-    def mix(side: int, of: Callable[[float], float]) -> float:
-        return sum(share * of(move[side]) for share, move in zip(shares, moves, strict=True))
+    def mix(measure: int, of: Callable[[float], float]) -> float:
+        return sum(share * of(move[measure]) for share, move in zip(shares, moves, strict=True))
 
     def loss(z: float) -> float:
         return math.log(mix(0, lambda m: norm.pdf(z - m)) / mix(1, lambda m: norm.pdf(z - m)))
 
+    wanted, top = -value if side else value, 8 + moves[-1][0]
+    if not loss(-8) < wanted < loss(top):
+        return max(0.0, 1 - math.exp(value))
+    z = brentq(lambda z: loss(z) - wanted, -8, top, xtol=1e-13)
+    tail = norm.cdf if side else norm.sf
+    beyond = [mix(measure, lambda m: tail(z - m)) for measure in (0, 1)]
+    return beyond[side] - math.exp(value) * beyond[1 - side]
+
+
+def bound(lattice: LossLattice, value: float) -> float:
+    above = lattice.losses > value
+    return float(lattice.masses[above] @ -np.expm1(value - lattice.losses[above])) + lattice.infinite
+
+
+ONE_STEP_PAIRS = [Group(0.1, 0.8, 2), Group(0.9, 1.5, 4), Replacement(0.1, 0.8), Replacement(1e-4, 0.5)]
+
+
+@pytest.mark.parametrize("pair", ONE_STEP_PAIRS, ids=str)
+@pytest.mark.parametrize("value", [-0.3, 0.0, 0.4, 2.0])
+def test_one_step_is_bounded_closely_from_above_in_both_directions(pair, value: float) -> None:
     for side, lattice in enumerate(dominating(pair, 1e-4)):
-        wanted = -value if side else value
-        exact = max(0.0, 1 - math.exp(value))
-        if loss(-8) < wanted < loss(8 + moves[-1][0]):
-            z = brentq(lambda z, w=wanted: loss(z) - w, -8, 8 + moves[-1][0], xtol=1e-13)
-            tail = norm.cdf if side else norm.sf
-            beyond = [mix(each, lambda m, z=z, tail=tail: tail(z - m)) for each in (0, 1)]
-            exact = beyond[side] - math.exp(value) * beyond[1 - side]
-        above = lattice.losses > value
-        bound = float(lattice.masses[above] @ -np.expm1(value - lattice.losses[above])) + lattice.infinite
-        assert exact * (1 - 1e-10) - 1e-14 <= bound <= exact + 1e-7 + 1e-4 * exact
+        exact = exact_delta(pair, side, value)
+        assert exact * (1 - 1e-10) - 1e-14 <= bound(lattice, value) <= exact + 1e-7 + 1e-4 * exact
+
+
+@pytest.mark.parametrize("pair", ONE_STEP_PAIRS, ids=str)
+@pytest.mark.parametrize("interval", [1e-3, 0.03, 0.7])
+def test_what_lies_beyond_the_reach_only_adds(pair, interval: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followed for two standard deviations alone, so that the tails are masses that can be seen."""
+    monkeypatch.setattr(other_pairs, "REACH", 2.0)
+    for side, lattice in enumerate(dominating.__wrapped__(pair, interval)):
+        # Both measures are whole: nothing was lost on the way.
+        assert lattice.masses.sum() + lattice.infinite == pytest.approx(1.0, abs=1e-3 if interval < 0.1 else 1.0)
+        assert lattice.masses.sum() + lattice.infinite >= 1 - 1e-9
+        for value in (-1.0, -0.3, -0.01, 0.0, 0.01, 0.4, 2.0):
+            assert exact_delta(pair, side, value) * (1 - 1e-10) - 1e-14 <= bound(lattice, value)
 
 
 def hockey_stick_in_the_plane(p: list, q: list, alpha: float) -> float:
@@ -190,7 +211,7 @@ def test_masses_that_leave_the_range_of_doubles_are_kept_or_charged() -> None:
     for lattice in dominating(pair, 4e-3):
         assert np.isfinite(lattice.masses).all() and (lattice.masses >= 0).all()
         assert lattice.masses.sum() + lattice.infinite == pytest.approx(1.0, abs=1e-9)
-    assert len(pair.log_shares) < 10 and pair.unseen > 0
+    assert len(pair.log_shares) < 10 and dominating(pair, 4e-3)[0].infinite >= other_pairs.UNSEEN
     assert group_epsilon([Event(3.5e-5, 0.3, 100)], 1e-9, 10) > group_epsilon([Event(3.5e-5, 0.3, 100)], 1e-9, 2)
 
 

@@ -101,3 +101,10 @@ def test_no_epsilon_leaves_the_curve_without_a_bound() -> None:
     found = deltas_at(SPREAD_OUT, asked, 0.5 / VIP)
     assert found == sorted(found, reverse=True) and found[0] < 0.08 and found[-1] < 3e-9
     assert of_events([], 1e-6).power(0.25) == pytest.approx(0.25, abs=1e-9)
+
+
+def test_a_distance_alone_has_a_gaussian_that_covers_it() -> None:
+    """With one line the only corner is the one on the diagonal, where the bound meets its mirror."""
+    fit = TradeOff((0.0,), (0.3,)).fit()
+    assert 2 * ndtr(fit.mu / 2) - 1 == pytest.approx(0.3, abs=1e-6)
+    assert TradeOff((0.0,), (0.3,)).best_guess() == pytest.approx(0.65)
