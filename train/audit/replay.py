@@ -159,6 +159,7 @@ class SummedEngine(EngineAround):
 
     def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
         self.sums = {}
+        self.shapes_seen.append("end of the step")
         return self.inner.update(_Summed(update, self.sums), learning_rate)
 
 
