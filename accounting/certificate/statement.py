@@ -8,6 +8,7 @@ from murmuration.accounting.epsilon.accountant import AccountingError, describe,
 from murmuration.accounting.epsilon.tuning import tuned_epsilon
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.lines import UNKEYED
 from murmuration.accounting.plan import ADJACENCY, UNIT
 
 FORMAT = "murmuration-certificate/1"
@@ -19,9 +20,12 @@ DEVIATIONS = [
     "Noise and sums are floating-point numbers (64-bit draws and totals, 32-bit products and results), not samples of "
     "the ideal distributions.",
     "A restored copy of the whole run directory, secret folder included, cannot be told from the original.",
-    "Ledger and certificate hold unkeyed hashes of the private records' files: whoever knows all of them but one can "
-    "test guesses of that one, and who knows the files can test which records an exclusion list left out.",
 ]
+# Of ledgers that were begun before digests of records were keyed.
+UNKEYED_DIGESTS = (
+    "Ledger and certificate hold unkeyed hashes of the private records' files: whoever knows all of them but one can "
+    "test guesses of that one, and who knows the files can test which records an exclusion list left out."
+)
 # What is to be said where the noise did not come from a cryptographic generator.
 GENERATOR_DEVIATIONS = {
     "philox4x32-10": "The noise came from Philox4x32-10, which is not a cryptographic generator: the promise holds "
@@ -85,7 +89,7 @@ def compose(
 
 def deviations_of(history: History) -> list[str]:
     """What follows from the ledger and every certificate must state."""
-    found = list(DEVIATIONS)
+    found = [*DEVIATIONS, *([UNKEYED_DIGESTS] if history.run["record_digests"] == UNKEYED else [])]
     for generator in sorted(
         {facts.noise.generator for facts in (*history.opened.values(), *history.committed.values())}
     ):

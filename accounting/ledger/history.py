@@ -16,6 +16,7 @@ from murmuration.accounting.epsilon.tuning import Declared
 from murmuration.accounting.ledger.chain import FORMAT, LedgerEntry, LedgerError, parse
 from murmuration.accounting.ledger.facts import CheckpointMark, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.lines import (
+    KEYED,
     LINES,
     ChoiceLine,
     FinishLine,
@@ -202,6 +203,11 @@ class History:
     def _finish(self, line: FinishLine) -> None:
         del line
         self.finished = True
+
+    @property
+    def keyed(self) -> bool:
+        """Whether its digests of records say nothing to those who have the records."""
+        return self.run["record_digests"] == KEYED
 
     def segments_of(self, phase: int) -> list[Segment]:
         return [segment for segment in self.segments if segment.phase == phase]

@@ -16,6 +16,7 @@ from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerError, make_entry
 from murmuration.accounting.ledger.facts import CheckpointMark, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.lines import UNKEYED, RecordDigests
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
 
@@ -42,8 +43,11 @@ class Journal:
         self.history.take(make_entry(self.ledger.length, kind, fields, self.ledger.head))
         self.ledger.append(kind, **fields)
 
-    def start_run(self, name: str, key_check: str, debug: bool, versions: dict[str, str]) -> None:
-        self._append("run", format=FORMAT, name=name, key_check=key_check, debug=debug, versions=versions)
+    def start_run(
+        self, name: str, key_check: str, debug: bool, versions: dict[str, str], record_digests: RecordDigests = UNKEYED
+    ) -> None:
+        more = {} if record_digests == UNKEYED else {"record_digests": record_digests}
+        self._append("run", format=FORMAT, name=name, key_check=key_check, debug=debug, versions=versions, **more)
 
     def declare_plan(self, phase: int, name: str, plan: PrivacyPlan, method: dict[str, object]) -> None:
         """Freezes the plan; on resume, refuses one that differs from the frozen one."""

@@ -15,12 +15,13 @@ from murmuration.train.storage.sibling_runs import register
 def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     """Into the ledger, frozen. Plans of later phases are declared before the first step: they depend on no output."""
     privacy = phase.settings.privacy
+    records = run.contents(phase)["data"]
     if phase.start is not None:
         for origin in phase.start.origins:
             if run.writer.declare_origin(origin):
                 run.board.say(f"{phase.name}  {origin.deviation()}")
     if privacy is None:
-        run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, phase.index.manifest_digest)
+        run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, records)
         return None
     known = run.writer.history.plans.get(phase.number)
     plan = make_plan(phase.settings, privacy, phase.index.records, f"phases.{phase.number}", known)
@@ -35,10 +36,10 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
 
 def segment_of(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
     """The segment whose keys the next step uses."""
-    contents = phase.contents()
+    contents = run.contents(phase)
     digest = run.config.digest(phase.number, contents)
     return run.segment(phase.number, phase.name, digest, contents["data"], done)
 
 
 def header(run: RunContext, phase: ReadyPhase) -> dict[str, Any]:
-    return run.header(phase.number, phase.index.manifest_digest, phase.settings.objective)
+    return run.header(phase.number, run.contents(phase)["data"], phase.settings.objective)
