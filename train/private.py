@@ -24,6 +24,7 @@ from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.keys import Purpose, destroy
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
+from murmuration.accounting.ledger.lines import NAMED
 from murmuration.accounting.plan import RATE_DENOMINATOR, PrivacyPlan, parse_delta, threshold_for
 from murmuration.data.batch.function_reader import FunctionReader, Read
 from murmuration.data.batch.loader import Loader
@@ -214,7 +215,7 @@ class PrivateTraining:
         versions = {name: version(name) for name in ("torch", "dp-accounting")}
         self._run = open_run(
             folder, folder.root.name, self.ranks, Keep(keep_checkpoints), versions, debug_seed=debug_seed,
-            new_segment=new_segment,
+            new_segment=new_segment, record_digests=NAMED,
         )  # fmt: skip
         self._data = hashlib.sha256(json.dumps([dataset, records]).encode()).hexdigest()
         self.done = self.saved = 0

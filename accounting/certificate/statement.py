@@ -24,19 +24,20 @@ DEVIATIONS = [
     "the ideal distributions.",
     "A whole run directory, secret folder included, that is restored in place is recognised by the data set's log of "
     "runs alone; restored together with that log, it cannot be told from the original.",
-    "Ledger and certificate hold unkeyed hashes of the private records' files: whoever knows all of them but one can "
-    "test guesses of that one, and who knows the files can test which records an exclusion list left out.",
 ]
 # Of form 1, whose certificates must state all of these, in these words.
 EARLIER_DEVIATIONS = [
     DEVIATIONS[0],
     "A restored copy of the whole run directory, secret folder included, cannot be told from the original.",
-    "Ledger and certificate hold unkeyed hashes of the private records' files: whoever knows all of them but one can "
-    "test guesses of that one, and who knows the files can test which records an exclusion list left out.",
 ]
 CURVES = (
     "Curves of the private records without noise (losses, norms, batch sizes, times) were kept for the owner of the "
     "run. Decisions taken by them are outside the claim: when to stop, which settings, checkpoint or run to prefer."
+)
+# Of ledgers that were begun before digests of records were keyed.
+UNKEYED_DIGESTS = (
+    "Ledger and certificate hold unkeyed hashes of the private records' files: whoever knows all of them but one can "
+    "test guesses of that one, and who knows the files can test which records an exclusion list left out."
 )
 # What is to be said where the noise did not come from a cryptographic generator.
 GENERATOR_DEVIATIONS = {
@@ -114,6 +115,8 @@ def compose(
 def deviations_of(history: History, form: str = FORMAT) -> list[str]:
     """What follows from the ledger and every certificate of this form must state."""
     found = list(EARLIER_DEVIATIONS if form == EARLIER_FORMAT else DEVIATIONS)
+    if not history.keyed:
+        found.append(UNKEYED_DIGESTS)
     if lost := sum(charge.count for charge in history.lost):
         found.append(
             f"The ledger was restored from a backup; {lost} steps that its lost part had charged are charged here, and "

@@ -16,6 +16,7 @@ from murmuration.accounting.epsilon.tuning import Declared
 from murmuration.accounting.ledger.chain import FORMAT, LedgerEntry, LedgerError, parse
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.lines import (
+    KEYED,
     LINES,
     ChoiceLine,
     CopiedLine,
@@ -247,6 +248,11 @@ class History:
     @property
     def run_id(self) -> str:
         return self.ids[-1]
+
+    @property
+    def keyed(self) -> bool:
+        """Whether its digests of records say nothing to those who have the records."""
+        return self.run["record_digests"] == KEYED
 
     def segments_of(self, phase: int) -> list[Segment]:
         return [segment for segment in self.segments if segment.phase == phase]

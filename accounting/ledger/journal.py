@@ -17,7 +17,7 @@ from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerError, make_entry
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Head, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.lines import PublicLine, PublicUse, StoreLine
+from murmuration.accounting.ledger.lines import UNKEYED, PublicLine, PublicUse, RecordDigests, StoreLine
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
 
@@ -90,9 +90,11 @@ class Journal:
         self.ledger.append(kind, **fields)
 
     def start_run(
-        self, name: str, key_check: str, debug: bool, versions: dict[str, str], signer: str | None = None
-    ) -> None:
-        more = {} if signer is None else {"signer": signer}
+        self, name: str, key_check: str, debug: bool, versions: dict[str, str], record_digests: RecordDigests = UNKEYED,
+        signer: str | None = None,
+    ) -> None:  # fmt: skip
+        more = {} if record_digests == UNKEYED else {"record_digests": record_digests}
+        more |= {} if signer is None else {"signer": signer}
         self._append("run", format=FORMAT, name=name, key_check=key_check, debug=debug, versions=versions, **more)
 
     def declare_plan(self, phase: int, name: str, plan: PrivacyPlan, method: dict[str, object]) -> None:

@@ -11,6 +11,12 @@ from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.typed import CLOSED
 
+RecordDigests = Literal["sha256", "hmac-sha256", "name"]
+UNKEYED: RecordDigests = "sha256"
+KEYED: RecordDigests = "hmac-sha256"
+NAMED: RecordDigests = "name"
+"""By what a ledger knows records: a bare hash of their files, one keyed by a secret, or what a program calls them."""
+
 
 @dataclass(frozen=True)
 class RunLine:
@@ -22,6 +28,7 @@ class RunLine:
     versions: dict[str, Any]
     signer: str | None = None
     """Public half of the key that signs the certificate; version 0.1 did not sign."""
+    record_digests: RecordDigests = UNKEYED
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ from murmuration.data.index.format import (
     read_manifest,
     write_manifest,
 )
-from murmuration.data.store.index_files import index_file, make_folder, open_npy
+from murmuration.data.index.salt import SALT, make_salt
+from murmuration.data.store.index_files import cannot_write, index_file, make_folder, open_npy
 from murmuration.data.store.place import Place, Shard, ShardError
 from murmuration.data.store.tar import shown
 
@@ -213,6 +214,10 @@ def build_folder(
             np.save(file, digests)
     shards = list(_classes(files, digests))
     write_manifest(out, FILES, root, shards, {"labelled": labelled, "contents": digests is not None})
+    try:
+        make_salt(out, root.with_name(root.name + BESIDE))
+    except OSError as error:
+        raise cannot_write(out / SALT, error) from error
     return FolderIndex.open(out)
 
 

@@ -34,8 +34,9 @@ from murmuration.data.index.format import (
     read_manifest,
     shared_shard,
 )
+from murmuration.data.index.salt import SALT, make_salt
 from murmuration.data.index.scan import scan
-from murmuration.data.store.index_files import open_npy
+from murmuration.data.store.index_files import cannot_write, open_npy
 from murmuration.data.store.place import Place, Shard, ShardError, is_url, join
 from murmuration.data.store.tar import parse
 
@@ -98,10 +99,19 @@ def build(
     target = Path(os.path.realpath(folder)) if folder is not None else Path(root) / FOLDER
     report, said = progress or (lambda done, total: None), tell or (lambda sentence: None)
     write_index(root, names, target, wanted or Wanted(workers=workers), report, said)
+    _name_alike(target, Path(root) / FOLDER if isinstance(root, Path) else target)
     if isinstance(shards, str | os.PathLike) and os.path.isdir(shards):
         for sentence in beside_shards(Path(shards)):
             said(sentence)
     return ShardIndex.open(target)
+
+
+def _name_alike(target: Path, beside_shards: Path) -> None:
+    """A second index of the same shards names their records in ledgers as the one beside them does."""
+    try:
+        make_salt(target, beside_shards)
+    except OSError as error:
+        raise cannot_write(target / SALT, error) from error
 
 
 def _common_root(places: Sequence[Place]) -> tuple[Place, list[str]]:

@@ -27,7 +27,7 @@ from murmuration.accounting.certificate.certificate import (
 from murmuration.accounting.certificate.limits import BUDGET, DELTAS, GROUPS, SPENT, claimed_events
 from murmuration.accounting.certificate.pages import model_card
 from murmuration.accounting.certificate.registry import registry_entry
-from murmuration.accounting.certificate.statement import EARLIER_DEVIATIONS
+from murmuration.accounting.certificate.statement import EARLIER_DEVIATIONS, UNKEYED_DIGESTS
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon import trade_off
 from murmuration.accounting.epsilon.accountant import Event, epsilon, gaussian_epsilon, group_epsilon
@@ -206,7 +206,7 @@ def test_late_plans_leave_the_point_at_their_own_delta(tmp_path: Path) -> None:
 
 def earlier(document: dict) -> dict:
     old = {key: value for key, value in document.items() if key not in ("limits", "assumption", "versions")}
-    return {**old, "format": EARLIER_FORMAT, "known_deviations": EARLIER_DEVIATIONS}
+    return {**old, "format": EARLIER_FORMAT, "known_deviations": [*EARLIER_DEVIATIONS, UNKEYED_DIGESTS]}
 
 
 def test_the_earlier_form_still_verifies_and_the_verdict_says_what_it_cannot_promise(

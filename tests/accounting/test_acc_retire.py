@@ -21,7 +21,7 @@ def test_a_retired_run_is_closed_certified_and_without_a_key(
     key = RunKey.fresh()
     store(key, tmp_path / "secret" / "run.key")
     journal = reopen(tmp_path)
-    journal.start_run("tiny", key.check_value(), False, {}, public_key(key))
+    journal.start_run("tiny", key.check_value(), False, {}, signer=public_key(key))
     journal.declare_plan(0, "private", PLAN, describe("pld"))
     journal.begin_segment(0, CONFIG, DATA, 0, "first")
     train(journal, range(1, 4))

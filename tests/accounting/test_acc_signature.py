@@ -34,7 +34,7 @@ def run(folder: Path, key: RunKey = KEY, steps: int = 40) -> None:
     folder.mkdir(exist_ok=True)
     journal = reopen(folder)
     journal.witnesses["file"] = lambda head: append(folder / "witness.jsonl", head.as_dict(), 0o644)
-    journal.start_run("tiny", key.check_value(), key.debug, {}, public_key(key))
+    journal.start_run("tiny", key.check_value(), key.debug, {}, signer=public_key(key))
     journal.declare_plan(0, "private", PLAN, describe("pld"))
     journal.begin_segment(0, CONFIG, DATA, 0, "first")
     train(journal, range(1, steps + 1))

@@ -144,7 +144,7 @@ def index(folder: Path) -> Items:
         done = commands.run("prepare.py", "index", str(source), folder=folder)
         found[f"{source.name} output"] = normalised(done.output, folder)
     for path in sorted(p for p in (folder / "fixed").rglob("*") if p.is_file() and p.parent.name.endswith("index")):
-        if "stamp" not in path.name:  # of this machine's clock
+        if "stamp" not in path.name and path.name != "salt.key":  # of this machine's clock, and of chance
             found[path.relative_to(folder / "fixed").as_posix()] = of_file(path, folder)
     return found
 

@@ -90,12 +90,11 @@ def made(
     digest, spec, precision = OF
     board = SimpleNamespace(say=said or (lambda text: None), bad_records=bad or (lambda *told: None))
     run: Any = SimpleNamespace(
-        ranks=ranks, stop=stop or Stop(), board=board,
+        ranks=ranks, stop=stop or Stop(), board=board, contents=lambda phase: {"data": digest},
         config=SimpleNamespace(run=SimpleNamespace(precision=precision), train_micro_batch_size_per_gpu=4),
     )  # fmt: skip
     phase: Any = SimpleNamespace(
         name="head", data_spec=lambda augment: spec, index=SimpleNamespace(records=RECORDS),
-        contents=lambda: {"data": digest},
         settings=SimpleNamespace(features=Features(folder=str(shared)), data=SimpleNamespace(public=False)),
     )  # fmt: skip
     reader = feature_reader(run, phase, model, pictures)  # pyright: ignore[reportArgumentType]

@@ -31,6 +31,7 @@ from murmuration.accounting.escaping import printable
 from murmuration.accounting.keys import Purpose, RunKey
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.ledger.lines import KEYED
 from murmuration.accounting.plan import PrivacyPlan, threshold_for
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.poisson import PoissonSampler
@@ -177,11 +178,10 @@ class _Audit:
     def _begin(self, purpose: str, plan: PrivacyPlan) -> None:
         """On the main rank: a ledger of its own, as every run has one."""
         journal = Journal(Ledger.open(self.folder / f"{purpose}.jsonl"))
-        number, digest = self.phase.number, self.phase.index.manifest_digest
-        journal.start_run(f"{purpose} of phase {self.phase.name}", self.key.check_value(), self.key.debug, {})
+        number, contents = self.phase.number, self.phase.contents()
+        journal.start_run(f"{purpose} of phase {self.phase.name}", self.key.check_value(), self.key.debug, {}, KEYED)
         journal.declare_plan(number, self.phase.name, plan, describe("pld"))
-        contents = self.phase.contents()
-        journal.begin_segment(number, self.config.digest(number, contents), digest, 0, "first", purpose)
+        journal.begin_segment(number, self.config.digest(number, contents), contents["data"], 0, "first", purpose)
         self._journals[purpose] = journal
 
     def _keys(self, purpose: str) -> Callable[[Purpose], bytes]:

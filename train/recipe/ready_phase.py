@@ -18,6 +18,7 @@ from murmuration.accounting.tan import stand_in
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.draw.node_placement import Placement
 from murmuration.data.draw.stream import StreamIndex
+from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digests
 from murmuration.data.index.public_split import apart, places_of
 from murmuration.data.index.shard_index import shared_shard
 from murmuration.data.store.place import RecordIndex, Shard
@@ -79,17 +80,18 @@ class ReadyPhase:
     def private(self) -> bool:
         return self.settings.privacy is not None
 
-    def contents(self) -> dict[str, str]:
-        """Digests of everything that a path in the config names and that shapes the training."""
-        found = _identity("data", self.index)
+    def contents(self, keyed: bool = True) -> dict[str, str]:
+        """Digests of everything that a path in the config names and that shapes the training; `keyed` as in
+        `ledger_digests`. On the main rank, which may have to make a salt."""
+        found = _identity("data", self.index, self.settings.data.public, keyed)
         if self.text is not None:
             found["tokenizer"] = self.text.digest
         if self.mixed is not None:
-            found |= _identity("mixed", self.mixed)
+            found |= _identity("mixed", self.mixed, True, keyed)
         if self.start is not None:
             found["start"] = self.start.digest
         if self.settings.plateau is not None and self.held_out is not None:
-            found |= _identity("held_out", self.held_out)
+            found |= _identity("held_out", self.held_out, True, keyed)
         return found
 
     @property
@@ -111,10 +113,10 @@ class ReadyPhase:
         )  # fmt: skip
 
 
-def _identity(name: str, index: RecordIndex) -> dict[str, str]:
+def _identity(name: str, index: RecordIndex, public: bool, keyed: bool) -> dict[str, str]:
     """Of the records, and of the list of those that are left out: who takes part shapes what is released."""
-    found = {name: index.manifest_digest}
-    return found | {f"{name}_excluded": index.excluded_digest} if index.excluded_digest else found
+    records, excluded = ledger_digests(index, public=public, keyed=keyed)
+    return {name: records, **({f"{name}_excluded": excluded} if excluded else {})}
 
 
 def prepare(config: Config) -> list[ReadyPhase]:
@@ -154,7 +156,7 @@ def _keep_apart(phases: list[ReadyPhase]) -> None:
                     "declared public; name data that are public"
                 )
     for phase, owner in product(phases, owners):
-        if phase.start is not None and owner.private and owner.index.manifest_digest in phase.start.protected:
+        if phase.start is not None and owner.private and every_ledger_digest(owner.index) & phase.start.protected:
             raise RecipeError(
                 f"{phase.start.path} was trained on the private records of phase {owner.name!r}, and what it spent "
                 "would have to be added; go on with that run, or start from other weights"

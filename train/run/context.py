@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from murmuration.train.config.root import Config
 from murmuration.train.distributed.stop import StopRequest
+from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.board import Board
 from murmuration.train.run.early_end import measured_before
 from murmuration.train.storage.checkpoint import KeptCheckpoint, Loaded
@@ -17,6 +18,10 @@ class RunContext(OpenRun):
     config: Config
     board: Board
     stop: StopRequest
+
+    def contents(self, phase: ReadyPhase) -> dict[str, str]:
+        """On the main rank: what the phase is made of, by digests of the kind that the ledger began with."""
+        return phase.contents(self.writer.history.keyed)
 
     def say(self, text: str) -> None:
         self.board.say(text)

@@ -9,6 +9,7 @@ from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.ledger.heads import lost_charges
 from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.data.index.keyed_digest import ledger_digests
 from murmuration.data.store.place import RecordIndex
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.recipe.open_data import hosts_of
@@ -20,6 +21,7 @@ from murmuration.train.storage.sibling_runs import RunLog
 def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     """Into the ledger, frozen. Plans of later phases are declared before the first step: they depend on no output."""
     privacy = phase.settings.privacy
+    records = run.contents(phase)["data"]
     if phase.start is not None:
         for origin in phase.start.origins:
             if run.writer.declare_origin(origin):
@@ -29,7 +31,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
         if not phase.settings.data.public:
             log.require_budget((run.writer.history.run_id,), None)
             _register(run, phase, log, None, None)
-        run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, phase.index.manifest_digest)
+        run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, records)
         declare_public_uses(run, phase)
         return None
     known = run.writer.history.plans.get(phase.number)
@@ -65,7 +67,10 @@ def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
         "monitor": phase.monitored,
         "mixing": phase.mixed,
     }
-    found: dict[PublicUse, str] = {use: index.manifest_digest for use, index in records.items() if index is not None}
+    keyed = run.writer.history.keyed  # the public part of private records has a digest of all of them, too
+    found: dict[PublicUse, str] = {
+        use: ledger_digests(index, public=True, keyed=keyed)[0] for use, index in records.items() if index is not None
+    }
     data = phase.settings.data
     if phase.start is not None and phase.start.foreign and isinstance(data, CheckpointData) and data.public:
         found["weights"] = phase.start.digest
@@ -75,10 +80,10 @@ def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
 
 def segment_of(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
     """The segment whose keys the next step uses."""
-    contents = phase.contents()
+    contents = run.contents(phase)
     digest = run.config.digest(phase.number, contents)
     return run.segment(phase.number, phase.name, digest, contents["data"], done)
 
 
 def header(run: RunContext, phase: ReadyPhase) -> dict[str, Any]:
-    return run.header(phase.number, phase.index.manifest_digest, phase.settings.objective)
+    return run.header(phase.number, run.contents(phase)["data"], phase.settings.objective)

@@ -174,7 +174,8 @@ def _composed(
     config: Config, phases: list[ReadyPhase], run_dir: RunDir, journal: Journal, latest: Loaded
 ) -> dict[str, Any]:
     identity = json.dumps(config.model_dump(by_alias=True), sort_keys=True).encode()
-    mixed = {phase.name: phase.mixed.manifest_digest for phase in phases if phase.mixed is not None}
+    contents = {phase.name: phase.contents(journal.history.keyed) for phase in phases}
+    mixed = {name: found["mixed"] for name, found in contents.items() if "mixed" in found}
     logs = _logs(config, phases)
     siblings = _siblings(logs, journal)
     extra: dict[str, Any] = {
@@ -187,7 +188,7 @@ def _composed(
         "machine": "cuda" if torch.cuda.is_available() else "cpu (gloo); not yet proved on GPUs with NCCL",
         "hashes": {
             "config_sha256": hashlib.sha256(identity).hexdigest(),
-            "data_manifests": {phase.name: phase.index.manifest_digest for phase in phases},
+            "data_manifests": {name: found["data"] for name, found in contents.items()},
             **({"mixed_in": mixed} if mixed else {}),
             "checkpoint_manifest_sha256": latest.digest,
         },

@@ -12,6 +12,7 @@ from murmuration.accounting.epsilon.accountant import round_up
 from murmuration.accounting.keys import destroy
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.accounting.ledger.lines import KEYED
 from murmuration.train.config.root import Config
 from murmuration.train.distributed.ranks import Ranks, lost_rank, raised_on_all_ranks, watch
 from murmuration.train.distributed.stop import Stopped, StopRequest
@@ -38,7 +39,7 @@ def run_all(
     keep = Keep(settings.keep_checkpoints, settings.keep_every, settings.keep_best)
     opened = open_run(
         run_dir, root.name, ranks, keep, _versions(), resume=arguments.resume, debug_seed=settings.debug_seed,
-        new_segment=arguments.new_segment,
+        new_segment=arguments.new_segment, record_digests=KEYED,
     )  # fmt: skip
     run = RunContext(
         **vars(opened), config=config,
@@ -163,7 +164,7 @@ def _require_same_run(run: RunContext, phases: list[ReadyPhase]) -> None:
         segments = history.segments_of(phase.number)
         same = phase.number in history.plans or phase.number in history.nonprivate
         if same and segments:
-            same = segments[-1].config_digest == run.config.digest(phase.number, phase.contents())
+            same = segments[-1].config_digest == run.config.digest(phase.number, run.contents(phase))
         if not same:
             raise LedgerError(
                 f"the run is finished, and phase {phase.name!r} was trained with another config or data; "

@@ -21,6 +21,7 @@ from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.ledger.heads import NAME as HEADS
 from murmuration.accounting.ledger.heads import append, lost_charges, read_heads
 from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.ledger.lines import RecordDigests
 from murmuration.accounting.strict_json import parse
 from murmuration.train.distributed.memory import keep_from_swap
 from murmuration.train.distributed.ranks import Ranks, raised_on_all_ranks
@@ -96,7 +97,8 @@ class OpenRun:
             reason = f"steps after step {done} were opened, and their weights may have been seen"
         if known and known[-1].manifest_digest != manifest_digest:
             raise LedgerError(
-                f"the records of phase {name!r} changed since the run began; restore them or start a new run directory"
+                f"the records of phase {name!r} changed since the run began, or the salt.key beside their index did; "
+                "restore them or start a new run directory"
             )
         if reason is None:
             self.writer.resumed(phase, done)
@@ -179,12 +181,17 @@ class OpenRun:
 
 def open_run(
     run_dir: RunDir, name: str, ranks: Ranks, keep: Keep, versions: dict[str, str], *, resume: str = "auto",
-    debug_seed: int | None = None, new_segment: str | None = None,
+    debug_seed: int | None = None, new_segment: str | None = None, record_digests: RecordDigests,
 ) -> OpenRun:  # fmt: skip
-    """Begins the directory's run, or takes up the one that it holds; refused while another process writes it."""
+    """Begins the directory's run, or takes up the one that it holds; refused while another process writes it.
+
+    `record_digests`: how a new ledger names records.
+    """
     journal = ranks.keep_on_main(lambda: _open_journal(run_dir, resume))
     try:
-        secret = ranks.on_main(lambda: _key_of(run_dir, journal, name, debug_seed, versions, new_segment))
+        secret = ranks.on_main(
+            lambda: _key_of(run_dir, journal, name, debug_seed, versions, new_segment, record_digests)
+        )
     except BaseException:
         if journal is not None:  # a program that lives on may try again
             journal.ledger.close()
@@ -212,6 +219,7 @@ def _open_journal(run_dir: RunDir, mode: str) -> Journal:
 def _key_of(
     run_dir: RunDir, journal: Journal | None, name: str, debug_seed: int | None, versions: dict[str, str],
     new_segment: str | None,
+    record_digests: RecordDigests,
 ) -> RunKey | None:  # fmt: skip
     """None if the run is finished: its key is gone, and nothing may be drawn any more."""
     assert journal is not None
@@ -220,7 +228,7 @@ def _key_of(
     fresh = journal.ledger.length == 0
     key = run_dir.run_key(fresh, debug_seed)
     if fresh:
-        journal.start_run(name, key.check_value(), key.debug, versions, public_key(key))
+        journal.start_run(name, key.check_value(), key.debug, versions, record_digests, public_key(key))
         run_dir.adopt_key()
     elif journal.history.run["key_check"] != key.check_value():
         raise LedgerError(f"{run_dir.key} is not the key of this ledger; restore the right one or start anew")

@@ -1,0 +1,72 @@
+"""32 random bytes beside an index, which key the digests of its records (see keyed_digest.py). Made once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from pathlib import Path
+
+from murmuration.accounting.durable import atomic
+from murmuration.data.store.index_files import open_regular
+from murmuration.data.store.place import ShardError
+
+SALT, SALT_BYTES = "salt.key", 32
+_GONE = (errno.ENOENT, errno.ENOTDIR)
+
+
+def read_salt(folder: Path) -> bytes | None:
+    """None where there is none. ShardError where one is there that cannot be read or is damaged."""
+    path = folder / SALT
+    try:
+        descriptor = open_regular(path)
+        try:
+            found = os.read(descriptor, SALT_BYTES + 1)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in _GONE:
+            return None
+        raise ShardError(
+            f"{path}: cannot be read ({error.strerror}), and without it ledgers cannot name these records; let its "
+            "owner give you access to it, as to the records"
+        ) from error
+    if len(found) != SALT_BYTES:
+        raise ShardError(f"{path}: damaged; restore it from a copy of the index, since ledgers name the records by it")
+    return found
+
+
+def make_salt(folder: Path, *elsewhere: Path) -> bytes:
+    """The salt of the index in `folder`, made if there is none: that of another index of the same records where one of
+    the folders `elsewhere` holds one, so that both name them alike. OSError where it cannot be written."""
+    known = read_salt(folder)
+    if known is not None:
+        return known
+    inherited = (_readable_salt(each) for each in elsewhere if each != folder)
+    fresh = next((salt for salt in inherited if salt is not None), None) or secrets.token_bytes(SALT_BYTES)
+    # Under a name of its own first: of two processes that do this at once, both must end with the salt of one.
+    aside = folder / f".{SALT}.{os.getpid()}.{secrets.token_hex(4)}"
+    try:
+        with atomic(aside, 0o600) as file:
+            file.write(fresh)
+        try:
+            os.link(aside, folder / SALT)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV):
+                raise
+            aside.rename(folder / SALT)  # a file system without hard links
+    finally:
+        aside.unlink(missing_ok=True)
+    found = read_salt(folder)
+    assert found is not None
+    return found
+
+
+def _readable_salt(folder: Path) -> bytes | None:
+    """Somebody else's index may keep its salt to itself; then this one has another."""
+    try:
+        return read_salt(folder)
+    except ShardError:
+        return None
