@@ -63,7 +63,7 @@ def _check_weights(folder: Path, certificate: dict[str, Any], found: Attached) -
     except ValueError as error:
         raise CertificateError(f"{error}") from None
     if not certified:
-        found.unchecked.append("weights: this certificate, of an older form, names none")
+        found.unchecked.append("weights: this certificate names none")
         return
     _check_checkpoints(folder, certified, found)
     files = sorted(folder.glob("*.safetensors"))
