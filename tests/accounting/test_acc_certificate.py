@@ -286,7 +286,7 @@ def test_plain_words_state_true_limits() -> None:
     [(0.7, "2.02"), (3.1, "23"), (8.0005, "2,983"), (26.0, "10^12")],  # e^0.7 = 2.0138, e^26 = 1.96e11
 )
 def test_the_factor_that_bounds_every_probability_is_rounded_up(value: float, factor: str) -> None:
-    attacks = Attacks.of_curve(trade_off.of_point(value, 1.2341e-6))
+    attacks = Attacks.of_curve(of_point(value, 1.2341e-6))
     text = explain(value, 1.2341e-6, "one record", attacks)
     assert f"by a factor of {factor}, except in a share of delta = 1.24e-06 of" in text
 
