@@ -47,8 +47,8 @@ def explain(epsilon: float, delta: float, unit: str, attacks: Attacks, not_priva
             "model that came out would have been almost as likely either way, and so would everything else that the "
             "run published.",
             f"How almost: epsilon = {epsilon:g} bounds the change of every probability by a factor of "
-            f"{_factor(epsilon)}, except in a share of delta = {show_delta(delta)} of all cases. Smaller is stronger; 0 "
-            "would mean that nothing at all can be learned about the record.",
+            f"{_factor(epsilon)}, except in a share of delta = {show_delta(delta)} of all cases. Smaller is stronger; "
+            "0 would mean that nothing at all can be learned about the record.",
             "What a spy gains at the very most: one who guesses by tossing a coin whether the record was used is right "
             f"in 50 % of the cases, and with the model in at most {percent(attacks.best_guess)}. One who accepts a "
             f"false alarm in 1 % of the cases finds at most {percent(attacks.at_one_percent)} of the records that were "

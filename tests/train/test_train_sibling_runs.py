@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,35 @@ def test_later_runs_are_held_to_the_budget_of_the_records(tmp_path: Path) -> Non
         log.require_budget({"b"}, 0.1)
     log.set_budget(5.0)
     assert log.budget() == 5.0, "the newest word counts"
+
+
+def test_of_two_runs_that_start_at_once_the_second_sees_the_first(tmp_path: Path) -> None:
+    """The one asks while the other stands between its question and its line in the log."""
+    log_in(tmp_path).set_budget(3.0)
+    refused: list[bool] = []
+
+    def second() -> None:
+        log = log_in(tmp_path)
+        asking.set()
+        with log.alone():
+            try:
+                log.require_budget({"b"}, 2.0)
+            except DataBudgetError:
+                refused.append(True)
+
+    asking, thread = threading.Event(), threading.Thread(target=second)
+    first = log_in(tmp_path)
+    with first.alone():
+        first.require_budget({"a"}, 2.0)
+        thread.start()
+        asking.wait()
+        thread.join(0.2)  # had it not to wait, it would be through by now
+        first.register("a", "private", "first", 2.0, 1e-5)
+    thread.join()
+    assert refused == [True]
+
+
+def test_places_that_cannot_be_locked_hold_nobody_up(tmp_path: Path) -> None:
+    (tmp_path / LOG).mkdir()
+    with log_in(tmp_path, tmp_path / "absent").alone():
+        pass

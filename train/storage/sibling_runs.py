@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Container
+import os
+import time
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
+from murmuration.accounting.file_lock import try_lock
 from murmuration.accounting.ledger.facts import Head
 from murmuration.accounting.ledger.heads import append, heads_in
 from murmuration.data.index.folders import FolderIndex
@@ -53,6 +56,21 @@ class RunLog:
     @staticmethod
     def beside(folder: Path) -> RunLog:
         return RunLog((folder / LOG,))
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Two runs that start at once must not both be let in on what is left of the budget: ask and register in this.
+
+        A place that cannot be locked cannot be written either, or lies where nothing can be (some network shares).
+        """
+        with contextlib.ExitStack() as held:
+            for file in self.files:  # in the same order by everybody
+                with contextlib.suppress(OSError):
+                    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+                    held.callback(os.close, descriptor)
+                    while not try_lock(descriptor):
+                        time.sleep(0.05)
+            yield
 
     def register(
         self, run: str, phase: str, name: str, epsilon: float | None, delta: float | None, **more: Any
