@@ -64,6 +64,20 @@ def test_another_index_of_the_same_shards_finds_the_log(tmp_path: Path) -> None:
     assert [entry["id"] for entry in RunLog.of(one).siblings()] == ["a"], "two places, one run"
 
 
+def test_an_index_of_some_of_the_shards_finds_the_log_and_is_found(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        with TarWriter(str(tmp_path / name / "000000.tar"), encoder=False) as writer:
+            writer.write({"__key__": name, "txt": name.encode()})
+    both = build([tmp_path / name / "000000.tar" for name in "ab"], tmp_path / "both")
+    one, other = build(tmp_path / "a", tmp_path / "one"), build(tmp_path / "b", tmp_path / "other")
+    assert RunLog.of(both).register("x", "private", "on both", 8.0, 1e-5) is None
+    assert RunLog.of(one).register("y", "private", "on one", 8.0, 1e-5) is None
+    assert [entry["id"] for entry in RunLog.of(one).siblings({"y"})] == ["x"]
+    assert [entry["id"] for entry in RunLog.of(both).siblings({"x"})] == ["y"]
+    assert [entry["id"] for entry in RunLog.of(other).siblings()] == ["x"], "and not what was done to other shards"
+
+
 def test_heads_are_told_apart_by_run(tmp_path: Path) -> None:
     log = log_in(tmp_path)
     mine, other = Head("a", 3, "e" * 64, (Charge(1, 0.5, 1.0, 2),)), Head("b", 4, "f" * 64, ())

@@ -4,7 +4,7 @@ An epsilon holds for one run. Anyone who publishes several runs on the same reco
 certificate lists its siblings: private runs, runs without noise, audits that trained on the records, and copies of a
 run directory. The log holds names, budgets and what ledgers charged, nothing computed from records.
 
-It lies beside the index, in the folder of the shards (another index of the same shards finds it there) and where the
+It lies beside the index, in the folders of the shards (another index of some of them finds it there) and where the
 config says (`run.registry`), so that it survives data that are mounted read-only.
 """
 
@@ -50,7 +50,7 @@ class RunLog:
         whole = index.whole if isinstance(index, SplitIndex) else index
         files = []
         if isinstance(whole, ShardIndex | FolderIndex):
-            files = [whole.folder / LOG, *([whole.root / BESIDE_SHARDS] if isinstance(whole.root, Path) else [])]
+            files = [whole.folder / LOG, *(folder / BESIDE_SHARDS for folder in _folders_of(whole))]
         return RunLog((*files, *([Path(registry) / LOG] if registry is not None else [])))
 
     @staticmethod
@@ -171,6 +171,16 @@ class RunLog:
         for file in self.files:
             with contextlib.suppress(OSError):
                 append(file, head.as_dict(), 0o644)
+
+
+def _folders_of(index: ShardIndex | FolderIndex) -> list[Path]:
+    """Where another index of some of the same shards looks, too, whichever others it holds beside them: in each folder
+    of shards, and in the one that holds them all. An index of single files has the latter alone."""
+    root = index.root
+    if not isinstance(root, Path):
+        return []
+    inner = {(root / shard.name).parent for shard in index.shards} if isinstance(index, ShardIndex) else set()
+    return [root, *sorted(inner - {root})]
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:
