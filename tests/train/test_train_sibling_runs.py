@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 
@@ -107,6 +108,30 @@ def test_later_runs_are_held_to_the_budget_of_the_records(tmp_path: Path) -> Non
         log.require_budget({"b"}, 0.1)
     log.set_budget(5.0)
     assert log.budget() == 5.0, "the newest word counts"
+
+
+def test_a_run_that_goes_on_after_its_claim_may_spend_its_budget_again(tmp_path: Path) -> None:
+    """Restored from a backup of before its end; its first checkpoint tells."""
+    log = log_in(tmp_path)
+    log.register("a", "private", "first", 8.0, 1e-5)
+    log.note(Head("a", 9, "e" * 64, ()))
+    log.claim("a", 1.0)
+    assert log.spent() == 1.0
+    log.note(Head("a", 11, "f" * 64, ()))
+    assert log.spent() == 8.0
+    log.claim("a", 2.0)
+    assert log.spent() == 2.0
+
+
+def test_numbers_that_are_no_epsilon_make_no_room(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    log.set_budget(10.0)
+    log.register("a", "private", "first", 8.0, 1e-5)
+    with (tmp_path / LOG).open("a") as file:
+        file.write('{"claim_of": "a", "epsilon": -100.0}\n{"claim_of": "a", "epsilon": NaN}\n{"budget": NaN}\n')
+    assert (log.budget(), log.spent()) == (10.0, 8.0)
+    log.register("b", "private", "second", -50.0, 1e-5)
+    assert log.spent({"c"}) == math.inf, "nobody knows what that run may spend"
 
 
 def test_of_two_runs_that_start_at_once_the_second_sees_the_first(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class RunLog:
         found = []
         for file in self.files:
             with contextlib.suppress(OSError):
-                found += [line["budget"] for line in whole_lines(file) if isinstance(line.get("budget"), float)][-1:]
+                found += [line["budget"] for line in whole_lines(file) if _is_epsilon(line.get("budget"))][-1:]
         return min(found, default=None)
 
     def claim(self, run: str, epsilon: float) -> None:
@@ -136,13 +136,15 @@ class RunLog:
         for file in self.files:
             with contextlib.suppress(OSError):
                 for line in whole_lines(file):
-                    if isinstance(line.get("claim_of"), str) and isinstance(line.get("epsilon"), float):
+                    if isinstance(line.get("claim_of"), str) and _is_epsilon(line.get("epsilon")):
                         claims[line["claim_of"]] = line["epsilon"]
+                    elif isinstance(line.get("ledger_of"), str):
+                        claims.pop(line["ledger_of"], None)  # it went on after it was finished: restored
         budgets = [
             (entry["id"], entry.get("epsilon_budget")) for entry in self.siblings(own) if entry["id"] not in claims
         ]
         ours = math.fsum(value for run, value in claims.items() if str(run) not in own)
-        return ours + math.fsum(value if isinstance(value, int | float) else math.inf for _, value in budgets)
+        return ours + math.fsum(float(value) if _is_epsilon(value) else math.inf for _, value in budgets)
 
     def require_budget(self, own: Container[str], epsilon: float | None) -> None:
         """`epsilon` is what this run may spend in all its phases; None where it has no noise."""
@@ -171,6 +173,11 @@ class RunLog:
         for file in self.files:
             with contextlib.suppress(OSError):
                 append(file, head.as_dict(), 0o644)
+
+
+def _is_epsilon(value: object) -> bool:
+    """Not a number that would make room for others: NaN compares as no excess, and less than 0 is no expense."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _folders_of(index: ShardIndex | FolderIndex) -> list[Path]:
