@@ -17,7 +17,7 @@ import time
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.file_lock import try_lock
@@ -144,7 +144,7 @@ class RunLog:
             (entry["id"], entry.get("epsilon_budget")) for entry in self.siblings(own) if entry["id"] not in claims
         ]
         ours = math.fsum(value for run, value in claims.items() if str(run) not in own)
-        return ours + math.fsum(float(value) if _is_epsilon(value) else math.inf for _, value in budgets)
+        return ours + math.fsum(value if _is_epsilon(value) else math.inf for _, value in budgets)
 
     def require_budget(self, own: Container[str], epsilon: float | None) -> None:
         """`epsilon` is what this run may spend in all its phases; None where it has no noise."""
@@ -175,7 +175,7 @@ class RunLog:
                 append(file, head.as_dict(), 0o644)
 
 
-def _is_epsilon(value: object) -> bool:
+def _is_epsilon(value: object) -> TypeGuard[float]:
     """Not a number that would make room for others: NaN compares as no excess, and less than 0 is no expense."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
