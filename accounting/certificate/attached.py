@@ -20,7 +20,7 @@ from murmuration.accounting.errors import RunError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
 
-_OTHER_WEIGHTS = (".pt", ".bin", ".pth", ".ckpt", ".npz")
+_OTHER_WEIGHTS = (".pt", ".bin", ".pth", ".ckpt", ".npz", ".npy", ".onnx", ".h5", ".gguf", ".msgpack", ".safetensors")
 
 
 class CertificateError(RunError, ValueError):
@@ -63,11 +63,11 @@ def _check_weights(folder: Path, certificate: dict[str, Any], found: Attached) -
     except ValueError as error:
         raise CertificateError(f"{error}") from None
     if not certified:
-        found.unchecked.append("weights: this certificate, of an older form, names none")
+        found.unchecked.append("weights: this certificate names none")
         return
     _check_checkpoints(folder, certified, found)
     files = sorted(folder.glob("*.safetensors"))
-    found.unchecked += [f"{path.name}: not a safetensors file" for path in _others(folder)]
+    found.unchecked += [f"{path.relative_to(folder)}: {why}" for path, why in _others(folder, files)]
     if not files:
         return
     if lists is None:
@@ -76,31 +76,37 @@ def _check_weights(folder: Path, certificate: dict[str, Any], found: Attached) -
         if list_digest(lists.get(name, {})) != entry["sha256"]:
             raise CertificateError(f"{NAME} is not the one that was certified for {name}; restore it")
     for path in files:
-        _check_file(path, {name: lists[name] for name in certified})
-        found.checked.append(f"{path.name} holds certified weights")
+        held, all_of_them = _check_file(path, {name: lists[name] for name in certified})
+        part = "" if held == all_of_them else f", {held} of {all_of_them} tensors"
+        found.checked.append(f"{path.name} holds certified weights{part}")
 
 
-def _others(folder: Path) -> list[Path]:
-    found = [path for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS]
-    return sorted([*found, *([folder / "deepspeed"] if (folder / "deepspeed").is_dir() else [])])
+def _others(folder: Path, compared: list[Path]) -> list[tuple[Path, str]]:
+    """What looks like weights and was not compared; the checkpoints of a run were."""
+    aside = folder / "checkpoints"
+    paths = [path for path in folder.rglob("*") if path.suffix.lower() in _OTHER_WEIGHTS and aside not in path.parents]
+    if (folder / "deepspeed").is_dir():
+        paths = [folder / "deepspeed", *(path for path in paths if folder / "deepspeed" not in path.parents)]
+    why = {True: "in another place than exports are written to", False: "not a safetensors file"}
+    return [(path, why[path.suffix == ".safetensors"]) for path in sorted(paths) if path not in compared]
 
 
 def _folder(entry: dict[str, Any]) -> str:
     return f"phase{entry['phase']:02d}-step{entry['step']:08d}"
 
 
-def _check_file(path: Path, lists: dict[str, dict[str, str]]) -> None:
-    """All tensors of a file come from one checkpoint."""
+def _check_file(path: Path, lists: dict[str, dict[str, str]]) -> tuple[int, int]:
+    """All tensors of a file come from one checkpoint; how many it holds, and how many there are."""
     try:
         stored = digests_of_safetensors(path)
     except (OSError, WeightsFileError) as error:
         raise CertificateError(f"{error}") from None
     prefix = AVERAGED if path.name.startswith("averaged") else ""
-    strange = ""
+    strange: str | None = None  # and not "", which a tensor may be called
     for tensors in lists.values():
-        strange = next((name for name, digest in stored.items() if tensors.get(prefix + name) != digest), "")
-        if stored and not strange:
-            return
+        strange = next((name for name, digest in stored.items() if tensors.get(prefix + name) != digest), None)
+        if stored and strange is None:
+            return len(stored), sum(name.startswith(AVERAGED) == bool(prefix) for name in tensors)
     raise CertificateError(
         f"{path.name}: the tensor {strange!r:.200} is not the one that was certified; export the weights again"
     )

@@ -1,8 +1,9 @@
 """What all known runs on the same records cost together, as numbers that a reader can recompute.
 
 Two numbers, because they need different assumptions. The sum of the runs' claims (basic composition) holds whatever
-made somebody start the later runs. The composition of what their ledgers charge is smaller, and holds if no run's plan
-was chosen by looking at another's outputs.
+made somebody start the later runs. The composition of the steps that these claims rest on (`limits.claimed_events`: the
+opened ones, or where somebody may have stopped by outputs all that the budget would have allowed) is smaller, and holds
+if no run's plan was chosen by looking at another's outputs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.certificate.limits import claimed_events
+from murmuration.accounting.certificate.statement import claim_of
 from murmuration.accounting.epsilon.accountant import Event, epsilon, merge
 from murmuration.accounting.ledger.chain import LedgerEntry, LedgerError
 from murmuration.accounting.ledger.history import History
@@ -32,7 +35,7 @@ class Known:
     entries: Sequence[LedgerEntry] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        how = "ledger" if self.history is not None else "claim"
+        how = _by(self.history)
         return {"run": self.run, "id": self.id, "epsilon": self.epsilon, "delta": self.delta, "by": how}
 
 
@@ -56,7 +59,9 @@ def _known(lines: list[dict[str, Any]]) -> Known:
     history, entries = ledger
     if history.why_not_private() is not None:
         return Known(history.run["name"], first["id"], False, math.inf, delta)
-    return Known(history.run["name"], first["id"], True, history.budget(), history.claimed_delta(), history, entries)
+    # One that may go on may still spend its budget; one that was tuned may claim more than that.
+    claimed = max(history.budget(), claim_of(history, history.epsilon())[0] or 0.0)
+    return Known(history.run["name"], first["id"], True, claimed, history.claimed_delta(), history, entries)
 
 
 def _ledger(folder: object, run: str) -> tuple[History, list[LedgerEntry]] | None:
@@ -70,12 +75,13 @@ def _ledger(folder: object, run: str) -> tuple[History, list[LedgerEntry]] | Non
 def composed(history: History, entries: Sequence[LedgerEntry], claimed: float, others: list[Known]) -> dict[str, Any]:
     """`claimed` is this run's own epsilon. Without any other run there is nothing to add up."""
     delta = history.claimed_delta()
-    runs = [{"run": history.run["name"], "id": history.run_id, "epsilon": claimed, "delta": delta, "by": "ledger"}]
+    runs = [{"run": history.run["name"], "id": history.run_id, "epsilon": claimed, "delta": delta, "by": _by(history)}]
     runs += [other.as_dict() for other in others]
     if open_runs := [other.run for other in others if not other.private]:
         because = f"{', '.join(sorted(set(open_runs)))} trained on these records without a promise"
         return {"runs": [_shown(run) for run in runs], "epsilon_sum": None, "because": because}
-    at_hand = [(history, entries), *((o.history, o.entries) for o in others if o.history is not None)]
+    everyone = [(history, entries), *((o.history, o.entries) for o in others)]
+    at_hand = [(found, lines) for found, lines in everyone if found is not None and _by(found) == "ledger"]
     events = merge(_all_events(at_hand))
     return total(runs, [{"rate": e.rate, "sigma": e.sigma, "count": e.count} for e in events], history.delta())
 
@@ -95,6 +101,12 @@ def total(runs: list[dict[str, Any]], events: list[dict[str, Any]], delta: float
     }
 
 
+def _by(history: History | None) -> str:
+    """Whether steps are known that the run's claim follows from."""
+    known = history is not None and claimed_events(history, history.finished)[0] is not None
+    return "ledger" if known else "claim"
+
+
 def _shown(run: dict[str, Any]) -> dict[str, Any]:
     return {**run, "epsilon": run["epsilon"] if math.isfinite(run["epsilon"]) else None}
 
@@ -106,9 +118,8 @@ def _all_events(ledgers: list[tuple[History, Sequence[LedgerEntry]]]) -> list[Ev
     for history, entries in ledgers:
         shared = max((_common(entries, other) for other in counted), default=0)
         before = Counter({(e.rate, e.sigma): e.count for e in History.of(entries[:shared]).charged()})
-        own = Counter({(e.rate, e.sigma): e.count for e in history.charged()})
-        if not history.finished:  # it may go on until its plan is done
-            own |= Counter({(e.rate, e.sigma): e.count for e in history.planned()})
+        claimed, _ = claimed_events(history, history.finished)  # one that may go on counts as far as its budget leads
+        own = Counter({(e.rate, e.sigma): e.count for e in claimed or ()})
         events += [Event(rate, sigma, count) for (rate, sigma), count in (own - before).items()]
         counted.append(entries)
     return events

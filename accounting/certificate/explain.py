@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from murmuration.accounting.epsilon.accountant import show_delta
 from murmuration.accounting.epsilon.trade_off import TradeOff
 
 # The two shares of false alarms that the text tells of.
@@ -46,8 +47,8 @@ def explain(epsilon: float, delta: float, unit: str, attacks: Attacks, not_priva
             "model that came out would have been almost as likely either way, and so would everything else that the "
             "run published.",
             f"How almost: epsilon = {epsilon:g} bounds the change of every probability by a factor of "
-            f"{_factor(epsilon)}, except in a share of delta = {delta:.3g} of all cases. Smaller is stronger; 0 would "
-            "mean that nothing at all can be learned about the record.",
+            f"{_factor(epsilon)}, except in a share of delta = {show_delta(delta)} of all cases. Smaller is stronger; "
+            "0 would mean that nothing at all can be learned about the record.",
             "What a spy gains at the very most: one who guesses by tossing a coin whether the record was used is right "
             f"in 50 % of the cases, and with the model in at most {percent(attacks.best_guess)}. One who accepts a "
             f"false alarm in 1 % of the cases finds at most {percent(attacks.at_one_percent)} of the records that were "
@@ -78,9 +79,11 @@ def _verdict(epsilon: float) -> str:
 
 
 def _factor(epsilon: float) -> str:
+    """e^epsilon, rounded up: the text says that it is a bound."""
     if epsilon > 20:
-        return f"10^{epsilon / math.log(10):.0f}"
-    return f"{math.exp(epsilon):,.2f}" if epsilon < 3 else f"{math.exp(epsilon):,.0f}"
+        return f"10^{math.ceil(epsilon / math.log(10))}"
+    factor = math.exp(epsilon)
+    return f"{math.ceil(factor * 100) / 100:,.2f}" if epsilon < 3 else f"{math.ceil(factor):,}"
 
 
 def percent(share: float) -> str:

@@ -264,7 +264,7 @@ def _composition(certificate: dict[str, Any]) -> list[Block]:
     if not found:
         return []
     rows = [["run", "ε", "known by its"]]
-    rows += [[run["run"], "no promise" if run["epsilon"] is None else f"{run['epsilon']:g}", run["by"]]
+    rows += [[run["run"], "no promise" if run["epsilon"] is None else f"{round_up(run['epsilon'])}", run["by"]]
              for run in found["runs"]]  # fmt: skip
     if found["epsilon_sum"] is None:
         told = f"All of them together promise nothing: {found['because']}."
@@ -273,7 +273,7 @@ def _composition(certificate: dict[str, Any]) -> list[Block]:
             f"All of them together: ε = {round_up(found['epsilon_sum'])} at δ = {show_delta(found['delta_sum'])}, the "
             "sum of their claims, whatever made somebody start the later ones; "
             f"ε = {round_up(found['epsilon_together'])} at δ = {show_delta(found['delta_together'])}, the composition "
-            "of all their steps, if no run's plan was chosen by looking at another's outputs."
+            "of the steps that these claims rest on, if no run's plan was chosen by looking at another's outputs."
         )
     return [Block("table", rows), Block("text", told)]
 

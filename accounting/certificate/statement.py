@@ -62,18 +62,8 @@ def compose(
     objection = history.why_not_private()
     chargeable = private and not history.faults
     spent = (history.epsilon() if epsilon_found is None else epsilon_found) if chargeable else None
-    basis = history.why_budget_is_claimed() if chargeable else None
-    claimed = None if spent is None else max(spent, history.budget()) if basis else spent
     delta = history.delta() if private else None
-    tunings = [declared.as_dict() for declared in history.tunings]
-    # Where the budget is claimed, each of the runs may have spent it.
-    tuned = [history.charged(), *([history.planned()] if basis else [])] if chargeable else []
-    for declared, shown in zip(history.tunings, tunings, strict=True):
-        if declared.tuning is None or delta is None or not chargeable:
-            continue
-        shown["epsilon"] = cost = max(tuned_epsilon(events, delta, declared.tuning) for events in tuned)
-        claimed = max(claimed or 0.0, cost)
-        basis = f"{basis}; and the run was chosen among several" if basis else "the run was chosen among several"
+    claimed, basis, tunings = claim_of(history, spent)
     claim: dict[str, Any] = {
         "private": objection is None,
         "statement": _said(history, objection, claimed or 0.0, history.claimed_delta() if private else 0.0),
@@ -110,6 +100,24 @@ def compose(
         **added,
         "ledger": {"length": len(entries), "head": entries[-1].hash},
     }
+
+
+def claim_of(history: History, spent: float | None) -> tuple[float | None, str | None, list[dict[str, Any]]]:
+    """The epsilon that a run claims for what was spent, why it is more than that, and its tuning with what it costs."""
+    tunings = [declared.as_dict() for declared in history.tunings]
+    if spent is None:
+        return None, None, tunings
+    basis = history.why_budget_is_claimed()
+    claimed = max(spent, history.budget()) if basis else spent
+    # Where the budget is claimed, each of the runs may have spent it.
+    tuned = [history.charged(), *([history.planned()] if basis else [])]
+    for declared, shown in zip(history.tunings, tunings, strict=True):
+        if declared.tuning is None:
+            continue
+        shown["epsilon"] = cost = max(tuned_epsilon(events, history.delta(), declared.tuning) for events in tuned)
+        claimed = max(claimed, cost)
+        basis = f"{basis}; and the run was chosen among several" if basis else "the run was chosen among several"
+    return claimed, basis, tunings
 
 
 def deviations_of(history: History, form: str = FORMAT) -> list[str]:

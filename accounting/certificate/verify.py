@@ -10,6 +10,7 @@ from typing import Any
 
 from murmuration.accounting.certificate.attached import Attached, CertificateError, check_attached
 from murmuration.accounting.certificate.composition import total
+from murmuration.accounting.certificate.limits import claimed_events
 from murmuration.accounting.certificate.statement import EARLIER_FORMAT, FORMAT, compose, deviations_of
 from murmuration.accounting.epsilon.accountant import Accountant, AccountingError
 from murmuration.accounting.ledger.chain import LedgerEntry
@@ -190,12 +191,16 @@ def _check_composition(certificate: dict[str, Any], history: History, claimed: f
     """Its numbers follow from the runs and events that it states, among which are this run's own."""
     stated = certificate["composition"]
     own = {"run": history.run["name"], "id": history.run_id, "epsilon": claimed}
-    if not any(own.items() <= run.items() for run in stated["runs"]):
+    mine = next((run for run in stated["runs"] if own.items() <= run.items()), None)
+    if mine is None:
         raise CertificateError("the certificate's composition of several runs leaves this run out")
     if stated["epsilon_sum"] is None:
         return
     charged = {(event["rate"], event["sigma"]): event["count"] for event in stated["events"]}
-    if any(charged.get((event.rate, event.sigma), 0) < event.count for event in history.charged()):
+    events, _ = claimed_events(history)
+    if (mine["by"] == "ledger") != (events is not None) or any(
+        charged.get((event.rate, event.sigma), 0) < event.count for event in events or ()
+    ):
         raise CertificateError("the certificate's composition of several runs leaves out steps of this run")
     again = total(stated["runs"], stated["events"], history.delta())
     for name in ("epsilon_sum", "delta_sum", "epsilon_together", "delta_together"):

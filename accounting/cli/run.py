@@ -24,6 +24,8 @@ from murmuration.accounting.epsilon.accountant import (
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.keys import destroy, load
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
+from murmuration.accounting.ledger.heads import NAME as HEADS
+from murmuration.accounting.ledger.heads import lost_charges, read_heads
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import UNIT, PlanError, parse_delta
@@ -74,6 +76,8 @@ def retire_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             lines.append(f"{history.run['name']} was finished before; its certificate stays as it is")
         else:
             key = load(keys[0]) if history.run["signer"] else None
+            # Nobody can sign another certificate later, so steps that a restored ledger lacks are charged now.
+            journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(root / "secret" / HEADS)), "retired")
             journal.finish()
             document = compose(history, journal.ledger.entries, {"known_deviations": RETIRED, "siblings": []})
             write(document if key is None else signed(document, key), root)

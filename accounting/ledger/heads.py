@@ -7,6 +7,7 @@ folder and in the data set's log of runs. Steps behind the last checkpoint relea
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,9 @@ def append(path: Path, line: dict[str, Any], mode: int) -> None:
     """Durable when it returns. A newline first: a line torn by a crash must not swallow this one."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
     try:
-        os.write(descriptor, b"\n" + json.dumps(line).encode() + b"\n")
+        content = b"\n" + json.dumps(line).encode() + b"\n"
+        if os.write(descriptor, content) != len(content):
+            raise OSError(errno.ENOSPC, "the disk took only a part of a line", str(path))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -52,17 +55,26 @@ def read_heads(path: Path) -> list[Head]:
 
 
 def lost_charges(entries: Sequence[LedgerEntry], noted: Sequence[Head]) -> tuple[Head, list[Charge]] | None:
-    """The newest head that this ledger does not contain, and what was charged since the two went apart."""
-    if not noted or contains(entries, noted[-1]):
+    """The newest head that this ledger does not contain, and what was charged since the two went apart.
+
+    Not the last head alone is looked for: two ledgers of one run (a cloned machine) may note theirs in turns.
+    """
+    taken_over = {entry.fields.get("head") for entry in entries if entry.kind == "lost"}
+    since = max((place for place, head in enumerate(noted, 1) if head.head in taken_over), default=0)
+    strange = [place for place, head in enumerate(noted) if place >= since and not contains(entries, head)]
+    if not strange:
         return None
-    common = next((head for head in reversed(noted) if contains(entries, head)), None)
+    newest = noted[strange[-1]]
+    common = next((head for head in reversed(noted[: strange[0]]) if contains(entries, head)), None)
+    if any(contains(entries, head) for head in noted[strange[0] :]):
+        common = None  # in turns: how much of the own notes before is common to both is not known
     before = {(each.phase, each.rate, each.sigma): each.count for each in common.charged} if common else {}
     lost = [
         Charge(each.phase, each.rate, each.sigma, count)
-        for each in noted[-1].charged
+        for each in newest.charged
         if (count := each.count - before.get((each.phase, each.rate, each.sigma), 0)) > 0
     ]
-    return noted[-1], lost
+    return newest, lost
 
 
 def contains(entries: Sequence[LedgerEntry], head: Head) -> bool:

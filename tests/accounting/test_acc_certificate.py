@@ -281,6 +281,16 @@ def test_plain_words_state_true_limits() -> None:
     assert "No promise" in explain(1.0, 1e-6, "one record", attacks, "NOT PRIVATE (debug)")
 
 
+@pytest.mark.parametrize(
+    "value, factor",
+    [(0.7, "2.02"), (3.1, "23"), (8.0005, "2,983"), (26.0, "10^12")],  # e^0.7 = 2.0138, e^26 = 1.96e11
+)
+def test_the_factor_that_bounds_every_probability_is_rounded_up(value: float, factor: str) -> None:
+    attacks = Attacks.of_curve(of_point(value, 1.2341e-6))
+    text = explain(value, 1.2341e-6, "one record", attacks)
+    assert f"by a factor of {factor}, except in a share of delta = 1.24e-06 of" in text
+
+
 def test_late_plans_do_not_shrink_the_claim(tmp_path: Path) -> None:
     journal = begin(tmp_path, replace(PLAN, steps=2))
     train(journal, range(1, 3), replace(PLAN, steps=2))

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from murmuration.accounting.certificate.certificate import CertificateError, compose, verify, write
 from murmuration.accounting.certificate.composition import composed, known_runs, total
 from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.ledger.history import History
 from tests.support.acc_world import CONFIG, DATA, PLAN, begin, reopen, train
 
@@ -71,18 +73,69 @@ def test_a_fork_counts_what_both_share_once(tmp_path: Path) -> None:
         journal.ledger.close()
     for here, there in ((trunk, branch), (branch, trunk)):
         found = of(here, logged(there))
-        assert found["events"] == [{"rate": 1.0, "sigma": PLAN.noise_multiplier, "count": 55}]
-        assert found["epsilon_together"] == epsilon([Event(1.0, PLAN.noise_multiplier, 55)], PLAN.delta)
+        # The branch claims its budget, so all that it would have allowed: of these steps 10 are the trunk's.
+        count = 40 + allowed() - 10
+        assert found["events"] == [{"rate": 1.0, "sigma": PLAN.noise_multiplier, "count": count}]
+        assert found["epsilon_together"] == epsilon([Event(1.0, PLAN.noise_multiplier, count)], PLAN.delta)
 
 
-def test_a_run_that_may_go_on_counts_with_all_of_its_plan(tmp_path: Path) -> None:
+def allowed(sigma: float = PLAN.noise_multiplier) -> int:
+    """The first number of steps that passes the budget, or up to 0.2 % more."""
+    exact = next(n for n in range(1, 10**6) if epsilon([Event(1.0, sigma, n)], PLAN.delta) > PLAN.epsilon_budget)
+    assert exact < 500, "so that 0.2 % are no step"
+    return exact
+
+
+def test_a_run_that_may_go_on_counts_as_far_as_its_budget_leads(tmp_path: Path) -> None:
     one = finished(tmp_path / "one", 20.0, 5)
     other = tmp_path / "other"
     other.mkdir()
     journal = begin(other, replace(PLAN, noise_multiplier=30.0))
     train(journal, range(1, 3), replace(PLAN, noise_multiplier=30.0))
     journal.ledger.close()
-    assert {"rate": 1.0, "sigma": 30.0, "count": PLAN.steps} in of(one, logged(other))["events"]
+    assert {"rate": 1.0, "sigma": 30.0, "count": allowed(30.0)} in of(one, logged(other))["events"]
+
+
+def claims_of(folder: Path) -> float:
+    history, entries = History.read(folder / "ledger.jsonl")
+    return compose(history, entries, {})["claim"]["epsilon_claimed"]
+
+
+def chosen(folder: Path, tuning: Tuning | None, steps: int) -> Path:
+    folder.mkdir()
+    journal = begin(folder)
+    if tuning is not None:
+        journal.declare_tuning(Declared("several rates", tuning))
+    train(journal, range(1, steps + 1))
+    journal.finish()
+    journal.ledger.close()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "tuning, steps", [(None, 3), (Tuning(5, fixed=True), PLAN.steps), (Tuning(2.0, 1.0), PLAN.steps)],
+    ids=["ended early", "fixed number of runs", "drawn number of runs"],
+)  # fmt: skip
+def test_no_composition_is_less_than_what_one_of_its_runs_claims(
+    tmp_path: Path, tuning: Tuning | None, steps: int
+) -> None:
+    """A run that was stopped or chosen by outputs claims more than its steps; so do all runs together."""
+    one, other = chosen(tmp_path / "one", tuning, steps), finished(tmp_path / "other", 20.0, 1)
+    claimed = claims_of(one)
+    history, entries = History.read(one / "ledger.jsonl")
+    own = composed(history, entries, claimed, known_runs([logged(other)]))
+    theirs = of(other, logged(one))
+    for found in (own, theirs):
+        assert min(found["epsilon_together"], found["epsilon_sum"]) > claimed - 1e-4, "which is rounded up"
+    document = compose(history, entries, {"siblings": [], "composition": own})
+    write(document, one)
+    assert verify(one).claimed == claimed
+    document["composition"] = own | {"events": []}
+    document["composition"] |= total(own["runs"], [], PLAN.delta)
+    write(document, one)
+    if own["events"] and own["runs"][0]["by"] == "ledger":
+        with pytest.raises(CertificateError, match="leaves out steps of this run"):
+            verify(one)
 
 
 def test_a_run_without_noise_leaves_no_number(tmp_path: Path) -> None:

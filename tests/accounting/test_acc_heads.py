@@ -67,6 +67,28 @@ def test_a_restored_ledger_is_refused_or_charges_what_was_lost(tmp_path: Path) -
     assert journal.history.charged() == [Event(1.0, PLAN.noise_multiplier, 26)]
 
 
+def test_two_ledgers_of_one_run_see_each_other_whoever_notes_last(tmp_path: Path) -> None:
+    """Of a machine that was cloned as a whole, which nothing tells from its original; both write the same log."""
+    log, one, two = tmp_path / "log", tmp_path / "one", tmp_path / "two"
+    log.mkdir()
+    one.mkdir()
+    journal = watched(begin(one), log)
+    trained(journal, 1, 4)
+    journal.ledger.close()
+    shutil.copytree(one, two)
+    for folder, first, last in ((two, 5, 8), (one, 5, 30), (two, 9, 12), (one, 31, 33)):
+        journal = watched(reopen(folder), log)
+        journal.begin_segment(0, CONFIG, DATA, first - 1, f"another rate in {folder.name}")
+        trained(journal, first, last)
+        journal.ledger.close()
+    for folder, own, other in ((one, 33, 12), (two, 12, 33)):  # four steps are charged twice
+        journal = reopen(folder)
+        journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(log / NAME)), "noticed")
+        assert journal.history.charged() == [Event(1.0, PLAN.noise_multiplier, own + other)], folder.name
+        assert lost_charges(journal.ledger.entries, read_heads(log / NAME)) is None, "once"
+        journal.ledger.close()
+
+
 def test_what_no_note_shares_with_the_ledger_is_charged_whole(tmp_path: Path) -> None:
     journal = watched(begin(tmp_path), tmp_path)
     trained(journal, 1, 3)

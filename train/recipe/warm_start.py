@@ -77,7 +77,7 @@ class WarmStart:
     take_head: bool | None = None
     """Whether a classifier takes its head from there, too (model.warm_start)."""
     foreign: bool = False
-    """Neither a ledger nor metadata says which records the weights were made from."""
+    """No ledger, and no metadata that name any, says which records the weights were made from."""
 
     @staticmethod
     def at(path: Path, take_head: bool | None = None) -> WarmStart:
@@ -97,7 +97,9 @@ class WarmStart:
         objections = [each.undeclared for each in known if each.undeclared is not None]
         protected = frozenset(digest for origin in origins for digest in origin.protected)
         undeclared = objections[0] if objections else None
-        return WarmStart(path, _digest(path), protected, origins, undeclared, take_head, foreign=not known)
+        # Anybody can write metadata that name no records, so without a ledger they are nobody's word but the user's.
+        foreign = not ledger.is_file() and not origins
+        return WarmStart(path, _digest(path), protected, origins, undeclared, take_head, foreign)
 
     def fill(self, model: nn.Module) -> LoadReport:
         """Puts the weights into the model, as far as they fit; the account says what became of every tensor."""

@@ -29,8 +29,9 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     log = RunLog.of(phase.index, run.config.run.registry)
     if privacy is None:
         if not phase.settings.data.public:
-            log.require_budget((run.writer.history.run_id,), None)
-            _register(run, phase, log, None, None)
+            with log.alone():
+                log.require_budget((run.writer.history.run_id,), None)
+                _register(run, phase, log, None, None)
         run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, records)
         declare_public_uses(run, phase)
         return None
@@ -44,8 +45,9 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
         run.writer.declare_private_curves()
     for noted in log.heads(run.writer.history.run_id):
         run.writer.admit_lost(lost_charges(run.writer.ledger.entries, noted), run.new_segment)
-    log.require_budget((run.writer.history.run_id,), run.writer.history.budget())
-    _register(run, phase, log, plan.epsilon_budget, plan.delta)
+    with log.alone():
+        log.require_budget((run.writer.history.run_id,), run.writer.history.budget())
+        _register(run, phase, log, plan.epsilon_budget, plan.delta)
     run.writer.witnesses[str(log)] = log.note
     return plan
 

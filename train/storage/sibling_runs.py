@@ -4,7 +4,7 @@ An epsilon holds for one run. Anyone who publishes several runs on the same reco
 certificate lists its siblings: private runs, runs without noise, audits that trained on the records, and copies of a
 run directory. The log holds names, budgets and what ledgers charged, nothing computed from records.
 
-It lies beside the index, in the folder of the shards (another index of the same shards finds it there) and where the
+It lies beside the index, in the folders of the shards (another index of some of them finds it there) and where the
 config says (`run.registry`), so that it survives data that are mounted read-only.
 """
 
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Container
+import os
+import time
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
+from murmuration.accounting.file_lock import try_lock
 from murmuration.accounting.ledger.facts import Head
 from murmuration.accounting.ledger.heads import append, heads_in
 from murmuration.data.index.folders import FolderIndex
@@ -47,12 +50,27 @@ class RunLog:
         whole = index.whole if isinstance(index, SplitIndex) else index
         files = []
         if isinstance(whole, ShardIndex | FolderIndex):
-            files = [whole.folder / LOG, *([whole.root / BESIDE_SHARDS] if isinstance(whole.root, Path) else [])]
+            files = [whole.folder / LOG, *(folder / BESIDE_SHARDS for folder in _folders_of(whole))]
         return RunLog((*files, *([Path(registry) / LOG] if registry is not None else [])))
 
     @staticmethod
     def beside(folder: Path) -> RunLog:
         return RunLog((folder / LOG,))
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Two runs that start at once must not both be let in on what is left of the budget: ask and register in this.
+
+        A place that cannot be locked cannot be written either, or lies where nothing can be (some network shares).
+        """
+        with contextlib.ExitStack() as held:
+            for file in self.files:  # in the same order by everybody
+                with contextlib.suppress(OSError):
+                    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+                    held.callback(os.close, descriptor)
+                    while not try_lock(descriptor):
+                        time.sleep(0.05)
+            yield
 
     def register(
         self, run: str, phase: str, name: str, epsilon: float | None, delta: float | None, **more: Any
@@ -102,7 +120,7 @@ class RunLog:
         found = []
         for file in self.files:
             with contextlib.suppress(OSError):
-                found += [line["budget"] for line in whole_lines(file) if isinstance(line.get("budget"), float)][-1:]
+                found += [line["budget"] for line in whole_lines(file) if _is_epsilon(line.get("budget"))][-1:]
         return min(found, default=None)
 
     def claim(self, run: str, epsilon: float) -> None:
@@ -118,13 +136,15 @@ class RunLog:
         for file in self.files:
             with contextlib.suppress(OSError):
                 for line in whole_lines(file):
-                    if isinstance(line.get("claim_of"), str) and isinstance(line.get("epsilon"), float):
+                    if isinstance(line.get("claim_of"), str) and _is_epsilon(line.get("epsilon")):
                         claims[line["claim_of"]] = line["epsilon"]
+                    elif isinstance(line.get("ledger_of"), str):
+                        claims.pop(line["ledger_of"], None)  # it went on after it was finished: restored
         budgets = [
             (entry["id"], entry.get("epsilon_budget")) for entry in self.siblings(own) if entry["id"] not in claims
         ]
         ours = math.fsum(value for run, value in claims.items() if str(run) not in own)
-        return ours + math.fsum(value if isinstance(value, int | float) else math.inf for _, value in budgets)
+        return ours + math.fsum(value if _is_epsilon(value) else math.inf for _, value in budgets)
 
     def require_budget(self, own: Container[str], epsilon: float | None) -> None:
         """`epsilon` is what this run may spend in all its phases; None where it has no noise."""
@@ -153,6 +173,21 @@ class RunLog:
         for file in self.files:
             with contextlib.suppress(OSError):
                 append(file, head.as_dict(), 0o644)
+
+
+def _is_epsilon(value: object) -> TypeGuard[float]:
+    """Not a number that would make room for others: NaN compares as no excess, and less than 0 is no expense."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _folders_of(index: ShardIndex | FolderIndex) -> list[Path]:
+    """Where another index of some of the same shards looks, too, whichever others it holds beside them: in each folder
+    of shards, and in the one that holds them all. An index of single files has the latter alone."""
+    root = index.root
+    if not isinstance(root, Path):
+        return []
+    inner = {(root / shard.name).parent for shard in index.shards} if isinstance(index, ShardIndex) else set()
+    return [root, *sorted(inner - {root})]
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:
