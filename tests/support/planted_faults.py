@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import Clipped
+from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.reference import ReferenceClip
+from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import GradientSums
 from murmuration.train.engines.base import AppliedUpdate
 from murmuration.train.engines.forward import PrivateForward
@@ -278,3 +281,32 @@ class DividesByRealised(LocalEngine):
 
 def own_stream(engine: Any, clip: Any, noise: NoiseMechanism) -> NoiseMechanism:
     return OwnPerRank(b"", noise.std, noise.divisor, engine.ranks.rank)
+
+
+class OffBy(BookKeepingClip):
+    """Gradients, or the norms alone, that are some percent off: in half precision only, or always."""
+
+    def __init__(
+        self, precision: Precision, rule: ClipRule, sums: float = 1.0, norms: float = 1.0, always: bool = False
+    ) -> None:
+        super().__init__(rule, precision)
+        self.times_sums, self.times_norms, self.always = sums, norms, always
+
+    def add_clipped(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
+    ) -> Clipped:
+        if self.precision == "fp32" and not self.always:
+            return super().add_clipped(model, inputs, present, sums)
+        found = super().add_clipped(model, inputs, present, _Times(sums, self.times_sums))
+        return dataclasses.replace(found, norms=found.norms * self.times_norms)
+
+
+class _Times:
+    def __init__(self, sums: GradientSums, factor: float) -> None:
+        self.sums, self.factor = sums, factor
+
+    def add(self, name: str, value: Tensor) -> None:
+        self.sums.add(name, value * self.factor)
+
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        self.sums.add_product(name, left.float() * self.factor, right.float())

@@ -208,6 +208,9 @@ class LocalEngine:
             for flat, fragments in zip(self.flats, self.layout, strict=True)
         ]
 
+    def plain_model(self) -> nn.Module | None:
+        return None
+
     def whole_weights(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())
 

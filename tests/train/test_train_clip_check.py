@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
+from murmuration.model.build import Objective, build
+from murmuration.model.settings import ModelSettings
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.engine import ClipEngine
+from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipError, ClipRule
+from murmuration.train.engines.base import modes_of
+from murmuration.train.engines.plain_copy import PlainCopy
+from murmuration.train.noise.update import UpdateError
+from murmuration.train.self_test.probes import synthetic_batch
 from tests.support.clip_world import FLAT
+from tests.support.planted_faults import OffBy
 from tests.support.train_helpers import Toy, toy_batch
 
 
@@ -38,3 +48,88 @@ def test_an_honest_engine_passes_the_check_and_a_wrong_one_does_not(make: Callab
         with pytest.raises(ClipError, match="is off by"):
             check_gradients(clip, Coupled(), batch.inputs, batch.present)
         assert clip.rule == FLAT
+
+
+def deep(objective: Objective) -> nn.Module:
+    """Two dozen blocks one after the other, in which rounding has room to add up."""
+    settings = dict(image_size=32, patch_size=8, width=16, depth=24, heads=2)
+    if objective == "caption":
+        settings |= dict(decoder_width=16, decoder_depth=6, decoder_heads=2, text_length=8, vocabulary=32)
+    family = {"caption": "captioner", "mae": "mae", "classify": "classifier"}[objective]
+    if objective != "classify":
+        settings |= dict(mae_decoder_width=16, mae_decoder_depth=2, mae_decoder_heads=2)
+    torch.manual_seed(1)
+    return build(ModelSettings(family=family, **settings), objective)  # pyright: ignore[reportArgumentType]
+
+
+def checked(clip: ClipEngine, model: nn.Module, objective: Objective) -> None:
+    clip.prepare(model)
+    batch = synthetic_batch(model.shape, objective, 6, seed=3)  # pyright: ignore[reportArgumentType]
+    check_gradients(clip, model, batch.inputs, batch.present)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("objective", ["mae", "caption", "classify"])
+def test_the_book_keeping_engine_passes_in_every_precision_however_deep_the_model(
+    objective: Objective, precision: Precision
+) -> None:
+    clip = BookKeepingClip(FLAT, precision)
+    checked(clip, deep(objective), objective)
+    assert (clip.rule, clip.precision) == (FLAT, precision)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"sums": 0.97, "norms": 0.97}, {"sums": 1.03, "norms": 1.03}, {"norms": 0.97}, {"norms": 0.995}, {"sums": 0.97},
+        {"sums": 0.998, "norms": 0.998, "always": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_three_percent_in_half_precision_are_found_and_less_where_rounding_has_no_part(
+    precision: Precision, fault: dict[str, float]
+) -> None:
+    """Ten percent used to pass: in half precision a whole gradient, a norm, or a fault of all precisions."""
+    model = deep("caption")
+    clip = OffBy(precision, FLAT, **fault)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ClipError, match="is off by"):
+        checked(clip, model, "caption")
+    assert (clip.rule, clip.precision) == (FLAT, precision), "put back, also after a fault"
+
+
+def test_sharded_weights_are_compared_with_a_whole_copy_of_them() -> None:
+    """As ZeRO-3 leaves them between uses; the copy shares what the model shares, and keeps its modes."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(48, 48), nn.Linear(48, 48)
+            self.second.weight = self.first.weight
+            self.register_buffer("table", torch.zeros(3))
+
+        def forward(self, inputs: Any) -> Tensor:
+            return self.second(torch.tanh(self.first(inputs["images"].flatten(1)))).square().sum(1)
+
+    model = Tied()
+    copy = PlainCopy(model)
+    model.second.eval()
+    weights = {name: tensor + 0.25 for name, tensor in model.state_dict().items()}
+    filled = copy.filled(weights, modes_of(model), torch.device("cpu"))
+    assert isinstance(filled, Tied) and filled.first.weight is filled.second.weight
+    assert modes_of(filled) == modes_of(model) and filled is not copy.filled(weights, {}, torch.device("cpu"))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in filled.state_dict().items())
+
+    batch, clip = toy_batch(4), BookKeepingClip(FLAT)
+    clip.prepare(model)
+    same = copy.filled(model.state_dict(), modes_of(model), torch.device("cpu"))
+    check_gradients(clip, model, batch.inputs, batch.present, plain=same)
+    with pytest.raises(ClipError, match="is off by"):
+        check_gradients(clip, model, batch.inputs, batch.present, plain=filled)  # other weights
+
+
+def test_a_model_that_cannot_be_copied_is_named_where_a_copy_is_needed() -> None:
+    model = Toy()
+    model.lock = threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(UpdateError, match=r"cannot be copied .*lock"):
+        PlainCopy(model).filled({}, {}, torch.device("cpu"))

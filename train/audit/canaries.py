@@ -87,7 +87,8 @@ class CanaryClip:
     def add_clipped(
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
     ) -> Clipped:
-        self.inner.rule = self.rule  # the self-test tries other bounds, and they must reach the engine that clips
+        # The self-test tries other bounds and precisions, and they must reach the engine that clips.
+        self.inner.rule, self.inner.precision = self.rule, self.precision
         if CANARY not in inputs:
             return self.inner.add_clipped(model, inputs, present, sums)
         which = inputs[CANARY]

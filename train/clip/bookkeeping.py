@@ -83,9 +83,12 @@ class BookKeepingClip:
         self.round_operands = round_operands
         self.rule, self.hold = rule, hold
         self.precision: Precision = precision
-        self._scale = LOSS_SCALE[precision]
         self._checked = False
         self._held: Held | None = None
+
+    @property
+    def _scale(self) -> float:
+        return LOSS_SCALE[self.precision]
 
     def prepare(self, model: nn.Module) -> None:
         """Nothing is changed in the model; it must only be one whose gradients can be clipped."""

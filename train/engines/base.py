@@ -69,6 +69,10 @@ class ShardedEngine(Protocol):
         """The whole model's state on every rank."""
         ...
 
+    def plain_model(self) -> nn.Module | None:
+        """Where weights are sharded, a whole copy of the private model that no engine has changed; on every rank."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -103,6 +107,9 @@ class EngineAround:
 
     def whole_weights(self) -> dict[str, Tensor]:
         return self.inner.whole_weights()
+
+    def plain_model(self) -> nn.Module | None:
+        return self.inner.plain_model()
 
     def close(self) -> None:
         self.inner.close()

@@ -28,7 +28,7 @@ from murmuration.train.distributed.shards import (
     Fragment,
     whole_parameters,  # fmt: skip
 )
-from murmuration.train.engines.base import AppliedUpdate, OptimizerShard
+from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, modes_of
 from murmuration.train.engines.deepspeed_cpu import free_shared_names, make_ready
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.engines.shard_map import partitioned_parameters, prove_slice, zero_slices  # fmt: skip
@@ -233,6 +233,11 @@ class DeepSpeedEngine:
             with deepspeed.zero.GatheredParameters([parameter]):
                 state[name] = parameter.detach().clone()
         return state
+
+    def plain_model(self) -> nn.Module | None:
+        if self._zero.stage < 3 or not isinstance(self._forward, PrivateForward):
+            return None
+        return self._forward.plain_copy.filled(self.whole_weights(), modes_of(self.model), self.device)
 
     def close(self) -> None:
         self._hook.remove()

@@ -9,6 +9,7 @@ from murmuration.train.clip.engine import ClipEngine, Clipped, Observation
 from murmuration.train.clip.precision import Precision, autocast
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.engines.gradient_injection import GradientInjector
+from murmuration.train.engines.plain_copy import PlainCopy
 from murmuration.train.noise.update import UpdateError
 
 
@@ -20,6 +21,7 @@ class PrivateForward(nn.Module):
 
     def __init__(self, model: nn.Module, clip: ClipEngine) -> None:
         super().__init__()
+        self.plain_copy = PlainCopy(model)
         self.model, self.clip = model, clip
         clip.prepare(model)
         self.shapes = trainable_shapes(model)

@@ -27,7 +27,7 @@ from murmuration.train.clip.sums import ExactSums
 from murmuration.train.config.section import COLLECTIVE_SECONDS
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, digests_of
+from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, digests_of, modes_of
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.engines.shard_map import ShardMapError, prove_numbering, row_slices
 from murmuration.train.noise.update import Update, UpdateError
@@ -280,6 +280,11 @@ class FSDP2Engine:
         state = dict(self._units.model.state_dict())
         state |= {name: whole.detach().clone() for name, whole in self._units.gathered()}
         return state
+
+    def plain_model(self) -> nn.Module | None:
+        if not isinstance(self._forward, PrivateForward):
+            return None
+        return self._forward.plain_copy.filled(self.whole_weights(), modes_of(self.model), self.device)
 
     def close(self) -> None:
         self.discard()

@@ -118,5 +118,8 @@ class LocalEngine:
     def whole_weights(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())
 
+    def plain_model(self) -> nn.Module | None:
+        return None
+
     def close(self) -> None:
         self.discard()

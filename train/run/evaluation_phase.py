@@ -56,6 +56,9 @@ class StillEngine:
     def whole_weights(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())
 
+    def plain_model(self) -> nn.Module | None:
+        return None
+
     def close(self) -> None:
         """Nothing to let go of."""
 

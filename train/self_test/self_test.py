@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from murmuration.accounting.errors import SELF_TEST_FAILED, RunError
 from murmuration.data.draw.micro_batch import MicroBatch
@@ -91,7 +91,8 @@ def _records_are_bounded(
     _agree(ranks, lambda: _coupling(engine, few))
     _agree(ranks, lambda: _clipping_binds(engine, clip, batch))
     largest = max(ranks.gather(_agree(ranks, lambda: _hostile(engine, clip, batch, records))))
-    _agree(ranks, lambda: _gradients_are_true(engine, clip, batch))
+    plain = engine.plain_model()
+    _agree(ranks, lambda: _gradients_are_true(engine, clip, batch, plain))
     return largest
 
 
@@ -149,9 +150,9 @@ def _coupling(engine: ShardedEngine, few: MicroBatch) -> None:
         raise SelfTestError(f"records are not independent: {error}") from None
 
 
-def _gradients_are_true(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch) -> None:
+def _gradients_are_true(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, plain: nn.Module | None) -> None:
     try:
-        check_gradients(clip, engine.model, batch.inputs, batch.present)
+        check_gradients(clip, engine.model, batch.inputs, batch.present, plain=plain, shapes=engine.shapes)
     except ClipError as error:
         raise SelfTestError(str(error)) from None
 

@@ -1,0 +1,59 @@
+"""Run under `deepspeed`: the self-test where weights are sharded, honest and with gradients that are 3 % too small.
+
+Too small, because what is too large moves the sum by more than C, which the self-test sees without any reference.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from murmuration.model.build import build
+from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.engines.deepspeed_zero import start_ranks
+from murmuration.train.private import Computation, clipping_engine
+from murmuration.train.self_test.probes import SyntheticRecords
+from murmuration.train.self_test.self_test import SelfTestError, self_test
+from tests.support.answering import answer
+from tests.support.planted_faults import OffBy
+from tests.support.sharded_engines import MICRO_BATCH, OPTIMIZERS, SHAPE, C, Layout, noise, settings_of
+
+ALLOWANCE = 1e-4
+"""Of C, for what rounding may change in a sum."""
+
+
+def outcome(ranks: Ranks, layout: Layout, precision: Precision, times: float | None) -> str:
+    built = clipping_engine(
+        build(SHAPE, "caption"), ClipRule("flat", C, ALLOWANCE), OPTIMIZERS["SGD"], 0.0, settings_of(layout), ranks,
+        Computation(precision=precision), None if times is None
+        else lambda clip: OffBy(precision, clip.rule, sums=times, norms=times, always=precision == "fp32"),
+    )  # fmt: skip
+    records = SyntheticRecords.of(SHAPE, "caption")
+    try:
+        self_test(built.engine, built.clip, noise(), False, records, MICRO_BATCH, ranks)
+        return "passed"
+    except SelfTestError as error:
+        return f"{error}"
+    finally:
+        built.engine.close()
+
+
+def main() -> None:
+    ranks = start_ranks()
+    found: dict[str, Any] = {}
+    layouts: tuple[Layout, ...] = (3, "fsdp2")
+    precisions: tuple[Precision, ...] = ("fp32", "bf16")
+    for layout in layouts:
+        for precision in precisions:
+            for name, times in (("honest", None), ("3 % off", 0.97)):
+                found[f"{layout} {precision} {name}"] = ranks.gather(outcome(ranks, layout, precision, times))
+    answer(ranks, found)
+
+
+if __name__ == "__main__":
+    main()
