@@ -18,10 +18,9 @@ from murmuration.accounting.epsilon.accountant import (
     AccountingError,
     Event,
     epsilon,
-    group_epsilon,
     merge,
-    replacement_epsilon,
 )
+from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.epsilon.trade_off import GRID, TradeOff
 from murmuration.accounting.ledger.history import History
 

@@ -16,11 +16,10 @@ from murmuration.accounting.epsilon import trade_off
 from murmuration.accounting.epsilon.accountant import (
     Event,
     epsilon,
-    group_epsilon,
-    replacement_epsilon,
     round_up,
     show_delta,
 )
+from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.keys import destroy, load
 from murmuration.accounting.ledger.chain import Ledger, LedgerError

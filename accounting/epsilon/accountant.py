@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
@@ -24,11 +24,10 @@ from dp_accounting.rdp import RdpAccountant
 from murmuration.accounting.epsilon.composition import MOST_ERROR, Composition
 from murmuration.accounting.epsilon.gaussian import AccountingError, gaussian_delta, gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, lower, upper
-from murmuration.accounting.epsilon.other_pairs import Group, Pair, Replacement, cells, dominating
 
 __all__ = [
     "Accountant", "AccountingError", "Event", "delta_at", "deltas_at", "describe", "epsilon", "epsilon_below",
-    "gaussian_epsilon", "group_epsilon", "merge", "plain_sigma", "replacement_epsilon", "round_up", "show_delta",
+    "gaussian_epsilon", "interval_for", "larger_epsilon", "merge", "plain_sigma", "round_up", "show_delta",
 ]  # fmt: skip
 
 Accountant = Literal["pld", "rdp"]
@@ -123,7 +122,7 @@ def epsilon_below(events: Sequence[Event], delta: float) -> float | None:
         value = gaussian_epsilon(sigma, delta)
         return max(0.0, value - 1e-9 * (1 + value))
     counts = tuple(event.count for event in merged)
-    interval, best = _interval(merged, delta), (math.inf, ())
+    interval, best = interval_for(merged, delta), (math.inf, ())
     for finer in (1, 2, 4):
         lattices = tuple(lower(event.rate, event.sigma, interval / finer) for event in merged)
         rounded = sum(n * lattice.rounded for n, lattice in zip(counts, lattices, strict=True))
@@ -131,45 +130,6 @@ def epsilon_below(events: Sequence[Event], delta: float) -> float | None:
         if rounded < MOST_ROUNDED:
             break
     return Composition(best[1], counts).epsilon_below(delta)
-
-
-def group_epsilon(events: Sequence[Event], delta: float, records: int) -> float:
-    """Epsilon at the same `delta` for a person with so many records, all of them there or all of them blank.
-
-    Composed like the epsilon of one record, from the pair of a group, which is more than so many times the epsilon of
-    one record wherever noise is what limits it, and less where the draw is.
-    """
-    if records < 1:
-        raise AccountingError(f"a person has at least 1 record, not {records}")
-    if records == 1:
-        return epsilon(events, delta)
-    return _other_epsilon(events, delta, records, lambda event: Group(event.rate, event.sigma, records))
-
-
-def replacement_epsilon(events: Sequence[Event], delta: float) -> float:
-    """Epsilon at `delta` if one record is exchanged for another one, or gets another label."""
-    return _other_epsilon(events, delta, 2, lambda event: Replacement(event.rate, event.sigma))
-
-
-def _other_epsilon(events: Sequence[Event], delta: float, moved: int, pair_of: Callable[[Event], Pair]) -> float:
-    """`moved`: by how many clipping norms the two neighbours lie apart in a step in which all take part."""
-    if not 0 < delta < 1:
-        raise AccountingError(f"delta must lie in (0, 1), but is {delta}")
-    merged = merge(events)
-    if not merged:
-        return 0.0
-    if any(event.cap is not None for event in merged):
-        raise AccountingError("for capped batches nothing is known but the epsilon of one record")
-    if (sigma := plain_sigma(merged)) is not None:
-        return gaussian_epsilon(sigma / moved, delta)
-    pairs, counts = [pair_of(event) for event in merged], tuple(event.count for event in merged)
-    # Losses are larger by about that factor, and so may be the interval.
-    interval = _interval(merged, delta) * 2 ** math.floor(math.log2(moved))
-    while max(cells(pair, interval) for pair in pairs) > MOST_WORK:
-        interval *= 2
-    lattices = [dominating(pair, interval) for pair in pairs]
-    both = (Composition(tuple(side), counts) for side in zip(*lattices, strict=True))
-    return _larger_epsilon(both, delta)
 
 
 def delta_at(events: Sequence[Event], epsilon: float) -> float:
@@ -187,7 +147,7 @@ def deltas_at(events: Sequence[Event], epsilons: Sequence[float], about: float) 
         return [0.0 for _ in epsilons]
     if (sigma := plain_sigma(merged)) is not None:
         return [gaussian_delta(sigma, value) for value in epsilons]
-    both = (composition.deltas(epsilons) for composition in _compositions(merged, _interval(merged, about)))
+    both = (composition.deltas(epsilons) for composition in _compositions(merged, interval_for(merged, about)))
     return [max(pair) for pair in zip(*both, strict=True)]
 
 
@@ -214,17 +174,17 @@ def plain_sigma(events: Sequence[Event]) -> float | None:
 
 @lru_cache(maxsize=256)
 def _pld_epsilon(events: tuple[Event, ...], delta: float) -> float:
-    return _larger_epsilon(_compositions(events, _interval(events, delta)), delta)
+    return larger_epsilon(_compositions(events, interval_for(events, delta)), delta)
 
 
-def _larger_epsilon(both: Iterable[Composition], delta: float) -> float:
+def larger_epsilon(both: Iterable[Composition], delta: float) -> float:
     """Of the two directions; of the second no more than a bound, where that shows it to be smaller."""
     first, second = both
     value = first.epsilon(delta)
     return value if second.delta_is_below(delta, value) else max(value, second.epsilon(delta))
 
 
-def _interval(events: Sequence[Event], delta: float) -> float:
+def interval_for(events: Sequence[Event], delta: float) -> float:
     """1e-4, or a power of two less where the losses are so small that this would be coarse."""
     if any(event.cap is not None for event in events):
         return INTERVAL

@@ -30,7 +30,8 @@ from murmuration.accounting.certificate.registry import registry_entry
 from murmuration.accounting.certificate.statement import EARLIER_DEVIATIONS, UNKEYED_DIGESTS
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon import trade_off
-from murmuration.accounting.epsilon.accountant import Event, epsilon, gaussian_epsilon, group_epsilon
+from murmuration.accounting.epsilon.accountant import Event, epsilon, gaussian_epsilon
+from murmuration.accounting.epsilon.neighbours import group_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal

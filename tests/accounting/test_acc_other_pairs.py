@@ -17,11 +17,10 @@ from murmuration.accounting.epsilon.accountant import (
     Event,
     epsilon,
     gaussian_epsilon,
-    group_epsilon,
-    replacement_epsilon,
 )
 from murmuration.accounting.epsilon.composition import Composition
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, upper
+from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.epsilon.other_pairs import Group, Replacement, dominating
 
 ONE_STEP = [Event(1.0, 0.6529, 1)]

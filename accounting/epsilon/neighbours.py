@@ -1,0 +1,58 @@
+"""Epsilon for other neighbours than one record that is there or blank: a person's records, an exchanged record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from murmuration.accounting.epsilon.accountant import (
+    MOST_WORK,
+    Event,
+    epsilon,
+    interval_for,
+    larger_epsilon,
+    merge,
+    plain_sigma,
+)
+from murmuration.accounting.epsilon.composition import Composition
+from murmuration.accounting.epsilon.gaussian import AccountingError, gaussian_epsilon
+from murmuration.accounting.epsilon.other_pairs import Group, Pair, Replacement, cells, dominating
+
+
+def group_epsilon(events: Sequence[Event], delta: float, records: int) -> float:
+    """Epsilon at the same `delta` for a person with so many records, all of them there or all of them blank.
+
+    Composed like the epsilon of one record, from the pair of a group, which is more than so many times the epsilon of
+    one record wherever noise is what limits it, and less where the draw is.
+    """
+    if records < 1:
+        raise AccountingError(f"a person has at least 1 record, not {records}")
+    if records == 1:
+        return epsilon(events, delta)
+    return _other_epsilon(events, delta, records, lambda event: Group(event.rate, event.sigma, records))
+
+
+def replacement_epsilon(events: Sequence[Event], delta: float) -> float:
+    """Epsilon at `delta` if one record is exchanged for another one, or gets another label."""
+    return _other_epsilon(events, delta, 2, lambda event: Replacement(event.rate, event.sigma))
+
+
+def _other_epsilon(events: Sequence[Event], delta: float, moved: int, pair_of: Callable[[Event], Pair]) -> float:
+    """`moved`: by how many clipping norms the two neighbours lie apart in a step in which all take part."""
+    if not 0 < delta < 1:
+        raise AccountingError(f"delta must lie in (0, 1), but is {delta}")
+    merged = merge(events)
+    if not merged:
+        return 0.0
+    if any(event.cap is not None for event in merged):
+        raise AccountingError("for capped batches nothing is known but the epsilon of one record")
+    if (sigma := plain_sigma(merged)) is not None:
+        return gaussian_epsilon(sigma / moved, delta)
+    pairs, counts = [pair_of(event) for event in merged], tuple(event.count for event in merged)
+    # Losses are larger by about that factor, and so may be the interval.
+    interval = interval_for(merged, delta) * 2 ** math.floor(math.log2(moved))
+    while max(cells(pair, interval) for pair in pairs) > MOST_WORK:
+        interval *= 2
+    lattices = [dominating(pair, interval) for pair in pairs]
+    both = (Composition(tuple(side), counts) for side in zip(*lattices, strict=True))
+    return larger_epsilon(both, delta)
