@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, ShardReader, open_source
 from murmuration.data.decode.augment import KINDS, Kind, drop_key, mask_noise
+from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.decode import SUFFIXES, BadRecord, parsing
 from murmuration.data.decode.fields import numbers_of
 from murmuration.data.decode.picture import PictureMaker
@@ -45,6 +46,7 @@ class DataSpec:
     target: str | None = None  # one of `labels`: what a classifier is to say, handed over as "labels"
     weight: str | None = None  # a number in the record's .json, handed over as WEIGHT
     classes: int = 0  # > 0: a target that is not in 0..classes-1 makes a bad record
+    class_list: ClassList | None = field(default=None, repr=False)  # numbers the names that a .cls may hold
     image_suffixes: tuple[str, ...] = SUFFIXES
     text_suffix: str = "txt"
     mean: tuple[float, float, float] = IMAGENET_MEAN
@@ -239,7 +241,8 @@ class BatchReader:
         spec = self.spec
         with parsing("the caption or a number cannot be read"):
             tokens = self._tokens(members)
-            labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight)
+            names = spec.class_list.numbers if spec.class_list is not None else None
+            labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight, names)
         return _Parts(self._picture(members[suffix], step, record), tokens, labels, weight)
 
     def _tokens(self, members: dict[str, bytes]) -> list[int]:

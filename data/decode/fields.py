@@ -20,12 +20,14 @@ _NESTING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)  # str
 
 
 def numbers_of(
-    members: Mapping[str, bytes], labels: Sequence[str], target: str | None, classes: int, weight: str | None
-) -> tuple[list[int], float]:
-    """By their names; `cls` is the record's .cls. With `classes`, the target must be the number of one of them."""
+    members: Mapping[str, bytes], labels: Sequence[str], target: str | None, classes: int, weight: str | None,
+    names: Mapping[str, int] | None = None,
+) -> tuple[list[int], float]:  # fmt: skip
+    """By their names; `cls` is the record's .cls, a number or one of `names`. With `classes`, the target must be the
+    number of one of them."""
     wanted = [*(name for name in labels if name != "cls"), *([] if weight is None else [weight])]
     fields = _fields(members, wanted) if wanted else None
-    found = [_class_number(members) if name == "cls" else _integer(fields, name) for name in labels]
+    found = [_class_number(members, names or {}) if name == "cls" else _integer(fields, name) for name in labels]
     # A number that no class has would crash a GPU much later, and say nothing about where it came from.
     for name, number in zip(labels, found, strict=True):
         bounded = classes > 0 and name == target
@@ -82,9 +84,12 @@ def _weight(fields: Any, name: str) -> float:
     return float(weight)
 
 
-def _class_number(members: Mapping[str, bytes]) -> int:
+def _class_number(members: Mapping[str, bytes], names: Mapping[str, int]) -> int:
     """Digits alone: int() would take 1_0, and digits of any script."""
     text = members.get("cls", b"").strip()
-    if not text.isdigit() or len(text) > _MOST_DIGITS:
-        raise BadRecord("the record has no .cls with a class number")
-    return int(text)
+    if text.isdigit() and len(text) <= _MOST_DIGITS:
+        return int(text)
+    number = names.get(text.decode("utf-8", "replace"))
+    if number is None:
+        raise BadRecord("the record has no .cls with the number of a class, or with a name on the class list")
+    return number

@@ -15,6 +15,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Literal
 
 import numpy as np
 
+from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.format import (
     BESIDE,
     FILES,
@@ -285,6 +287,7 @@ class FolderIndex:
         self.records = kept.records
         self.labelled = manifest.head["labelled"]
         self._kept, self._names, self._rows, self._digests = kept, names, rows, digests
+        self._numbers: tuple[int | None, ...] = tuple(range(len(manifest.shards)))
         self._ends = np.cumsum([shard.records for shard in manifest.shards], dtype=np.int64)
         self._checked = bytearray(len(manifest.shards))
 
@@ -327,6 +330,13 @@ class FolderIndex:
         """Class names in the order of their numbers; none for a folder without classes."""
         return tuple(shard.name for shard in self.shards) if self.labelled else ()
 
+    def numbered_by(self, classes: ClassList) -> FolderIndex:
+        """The same records; classes have the numbers of that list, whichever folders there are. Those of another name
+        have none, so that their records are bad where a label is needed."""
+        other = copy(self)
+        other._numbers = tuple(classes.numbers.get(name) for name in self.classes)
+        return other
+
     def locate(self, record: int) -> tuple[Place, int, int]:
         """The file, 0 and its size."""
         number, _ = self._find(record)
@@ -338,14 +348,15 @@ class FolderIndex:
 
     def members(self, record: int, raw: bytes) -> dict[str, bytes]:
         """The file under its extension, and the number of its class as `cls`, like a class in webdataset's shards."""
-        number, group = self._find(record)
-        same = len(raw) == int(self._rows["size"][number])
+        place, group = self._find(record)
+        same = len(raw) == int(self._rows["size"][place])
         if same and self._digests is not None:
-            same = hashlib.sha256(raw).digest()[:_DIGEST_BYTES] == self._digests[number].tobytes()
+            same = hashlib.sha256(raw).digest()[:_DIGEST_BYTES] == self._digests[place].tobytes()
         if not same:
             raise ShardError(f"{self.owner(record)}: a file changed since it was indexed; restore it or index anew")
-        suffix = os.fsdecode(self._name(number)).rpartition(".")[2].lower()
-        return {suffix: raw, "cls": str(group).encode()} if self.labelled else {suffix: raw}
+        suffix = os.fsdecode(self._name(place)).rpartition(".")[2].lower()
+        number = self._numbers[group] if self.labelled else None
+        return {suffix: raw} if number is None else {suffix: raw, "cls": str(number).encode()}
 
     def check_unchanged(self, *, contents: bool = False) -> None:
         """Every file is there with its size; with `contents`, where they were hashed, their bytes too."""

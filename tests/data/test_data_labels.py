@@ -13,9 +13,11 @@ import torch
 from torchvision.datasets import ImageFolder
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.decode.class_list import ClassList
 from murmuration.data.draw.stream import StreamEpochs, StreamIndex
 from murmuration.data.index.folders import build_folder
 from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.store.place import ShardError
 
 Pictures = Callable[..., bytes]
 CLASSES = ("n01440764", "n01443537", "n02085620")
@@ -89,3 +91,66 @@ def test_names_do_not_clash() -> None:
         DataSpec(16, labels=("a",), target="b")
     with pytest.raises(ValueError, match="classes"):
         DataSpec(16, classes=-1)
+
+
+LIST = ClassList(("n02085620", "n01443537", "n01440764", "n09999999"))
+
+
+def pictures_in(folder: Path, picture: Pictures, names: tuple[str, ...]) -> Path:
+    for number, name in enumerate(names):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / f"{number}.jpg").write_bytes(picture(number))
+    return folder
+
+
+def test_one_record_alone_in_its_class_does_not_move_the_labels_of_others(tmp_path: Path, picture: Pictures) -> None:
+    """By the places of folders it moves all of them; by a list none, and where its name is no class it is bad."""
+    one = build_folder(pictures_in(tmp_path / "one", picture, CLASSES))
+    more = build_folder(pictures_in(tmp_path / "more", picture, ("n00000001", *CLASSES)))
+    spec = replace(SPEC, classes=4)
+    by_place = [BatchReader(index, spec).read(np.arange(index.records), 0).inputs["labels"] for index in (one, more)]
+    assert not torch.equal(by_place[0], by_place[1][1:])
+    spec = replace(spec, class_list=LIST)
+    by_list = [BatchReader(index.numbered_by(LIST), spec).read(np.arange(index.records), 0) for index in (one, more)]
+    assert by_list[0].inputs["labels"].tolist() == by_list[1].inputs["labels"][1:].tolist() == [2, 1, 0]
+    assert by_list[1].present.tolist() == [False, True, True, True]
+    assert more.classes[0] == "n00000001" and one.numbered_by(LIST).classes == one.classes
+
+
+def test_a_cls_may_hold_a_number_or_a_name_of_the_list(
+    tmp_path: Path, write_tar: Callable[..., Path], picture: Pictures
+) -> None:
+    held = [b"3", b"n01443537", b" n02085620\n", b"n0144353", b"4", b"", b"N01443537", b"\xff"]
+    samples = [{"__key__": str(i), "jpg": picture(i), "cls": label} for i, label in enumerate(held)]
+    write_tar(tmp_path / "a.tar", samples)
+    index = build(tmp_path)
+    reader = BatchReader(index, replace(SPEC, classes=4, class_list=LIST))
+    batch = reader.read(np.arange(8), 0)
+    assert batch.present.tolist() == [True] * 3 + [False] * 5
+    assert batch.inputs["labels"].tolist() == [3, 1, 0] + [0] * 5
+    without = BatchReader(index, replace(SPEC, classes=4)).read(np.arange(8), 0)
+    assert without.present.tolist() == [True] + [False] * 7
+
+
+def test_lists_are_read_from_lines_and_from_json(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfcat\r\n dog \na/abbey\n")
+    (tmp_path / "a.json").write_text('["cat", "dog", "a/abbey"]')
+    lines, json_list = ClassList.read(tmp_path / "a.txt"), ClassList.read(tmp_path / "a.json")
+    assert lines == json_list and lines.names == ("cat", "dog", "a/abbey") and lines.numbers["a/abbey"] == 2
+    assert lines.digest == json_list.digest != ClassList(("dog", "cat", "a/abbey")).digest
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.txt", None, "cannot be read"), ("a.txt", b"", "write one name per line"),
+        ("a.txt", b"cat\n\ndog", "line 2 names no class"), ("a.txt", b"cat\ndog\ncat", "names cat twice"),
+        ("a.txt", b"\xff\xfe", "no class list"), ("a.json", b"[1]", "no class list"), ("a.json", b"{", "no class list"),
+        ("a.json", b'{"cat": 1}', "no class list"),
+    ],
+)  # fmt: skip
+def test_what_is_no_list_is_refused(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ShardError, match=message):
+        ClassList.read(tmp_path / name)

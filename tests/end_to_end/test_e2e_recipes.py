@@ -52,13 +52,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare = [sys.executable, str(ROOT / "launch" / "prepare.py")]
     sizes = ["--private", "600", "--held-out", "64", "--textures", "40"]
     subprocess.run([*prepare, "demo", "--out", str(folder), *sizes], check=True, env=environment())
+    names: set[str] = set()
     for name, seed, count in (("protected", 5, 300), ("open", 6, 300), ("held_classes", 9, 64)):
         for sample in shape_samples(seed, count, 32, labels=True):
             assert sample.labels is not None
             group = folder / name / f"{sample.labels['colour']:02d}"
             group.mkdir(parents=True, exist_ok=True)
             (group / f"{sample.key}.jpg").write_bytes(sample.jpg)
+            names.add(group.name)
         subprocess.run([*prepare, "index", str(folder / name)], check=True, env=environment())
+    (folder / "classes.txt").write_text("\n".join(sorted(names)) + "\n")
     return folder
 
 
@@ -107,6 +110,7 @@ def test_a_head_is_trained_by_one_step_over_all_records_on_features_computed_onc
         "phases.1.data.path": str(data / "protected"), "phases.1.data.expected_records": 300,
         "phases.1.privacy.expected_batch": 300, "phases.1.schedule.peak": 0.05,
         "phases.1.evaluation": {"path": str(data / "held_classes"), "public": True, "records": 64},
+        "phases.1.data.classes": str(data / "classes.txt"),
     }  # fmt: skip
     run_dir = tmp_path / "one"
     job = launch("transfer/transfer_vith_onestep.json", run_dir, changes)
@@ -155,6 +159,7 @@ def continual(data: Path) -> dict[str, Any]:
         "phases.0.data.path": str(data / "open"), "phases.0.data.expected_records": 300, "phases.0.batch": 30,
         "phases.0.epochs": None, "phases.0.steps": 90, "phases.0.schedule.warmup_epochs": None,
         "phases.0.evaluation": held, "phases.0.plateau": {"patience": 2, "min_delta": 0.3, "not_before": 6},
+        "phases.0.data.classes": str(data / "classes.txt"), "phases.1.data.classes": str(data / "classes.txt"),
         "phases.1.data.path": str(data / "protected"), "phases.1.data.expected_records": 300,
         "phases.1.privacy.expected_batch": 60, "phases.1.epochs": None, "phases.1.steps": 6,
         "phases.1.schedule.warmup": 0, "phases.1.schedule.peak": 1e-3, "phases.1.evaluation": held,
@@ -198,6 +203,7 @@ def test_public_gradients_are_mixed_in_and_every_step_is_charged(data: Path, tmp
     changes = classes(data) | {
         "phases.0.data.path": str(data / "protected"), "phases.0.data.expected_records": 300, "phases.0.epochs": None,
         "phases.0.steps": 6, "phases.0.privacy.expected_batch": 60, "phases.0.mixing.data.path": str(data / "open"),
+        "phases.0.data.classes": str(data / "classes.txt"), "phases.0.mixing.data.classes": str(data / "classes.txt"),
         "phases.0.mixing.data.expected_records": 300, "phases.0.mixing.batch": 32, "phases.0.evaluation": held,
         "phases.0.schedule.warmup": 0, "phases.0.schedule.peak": 1e-3,
     }  # fmt: skip

@@ -55,6 +55,8 @@ def _phase(recipe: str, phase: dict[str, Any], data: Path, runs: Path) -> dict[s
         found |= {"data.path": str(data / name)}
         if "expected_records" in phase["data"]:
             found |= {"data.expected_records": RECORDS[name]}
+    if "classes" in phase["data"]:
+        found |= {"data.classes": str(data / "classes.txt")}
     if "tokenizer" in phase["data"]:
         found |= {"data.tokenizer": str(data / "tokenizer.json")}
     if "evaluation" in phase or private:
@@ -62,6 +64,7 @@ def _phase(recipe: str, phase: dict[str, Any], data: Path, runs: Path) -> dict[s
         found |= {"evaluation": {"path": str(data / held), "public": True, "records": 64}}
     if "mixing" in phase:
         found |= {"mixing.data.path": str(data / "open"), "mixing.data.expected_records": 300, "mixing.batch": 32}
+        found |= {"mixing.data.classes": str(data / "classes.txt")} if "classes" in phase["data"] else {}
     once = phase.get("steps") == 1
     found |= {"epochs": None, "steps": 1 if once else PRIVATE_STEPS if private else PUBLIC_STEPS}
     batch = found["data.expected_records"] if once else EXPECTED

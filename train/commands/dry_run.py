@@ -15,6 +15,7 @@ from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.planner.memory import GIB, memory, simulation, weights_of
+from murmuration.train.recipe.labels import check_at_hand, named_lists
 from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import clip_rule, make_plan, planned_epsilon, resolve_shape, with_steps
 
@@ -25,6 +26,9 @@ def dry_run(config: Config) -> str:
     lines = ["resolved config:", json.dumps(config.model_dump(by_alias=True, exclude_none=True), indent=2)]
     lines += ["", "resolved model:", json.dumps(asdict(shape), indent=2)]
     lines += ["", f"engine: {EngineSettings.of(config)}"]
+    check_at_hand(config, shape.head.classes)
+    for where, path in named_lists(config):
+        lines += [f"{where}: {path}{'' if path.exists() else '; not at hand, and needed to train'}"]
     for number, phase in enumerate(config.phases):
         lines += ["", f"phase {number} ({phase.name}, {phase.objective}):"]
         if not phase.trains:

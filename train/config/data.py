@@ -14,6 +14,10 @@ _AUGMENT = (
     "none: the whole picture, scaled to the model's size; center: its middle square; the other two: a random crop, "
     "flipped half of the time."
 )
+_CLASSES = (
+    "Public file that numbers the classes: one name per line, or a JSON list. Class folders and names in .cls files "
+    "are looked up in it, in all phases alike. Required for private class folders."
+)
 _READING = "How records are fetched and decoded."
 _PUBLIC = "Your word that nobody's privacy depends on these records."
 
@@ -66,6 +70,7 @@ class ShardData(Section):
         default=None,
         description="For classifiers: integer field of a record's .json, or 'cls' for its .cls file or class folder.",
     )
+    classes: str | None = Field(default=None, description=_CLASSES)
     weight: str | None = Field(
         default=None,
         description="Field of a record's .json, a number from 0 to 1e6, that multiplies its loss before clipping.",
@@ -161,6 +166,7 @@ class StreamData(Section):
         default=None,
         description="For classifiers: integer field of a record's .json, or 'cls' for its .cls file or class folder.",
     )
+    classes: str | None = Field(default=None, description=_CLASSES)
     weight: str | None = Field(
         default=None,
         description="Field of a record's .json, a number from 0 to 1e6, that multiplies its loss before clipping.",

@@ -276,6 +276,8 @@ class Phase(Section):
     def _of_objective(self) -> str | None:
         if self.objective == "classify" and self.trains and self.label is None:
             return "trains on labels and needs data.label, the field of a record that holds them"
+        if self.label is None and getattr(self.data, "classes", None) is not None:
+            return "trains on no labels, so data.classes means nothing there; leave it out"
         if self.label is not None and self.mixing is not None and isinstance(self.mixing.data, SyntheticData):
             return "trains on labels, which pictures made by rule have not; mix in shards"
         if self.objective == "caption" and self.trains and self.tokenizer is None:

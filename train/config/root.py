@@ -216,7 +216,7 @@ class Config(Section):
 
         `contents` holds digests in the place of paths. World size, engine and ZeRO settings do not shape it.
         """
-        places = {"path": True, "tokenizer": True, "reading": True}
+        places = {"path": True, "tokenizer": True, "reading": True, "classes": True}
         out = {"data": places, "mixing": {"data": places}, "features": {"folder"}}
         # What is measured decides nothing, unless the phase may end by it.
         watches = self.phases[phase].plateau is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from murmuration.data.decode.class_list import ClassList
 from murmuration.data.draw.node_placement import on_this_node
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex
@@ -25,13 +26,13 @@ MOST_RECORD_DRIFT = 0.01
 DEMO = " (the demo's shards: python launch/prepare.py demo)"
 
 
-def open_data(phase: Phase, shape: Shape, where: str) -> RecordIndex:
+def open_data(phase: Phase, shape: Shape, where: str, classes: ClassList | None) -> RecordIndex:
     data = phase.data
     if isinstance(data, CheckpointData):
         return NoRecords(open_start(data, f"{where}.data").digest)
     if isinstance(data, HeldOutData):
         return NoRecords("none")
-    return open_records(data, phase.objective, shape, f"{where}.data")
+    return open_records(data, phase.objective, shape, f"{where}.data", classes)
 
 
 def open_start(data: CheckpointData, where: str) -> WarmStart:
@@ -47,7 +48,9 @@ def open_start(data: CheckpointData, where: str) -> WarmStart:
     return start
 
 
-def open_records(data: Data, objective: str, shape: Shape, where: str) -> RecordIndex:
+def open_records(
+    data: Data, objective: str, shape: Shape, where: str, classes: ClassList | None = None
+) -> RecordIndex:  # fmt: skip
     if isinstance(data, SyntheticData):
         return SyntheticIndex(data.kind, data.records, data.seed, data.size or shape.image_size)
     if isinstance(data, StreamData):
@@ -55,7 +58,7 @@ def open_records(data: Data, objective: str, shape: Shape, where: str) -> Record
     assert isinstance(data, ShardData)
     # Cut in two, a set keeps every number, so that the cut does not depend on what is excluded.
     dense = data.public and data.public_fraction is None
-    index = _open_index(data.path, f"{where}.path", "skipped" if dense else "absent", data.reading.node_shards)
+    index = _open_index(data.path, f"{where}.path", "skipped" if dense else "absent", classes, data.reading.node_shards)
     _check_expected(index, data, where)
     if objective == "caption" and isinstance(index, FolderIndex):
         raise RecipeError(
@@ -79,17 +82,19 @@ def _open_stream(data: StreamData, where: str) -> StreamIndex:
         raise RecipeError(f"{where}: {error}") from None
 
 
-def open_public(path: str, where: str) -> RecordIndex:
-    return _open_index(path, where, "skipped")
+def open_public(path: str, where: str, classes: ClassList | None = None) -> RecordIndex:
+    return _open_index(path, where, "skipped", classes)
 
 
-def _open_index(path: str, where: str, excluded: Handling, node_shards: str | None = None) -> RecordIndex:
+def _open_index(
+    path: str, where: str, excluded: Handling, classes: ClassList | None, node_shards: str | None = None
+) -> RecordIndex:  # fmt: skip
     try:
         index = open_index(path, excluded=excluded)
         if node_shards is not None:
             return on_this_node(index, node_shards)
         index.check_unchanged()
-        return index
+        return index.numbered_by(classes) if classes is not None and isinstance(index, FolderIndex) else index
     except (ShardError, OSError) as error:
         raise RecipeError(f"{where}: {error}{DEMO if 'demo_data' in path else ''}") from None
 

@@ -16,6 +16,7 @@ from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_
 from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan, parse_delta, threshold_for
 from murmuration.accounting.tan import stand_in
 from murmuration.data.batch.reader import DataSpec
+from murmuration.data.decode.class_list import ClassList
 from murmuration.data.draw.node_placement import Placement
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digests
@@ -29,6 +30,7 @@ from murmuration.train.config.data import CheckpointData, ReadingSettings, Shard
 from murmuration.train.config.privacy import AdaptiveClip, Privacy
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.config.section import RecipeError
+from murmuration.train.recipe.labels import LabelSource, class_list, require_numbers
 from murmuration.train.recipe.open_data import (
     open_data,
     open_public,
@@ -69,6 +71,8 @@ class ReadyPhase:
     """Public records whose gradients are mixed in."""
     start: WarmStart | None = None
     """Weights from outside that this phase, or one before it, began with."""
+    classes: ClassList | None = None
+    """Numbers of the classes, the same in every phase of the run."""
     placement: Placement | None = None
     """Who computes which records, where not all ranks can read them all alike."""
 
@@ -84,6 +88,8 @@ class ReadyPhase:
         """Digests of everything that a path in the config names and that shapes the training; `keyed` as in
         `ledger_digests`. On the main rank, which may have to make a salt."""
         found = _identity("data", self.index, self.settings.data.public, keyed)
+        if self.label_list is not None:
+            found["classes"] = self.label_list.digest
         if self.text is not None:
             found["tokenizer"] = self.text.digest
         if self.mixed is not None:
@@ -93,6 +99,11 @@ class ReadyPhase:
         if self.settings.plateau is not None and self.held_out is not None:
             found |= _identity("held_out", self.held_out, True, keyed)
         return found
+
+    @property
+    def label_list(self) -> ClassList | None:
+        """None where the phase has no labels."""
+        return self.classes if self.settings.label is not None else None
 
     @property
     def reading(self) -> ReadingSettings:
@@ -105,11 +116,12 @@ class ReadyPhase:
         data = self.settings.data
         kind = data.augment if augment and isinstance(data, READ) else "center"
         label = self.settings.label
+        outputs = self.shape.head.classes if self.label_list is None else len(self.label_list.names)
         labels = () if label is None else (label,)
         return DataSpec(
             self.shape.image_size, augment=kind, mask_patches=masks, drop_keys=augment and self.shape.drops,
             labels=labels, target=label, weight=self.settings.weight if augment else None,
-            classes=self.shape.head.classes if label is not None else 0,
+            classes=outputs if label is not None else 0, class_list=self.label_list,
         )  # fmt: skip
 
 
@@ -121,14 +133,27 @@ def _identity(name: str, index: RecordIndex, public: bool, keyed: bool) -> dict[
 
 def prepare(config: Config) -> list[ReadyPhase]:
     shape = resolve_shape(config)
+    classes = class_list(config, shape.head.classes)
     phases: list[ReadyPhase] = []
     start: WarmStart | None = None
     for number, phase in enumerate(config.phases):
         if isinstance(phase.data, CheckpointData):
             start = open_start(phase.data, f"phases.{number}.data")
-        phases.append(_open(number, phase, shape, start))
+        phases.append(_open(number, phase, shape, start, classes))
     _keep_apart(phases)
+    require_numbers(_label_sources(phases), classes, shape.head.classes)
     return phases
+
+
+def _label_sources(phases: list[ReadyPhase]) -> list[LabelSource]:
+    found: list[LabelSource] = []
+    for phase in phases:
+        where, label = f"phases.{phase.number}", phase.settings.label
+        found += LabelSource.of(f"{where}.data.path", phase.index, label, phase.private)
+        found += LabelSource.of(f"{where}.evaluation.path", phase.held_out, label)
+        found += LabelSource.of(f"{where}.monitor.path", phase.monitored, label)
+        found += LabelSource.of(f"{where}.mixing.data.path", phase.mixed, label)
+    return found
 
 
 def _keep_apart(phases: list[ReadyPhase]) -> None:
@@ -176,19 +201,23 @@ def resolve_shape(config: Config) -> Shape:
         raise RecipeError(f"model: {error}") from None
 
 
-def _open(number: int, phase: Phase, shape: Shape, start: WarmStart | None) -> ReadyPhase:
+def _open(
+    number: int, phase: Phase, shape: Shape, start: WarmStart | None, classes: ClassList | None
+) -> ReadyPhase:  # fmt: skip
     where = f"phases.{number}"
-    index = open_data(phase, shape, where)
+    index = open_data(phase, shape, where, classes)
     if phase.privacy is not None or not phase.data.public:
         refuse_plain_http(index, f"{where}.data.path")
     text = open_text(phase, shape, where)
-    held_out = open_public(phase.evaluation.path, f"{where}.evaluation.path") if phase.evaluation else None
-    monitored = open_public(phase.monitor.path, f"{where}.monitor.path") if phase.monitor else None
-    mixed = open_records(phase.mixing.data, phase.objective, shape, f"{where}.mixing.data") if phase.mixing else None
+    held_out = open_public(phase.evaluation.path, f"{where}.evaluation.path", classes) if phase.evaluation else None
+    monitored = open_public(phase.monitor.path, f"{where}.monitor.path", classes) if phase.monitor else None
+    mixed = None
+    if phase.mixing is not None:
+        mixed = open_records(phase.mixing.data, phase.objective, shape, f"{where}.mixing.data", classes)
     if phase.privacy is None and phase.batch is not None and phase.batch > index.records:
         raise RecipeError(f"{where}.batch = {phase.batch} exceeds the {index.records} records of its data")
     phase = with_steps(phase, index.records, where)
-    return ReadyPhase(number, phase, shape, index, text, held_out, monitored, mixed, start)
+    return ReadyPhase(number, phase, shape, index, text, held_out, monitored, mixed, start, classes)
 
 
 def with_steps(phase: Phase, records: int, where: str) -> Phase:

@@ -76,7 +76,7 @@ def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader:
     precision = run.config.run.precision
     model.to(ranks.device)
     contents = ranks.on_main(lambda: run.contents(phase))
-    records = " ".join(contents[name] for name in ("data", "data_excluded") if name in contents)
+    records = " ".join(contents[name] for name in ("data", "data_excluded", "classes") if name in contents)
     identity = identity_of(model, records, phase.data_spec(augment=True), precision)
     folder = FeatureFolder.within(shared, identity, phase.index.records, model.head.in_features)
     with ExitStack() as until_made:

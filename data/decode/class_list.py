@@ -1,0 +1,52 @@
+"""A public list of classes: which output of a classifier stands for which name, whatever folders or records there are.
+
+Without one, class folders are numbered by the place of their names among those that are there. For private records that
+is a leak: one record more, alone in its folder, shifts the label of every record behind it, and the noise is sized for
+one. And two folders with different classes would share outputs by rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from murmuration.accounting.strict_json import parse
+from murmuration.data.store.place import ShardError
+from murmuration.data.store.tar import shown
+
+
+@dataclass(frozen=True)
+class ClassList:
+    names: tuple[str, ...]
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the names in their order; the list is public."""
+        return hashlib.sha256(json.dumps(self.names).encode()).hexdigest()
+
+    @staticmethod
+    def read(path: Path) -> ClassList:
+        """One name per line, or a JSON list where the file is called .json."""
+        try:
+            raw = path.read_bytes()
+            found = parse(raw) if path.suffix == ".json" else raw.decode("utf-8-sig").splitlines()
+        except OSError as error:
+            raise ShardError(f"{path}: the class list cannot be read ({error.strerror}); name another") from None
+        except ValueError as error:
+            raise ShardError(f"{path}: no class list ({error}); write one name per line, in UTF-8") from None
+        if not isinstance(found, list) or not found or not all(isinstance(name, str) for name in found):
+            raise ShardError(f"{path}: no class list; write one name per line, or a JSON list of names")
+        names = tuple(name.strip() for name in found)
+        if "" in names:
+            raise ShardError(f"{path}: line {names.index('') + 1} names no class, and numbers count lines; remove it")
+        if twice := next((name for number, name in enumerate(names) if names.index(name) < number), None):
+            raise ShardError(f"{path}: names {shown(twice)} twice; one class has one number")
+        return ClassList(names)
