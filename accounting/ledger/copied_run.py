@@ -2,7 +2,8 @@
 
 The secret folder remembers which files on which device it belongs to. A copy has other inodes; a folder that was
 only renamed keeps them. Where a network file system gets a new number on another machine, that looks like a copy:
-it costs a new segment and no privacy. A snapshot keeps everything, so it cannot be told apart (a known deviation).
+it costs a new segment and no privacy, but the run gets another id, so that a budget of its data set counts it twice.
+A snapshot keeps everything, so it cannot be told apart (a known deviation).
 """
 
 from __future__ import annotations

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.accountant import Event, describe, epsilon
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import Head
-from murmuration.accounting.ledger.heads import NAME, append, lost_charges, read_heads
+from murmuration.accounting.ledger.heads import NAME, append, contains, lost_charges, read_heads
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
+from murmuration.train.engines.local import start_ranks
+from murmuration.train.storage.checkpoint import Keep
+from murmuration.train.storage.open_run import OpenRun, open_run
+from murmuration.train.storage.run_dir import RunDir
 from tests.support.acc_world import CONFIG, DATA, PLAN, begin, reopen, train
 
 
@@ -127,3 +131,22 @@ def test_a_copy_has_an_id_of_its_own_and_remembers_its_parents(tmp_path: Path) -
     assert len(set(journal.history.ids)) == 3 and journal.history.ids[0] == first
     journal.ledger.close()
     assert History.read(tmp_path / "ledger.jsonl")[0].ids == journal.history.ids
+
+
+def test_a_note_that_a_kill_prevented_is_made_up_for_at_the_next_start(tmp_path: Path) -> None:
+    def opened() -> OpenRun:
+        return open_run(RunDir(tmp_path), "run", start_ranks(), Keep(2), {}, record_digests="hmac-sha256")
+
+    run = opened()
+    run.writer.declare_plan(0, "private", PLAN, describe("pld"))
+    run.writer.begin_segment(0, CONFIG, DATA, 0, "first")
+    train(run.writer, range(1, 4))
+    run.writer.witnesses.clear()  # killed before it
+    run.writer.checkpointed(0, 3, "at 3")
+    run.writer.ledger.close()
+    assert read_heads(tmp_path / "secret" / NAME) == []
+    for _ in range(2):
+        run = opened()
+        run.writer.ledger.close()
+        [head] = read_heads(tmp_path / "secret" / NAME)
+        assert head.charged[0].count == 3 and contains(run.writer.ledger.entries, head)

@@ -19,7 +19,7 @@ from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.ledger.heads import NAME as HEADS
-from murmuration.accounting.ledger.heads import append, lost_charges, read_heads
+from murmuration.accounting.ledger.heads import append, contains, lost_charges, read_heads
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import RecordDigests
 from murmuration.accounting.strict_json import parse
@@ -236,8 +236,12 @@ def _key_of(
     if copied is not None:
         print(f"{copied}; new keys from here on, and all opened steps stay charged", flush=True)
     heads = run_dir.key.parent / HEADS
-    journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(heads)), new_segment)
+    noted = read_heads(heads)
+    journal.admit_lost(lost_charges(journal.ledger.entries, noted), new_segment)
     journal.witnesses[str(heads)] = lambda head: append(heads, head.as_dict(), 0o600)
+    saved = max((entry.index for entry in journal.ledger.entries if entry.kind == "checkpoint"), default=-1)
+    if saved >= 0 and not any(head.length > saved and contains(journal.ledger.entries, head) for head in noted):
+        journal.tell_witnesses()  # a kill came between a checkpoint's line and its note
     return key
 
 
