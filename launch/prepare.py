@@ -4,6 +4,7 @@
     python launch/prepare.py index       index tar shards or a folder of images that are already there
     python launch/prepare.py synthetic   make pictures by rule, for phases that are not private
     python launch/prepare.py overlap     leave private records out that public sets hold too
+    python launch/prepare.py split       freeze which share of a set is public
 
 Each command lives in launch/prepare_<command>.py and explains itself with --help. Exit codes: 0 done, 2 bad input.
 """
@@ -20,9 +21,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
 
 from murmuration.accounting.escaping import sentence
-from murmuration.launch import prepare_demo, prepare_index, prepare_overlap, prepare_synthetic
+from murmuration.launch import prepare_demo, prepare_index, prepare_overlap, prepare_split, prepare_synthetic
 
-COMMANDS = (prepare_demo, prepare_index, prepare_synthetic, prepare_overlap)
+COMMANDS = (prepare_demo, prepare_index, prepare_synthetic, prepare_overlap, prepare_split)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,20 +4,29 @@ The cut depends on how many records there are and on the share, on nothing else.
 part as public, after one that protected it, would give the promise away. And on no content, not by a hash either: two
 neighbouring sets must be cut alike, or a record that is protected in one would be public in the other. It is a
 permutation of integers, so no list of records lies in memory and a billion records are cut as quickly as ten.
+
+Share and number are frozen beside the index when it is first cut: with another share, or dealt out anew over another
+number, records that one run protects would be trained on in the open by the next.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from murmuration.data.index.epochs import Shuffle
+from murmuration.data.index.folders import FolderIndex
+from murmuration.data.index.format import BESIDE, FOLDER
 from murmuration.data.index.shard_index import ShardIndex
-from murmuration.data.store.place import Place, RecordIndex, Shard, join
+from murmuration.data.store.index_files import read_json, write_once
+from murmuration.data.store.place import Place, RecordIndex, Shard, ShardError, join
 
+FROZEN = "public_split.json"
 _NAME = b"murmuration public fraction 1"
 
 
@@ -70,6 +79,52 @@ class SplitIndex:
 
     def check_unchanged(self, *, contents: bool = False) -> None:
         self.whole.check_unchanged(contents=contents)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Of the set as a whole."""
+
+    records: int
+    fraction: float
+
+    @staticmethod
+    def frozen(folder: Path) -> Cut | None:
+        """How the index in this folder was cut first; None if it was not."""
+        path = folder / FROZEN
+        try:
+            found = read_json(path)
+            cut = Cut(int(found["records"]), float(found["public_fraction"]))
+            if found["format"] != 1 or not 0 < cut.fraction < 1:
+                raise ValueError("its numbers make no cut")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            raise ShardError(
+                f"{path}: cannot be read ({error}), and it says which records are public; restore it"
+            ) from None
+        return cut
+
+    def freeze(self, folder: Path) -> None:
+        """OSError where it cannot be written; what was frozen first stays."""
+        text = json.dumps({"format": 1, "records": self.records, "public_fraction": self.fraction}) + "\n"
+        write_once(folder / FROZEN, text.encode())
+
+
+def index_folders(index: RecordIndex) -> tuple[Path, ...]:
+    """Where something may be noted about its records: its own folder, and that of the index beside the files."""
+    whole = index.whole if isinstance(index, SplitIndex) else index
+    if isinstance(whole, ShardIndex):
+        beside = whole.root / FOLDER if isinstance(whole.root, Path) else whole.folder
+    elif isinstance(whole, FolderIndex):
+        beside = whole.root.with_name(whole.root.name + BESIDE)
+    else:
+        return ()
+    return (whole.folder,) if _same(beside, whole.folder) else (whole.folder, beside)
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
 
 
 def public_share(records: int, fraction: float) -> int:

@@ -7,8 +7,7 @@ import os
 import secrets
 from pathlib import Path
 
-from murmuration.accounting.durable import atomic
-from murmuration.data.store.index_files import open_regular
+from murmuration.data.store.index_files import open_regular, write_once
 from murmuration.data.store.place import ShardError
 
 SALT, SALT_BYTES = "salt.key", 32
@@ -44,21 +43,7 @@ def make_salt(folder: Path, *elsewhere: Path) -> bytes:
         return known
     inherited = (_readable_salt(each) for each in elsewhere if each != folder)
     fresh = next((salt for salt in inherited if salt is not None), None) or secrets.token_bytes(SALT_BYTES)
-    # Under a name of its own first: of two processes that do this at once, both must end with the salt of one.
-    aside = folder / f".{SALT}.{os.getpid()}.{secrets.token_hex(4)}"
-    try:
-        with atomic(aside, 0o600) as file:
-            file.write(fresh)
-        try:
-            os.link(aside, folder / SALT)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV):
-                raise
-            aside.rename(folder / SALT)  # a file system without hard links
-    finally:
-        aside.unlink(missing_ok=True)
+    write_once(folder / SALT, fresh, 0o600)
     found = read_salt(folder)
     assert found is not None
     return found

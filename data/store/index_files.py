@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ _FIXES = {
     errno.EFBIG: f"raise the limit of file sizes (ulimit -f), {_AGAIN}",
 }
 
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)  # of file systems without hard links
+
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -35,6 +38,26 @@ def index_file(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
             yield file
     except OSError as error:
         raise cannot_write(path, error) from error
+
+
+def write_once(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Writes the file if it is not there; of processes that do it at once, one wins. OSError where it cannot be."""
+    if path.exists():
+        return
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with atomic(aside, mode) as file:
+            file.write(content)
+        try:
+            os.link(aside, path)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def make_folder(target: Path) -> None:

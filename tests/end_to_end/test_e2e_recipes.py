@@ -53,7 +53,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = ["--private", "600", "--held-out", "64", "--textures", "40"]
     subprocess.run([*prepare, "demo", "--out", str(folder), *sizes], check=True, env=environment())
     names: set[str] = set()
-    for name, seed, count in (("protected", 5, 300), ("open", 6, 300), ("held_classes", 9, 64)):
+    for name, seed, count in (("protected", 5, 300), ("open", 6, 300), ("divided", 7, 300), ("held_classes", 9, 64)):
         for sample in shape_samples(seed, count, 32, labels=True):
             assert sample.labels is not None
             group = folder / name / f"{sample.labels['colour']:02d}"

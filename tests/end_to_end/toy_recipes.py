@@ -15,8 +15,8 @@ TINY_MAE = {"model.mae_decoder_width": 16, "model.mae_decoder_depth": 1, "model.
 TINY_TEXT = {"model.decoder_width": 32, "model.decoder_depth": 1, "model.decoder_heads": 2, "model.vocabulary": 64,
              "model.text_length": 16}  # fmt: skip
 TINY_BIT = {"model.width": 8, "model.stages": [1, 1]}
-RECORDS = {"private": 600, "held_out": 64, "protected": 300, "open": 300}
-"""Of the sets that the tests prepare; the last two are single images in class folders."""
+RECORDS = {"private": 600, "held_out": 64, "protected": 300, "open": 300, "divided": 300}
+"""Of the sets that the tests prepare; the last three are single images in class folders."""
 PUBLIC_STEPS, PRIVATE_STEPS, EXPECTED = 6, 12, 60
 PEAKS = {"AdamW": 5e-3, "LAMB": 2e-2}
 
@@ -77,8 +77,10 @@ def _phase(recipe: str, phase: dict[str, Any], data: Path, runs: Path) -> dict[s
 
 
 def _records_for(phase: dict[str, Any]) -> str:
-    # A public part of a set that is otherwise private lies in that set.
-    public = phase["data"].get("public", False) and "public_fraction" not in phase["data"]
+    # A public part of a set that is otherwise private lies in that set, and the cut is made once and for all.
+    public = phase["data"].get("public", False)
+    if "public_fraction" in phase["data"]:
+        return "divided"
     if phase["objective"] == "classify":
         return "open" if public else "protected"
     return "private" if not public else "textures" if phase["objective"] == "mae" else "held_out"

@@ -53,7 +53,7 @@ def config_of(sets: Path, change: dict[str, Any] | None = None, **private: Any) 
             {
                 "name": "private", "data": {"path": "private", "label": "cls", "classes": "classes.txt"} | private,
                 "objective": "classify", "privacy": {"epsilon": 8.0, "expected_batch": 4},
-                "schedule": {"peak": 0.1}, "steps": 1, "evaluation": {"path": "held", "records": 8},
+                "schedule": {"peak": 0.1}, "steps": 1, "evaluation": {"path": "held", "public": True, "records": 8},
             },
         ],
     }  # fmt: skip
@@ -105,7 +105,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"phases.0.data.classes": None}, {"classes": None},
      r"phases.1.data.path: the class folders of private records must not decide.*public knowledge"),
     ({"phases.1.evaluation.path": "odd"}, {}, "phases.1.evaluation.path: the class folder cow is not on the list"),
-    ({"phases.1.monitor": {"path": "odd"}}, {}, "phases.1.monitor.path: the class folder cow is not on the list"),
+    ({"phases.1.monitor": {"path": "odd", "public": True}}, {},
+     "phases.1.monitor.path: the class folder cow is not on the list"),
     ({"phases.0.data.path": "odd"}, {}, "phases.0.data.path: the class folder cow is not on the list"),
     ({"phases.1.mixing": {"data": {"path": "odd", "public": True}, "batch": 2}}, {},
      "phases.1.mixing.data.path: the class folder cow is not on the list"),

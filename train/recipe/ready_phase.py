@@ -39,6 +39,7 @@ from murmuration.train.recipe.open_data import (
     open_text,
     refuse_plain_http,
 )
+from murmuration.train.recipe.public_use import Use, hold_to_what_was_promised
 from murmuration.train.recipe.warm_start import WarmStart
 
 __all__ = [
@@ -142,7 +143,18 @@ def prepare(config: Config) -> list[ReadyPhase]:
         phases.append(_open(number, phase, shape, start, classes))
     _keep_apart(phases)
     require_numbers(_label_sources(phases), classes, shape.head.classes)
+    hold_to_what_was_promised(_uses(phases))
     return phases
+
+
+def _uses(phases: list[ReadyPhase]) -> list[Use]:
+    found: list[Use] = []
+    for phase in phases:
+        where = f"phases.{phase.number}"
+        found.append(Use(f"{where}.data", phase.index, phase.settings.data.public and not phase.private, phase.private))
+        others = (("evaluation", phase.held_out), ("monitor", phase.monitored), ("mixing.data", phase.mixed))
+        found += [Use(f"{where}.{name}", index, public=True) for name, index in others if index is not None]
+    return found
 
 
 def _label_sources(phases: list[ReadyPhase]) -> list[LabelSource]:

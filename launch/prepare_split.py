@@ -1,0 +1,45 @@
+"""prepare.py split: freeze which share of a set is public, once and for all runs on it.
+
+    python launch/prepare.py split data/set --public-fraction 0.1
+
+The first run with data.public_fraction does this by itself. Give the command where that run may not write beside the
+index, or where runs were made before shares were frozen: then it is your word that all of them had this share.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def declare(commands: Any) -> None:
+    split = commands.add_parser("split", help="freeze which share of a set is public", description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    split.set_defaults(run=_split)
+    split.add_argument("index", type=Path, help="index, or the folder that it belongs to")
+    split.add_argument("--public-fraction", type=float, required=True, help="share of the records, between 0 and 1")
+
+
+def _split(arguments: argparse.Namespace) -> int:
+    from murmuration.data.index.open import open_index
+    from murmuration.data.index.public_split import FROZEN, Cut, public_share
+    from murmuration.train.storage.sibling_runs import RunLog
+
+    fraction = arguments.public_fraction
+    if not 0 < fraction < 1:
+        raise ValueError(f"--public-fraction {fraction:g}: choose a number between 0 and 1")
+    index = open_index(arguments.index)
+    wanted = Cut(index.records, fraction)
+    public = public_share(index.records, fraction)
+    wanted.freeze(index.folder)
+    if (found := Cut.frozen(index.folder)) != wanted:
+        assert found is not None
+        raise ValueError(
+            f"{index.folder / FROZEN}: frozen with {found.fraction!r} of {found.records} records already; records that "
+            "one run protects would be public in another"
+        )
+    if runs := RunLog.beside(index.folder).siblings():
+        print(f"{len(runs)} entries are in the log of runs on it; this is your word that all had this share")
+    print(f"{public} of {index.records} records are public in all runs on {index.folder}, and the rest is not")
+    return 0

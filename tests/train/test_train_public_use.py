@@ -1,0 +1,189 @@
+"""What one run protects stays protected: a public share is frozen, and private records are public for nobody."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from murmuration.data.index.public_split import FROZEN, Cut, SplitIndex
+from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.store.place import ShardError
+from murmuration.data.synthetic.index import shape_samples, write_shards
+from murmuration.launch import prepare as prepare_command
+from murmuration.train.commands.train import main as train
+from murmuration.train.config.load import load
+from murmuration.train.config.root import Config
+from murmuration.train.config.section import RecipeError
+from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
+from murmuration.train.storage.sibling_runs import RunLog
+
+RECORDS = 60
+PUBLIC: dict[str, Any] = {
+    "name": "open", "data": {"path": "set", "public": True}, "objective": "mae", "batch": 4, "schedule": {"peak": 0.1},
+    "steps": 1,
+}  # fmt: skip
+PRIVATE: dict[str, Any] = {
+    "name": "private", "data": {"path": "set"}, "objective": "mae", "schedule": {"peak": 0.1}, "steps": 1,
+    "privacy": {"epsilon": 8.0, "expected_batch": 8},
+}  # fmt: skip
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Path:
+    for seed, name in enumerate(("set", "other", "held")):
+        write_shards(tmp_path / name, shape_samples(seed + 2, RECORDS, 32), 30)
+        build(tmp_path / name)
+    return tmp_path
+
+
+def config_of(world: Path, *phases: dict[str, Any]) -> Config:
+    raw = {
+        "train_micro_batch_size_per_gpu": 4,
+        "model": {"family": "mae", "size": "nano", "image_size": 16, "patch_size": 8},
+        "phases": list(phases),
+    }
+    (world / "config.json").write_text(json.dumps(raw))
+    return load(world / "config.json", [])
+
+
+def ready(world: Path, *phases: dict[str, Any]) -> list[ReadyPhase]:
+    return prepare(config_of(world, *phases))
+
+
+def part(phase: dict[str, Any], fraction: float | None, **more: Any) -> dict[str, Any]:
+    return phase | {"data": phase["data"] | {"public_fraction": fraction}} | more
+
+
+def trained(world: Path, name: str = "set", folder: str = "index") -> None:
+    """What a private run on these records leaves in their log."""
+    assert RunLog.beside(world / name / folder).register("id", "private", "first", 8.0, 1e-5) is None
+
+
+def test_another_share_of_the_same_records_is_refused(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As two runs would have it: many records that the first protects would be trained on in the open by the second."""
+    public, private = ready(world, part(PUBLIC, 0.1), part(PRIVATE, 0.1))
+    trained(world)
+    assert Cut.frozen(world / "set" / "index") == Cut(RECORDS, 0.1)
+    whole = ShardIndex.open(world / "set")
+    more = SplitIndex(whole, 0.5, True)
+    protected = {private.index.locate(i) for i in range(private.index.records)}
+    assert len(protected & {more.locate(i) for i in range(more.records)}) == 24
+    config_of(world, part(PUBLIC, 0.5), part(PRIVATE, 0.5))
+    assert train(["--config", str(world / "config.json")]) == 2
+    said = capsys.readouterr().err
+    assert "was cut with public_fraction 0.1 of 60 records, and is asked for 0.5 of 60" in said
+    again = ready(world, part(PUBLIC, 0.1), part(PRIVATE, 0.1))
+    assert [phase.index.records for phase in again] == [public.index.records, private.index.records] == [6, 54]
+
+
+def test_another_number_of_records_would_be_dealt_out_anew(world: Path) -> None:
+    ready(world, part(PRIVATE, 0.1))
+    write_shards(world / "more", shape_samples(9, 5, 32), 5)
+    (world / "more" / "000000.tar").rename(world / "set" / "000009.tar")
+    build(world / "set")
+    with pytest.raises(RecipeError, match=r"with public_fraction 0\.1 of 60 records, and is asked for 0\.1 of 65"):
+        ready(world, part(PRIVATE, 0.1))
+
+
+def test_a_set_with_a_public_part_is_protected_as_a_whole_by_no_phase(world: Path) -> None:
+    ready(world, part(PUBLIC, 0.1))
+    with pytest.raises(
+        RecipeError, match=r"phases.0.data: a part of this set was made public \(public_fraction 0\.1\)"
+    ):
+        ready(world, PRIVATE)
+    ready(world, part(PRIVATE, 0.1))
+
+
+OTHER = {"path": "other", "public": True}
+OPEN_USES: list[tuple[str, list[dict[str, Any]]]] = [
+    ("phases.0.data", [PUBLIC]),
+    ("phases.0.evaluation", [PUBLIC | {"data": OTHER, "evaluation": {"path": "set", "public": True}}]),
+    ("phases.0.monitor", [PUBLIC | {"data": OTHER, "monitor": {"path": "set", "public": True}}]),
+    ("phases.0.mixing.data", [
+        PRIVATE | {"data": {"path": "other"}, "mixing": {"data": {"path": "set", "public": True}, "batch": 2}},
+    ]),
+    ("phases.0.data", [
+        PUBLIC | {"data": {"source": "webdataset", "path": "set", "public": True, "lanes": 1, "buffer": 4}},
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "phases"), OPEN_USES)
+def test_records_that_a_run_protects_are_public_for_nobody(
+    world: Path, where: str, phases: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready(world, *phases)
+    trained(world)
+    with pytest.raises(RecipeError, match=rf"{where}: run 'first' protects these records.*public for nobody"):
+        ready(world, *phases)
+    assert train(["--config", str(world / "config.json")]) == 2
+    assert "public for nobody" in capsys.readouterr().err
+    ready(world, PRIVATE)
+
+
+def test_the_public_part_of_the_frozen_cut_may_be_used_beside_private_runs(world: Path) -> None:
+    ready(world, part(PUBLIC, 0.1), part(PRIVATE, 0.1))
+    trained(world)
+    mixing = {"data": {"path": "set", "public": True, "public_fraction": 0.1}, "batch": 2}
+    ready(world, part(PUBLIC, 0.1), part(PRIVATE, 0.1, mixing=mixing))
+    with pytest.raises(RecipeError, match="public for nobody"):
+        ready(world, part(PUBLIC, 0.1) | {"evaluation": {"path": "set", "public": True}})
+
+
+def test_a_second_index_of_the_shards_knows_what_the_first_one_knows(world: Path) -> None:
+    ready(world, part(PRIVATE, 0.1))
+    trained(world)
+    build(world / "set", world / "second")
+    second = {"data": {"path": "second", "public": True}}
+    with pytest.raises(RecipeError, match="public for nobody"):
+        ready(world, PUBLIC | second)
+    with pytest.raises(RecipeError, match=r"was cut with public_fraction 0\.1"):
+        ready(world, part(PUBLIC | second, 0.2))
+
+
+def test_a_cut_after_runs_needs_a_word_and_is_then_frozen(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(world)
+    with pytest.raises(RecipeError, match=r"run 'first' has used these records before.*prepare\.py split .*0\.1"):
+        ready(world, part(PRIVATE, 0.1))
+    assert not (world / "set" / "index" / FROZEN).exists()
+    command = ["split", str(world / "set"), "--public-fraction"]
+    assert prepare_command.main([*command, "0.1"]) == 0
+    said = capsys.readouterr().out
+    assert "6 of 60 records are public" in said and "your word" in said
+    ready(world, part(PRIVATE, 0.1))
+    assert prepare_command.main([*command, "0.1"]) == 0
+    assert prepare_command.main([*command, "0.2"]) == 2
+    assert prepare_command.main([*command, "1"]) == 2
+    assert Cut.frozen(world / "set" / "index") == Cut(RECORDS, 0.1)
+
+
+def test_a_refused_config_freezes_nothing_and_where_nothing_can_be_written_the_run_is_refused(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(world, "held")
+    with pytest.raises(RecipeError, match="public for nobody"):
+        ready(world, part(PRIVATE, 0.1, evaluation={"path": "held", "public": True}))
+    assert not (world / "set" / "index" / FROZEN).exists()
+
+    def refuse(*_args: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("murmuration.data.index.public_split.write_once", refuse)
+    with pytest.raises(RecipeError, match=r"Read-only file system.*prepare\.py split .*--out"):
+        ready(world, part(PRIVATE, 0.1))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b'{"format": 1, "records": 60, "public_fraction": 2}',
+                b'{"format": 2, "records": 60, "public_fraction": 0.1}', b'{"format": 1, "records": 1e999}'],
+)  # fmt: skip
+def test_a_damaged_cut_is_refused_and_not_made_anew(world: Path, content: bytes) -> None:
+    (world / "set" / "index" / FROZEN).write_bytes(content)
+    with pytest.raises(ShardError, match="which records are public; restore it"):
+        Cut.frozen(world / "set" / "index")
+    with pytest.raises(RecipeError, match="which records are public; restore it"):
+        ready(world, part(PRIVATE, 0.1))
+    assert (world / "set" / "index" / FROZEN).read_bytes() == content
