@@ -15,6 +15,7 @@ import pytest
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.ledger.heads import NAME, read_heads
 from murmuration.accounting.ledger.history import History
+from murmuration.train.storage.sibling_runs import LOG
 from tests.support.launching import ROOT, TIMEOUT, Launch, environment, opened_steps, wait_for
 from tests.support.runs import SMALL_STEPS, account
 
@@ -24,8 +25,10 @@ LOCAL = ["--set", 'run.engine="local"']
 
 @pytest.fixture
 def own_data(small_data: Path, tmp_path: Path) -> Callable[[dict[str, Any]], None]:
-    """Other tests log runs on the shared records."""
+    """Other tests log runs on the shared records, and a copy of records takes their log along."""
     shutil.copytree(small_data / "private", tmp_path / "records")
+    for log in (tmp_path / "records").rglob(f"*{LOG}"):
+        log.unlink()
 
     def change(config: dict[str, Any]) -> None:
         config["run"] |= {"debug_seed": None, "checkpoint_every": 2}
