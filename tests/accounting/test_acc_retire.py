@@ -53,7 +53,7 @@ def test_a_ledger_that_was_restored_is_retired_with_what_its_lost_part_charged(t
     store(key, tmp_path / "secret" / "run.key")
     journal = reopen(tmp_path)
     journal.witnesses["secret"] = lambda head: append(tmp_path / "secret" / NAME, head.as_dict(), 0o600)
-    journal.start_run("tiny", key.check_value(), False, {}, public_key(key))
+    journal.start_run("tiny", key.check_value(), False, {}, signer=public_key(key))
     journal.declare_plan(0, "private", PLAN, describe("pld"))
     journal.begin_segment(0, CONFIG, DATA, 0, "first")
     train(journal, range(1, 6))
