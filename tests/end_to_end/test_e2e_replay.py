@@ -88,7 +88,7 @@ def test_a_branch_that_depends_on_a_record_is_found_in_one_pair(
         draw = NoiseMechanism.draw
 
         def by_presence(self: Any, *where: Any, **how: Any) -> np.ndarray:
-            return draw(self, *where, **how) * np.float32(1 + 1e-7 * absent[-1])
+            return draw(self, *where, **how) * (1 + 1e-5 * absent[-1])
 
         monkeypatch.setattr(NoiseMechanism, "draw", by_presence)
     refuted = " ".join(replayed(recipe).refuted)
