@@ -411,7 +411,7 @@ class PrivateTraining:
             },
         }
         history = run.writer.history
-        document = earlier_certificate(run.folder, history)
+        document = earlier_certificate(run.folder, history, run.writer.ledger.entries)
         if document is None:
             document = certificate.compose(history, run.writer.ledger.entries, extra)
             document = completed(run.folder, history, document, [newest] if newest is not None else [])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.certificate.amended import KEY as AMENDS
 from murmuration.accounting.certificate.signature import fault_of
 from murmuration.accounting.certificate.weights import (
     AVERAGED,
@@ -43,10 +44,19 @@ def check_attached(folder: Path, certificate: dict[str, Any], history: History, 
         raise CertificateError(f"the ledger names the signing key {found.signed_by}, not the expected {signer}")
     if found.signed_by is None:
         found.unchecked.append("the run did not sign: whoever can write these files can rewrite them all")
-    elif (fault := fault_of(certificate, found.signed_by)) is not None:
+    elif (fault := fault_of(signed_one := certificate.get(AMENDS, certificate), found.signed_by)) is not None:
         raise CertificateError(f"the certificate {fault}")
     else:
-        found.checked.append(f"the certificate is signed by {found.signed_by}")
+        if signed_one is certificate:
+            found.checked.append(f"the certificate is signed by {found.signed_by}")
+        else:
+            found.checked.append(
+                f"the certificate amends one that is signed by {found.signed_by}; it claims no less and says the same"
+            )
+            found.unchecked.append(
+                "what was declared after the key was destroyed (that the run was chosen among several, or that a "
+                "checkpoint may be chosen by outputs): nobody could sign it, and whoever drops it has the signed one"
+            )
         if signer is None:
             found.unchecked.append(
                 "whether that is the run's key: compare it with the data set's log of runs or a witness, and give it "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from murmuration.accounting import template
+from murmuration.accounting.certificate.amended import KEY as AMENDS
 from murmuration.accounting.certificate.explain import ASSUMPTION, Attacks, explain, percent
 from murmuration.accounting.certificate.limits import curve_of
 from murmuration.accounting.certificate.picture import trade_off_svg
@@ -105,6 +106,11 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
             f"ε = {claim['epsilon_claimed']} claimed: {claim['claimed_because']}",
             f"RDP, as a second opinion: {_show(claim['epsilon_rdp'])}",
         ]
+    if AMENDS in certificate:
+        lines.append(
+            "amended: the run had signed a certificate before it was declared how it, or one of its checkpoints, was "
+            "chosen; that one stands inside this one, whose weaker claim nobody signed"
+        )
     about = certificate.get("about") or {}
     lines += [f"data: {about.get('data') or NOT_STATED}", f"responsible: {about.get('owner') or NOT_STATED}"]
     if certificate.get("model"):

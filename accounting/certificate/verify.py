@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.certificate.amended import KEY as AMENDS
+from murmuration.accounting.certificate.amended import fault_of_amendment, uncovered
 from murmuration.accounting.certificate.attached import Attached, CertificateError, check_attached
 from murmuration.accounting.certificate.composition import total
 from murmuration.accounting.certificate.limits import claimed_events
@@ -158,9 +160,7 @@ def _compare(certificate: dict[str, Any], history: History, entries: list[Ledger
         raise CertificateError(f"the certificate has format {certificate['format']!r:.200}, not {FORMAT!r}")
     length = certificate["ledger"]["length"]
     _require_line(entries, length, certificate["ledger"]["head"], "the certificate")
-    if any(
-        entry.kind in ("open", "commit", "segment", "origin", "tuning", "choice", "lost") for entry in entries[length:]
-    ):
+    if uncovered(entries, certificate):
         raise CertificateError(
             "steps were opened, or tuning was declared, after the certificate was written; it no longer covers the run"
         )
@@ -175,16 +175,28 @@ def _compare(certificate: dict[str, Any], history: History, entries: list[Ledger
             raise CertificateError(f"the certificate says {name} = {found!s:.200}, but the ledger gives {recomputed}")
     if certificate["format"] == FORMAT:
         _compare_limits(certificate, expected)
+    _check_other_words(certificate, history, entries, expected["claim"]["epsilon_claimed"])
+    claimed = certificate["claim"]["epsilon"]
+    return None if claimed is None else float(claimed)
+
+
+def _check_other_words(
+    certificate: dict[str, Any], history: History, entries: list[LedgerEntry], claimed: float
+) -> None:
+    """What is not in the ledger, but must not contradict it or the certificate's other parts."""
     for name in ("known_deviations", "siblings"):
         if not isinstance(certificate.get(name, []), list):
             raise CertificateError(f"the certificate's {name} are not a list; restore it")
     left_out = set(deviations_of(history, certificate["format"])) - set(certificate["known_deviations"])
     if left_out:
         raise CertificateError(f"the certificate leaves out a known deviation: {left_out.pop()}")
+    if AMENDS in certificate:
+        signed_one = certificate[AMENDS]["ledger"]
+        _require_line(entries, signed_one["length"], signed_one["head"], "the certificate that this one amends")
+        if (fault := fault_of_amendment(certificate, history, entries)) is not None:
+            raise CertificateError(f"the certificate {fault}")
     if "composition" in certificate:
-        _check_composition(certificate, history, expected["claim"]["epsilon_claimed"])
-    claimed = certificate["claim"]["epsilon"]
-    return None if claimed is None else float(claimed)
+        _check_composition(certificate, history, claimed)
 
 
 def _check_composition(certificate: dict[str, Any], history: History, claimed: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,13 +22,15 @@ from tests.support.warm import WarmLauncher
 Make = Callable[..., tuple[Launch, Path]]
 
 
-def test_a_finished_run_says_so_and_changes_nothing(finished: tuple[Path, str]) -> None:
-    run_dir, _ = finished
-    before = (run_dir / "ledger.jsonl").read_bytes()
-    config = run_dir.parents[1] / "whole.json"
-    code, output = Launch(config, run_dir.parents[1], launcher="python").run()
+def test_a_finished_run_says_so_and_changes_nothing(finished: tuple[Path, str], tmp_path: Path) -> None:
+    """A copy of it, since a start stamps what it writes with its own time."""
+    run_dir, config = finished[0], finished[0].parents[1] / "whole.json"
+    copied = tmp_path / run_dir.relative_to(run_dir.parents[1])
+    shutil.copytree(run_dir, copied)
+    before = (copied / "ledger.jsonl").read_bytes()
+    code, output = Launch(config, tmp_path, launcher="python").run()
     assert code == 0 and "is finished" in output, output
-    assert (run_dir / "ledger.jsonl").read_bytes() == before
+    assert (copied / "ledger.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate.amended import KEY as AMENDS
 from murmuration.accounting.certificate.certificate import html_sections
 from murmuration.accounting.certificate.composition import composed, known_runs
 from murmuration.accounting.durable import atomic
@@ -161,7 +162,12 @@ def write_certificate(
     journal.finish()
     shown = samples(phases, latest)
     run_dir.evaluation.write_text(json.dumps(shown) + "\n")
-    document = earlier_certificate(run_dir, journal.history) or _composed(config, phases, run_dir, journal, latest)
+    document = earlier_certificate(run_dir, journal.history, journal.ledger.entries)
+    if document is None:
+        document = _composed(config, phases, run_dir, journal, latest)
+    elif AMENDS in document and document["claim"]["private"]:
+        for log in _logs(config, phases):
+            log.claim(journal.history.run_id, document["claim"]["epsilon_claimed"])
     certificate.write(document, run_dir.root)
     write_report(run_dir, config, document, shown)
     # The claim and what it rests on; what it means in plain words stands in the files.

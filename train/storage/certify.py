@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+from murmuration.accounting.certificate.amended import DECLARED, amended, uncovered
+from murmuration.accounting.certificate.amended import KEY as AMENDS
 from murmuration.accounting.certificate.signature import fault_of, signed
 from murmuration.accounting.certificate.weights import list_digest, write_lists
 from murmuration.accounting.keys import load
-from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.chain import LedgerEntry, LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
 from murmuration.train.storage.checkpoint_read import Loaded
 from murmuration.train.storage.run_dir import RunDir
 
 
-def earlier_certificate(run_dir: RunDir, history: History) -> dict[str, Any] | None:
-    """The certificate of a finished run whose key is destroyed: nobody can sign another one. None where one can be
-    written."""
+def earlier_certificate(run_dir: RunDir, history: History, entries: list[LedgerEntry]) -> dict[str, Any] | None:
+    """The certificate of a finished run whose key is destroyed: nobody can sign another one, but what was declared
+    since makes its claim weaker. None where one can be written."""
     signer, path = history.run["signer"], run_dir.root / "certificate.json"
     if signer is None or run_dir.key.exists():
         return None
     try:
         document: dict[str, Any] = parse(path.read_bytes())
-        fault = fault_of(document, signer)
+        fault = fault_of(document.get(AMENDS, document), signer)
     except (OSError, ValueError, KeyError, TypeError):
         document, fault = {}, "cannot be read"
     if fault is not None:
         raise LedgerError(f"{path} {fault}, and the key that could sign another one is destroyed; restore the file")
-    return document
+    return amended(document, history, entries) if uncovered(entries, document, DECLARED) else document
 
 
 def completed(run_dir: RunDir, history: History, document: dict[str, Any], kept: list[Loaded]) -> dict[str, Any]:
