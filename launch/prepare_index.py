@@ -32,6 +32,10 @@ def declare(commands: Any) -> None:
         "--budget", type=_positive, metavar="EPSILON",
         help="for all runs on these records together: later ones that would pass it are refused",
     )  # fmt: skip
+    index.add_argument(
+        "--registry", metavar="FOLDER",
+        help="write the budget there, too: the folder that configs name as run.registry, for read-only data",
+    )  # fmt: skip
     shards = index.add_argument_group("tar shards")
     shards.add_argument("--workers", type=int, help="processes (default: one per core, one for less than 512 MiB)")
     shards.add_argument("--rescan", action="store_true", help="scan every shard, whatever is known of it")
@@ -66,7 +70,8 @@ def _index(arguments: argparse.Namespace) -> int:
     if arguments.budget is not None:
         from murmuration.train.storage.sibling_runs import RunLog
 
-        RunLog.of(index).set_budget(arguments.budget)
+        for fault in RunLog.of(index, arguments.registry).set_budget(arguments.budget):
+            print(f"{fault}: a lower budget that was set there before still counts", file=sys.stderr)
         print(f"all runs on these records together have a budget of ε = {arguments.budget:g}")
     return 0
 

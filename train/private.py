@@ -403,6 +403,7 @@ class PrivateTraining:
         extra = {
             "known_deviations": DEVIATIONS,
             "siblings": [],
+            "dates": {"last_start": run.checkpoints.times.day},
             "engine": str(self._engine_settings),
             "machine": str(self.ranks.device),
             "hashes": {

@@ -55,7 +55,9 @@ def _known(lines: list[dict[str, Any]]) -> Known:
     delta = max((line["delta"] for line in lines if isinstance(line.get("delta"), float)), default=0.0)
     ledger = _ledger(first.get("folder"), first["id"])
     if ledger is None:
-        return Known(str(first.get("run")), first["id"], private, claim, delta)
+        # One that was chosen among several claims more than the budgets of its phases.
+        told = [line["claimed"] for line in lines if isinstance(line.get("claimed"), int | float)]
+        return Known(str(first.get("run")), first["id"], private, max([claim, *told]), delta)
     history, entries = ledger
     if history.why_not_private() is not None:
         return Known(history.run["name"], first["id"], False, math.inf, delta)

@@ -115,6 +115,8 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
     lines += [f"data: {about.get('data') or NOT_STATED}", f"responsible: {about.get('owner') or NOT_STATED}"]
     if certificate.get("model"):
         lines.append(f"model: {certificate['model']}")
+    if certificate.get("dates"):
+        lines.append(f"date: the run was last started on {certificate['dates']['last_start']} (UTC)")
     lines += [f"unit: {certificate['unit']}", f"neighbours: {certificate['adjacency']}"]
     return [*lines, f"mechanism: {certificate['mechanism']}"]
 

@@ -1,7 +1,8 @@
 """A certificate in the fields of the Differential Privacy Deployments Registry (its entries as of 2025).
 
 The registry (of OpenDP and others) holds one document per deployment, which its editors review. This fills in what a
-run knows; what only its owner knows (intended use, region, dates) is left out, to be added before it is sent in.
+run knows; what only its owner knows (intended use, region, date of the release) is left out, to be added before it is
+sent in.
 """
 
 from __future__ import annotations
@@ -49,8 +50,7 @@ def registry_entry(certificate: dict[str, Any]) -> dict[str, Any]:
             },
             "accounting": {
                 "post_processing": "Any use of the released weights.",
-                "composition": f"Privacy loss distributions of every step that the ledger opened; "
-                f"{claim['claimed_because']}.",
+                "composition": f"Privacy loss distributions of {_steps(certificate)}; {claim['claimed_because']}.",
             },
             "implementation": {
                 "pre_processing_eda_hyperparameter_tuning": "; ".join(
@@ -62,3 +62,9 @@ def registry_entry(certificate: dict[str, Any]) -> dict[str, Any]:
             "resources": {"sources": f"Murmuration; ledger head {certificate['ledger']['head']}"},
         }
     }
+
+
+def _steps(certificate: dict[str, Any]) -> str:
+    """Those that the claim rests on."""
+    limits = certificate.get("limits")
+    return str(limits["holds_for"]) if limits else "every step that the ledger opened"

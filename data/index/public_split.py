@@ -66,7 +66,10 @@ class SplitIndex:
         """Its number in the whole set."""
         if not 0 <= record < self.records:
             raise IndexError(f"record {record} is outside the {self.records} of this part")
-        return int(self._order.at(np.array([self._first + record], dtype=np.uint64))[0])
+        return int(self.originals(np.array([record]))[0])
+
+    def originals(self, records: np.ndarray) -> np.ndarray:
+        return self._order.at((self._first + records).astype(np.uint64)).astype(np.int64)
 
     def locate(self, record: int) -> tuple[Place, int, int]:
         return self.whole.locate(self.original(record))

@@ -230,11 +230,14 @@ class ShardIndex:
 
         Remote shards are compared with the manifest at every read, and here only with `contents`.
         """
-        for number, shard in enumerate(self.shards):
-            place = self.place(number)
-            size = _size(place) if isinstance(place, Path) else shard.bytes
-            if size != shard.bytes or (contents and not _same(place, shard)):
-                raise ShardError(f"{place}: changed since it was indexed; restore it or run launch/prepare.py index")
+        for number in range(len(self.shards)):
+            self.check_shard(number, contents=contents)
+
+    def check_shard(self, number: int, *, contents: bool) -> None:
+        place, shard = self.place(number), self.shards[number]
+        size = _size(place) if isinstance(place, Path) else shard.bytes
+        if size != shard.bytes or (contents and not _same(place, shard)):
+            raise ShardError(f"{place}: changed since it was indexed; restore it or run launch/prepare.py index")
 
     def _check(self, shard: int) -> None:
         if self._checked[shard]:

@@ -107,3 +107,33 @@ def test_later_runs_are_held_to_the_budget_of_the_records(launch: Make, own_data
     job.arguments = [*LOCAL, "--set", "phases.0.privacy=null", "--set", "phases.0.batch=48", "--set", 'run.dir="twin"']
     code, output = job.run()
     assert code == 3 and "a run without noise passes" in output, output
+
+
+def test_a_record_that_was_blanked_meets_no_old_noise(launch: Make, own_data: Any, tmp_path: Path) -> None:
+    """Killed before a checkpoint was durable, so its steps are made again under the same keys. A shard of the same
+    size that has other bytes would lay the difference bare."""
+
+    def late(config: dict[str, Any]) -> None:
+        own_data(config)
+        config["run"]["checkpoint_every"] = 100
+
+    job, run_dir = launch("blanked", late, launcher="python", arguments=LOCAL)
+    process = job.start()
+    wait_for(lambda: max(opened_steps(run_dir), default=0) >= 3, process)
+    process.kill()
+    process.communicate(timeout=TIMEOUT)
+    opened = opened_steps(run_dir)
+
+    shard = sorted((tmp_path / "records").rglob("*.tar"))[0]
+    whole = shard.read_bytes()
+    at = whole.index(b"\xff\xd8\xff")  # the first picture
+    shard.write_bytes(whole[:at] + bytes(64) + whole[at + 64 :])
+    code, output = job.run()
+    assert code == 2 and f"/{shard.name}: changed since it was indexed" in output, output
+    assert opened_steps(run_dir) == opened, "no step was made with the other record"
+
+    shard.write_bytes(whole)
+    code, output = job.run()
+    assert code == 0 and f"steps 1 to {max(opened)} are made again with the same noise" in output, output
+    history, _ = History.read(run_dir / "ledger.jsonl")
+    assert sum(event.count for event in history.charged()) == SMALL_STEPS, "each step is charged once"

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -112,6 +113,8 @@ def test_what_stays_tells_no_time_of_a_private_step(finished: tuple[Path, str]) 
     times = {path: path.stat().st_mtime - started for path in (run_dir, *run_dir.rglob("*"))}
     assert set(times.values()) <= set(range(saved + 1)), times
     assert "<dc:date>" not in (run_dir / "report.html").read_text(), "which would say when the run ended"
+    day = datetime.fromtimestamp(started, UTC).date().isoformat()
+    assert json.loads((run_dir / "certificate.json").read_text())["dates"] == {"last_start": day}
 
 
 def test_the_same_weights_by_torchrun_from_elsewhere(finished: tuple[Path, str], launch: Make) -> None:

@@ -22,6 +22,7 @@ NORMALISED = (
     (re.compile(r"(config_sha256\W+)[0-9a-f]{64}"), r"\1<depends on paths>"),
     (re.compile(r"\b([mp])[0-9a-f]{10}\b"), r"\1<id>"),
     (re.compile(r"<dc:date>[^<]*"), "<dc:date><time>"),
+    (re.compile(r'("last_start\W+|last started on )[-\d]{10}'), r"\1<day>"),
     (re.compile(r'("id": ")[0-9a-f]{16}"'), r'\1<random>"'),  # of run_state.json
     (re.compile(r"events\.out\.tfevents\.\S+"), "events.out.tfevents.<host>"),
     (re.compile(r"in [\d.]+ s\b"), "in <time>"),

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from webdataset import TarWriter
 
+from murmuration.accounting.certificate.composition import known_runs
 from murmuration.accounting.ledger.facts import Charge, Head
 from murmuration.data.index.shard_index import build
+from murmuration.data.store.place import ShardError
 from murmuration.train.storage.sibling_runs import BESIDE_SHARDS, LOG, DataBudgetError, RunLog
 
 
@@ -164,3 +166,24 @@ def test_places_that_cannot_be_locked_hold_nobody_up(tmp_path: Path) -> None:
     (tmp_path / LOG).mkdir()
     with log_in(tmp_path, tmp_path / "absent").alone():
         pass
+
+
+def test_a_budget_that_no_place_takes_is_refused(tmp_path: Path) -> None:
+    """A folder in the place of the log: what nobody can write, not even root."""
+    (tmp_path / LOG).mkdir()
+    with pytest.raises(ShardError, match=r"cannot be written .* with --registry"):
+        log_in(tmp_path).set_budget(3.0)
+    (tmp_path / "registry").mkdir()
+    log = RunLog((tmp_path / LOG, tmp_path / "registry" / LOG))
+    [fault] = log.set_budget(3.0)
+    assert str(tmp_path / LOG) in fault and log.budget() == 3.0
+
+
+def test_a_sibling_that_claimed_more_than_its_budget_counts_with_its_claim(tmp_path: Path) -> None:
+    """It was chosen among several, and its ledger is not at hand."""
+    log = log_in(tmp_path)
+    log.register("a", "private", "first", 8.0, 1e-5, folder=str(tmp_path / "gone"))
+    log.claim("a", 11.0)
+    assert [known.epsilon for known in known_runs(log.siblings({"b"}))] == [11.0]
+    log.claim("a", 3.0)
+    assert [known.epsilon for known in known_runs(log.siblings({"b"}))] == [8.0], "no ledger shows that it was less"

@@ -27,13 +27,14 @@ class Board:
         self._run_dir = run_dir
         self.keeps_private = private_curves
         """Whether anything is kept of private records without noise, unusable records apart; equal on all ranks."""
+        self.times = times or PublicTimes()
         if not main:
             return
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
         from torch.utils.tensorboard import SummaryWriter
 
         # One time for all public points: the times of private steps tell their batch sizes.
-        self._opened = float((times or PublicTimes()).at)
+        self._opened = float(self.times.at)
         self._public = SummaryWriter(str(run_dir.public_board), flush_secs=5)
         end_line(run_dir.public_log)
         self._public_log = run_dir.public_log.open("a")

@@ -37,6 +37,7 @@ from murmuration.train.run.declare import declare, header, segment_of
 from murmuration.train.run.early_end import Ending
 from murmuration.train.run.evaluation_phase import run_without_steps
 from murmuration.train.run.public_mixing import MixingEngine
+from murmuration.train.run.remade import require_same_records
 from murmuration.train.run.trainer import Saving, Step, Trainer, Watching
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.step import PlainStep, Records
@@ -76,7 +77,7 @@ def train_privately(
         _note_memory(run, phase, built.forward.kept_from_swap)
         core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise)
         pace = Pace(plan.divisor, public=False, synthetic=_prove(run, phase, core, segment))
-        loader = _loader(run, phase, reader, core.sampler())
+        loader = _private_loader(run, phase, reader, core, segment, done)
         at_end.callback(loader.close)
         mixing = None
         if phase.mixed is not None:
@@ -149,6 +150,14 @@ def _loader(run: RunContext, phase: ReadyPhase, reader: Reader, sampler: Sampler
         reader, sampler, ranks.rank, ranks.world, micro_batch, last=phase.settings.steps,
         plan=rank_plan(phase, ranks, micro_batch),
     )  # fmt: skip
+
+
+def _private_loader(
+    run: RunContext, phase: ReadyPhase, reader: Reader, core: PrivateCore, segment: Segment, done: int
+) -> Loader[Any]:
+    sampler = core.sampler()
+    require_same_records(run, phase, segment, sampler, done)
+    return _loader(run, phase, reader, sampler)
 
 
 def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segment) -> float:

@@ -164,7 +164,7 @@ def write_certificate(
     run_dir.evaluation.write_text(json.dumps(shown) + "\n")
     document = earlier_certificate(run_dir, journal.history, journal.ledger.entries)
     if document is None:
-        document = _composed(config, phases, run_dir, journal, latest)
+        document = _composed(config, phases, run_dir, journal, latest, board.times.day)
     elif AMENDS in document and document["claim"]["private"]:
         for log in _logs(config, phases):
             log.claim(journal.history.run_id, document["claim"]["epsilon_claimed"])
@@ -177,7 +177,7 @@ def write_certificate(
 
 
 def _composed(
-    config: Config, phases: list[ReadyPhase], run_dir: RunDir, journal: Journal, latest: Loaded
+    config: Config, phases: list[ReadyPhase], run_dir: RunDir, journal: Journal, latest: Loaded, day: str
 ) -> dict[str, Any]:
     identity = json.dumps(config.model_dump(by_alias=True), sort_keys=True).encode()
     contents = {phase.name: phase.contents(journal.history.keyed) for phase in phases}
@@ -190,6 +190,8 @@ def _composed(
         "siblings": [{key: value for key, value in other.items() if key != "folder"} for other in siblings],
         "about": {"data": config.about.data, "owner": config.about.owner},
         "model": f"{config.model.family}, {config.model.size}, pictures of {config.model.image_size} px",
+        # Of the last start, as the files' times are: when the run ended would tell how long its private steps took.
+        "dates": {"last_start": day},
         "engine": str(EngineSettings.of(config)),
         "machine": "cuda" if torch.cuda.is_available() else "cpu (gloo); not yet proved on GPUs with NCCL",
         "hashes": {

@@ -17,7 +17,13 @@ class PublicTimes:
     """One time for all that is written until the next checkpoint; a count of checkpoints, and no clock."""
 
     def __init__(self, started: int | None = None) -> None:
-        self.at = int(time.time()) if started is None else started
+        self.started = int(time.time()) if started is None else started
+        self.at = self.started
+
+    @property
+    def day(self) -> str:
+        """Of the start, in UTC."""
+        return time.strftime("%Y-%m-%d", time.gmtime(self.started))
 
     def advance(self) -> None:
         self.at += 1

@@ -26,7 +26,7 @@ from murmuration.accounting.ledger.heads import append, heads_in
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.shard_index import ShardIndex
-from murmuration.data.store.place import RecordIndex
+from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.train.storage.run_dir import whole_lines
 
 LOG = "runs.jsonl"
@@ -94,7 +94,9 @@ class RunLog:
         return None
 
     def siblings(self, own: Container[str] = ()) -> list[dict[str, Any]]:
-        """The other runs that were ever started on these records, as far as the log knows."""
+        """The other runs that were ever started on these records, as far as the log knows, with what they claimed if
+        they are finished."""
+        claims = self._claims()
         found: dict[tuple[object, object], dict[str, Any]] = {}
         unread = []
         for file in self.files:
@@ -103,17 +105,31 @@ class RunLog:
                     found.setdefault((entry["id"], entry.get("phase")), entry)
             except OSError as error:  # a certificate must not read as if there were none
                 unread.append({"id": "unknown", "run": f"{file} cannot be read ({error.strerror})"})
-        return [entry for entry in found.values() if entry["id"] not in own] + unread
+        others = [entry for entry in found.values() if entry["id"] not in own]
+        return [
+            {**entry, "claimed": claims[entry["id"]]} if entry["id"] in claims else entry for entry in others
+        ] + unread
 
     def knows(self, run: str) -> bool:
         with contextlib.suppress(OSError):
             return any(entry["id"] == run for file in self.files for entry in _entries(file))
         return False
 
-    def set_budget(self, epsilon: float) -> None:
-        """For all runs on these records together, from now on; the newest word counts."""
+    def set_budget(self, epsilon: float) -> list[str]:
+        """For all runs on these records together, from now on; the newest word of each place counts. Gives a sentence
+        for each place that could not be told; ShardError where that is every one."""
+        faults = []
         for file in self.files:
-            append(file, {"budget": epsilon}, 0o644)
+            try:
+                append(file, {"budget": epsilon}, 0o644)
+            except OSError as error:
+                faults.append(f"{file} cannot be written ({error.strerror})")
+        if len(faults) == len(self.files):
+            raise ShardError(
+                f"{faults[0] if faults else 'these records lie nowhere'}, so no run would know of a budget; name a "
+                "folder that can be written with --registry, and the same one as run.registry in the configs"
+            )
+        return faults
 
     def budget(self) -> float | None:
         """Of the places that know one, the smallest."""
@@ -132,6 +148,15 @@ class RunLog:
     def spent(self, own: Container[str] = ()) -> float:
         """By all other runs: what they claim, or may still spend; basic composition, which holds however the later
         ones were chosen."""
+        claims = self._claims()
+        budgets = [
+            (entry["id"], entry.get("epsilon_budget")) for entry in self.siblings(own) if entry["id"] not in claims
+        ]
+        ours = math.fsum(value for run, value in claims.items() if str(run) not in own)
+        return ours + math.fsum(value if _is_epsilon(value) else math.inf for _, value in budgets)
+
+    def _claims(self) -> dict[object, float]:
+        """Of finished runs, by id."""
         claims: dict[object, float] = {}
         for file in self.files:
             with contextlib.suppress(OSError):
@@ -140,11 +165,7 @@ class RunLog:
                         claims[line["claim_of"]] = line["epsilon"]
                     elif isinstance(line.get("ledger_of"), str):
                         claims.pop(line["ledger_of"], None)  # it went on after it was finished: restored
-        budgets = [
-            (entry["id"], entry.get("epsilon_budget")) for entry in self.siblings(own) if entry["id"] not in claims
-        ]
-        ours = math.fsum(value for run, value in claims.items() if str(run) not in own)
-        return ours + math.fsum(value if _is_epsilon(value) else math.inf for _, value in budgets)
+        return claims
 
     def require_budget(self, own: Container[str], epsilon: float | None) -> None:
         """`epsilon` is what this run may spend in all its phases; None where it has no noise."""

@@ -1,0 +1,49 @@
+"""Whether records are, byte for byte, the ones that were indexed: asked before steps are made again.
+
+A step that is made again under its old keys draws the old noise. If one of its records was changed in the meantime, the
+two sums differ by that record alone, and whoever saw what came of both reads it off. Sizes, which every start compares,
+do not show a record that was blanked.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from murmuration.data.index.public_split import SplitIndex
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.store.place import RecordIndex
+
+# Of the shards that no record is drawn from, so many are compared as well, chosen anew each time.
+SAMPLED = 2
+
+
+def shards_of(index: RecordIndex, ids: np.ndarray) -> list[int]:
+    """Local shards in which these records lie. Images in folders are compared at every read where their index has
+    hashes, and remote shards with the manifest; made-up records follow from their rule."""
+    whole = index.whole if isinstance(index, SplitIndex) else index
+    if not isinstance(whole, ShardIndex) or not isinstance(whole.root, Path):
+        return []
+    numbers = index.originals(ids) if isinstance(index, SplitIndex) else ids
+    found: list[int] = np.unique(np.searchsorted(whole.shard_ends, numbers, side="right")).tolist()
+    return found
+
+
+def with_sample(index: RecordIndex, shards: Collection[int]) -> list[int]:
+    """The shards and a few of the others."""
+    others = sorted(set(range(len(index.shards))).difference(shards)) if shards else []
+    chosen = secrets.SystemRandom().sample(others, min(SAMPLED, len(others)))
+    return sorted([*shards, *chosen])
+
+
+def require_contents(index: RecordIndex, shards: Sequence[int], beat: Callable[[], None]) -> None:
+    """Reads the shards from end to end; ShardError for the first that is another one."""
+    whole = index.whole if isinstance(index, SplitIndex) else index
+    assert isinstance(whole, ShardIndex) or not shards
+    for shard in shards:
+        assert isinstance(whole, ShardIndex)
+        whole.check_shard(shard, contents=True)
+        beat()
