@@ -114,8 +114,14 @@ class StepSummary:
     """The largest that a micro-batch's sum had. Public: it depends on the rule alone."""
     bound: float | None = None
     """What gradients were clipped to, where steps differ in it."""
+    doubtful: int = 0
+    """Records whose gradients were written out."""
 
-    def add(self, present: Tensor, losses: Tensor, norms: Tensor | None, sensitivity: float = 0.0) -> None:
+    def add(
+        self, present: Tensor, losses: Tensor, norms: Tensor | None, sensitivity: float = 0.0,
+        doubtful: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.doubtful += 0 if doubtful is None else int(doubtful.sum())
         self.sensitivity = max(self.sensitivity, sensitivity)
         mask = present.cpu()
         self.records += int(mask.sum())
@@ -128,11 +134,12 @@ class StepSummary:
         norms = torch.cat(self.norms) if self.norms else torch.zeros(0)
         bound = self.bound or bound
         over = float((norms > bound).sum()) if bound is not None else 0.0
-        parts = ranks.gather((self.records, self.loss_sum, float(torch.nan_to_num(norms).sum()), over))
-        records, loss, norm, clipped = (sum(part[i] for part in parts) for i in range(4))
+        parts = ranks.gather((self.records, self.loss_sum, float(torch.nan_to_num(norms).sum()), over, self.doubtful))
+        records, loss, norm, clipped, doubtful = (sum(part[i] for part in parts) for i in range(5))
         summary = {"records": float(records), "loss": loss / max(1, records)}
         if self.norms:
             summary |= {"gradient_norm": norm / max(1, records), "clipped_fraction": clipped / max(1, records)}
+            summary |= {"written_out": float(doubtful)}
         return summary
 
 

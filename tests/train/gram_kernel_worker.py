@@ -41,13 +41,14 @@ def far(found: Tensor, exact: Tensor) -> float:
     return float(((found.double() - exact).abs() / exact.abs().clamp(min=1e-30)).max())
 
 
-def products(dtype: torch.dtype) -> list[dict[str, Any]]:
+def products(dtype: torch.dtype, part: int) -> list[dict[str, Any]]:
+    """`part` as the product has it, or so short that these widths have several."""
     rows = []
     for tokens, left_width, right_width in SHAPES:
         draw = torch.Generator().manual_seed(tokens)
         left = torch.randn(3, tokens, left_width, generator=draw).to(dtype)
         right = torch.randn(3, right_width, tokens, generator=draw).to(dtype).transpose(1, 2)  # not as rows lie
-        inner, left_sizes, right_sizes = gram(left, right)
+        inner, left_sizes, right_sizes = gram(left, right, part)
         wide_left, wide_right = left.double(), right.double()
         piece = OuterProduct("w", left, right, torch.Size((left_width, right_width)))
         norms.KERNEL_DEVICES = ()
@@ -70,10 +71,10 @@ def clipped(objective: Objective) -> dict[str, Any]:
     inputs, present = nano_inputs(objective, 6), torch.ones(6, dtype=torch.bool)
     calls = 0
 
-    def counted(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def counted(left: Tensor, right: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor]:
         nonlocal calls
         calls += 1
-        return gram(left, right)
+        return gram(left, right, part)
 
     found = {}
     norms._kernel = lambda: counted
@@ -89,6 +90,7 @@ def clipped(objective: Objective) -> dict[str, Any]:
 
 if __name__ == "__main__":
     print("RESULTS " + json.dumps({
-        "fp32": products(torch.float32), "fp16": products(torch.float16),
+        "fp32": products(torch.float32, norms.PART), "fp16": products(torch.float16, norms.PART),
+        "parts": products(torch.float16, 64),
         "clipped": {"mae": clipped("mae"), "caption": clipped("caption")},
     }))  # fmt: skip

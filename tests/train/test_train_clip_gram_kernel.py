@@ -28,7 +28,7 @@ def found() -> dict[str, Any]:
     return json.loads(line.removeprefix("RESULTS "))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "parts"])
 def test_sums_and_diagonals_are_those_of_the_products_at_every_border_of_tiles(
     found: dict[str, Any], precision: str
 ) -> None:
@@ -64,7 +64,7 @@ def test_it_compiles_for_cards_to_tensor_cores_without_spilling(kind: str, tile:
     from murmuration.train.clip.gram_triton import STAGES, WARPS, _tile_pair
 
     pointers = {"left": kind, "right": kind, "inner": "fp32", "left_sizes": "fp32", "right_sizes": "fp32"}
-    constants = {"TILE": tile, "DEPTH": 64}
+    constants = {"TILE": tile, "DEPTH": 64, "PART": 1024}
     names: list[str] = _tile_pair.arg_names
     signature = {name: f"*{pointers[name]}" if name in pointers else "i32" for name in names}
     signature |= dict.fromkeys(constants, "constexpr")

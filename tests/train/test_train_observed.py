@@ -17,12 +17,16 @@ def test_observed_sums_over_micro_batches_and_ranks() -> None:
         observed = StepSummary()
         present = torch.tensor([True, False, True])
         for _ in range(2):
-            observed.add(present, torch.tensor([1.0, math.nan, 3.0]), torch.tensor([0.5, 99.0, 2.0 + ranks.rank]))
+            norms = torch.tensor([0.5, 99.0, 2.0 + ranks.rank])
+            observed.add(
+                present, torch.tensor([1.0, math.nan, 3.0]), norms, doubtful=torch.tensor([True, False, False])
+            )
         return observed.over_ranks(ranks, 2.5)
 
     first, second = on_ranks(2, act)
     assert first == second
-    assert first == pytest.approx({"records": 8, "loss": 2.0, "gradient_norm": 12 / 8, "clipped_fraction": 2 / 8})
+    expected = {"records": 8, "loss": 2.0, "gradient_norm": 12 / 8, "clipped_fraction": 2 / 8, "written_out": 4}
+    assert first == pytest.approx(expected)
 
 
 def test_observed_survives_hostile_and_empty_batches() -> None:

@@ -33,7 +33,7 @@ def test_an_honest_engine_passes_and_is_left_bit_by_bit_as_it_was(objective: str
     state = torch.get_rng_state()
     report = self_test(engine, clip, noise, False, SyntheticRecords.of(SHAPE, objective), micro_batch, alone())
     assert report.measured_sigma == pytest.approx(1.5, rel=0.05)
-    assert 0 < report.largest_hostile <= 1 and report.records_per_second > 0
+    assert 0 < report.largest_hostile <= 1 and report.records_per_second > 0 and report.written_out == 0
     after = model.state_dict()
     assert all(torch.equal(weights[name], after[name]) for name in weights)
     assert torch.equal(engine.flats[0], flat) and clip.rule is rule

@@ -45,7 +45,7 @@ class NormAccumulator:
         self._pieces: dict[str, list[PerRecordGradient]] = {}
         self._measured: set[str] = set()
         self._rounded = rounded
-        self._doubtful: Tensor | None = None
+        self.doubtful: Tensor | None = None
         shape = (max(group_of.values()) + 1, records)
         self._squares, self._doubts = torch.zeros(2, *shape, dtype=torch.float64, device=device).unbind()
         self._roundings = torch.zeros_like(self._squares) if rounded else None
@@ -114,8 +114,8 @@ class NormAccumulator:
         sure = (self._squares > SMALLEST) & (self._squares < LARGEST) & (self._doubts <= TOLERANCE * self._squares)
         doubtful = eligible & ~sure
         if bool(doubtful.any()):
-            self._doubtful = doubtful.any(0)
-            rows = self._doubtful.nonzero().squeeze(1)
+            self.doubtful = doubtful.any(0)
+            rows = self.doubtful.nonzero().squeeze(1)
             self._squares[:, rows] = 0.0
             if self._roundings is not None:
                 self._roundings[:, rows] = 0.0
@@ -132,9 +132,9 @@ class NormAccumulator:
         that were measured are added, apart from the products of the others.
         """
         apart = None
-        if self._doubtful is not None:
-            apart = (keep & self._doubtful).nonzero().squeeze(1)
-            keep = keep & ~self._doubtful
+        if self.doubtful is not None:
+            apart = (keep & self.doubtful).nonzero().squeeze(1)
+            keep = keep & ~self.doubtful
         touch = None if bool(keep.all()) else keep
         weights = [
             ClipWeights(own if touch is None else torch.where(keep, own, 0.0), touch, self._rounded) for own in factors

@@ -130,9 +130,10 @@ class BookKeepingClip:
             precise = torch.float64 if losses.dtype == torch.float64 else torch.float32
             factors = torch.where(keep, self.rule.group_factors(norms, precise), 0.0)
             accumulator.write_sums(factors if self._scale == 1.0 else factors / self._scale, keep, sums)
-        if len(norms) == 1:
-            return Clipped(losses, norms[0], factors[0], self.rule.sensitivity)
-        return Clipped(losses, torch.linalg.vector_norm(norms, dim=0), factors.amin(0), self.rule.sensitivity)
+        norm, factor = norms[0], factors[0]
+        if len(norms) > 1:
+            norm, factor = torch.linalg.vector_norm(norms, dim=0), factors.amin(0)
+        return Clipped(losses, norm, factor, self.rule.sensitivity, accumulator.doubtful)
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
         """Losses [B]; afterwards the book holds the pieces of every trainable parameter."""

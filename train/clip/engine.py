@@ -25,6 +25,8 @@ class Clipped:
     norms: Tensor
     factors: Tensor
     sensitivity: float
+    doubtful: Tensor | None = None
+    """Records whose norm was taken once more, from gradients written out in fp64, which is slow; None for nobody."""
 
 
 class ClipEngine(Protocol):
@@ -76,8 +78,10 @@ def assert_exact_matmul() -> None:
 
 
 class Observation(NamedTuple):
-    """Private: per-record losses of a micro-batch, gradient norms and the sum's sensitivity where clipping made it."""
+    """Private: per-record losses of a micro-batch; and where clipping made the sum, gradient norms, the sum's
+    sensitivity, and which records took the slow way."""
 
     losses: Tensor
     norms: Tensor | None = None
     sensitivity: float = 0.0
+    doubtful: Tensor | None = None

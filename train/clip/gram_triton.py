@@ -17,27 +17,34 @@ WARPS, STAGES = 4, 3
 
 
 @triton.jit
-def _products(base, own, other, tokens, width, stride, TILE: tl.constexpr, DEPTH: tl.constexpr):  # pyright: ignore
-    """[TILE, TILE]: products of the rows `own` and `other` of one matrix, accumulated in fp32."""
+def _products(  # pyright: ignore
+    base, own, other, tokens, width, stride, TILE: tl.constexpr, DEPTH: tl.constexpr, PART: tl.constexpr
+):
+    """[TILE, TILE]: products of the rows `own` and `other` of one matrix. Tensor cores accumulate over PART columns at
+    most, since they cut off what they cannot hold; the parts are added up as fp32 numbers are."""
     total = tl.zeros([TILE, TILE], tl.float32)
-    for start in range(0, width, DEPTH):
-        along = start + tl.arange(0, DEPTH)
-        one = tl.load(
-            base + own[:, None] * stride + along[None, :],
-            mask=(own[:, None] < tokens) & (along[None, :] < width), other=0.0,
-        )  # fmt: skip
-        two = tl.load(
-            base + other[None, :] * stride + along[:, None],
-            mask=(other[None, :] < tokens) & (along[:, None] < width), other=0.0,
-        )  # fmt: skip
-        total = tl.dot(one, two, total, input_precision="ieee")
+    for first in range(0, width, PART):
+        part = tl.zeros([TILE, TILE], tl.float32)
+        for start in range(first, tl.minimum(first + PART, width), DEPTH):
+            along = start + tl.arange(0, DEPTH)
+            one = tl.load(
+                base + own[:, None] * stride + along[None, :],
+                mask=(own[:, None] < tokens) & (along[None, :] < width), other=0.0,
+            )  # fmt: skip
+            two = tl.load(
+                base + other[None, :] * stride + along[:, None],
+                mask=(other[None, :] < tokens) & (along[:, None] < width), other=0.0,
+            )  # fmt: skip
+            part = tl.dot(one, two, part, input_precision="ieee")
+        total += part
     return total
 
 
 @triton.jit
 def _tile_pair(  # pyright: ignore
     left, right, inner, left_sizes, right_sizes, tokens, rows, columns,
-    left_record, left_token, right_record, right_token, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    left_record, left_token, right_record, right_token,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """One program takes one pair of tiles (own ≥ other) of one record."""
     record, pair, pairs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -47,8 +54,8 @@ def _tile_pair(  # pyright: ignore
     row = tl.where((row + 1) * (row + 2) // 2 <= pair, row + 1, row)
     column = pair - row * (row + 1) // 2
     own, other = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
-    lefts = _products(left + record * left_record, own, other, tokens, rows, left_token, TILE, DEPTH)
-    rights = _products(right + record * right_record, own, other, tokens, columns, right_token, TILE, DEPTH)
+    lefts = _products(left + record * left_record, own, other, tokens, rows, left_token, TILE, DEPTH, PART)
+    rights = _products(right + record * right_record, own, other, tokens, columns, right_token, TILE, DEPTH, PART)
     tl.store(inner + record * pairs + pair, tl.sum(tl.sum(lefts * rights, 1), 0) * tl.where(row == column, 1.0, 2.0))
     if row == column:
         diagonal = own[:, None] == other[None, :]
@@ -57,8 +64,11 @@ def _tile_pair(  # pyright: ignore
         tl.store(right_sizes + place, tl.sum(tl.where(diagonal, rights, 0.0), 1), mask=own < tokens)
 
 
-def gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """left [B, T, rows], right [B, T, columns] -> inner [B] in fp64, squared lengths of both sides' tokens [B, T]."""
+def gram(left: Tensor, right: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor]:
+    """left [B, T, rows], right [B, T, columns] -> inner [B] in fp64, squared lengths of both sides' tokens [B, T].
+
+    `part`, a multiple of 64: over how many columns tensor cores accumulate.
+    """
     left, right = (x if x.stride(2) == 1 else x.contiguous() for x in (left, right))
     records, tokens = right.shape[:2]
     tile = next((size for size in TILES if tokens <= size), TILES[-1])
@@ -71,6 +81,6 @@ def gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         _tile_pair[inner.shape](
             left, right, inner, left_sizes, right_sizes, tokens, left.shape[2], right.shape[2],
             left.stride(0), left.stride(1), right.stride(0), right.stride(1),
-            TILE=tile, DEPTH=depth, num_warps=WARPS, num_stages=STAGES,  # pyright: ignore
+            TILE=tile, DEPTH=depth, PART=part, num_warps=WARPS, num_stages=STAGES,  # pyright: ignore
         )  # fmt: skip
     return inner.double().sum(1), left_sizes, right_sizes

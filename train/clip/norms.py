@@ -37,10 +37,12 @@ MOST_UNIT = 128.0
 # Where a piece does not say over how many terms it sums.
 UNKNOWN_WIDTH = 4096
 # Where the Gram form is one kernel. Tensor cores cut off instead of rounding, after so many terms each: errors add up.
+# So they accumulate over PART columns at most, and the parts are added with rounding.
 KERNEL_DEVICES = ("cuda",)
 TERMS_CUT = 16
+PART = 1024
 
-Gram = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Gram = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
 class Squares(NamedTuple):
@@ -133,8 +135,8 @@ def _own(piece: OuterProduct, lengths: bool) -> Squares:
     lengths, unit = lengths and not piece.sparse, _unit(piece)
     kernel = _kernel_for(piece)
     if kernel is not None:
-        inner, left_sizes, right_sizes = kernel(piece.left, piece.right)
-        unit += (piece.rows + piece.columns) / TERMS_CUT * torch.finfo(torch.float32).eps
+        inner, left_sizes, right_sizes = kernel(piece.left, piece.right, PART)
+        unit += cut_off(piece.rows) + cut_off(piece.columns)
     else:
         right = _wide(piece.right)
         left = piece.left if piece.sparse else _wide(piece.left)
@@ -145,6 +147,17 @@ def _own(piece: OuterProduct, lengths: bool) -> Squares:
     terms = left_sizes * right_sizes
     doubt = unit * terms.sum(1) + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
     return Squares(inner, doubt, terms.clamp(min=0.0).sqrt().sum(1) if lengths else None)
+
+
+def cut_off(width: int) -> float:
+    """How far the kernel's product of two rows may be from the true one, in units of the product of their lengths.
+
+    Within a part, each of its width/16 accumulations cuts off less than eps of a sum that is no larger than the product
+    of the lengths of the two rows' parts; over the parts, these products add up to at most that of the whole lengths
+    (Cauchy-Schwarz). Adding up the parts rounds each sum by eps/2, and none of the sums is larger than that.
+    """
+    eps = torch.finfo(torch.float32).eps
+    return min(width, PART) / TERMS_CUT * eps + (-(-width // PART) - 1) * eps / 2
 
 
 def _kernel_for(piece: OuterProduct) -> Gram | None:

@@ -43,7 +43,8 @@ class PrivateForward(nn.Module):
 
     def observation(self) -> Observation:
         assert self.observed is not None, "nothing was accumulated yet"
-        return Observation(self.observed.losses, self.observed.norms, self.observed.sensitivity)
+        seen = self.observed
+        return Observation(seen.losses, seen.norms, seen.sensitivity, seen.doubtful)
 
 
 class PlainForward(nn.Module):

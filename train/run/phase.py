@@ -168,7 +168,8 @@ def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segme
     report = core.prove(synthetic, replicated, run.config.train_micro_batch_size_per_gpu)
     run.board.say(
         f"{phase.name}  self-test passed: σ measured {report.measured_sigma:.3f} (planned "
-        f"{core.plan.noise_multiplier:.3f}), hostile records move the sum by at most {report.largest_hostile:.3f}·C"
+        f"{core.plan.noise_multiplier:.3f}), hostile records move the sum by at most {report.largest_hostile:.3f}·C, "
+        f"{report.written_out:.0%} of the synthetic records needed their gradients written out"
     )
     return report.records_per_second
 

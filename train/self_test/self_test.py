@@ -50,6 +50,8 @@ class SelfTestReport:
     measured_sigma: float
     largest_hostile: float
     records_per_second: float
+    written_out: float
+    """Share of the synthetic records whose norm took the slow way."""
 
 
 def self_test(
@@ -68,6 +70,8 @@ def self_test(
         largest = _records_are_bounded(engine, clip, batch, records, ranks)
         sigma = _noise_is_as_planned(engine, clip, noise, absent, replicated, ranks)
         seconds = _sums_are_exact(engine, clip, batch, replicated, ranks)
+        doubtful = engine.observe().doubtful
+        slow = 0 if doubtful is None else int(doubtful.sum())
         put_back(engine, weights)
 
         engine.accumulate(absent)
@@ -80,7 +84,8 @@ def self_test(
         raise SelfTestError(str(error)) from error
     _agree(ranks, lambda: _forget_moments(engine))
     _agree(ranks, lambda: _unchanged(engine, before))
-    return SelfTestReport(sigma, largest, 2 * micro_batch * ranks.world / seconds)
+    all_records = micro_batch * ranks.world
+    return SelfTestReport(sigma, largest, 2 * all_records / seconds, ranks.sum(slow) / all_records)
 
 
 def _records_are_bounded(

@@ -1,0 +1,109 @@
+"""At the widths of the shipped recipes, under the rule that GPUs use, no record has its gradients written out.
+
+Records whose norm may be off by rounding are taken again in fp64, one by one: right, and some twenty times slower. On a
+GPU, the error bound of the Gram kernel grows with the width of a layer, and a head of 32,768 words is wide. Depth adds
+records of the same kind, so one block of each kind stands for all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import murmuration.train.clip.accumulator as accumulator
+import murmuration.train.clip.norms as norms
+from murmuration.model.build import build
+from murmuration.model.settings import ModelSettings
+from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.clip.sums import Float32Sums, trainable_shapes
+from murmuration.train.config.load import load
+from murmuration.train.self_test.probes import synthetic_batch
+from tests.support.shipped_recipes import FILES, PLANS, private_phase
+
+SHALLOW = {"depth": 1, "decoder_depth": 1, "mae_decoder_depth": 1}
+
+
+def widths() -> dict[str, tuple[dict[str, Any], str]]:
+    """One recipe for each model that is trained privately; ResNets have no Gram matrices to speak of."""
+    found: dict[str, tuple[dict[str, Any], str]] = {}
+    for name in sorted(FILES.keys() & PLANS.keys()):
+        config = load(FILES[name], [])
+        phase = config.phases[private_phase(config)]
+        model = config.model.model_dump()
+        if config.model.size in ("r50x4", "r152x4") or phase.trainable != "all":
+            continue
+        if (model, phase.objective) not in found.values():
+            found[name] = (model, str(phase.objective))
+    return found
+
+
+WIDTHS = widths()
+
+
+def in_fp32(left: Tensor, right: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What the kernel computes, by products of the CPU."""
+    lefts, rights = (x.float() @ x.float().transpose(1, 2) for x in (left, right))
+    return (lefts * rights).double().sum((1, 2)), *(x.diagonal(dim1=1, dim2=2).clone() for x in (lefts, rights))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(norms, "_kernel", lambda: in_fp32)
+
+
+def largest_doubt(monkeypatch: pytest.MonkeyPatch, name: str, steps: int = 0, records: int = 2) -> float:
+    """Of all records, in units of what a norm may be off by before it is taken again."""
+    settings, objective = WIDTHS[name]
+    cut = {key: value for key, value in SHALLOW.items() if settings["family"] != "classifier" or key == "depth"}
+    shape = ModelSettings.model_validate(settings | cut).resolved()
+    torch.manual_seed(1)
+    model = build(shape, objective)  # pyright: ignore[reportArgumentType]
+    batch = synthetic_batch(shape, objective, records, seed=1)
+    if "tokens" in batch.inputs:
+        for record, length in enumerate(torch.linspace(8, shape.text_length, records).int().tolist()):
+            batch.inputs["tokens"][record, length:] = 0
+    trained = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batch.inputs).mean()
+        loss.backward()
+        trained.step()
+        trained.zero_grad()
+    seen: list[float] = []
+    honest = accumulator.NormAccumulator.norms
+
+    def watched(self: Any, eligible: Tensor) -> Tensor:
+        doubts = self._doubts.sum(0) / (accumulator.TOLERANCE * self._squares.sum(0))
+        seen.append(float(doubts.max()))
+        return honest(self, eligible)
+
+    monkeypatch.setattr(accumulator.NormAccumulator, "norms", watched)
+    clip = BookKeepingClip(ClipRule("flat", 1.0, 0.0), "bf16", round_operands=True)
+    clip.prepare(model)
+    found = clip.add_clipped(model, batch.inputs, batch.present, Float32Sums(trainable_shapes(model)))
+    assert (found.doubtful is not None) == (seen[0] > 1)
+    return seen[0]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", sorted(WIDTHS))
+def test_no_record_is_doubtful_at_the_first_step(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert largest_doubt(monkeypatch, name) < 0.5, "half of what is tolerated"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", ["dpcap_nano", "dpcap_base", "vip_base", "transfer_vitb_full"])
+def test_nor_after_a_hundred_steps(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert largest_doubt(monkeypatch, name, steps=100, records=4) < 0.5
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_without_parts_every_caption_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "PART", 1 << 20)
+    assert largest_doubt(monkeypatch, "dpcap_nano") > 1
