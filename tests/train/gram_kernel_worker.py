@@ -48,8 +48,11 @@ def products(dtype: torch.dtype, part: int) -> list[dict[str, Any]]:
         draw = torch.Generator().manual_seed(tokens)
         left = torch.randn(3, tokens, left_width, generator=draw).to(dtype)
         right = torch.randn(3, right_width, tokens, generator=draw).to(dtype).transpose(1, 2)  # not as rows lie
-        inner, left_sizes, right_sizes = gram(left, right, part)
+        unit, lost = 3e-7, (1e-9, 2e-9)  # so that each part of the doubt is seen
+        inner, doubt, lengths = gram(left, right, part, unit, lost)
         wide_left, wide_right = left.double(), right.double()
+        a, g = wide_left.square().sum(2), wide_right.square().sum(2)
+        doubted = unit * (a * g).sum(1) + lost[0] * a.amax(1) + lost[1] * g.amax(1)
         piece = OuterProduct("w", left, right, torch.Size((left_width, right_width)))
         norms.KERNEL_DEVICES = ()
         plain = norms.measure([piece, piece])
@@ -59,10 +62,21 @@ def products(dtype: torch.dtype, part: int) -> list[dict[str, Any]]:
         rows.append({
             "tokens": tokens,
             "inner": far(inner, (wide_left.transpose(1, 2) @ wide_right).square().sum((1, 2))),
-            "left": far(left_sizes, wide_left.square().sum(2)), "right": far(right_sizes, wide_right.square().sum(2)),
+            "length": far(lengths, (a * g).sqrt().sum(1)), "doubted": far(doubt, doubted),
             "measured": far(fused.square, plain.square), "doubt": float((fused.doubt / plain.doubt).min()),
         })  # fmt: skip
     return rows
+
+
+def not_a_number() -> list[bool]:
+    """Of two records, one holds NaN in one place: for each place, whether it alone has no square and no doubt."""
+    found = []
+    for tokens, side in ((7, 0), (70, 0), (70, 1)):
+        sides = [torch.ones(2, tokens, 8, dtype=torch.float16) for _ in range(2)]
+        sides[side][0, tokens - 1, 3] = torch.nan
+        square, doubt, _ = gram(*sides, norms.PART, 1e-7, (0.0, 0.0))
+        found.append(square.isnan().tolist() == doubt.isnan().tolist() == [True, False])
+    return found
 
 
 def clipped(objective: Objective) -> dict[str, Any]:
@@ -71,10 +85,10 @@ def clipped(objective: Objective) -> dict[str, Any]:
     inputs, present = nano_inputs(objective, 6), torch.ones(6, dtype=torch.bool)
     calls = 0
 
-    def counted(left: Tensor, right: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor]:
+    def counted(*asked: Any) -> tuple[Tensor, ...]:
         nonlocal calls
         calls += 1
-        return gram(left, right, part)
+        return gram(*asked)
 
     found = {}
     norms._kernel = lambda: counted
@@ -91,6 +105,6 @@ def clipped(objective: Objective) -> dict[str, Any]:
 if __name__ == "__main__":
     print("RESULTS " + json.dumps({
         "fp32": products(torch.float32, norms.PART), "fp16": products(torch.float16, norms.PART),
-        "parts": products(torch.float16, 64),
+        "parts": products(torch.float16, 64), "not a number": not_a_number(),
         "clipped": {"mae": clipped("mae"), "caption": clipped("caption")},
     }))  # fmt: skip

@@ -44,10 +44,14 @@ def widths() -> dict[str, tuple[dict[str, Any], str]]:
 WIDTHS = widths()
 
 
-def in_fp32(left: Tensor, right: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor]:
+def in_fp32(
+    left: Tensor, right: Tensor, part: int, unit: float, lost: tuple[float, float]
+) -> tuple[Tensor, Tensor, Tensor]:
     """What the kernel computes, by products of the CPU."""
     lefts, rights = (x.float() @ x.float().transpose(1, 2) for x in (left, right))
-    return (lefts * rights).double().sum((1, 2)), *(x.diagonal(dim1=1, dim2=2).clone() for x in (lefts, rights))
+    a, g = (x.diagonal(dim1=1, dim2=2).double() for x in (lefts, rights))
+    doubt = unit * (a * g).sum(1) + lost[0] * a.amax(1) + lost[1] * g.amax(1)
+    return (lefts * rights).double().sum((1, 2)), doubt, (a * g).sqrt().sum(1)
 
 
 @pytest.fixture
@@ -78,8 +82,8 @@ def largest_doubt(monkeypatch: pytest.MonkeyPatch, name: str, steps: int = 0, re
     honest = accumulator.NormAccumulator.norms
 
     def watched(self: Any, eligible: Tensor) -> Tensor:
-        doubts = self._doubts.sum(0) / (accumulator.TOLERANCE * self._squares.sum(0))
-        seen.append(float(doubts.max()))
+        squares, doubts, _ = zip(*(terms.added(self._none) for terms in self._terms), strict=True)
+        seen.append(float((sum(doubts) / (accumulator.TOLERANCE * sum(squares))).max()))
         return honest(self, eligible)
 
     monkeypatch.setattr(accumulator.NormAccumulator, "norms", watched)

@@ -35,7 +35,11 @@ def test_sums_and_diagonals_are_those_of_the_products_at_every_border_of_tiles(
     rows = found[precision]
     assert len(rows) == 8
     for row in rows:
-        assert max(row["inner"], row["left"], row["right"]) <= ROUNDING, row
+        assert max(row["inner"], row["length"], row["doubted"]) <= ROUNDING, row
+
+
+def test_a_record_that_is_no_number_has_no_norm_and_its_neighbour_has_one(found: dict[str, Any]) -> None:
+    assert all(found["not a number"])
 
 
 def test_only_half_precision_takes_the_kernel_and_then_counts_with_numbers_cut_off(found: dict[str, Any]) -> None:
@@ -81,3 +85,19 @@ def test_it_compiles_for_cards_to_tensor_cores_without_spilling(kind: str, tile:
     assert capability < 90 or tile < 64 or "wgmma.mma_async" in code, "Hopper's own instruction, from 64 rows on"
     assert compiled.metadata.shared <= MOST_SHARED
     assert ".local" not in code and len(compiled.asm["cubin"]) > 1000
+
+
+def test_what_makes_one_number_of_the_tiles_compiles_too() -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from murmuration.train.clip.gram_triton import _finish
+
+    constants = {"UNIT": 1e-5, "LOST_LEFT": 1e-38, "LOST_RIGHT": 1e-38, "PAIRS": 16, "TOKENS": 256}
+    pointers = dict.fromkeys(("inner", "left_sizes", "right_sizes"), "*fp32") | {"found": "*fp64"}
+    names: list[str] = _finish.arg_names
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(ASTSource(_finish, signature, values), target=GPUTarget("cuda", 90, 32))
+    assert "fma.rn.f64" in compiled.asm["ptx"] or "mul.rn.f64" in compiled.asm["ptx"], "in fp64"

@@ -7,6 +7,7 @@ products with the clip factors wait until the norms of all parameters are known;
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from murmuration.train.clip.per_record import (
     PerRecordGradient,
     Recomputed,
     ViaReparametrisation,
+    flat,
+    lengths_of_stretches,
     wide,
 )
 from murmuration.train.clip.rule import ClipError
@@ -31,6 +34,41 @@ TOLERANCE = 1e-4
 SMALLEST, LARGEST = 1e-24, 1e24
 # Of the elements of a bf16 operand that carries the clip factor.
 BF16_ROUNDING = 2.0**-8
+
+
+@dataclass
+class Terms:
+    """What the norms of one group are added up from, [B] each. Added at the end: on a GPU, a kernel for every layer
+    would take longer than the numbers."""
+
+    squares: list[Tensor] = field(default_factory=list)
+    roots: list[Tensor] = field(default_factory=list)
+    """Lengths whose squares belong to the sum."""
+    doubts: list[Tensor] = field(default_factory=list)
+    lengths: list[Tensor] = field(default_factory=list)
+
+    def added(self, none: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Squares, doubts, squares of what rounding of operands adds to the norm; `none` is a sum of no terms."""
+        square = by_pairs(self.squares, none)
+        if self.roots:
+            square = square + _halved(torch.stack(self.roots).double().square())
+        # Elements that round alike, or cancel unrounded, add up: by lengths, not by squares.
+        rounding = _halved((BF16_ROUNDING * torch.stack(self.lengths)).square()) if self.lengths else none
+        return square, by_pairs(self.doubts, none), rounding
+
+
+def by_pairs(terms: list[Tensor], none: Tensor) -> Tensor:
+    return _halved(torch.stack(terms)) if terms else none
+
+
+def _halved(rows: Tensor) -> Tensor:
+    """[N, B] -> [B]. Element by element, so that a record's sum does not depend on its place among the records, as the
+    order of a reduction may."""
+    while len(rows) > 1:
+        half = len(rows) // 2
+        folded = rows[:half] + rows[half : 2 * half]
+        rows = torch.cat([folded, rows[2 * half :]]) if len(rows) % 2 else folded
+    return rows[0]
 
 
 class NormAccumulator:
@@ -46,11 +84,8 @@ class NormAccumulator:
         self._measured: set[str] = set()
         self._rounded = rounded
         self.doubtful: Tensor | None = None
-        shape = (max(group_of.values()) + 1, records)
-        self._squares, self._doubts = torch.zeros(2, *shape, dtype=torch.float64, device=device).unbind()
-        self._roundings = torch.zeros_like(self._squares) if rounded else None
-        # Rows by group, as views: a few calls less for every layer.
-        self._square_of, self._doubt_of = self._squares.unbind(), self._doubts.unbind()
+        self._none = torch.zeros(records, dtype=torch.float64, device=device)
+        self._terms = [Terms() for _ in range(max(group_of.values()) + 1)]
 
     def add(self, pieces: list[PerRecordGradient], uses: Mapping[str, int]) -> None:
         if self._is_affine(pieces, uses):
@@ -73,17 +108,19 @@ class NormAccumulator:
         for number, piece in enumerate(own):
             if _only_written(piece) or (len(own) == 1 and self._worth_holding(piece)):
                 own[number] = Dense(name, piece.instances(slice(None), wide(piece.dtype)))
-        self._add(name, measure(own, lengths=self._rounded))
         self._measured.add(name)
+        if len(own) == 1 and isinstance(own[0], Dense):
+            self._terms[self._group_of[name]].roots += lengths_of_stretches(flat(own[0].value))
+            return
+        self._add(name, measure(own, lengths=self._rounded))
 
     def _add(self, name: str, found: Squares) -> None:
-        group = self._group_of[name]
-        self._square_of[group].add_(found.square)
+        terms = self._terms[self._group_of[name]]
+        terms.squares.append(found.square)
         if found.doubt is not None:
-            self._doubt_of[group].add_(found.doubt)
-        if self._roundings is not None and found.length is not None:
-            # Elements that round alike, or cancel unrounded, add up: by lengths, not by squares.
-            self._roundings[group] += (BF16_ROUNDING * found.length).square()
+            terms.doubts.append(found.doubt)
+        if self._rounded and found.length is not None:
+            terms.lengths.append(found.length)
 
     def _is_affine(self, pieces: list[PerRecordGradient], uses: Mapping[str, int]) -> bool:
         """A weight and its bias, used once, by one token of each record, and clipped together: lengths are shared."""
@@ -110,20 +147,21 @@ class NormAccumulator:
         """[groups, B], fp64. Of records that are `eligible`, to within a relative 1e-4 in all cases."""
         for name in self._pieces.keys() - self._measured:  # some use never reached the loss
             self._measure(name)
+        found = [terms.added(self._none) for terms in self._terms]
+        squares, doubts, roundings = (torch.stack(each) for each in zip(*found, strict=True))
         # Beside NaN nothing is true, and a doubt that is infinite exceeds any norm in range.
-        sure = (self._squares > SMALLEST) & (self._squares < LARGEST) & (self._doubts <= TOLERANCE * self._squares)
+        sure = (squares > SMALLEST) & (squares < LARGEST) & (doubts <= TOLERANCE * squares)
         doubtful = eligible & ~sure
         if bool(doubtful.any()):
             self.doubtful = doubtful.any(0)
             rows = self.doubtful.nonzero().squeeze(1)
-            self._squares[:, rows] = 0.0
-            if self._roundings is not None:
-                self._roundings[:, rows] = 0.0
+            squares[:, rows] = 0.0
+            roundings[:, rows] = 0.0
             for name in self._pieces:
                 for part, written in self._written(name, rows):
-                    self._squares[self._group_of[name], part] += squared(written)
-        norms = self._squares.sqrt()
-        return norms if self._roundings is None else norms + self._roundings.sqrt()
+                    squares[self._group_of[name], part] += squared(written)
+        norms = squares.sqrt()
+        return norms + roundings.sqrt() if self._rounded else norms
 
     def write_sums(self, factors: Tensor, keep: Tensor, sums: GradientSums) -> None:
         """Sums with `factors` [groups, B] into the totals, over the records to `keep`; nothing is left in the book.

@@ -64,8 +64,29 @@ def _tile_pair(  # pyright: ignore
         tl.store(right_sizes + place, tl.sum(tl.where(diagonal, rights, 0.0), 1), mask=own < tokens)
 
 
-def gram(left: Tensor, right: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor]:
-    """left [B, T, rows], right [B, T, columns] -> inner [B] in fp64, squared lengths of both sides' tokens [B, T].
+@triton.jit
+def _finish(  # pyright: ignore
+    inner, left_sizes, right_sizes, found, pairs, tokens,
+    UNIT: tl.constexpr, LOST_LEFT: tl.constexpr, LOST_RIGHT: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One program takes one record: its square, doubt and length in fp64, from what the pairs of tiles left."""
+    record, records = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    pair, token = tl.arange(0, PAIRS), tl.arange(0, TOKENS)
+    parts = tl.load(inner + record * pairs + pair, mask=pair < pairs, other=0.0).to(tl.float64)
+    left = tl.load(left_sizes + record * tokens + token, mask=token < tokens, other=0.0).to(tl.float64)
+    right = tl.load(right_sizes + record * tokens + token, mask=token < tokens, other=0.0).to(tl.float64)
+    terms = left * right
+    # Where a number is none, so is the sum of the terms, whatever the largest one is said to be.
+    doubt = UNIT * tl.sum(terms, 0) + LOST_LEFT * tl.max(left, 0) + LOST_RIGHT * tl.max(right, 0)
+    tl.store(found + record, tl.sum(parts, 0))
+    tl.store(found + records + record, doubt)
+    tl.store(found + 2 * records + record, tl.sum(tl.sqrt(tl.maximum(terms, 0.0)), 0))
+
+
+def gram(left: Tensor, right: Tensor, part: int, unit: float, lost: tuple[float, float]) -> tuple[Tensor, ...]:
+    """left [B, T, rows], right [B, T, columns] -> three times [B] in fp64: Σ (AAᵀ ∘ GGᵀ); how far it may be off, which
+    is `unit` of the summed terms |a|²|g|² and, of what vanishes in fp32, `lost` of the largest |a|² and |g|²; and the
+    summed lengths |a||g|.
 
     `part`, a multiple of 64: over how many columns tensor cores accumulate.
     """
@@ -83,4 +104,9 @@ def gram(left: Tensor, right: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor
             left.stride(0), left.stride(1), right.stride(0), right.stride(1),
             TILE=tile, DEPTH=depth, PART=part, num_warps=WARPS, num_stages=STAGES,  # pyright: ignore
         )  # fmt: skip
-    return inner.double().sum(1), left_sizes, right_sizes
+        found = torch.empty(3, records, dtype=torch.float64, device=right.device)
+        _finish[(records,)](
+            inner, left_sizes, right_sizes, found, inner.shape[1], tokens, unit, *lost,  # pyright: ignore
+            PAIRS=triton.next_power_of_2(inner.shape[1]), TOKENS=triton.next_power_of_2(tokens),  # pyright: ignore
+        )  # fmt: skip
+    return found.unbind()

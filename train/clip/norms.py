@@ -42,7 +42,7 @@ KERNEL_DEVICES = ("cuda",)
 TERMS_CUT = 16
 PART = 1024
 
-Gram = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+Gram = Callable[[Tensor, Tensor, int, float, tuple[float, float]], tuple[Tensor, ...]]
 
 
 class Squares(NamedTuple):
@@ -135,14 +135,14 @@ def _own(piece: OuterProduct, lengths: bool) -> Squares:
     lengths, unit = lengths and not piece.sparse, _unit(piece)
     kernel = _kernel_for(piece)
     if kernel is not None:
-        inner, left_sizes, right_sizes = kernel(piece.left, piece.right, PART)
         unit += cut_off(piece.rows) + cut_off(piece.columns)
-    else:
-        right = _wide(piece.right)
-        left = piece.left if piece.sparse else _wide(piece.left)
-        if piece.tokens == 1:
-            return _one_token(piece, left, right, lengths)
-        inner, left_sizes, right_sizes = (_whole if piece.tokens < STRIPS_FROM else _in_strips)(left, right)
+        square, doubt, length = kernel(piece.left, piece.right, PART, unit, _vanishing(piece))
+        return Squares(square, doubt, length if lengths else None)
+    right = _wide(piece.right)
+    left = piece.left if piece.sparse else _wide(piece.left)
+    if piece.tokens == 1:
+        return _one_token(piece, left, right, lengths)
+    inner, left_sizes, right_sizes = (_whole if piece.tokens < STRIPS_FROM else _in_strips)(left, right)
     left_sizes, right_sizes = left_sizes.double(), right_sizes.double()
     terms = left_sizes * right_sizes
     doubt = unit * terms.sum(1) + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
@@ -230,10 +230,17 @@ def _cross(one: OuterProduct, other: OuterProduct) -> Tensor:
 
 
 def _lost(piece: OuterProduct, left: Tensor, right: Tensor) -> Tensor:
-    """Products that vanish in fp32 matter only where the other side (largest squared lengths, [B]) can lift them."""
+    """[B], from the largest squared lengths of both sides."""
+    of_left, of_right = _vanishing(piece)
+    return torch.add(of_right * right, left, alpha=of_left)
+
+
+def _vanishing(piece: OuterProduct) -> tuple[float, float]:
+    """Products that vanish in fp32 matter only where the other side can lift them: by so much of the largest squared
+    length of the left side, and of the right one."""
     format = torch.finfo(wide(piece.dtype))
     unit = format.tiny * format.eps * piece.tokens**2
-    return torch.add(unit * piece.rows * right, left, alpha=unit * piece.columns)
+    return unit * piece.columns, unit * piece.rows
 
 
 def _unit(piece: PerRecordGradient) -> float:

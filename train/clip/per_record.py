@@ -35,12 +35,24 @@ STRETCH = 1 << 11
 
 def squared_length(x: Tensor) -> Tensor:
     """Of the last dimension, in fp64."""
+    whole, rest = _stretches(x)
+    total = rest.double().square()
+    return total if whole is None else whole.double().square().sum(-1) + total
+
+
+def lengths_of_stretches(x: Tensor) -> list[Tensor]:
+    """[B, elements] -> lengths [B], whose squares add up to that of the whole."""
+    whole, rest = _stretches(x)
+    return [rest] if whole is None else [*whole.unbind(-1), rest]
+
+
+def _stretches(x: Tensor) -> tuple[Tensor | None, Tensor]:
+    """[…, stretches] and […]: lengths of the whole stretches, if there are any, and of what is left."""
     whole = x.shape[-1] // STRETCH * STRETCH
     if not whole:
-        return torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype)).double().square()
-    rest = torch.linalg.vector_norm(x[..., whole:], dim=-1, dtype=wide(x.dtype)).double().square()
-    parts = torch.linalg.vector_norm(x[..., :whole].unflatten(-1, (-1, STRETCH)), dim=-1, dtype=wide(x.dtype))
-    return parts.double().square().sum(-1) + rest
+        return None, torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype))
+    rest = torch.linalg.vector_norm(x[..., whole:], dim=-1, dtype=wide(x.dtype))
+    return torch.linalg.vector_norm(x[..., :whole].unflatten(-1, (-1, STRETCH)), dim=-1, dtype=wide(x.dtype)), rest
 
 
 @dataclass(frozen=True)
@@ -58,12 +70,18 @@ class ClipWeights:
 
     def apply(self, value: Tensor) -> Tensor:
         """`value` [B, …] with every record scaled by its factor, in fp32 or better."""
-        return self.mask(value) * self.factors.view(len(value), *[1] * (value.dim() - 1))
+        return self.mask(value) * self._over(value)
 
     def operand(self, value: Tensor) -> Tensor:
         """The same for a matrix product. Never in fp16, in which small numbers would vanish."""
-        scaled = self.apply(value)
-        return scaled.to(value.dtype) if self.rounded and value.dtype == torch.bfloat16 else scaled
+        if not (self.rounded and value.dtype == torch.bfloat16):
+            return self.apply(value)
+        # In one pass: multiplied in fp32, written in bf16.
+        kept = self.mask(value)
+        return torch.mul(kept, self._over(value), out=torch.empty_like(kept))
+
+    def _over(self, value: Tensor) -> Tensor:
+        return self.factors.view(len(value), *[1] * (value.dim() - 1))
 
     def mask(self, value: Tensor) -> Tensor:
         if self.keep is None:

@@ -1,0 +1,317 @@
+"""Counts what a GPU would do for one micro-batch: kernels, bytes, operations, synchronisations, memory, and where.
+
+    python tests/gpu/count.py table [--model mae/base --records 64]     prints the counts of the shipped recipes
+    python tests/gpu/count.py refreeze                                  commits to them (counted.json)
+
+Everything runs on fake tensors of a pretended device (pretended.py). Bytes are those that a kernel reads and writes if
+no cache helps it; views cost nothing. The Gram kernel is counted by the tiles that it would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != Path(__file__).parent)]
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch._subclasses import FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+import murmuration.train.clip.norms as norms  # noqa: E402
+from murmuration.data.draw.micro_batch import MicroBatch  # noqa: E402
+from murmuration.model.build import build  # noqa: E402
+from murmuration.model.settings import ModelSettings  # noqa: E402
+from murmuration.train.clip.bookkeeping import BookKeepingClip  # noqa: E402
+from murmuration.train.clip.rule import ClipRule  # noqa: E402
+from murmuration.train.engines.forward import PlainForward, PrivateForward  # noqa: E402
+from murmuration.train.self_test.probes import synthetic_batch  # noqa: E402
+
+COUNTED = Path(__file__).with_name("counted.json")
+GPU = torch.device("cuda", 0)
+OBJECTIVES = {"mae": "mae", "captioner": "caption", "classifier": "classify"}
+# Models of the shipped recipes at the micro-batches that they ship with.
+CASES = {"mae/base": 64, "mae/large": 32, "captioner/base": 128, "captioner/large": 128, "classifier/base": 32}
+
+VIEWS = {
+    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes",
+    "unbind", "detach", "alias", "unsqueeze", "squeeze", "as_strided", "diagonal", "_reshape_alias", "lift_fresh",
+    "narrow", "unfold", "view_as", "detach_", "chunk", "real",
+}  # fmt: skip
+NO_KERNEL = {
+    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "device", "size", "dim", "is_pinned",
+    "_has_same_storage_numel", "set_", "resize_", "lift", "record_stream", "sym_size", "sym_stride", "sym_numel",
+}  # fmt: skip
+WRITE_ONLY = {
+    "zeros",
+    "ones",
+    "zeros_like",
+    "ones_like",
+    "full",
+    "full_like",
+    "fill_",
+    "zero_",
+    "new_zeros",
+    "new_full",
+}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+# What cannot go on without an answer from the device.
+ASKING = {"nonzero", "is_nonzero", "equal", "masked_select"}
+
+
+@dataclass
+class Counts:
+    kernels: int = 0
+    bytes: int = 0
+    flops: Counter[str] = field(default_factory=Counter)
+    syncs: Counter[str] = field(default_factory=Counter)
+    """By the place that asked."""
+    kernels_at: Counter[str] = field(default_factory=Counter)
+    bytes_at: Counter[str] = field(default_factory=Counter)
+    peak: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        flops = {kind: round(count / 1e9, 3) for kind, count in sorted(self.flops.items())}
+        return {
+            "kernels": self.kernels, "megabytes": round(self.bytes / 1e6, 1), "gigaflops": flops,
+            "syncs": dict(sorted(self.syncs.items())), "peak_mib": round(self.peak / 2**20, 1),
+            "kernels_at": dict(self.kernels_at.most_common()),
+            "megabytes_at": {place: round(count / 1e6, 1) for place, count in self.bytes_at.most_common()},
+        }  # fmt: skip
+
+
+class Count(TorchDispatchMode):
+    """Sees each operation that PyTorch sends to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counts()
+        self._live = 0
+        self._seen: Any = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        if name == "_local_scalar_dense":
+            self.found.syncs[place()] += 1
+            return {"any": False, "all": True}.get(getattr(args[0], "asked", ""), 0.0)
+        if name in ASKING or (name == "index" and any(_is_mask(x) for x in tree_leaves(args[1]))):
+            self.found.syncs[place()] += 1
+        if name == "_to_copy" and _crosses(args[0], kwargs) and not kwargs.get("non_blocking"):
+            self.found.syncs[place()] += 1
+        out = func(*args, **kwargs)
+        outs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        for each in outs:
+            self._hold(each)
+            if name in ("any", "all"):
+                each.asked = name  # pyright: ignore[reportAttributeAccessIssue]
+        if name in VIEWS or name in NO_KERNEL or func._schema.name.startswith("prim::"):
+            return out
+        self._kernel(name, [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)], outs)
+        return out
+
+    def _hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._seen or tensor.device.type != "cuda":
+            return
+        self._seen[storage] = True
+        size = storage.nbytes()
+        self._live += size
+        self.found.peak = max(self.found.peak, self._live)
+        weakref.finalize(storage, self._release, size)
+
+    def _release(self, size: int) -> None:
+        self._live -= size
+
+    def _kernel(self, name: str, ins: list[Tensor], outs: list[Tensor]) -> None:
+        if all(each.device.type != "cuda" for each in (*ins, *outs)):
+            return
+        moved = sum(map(touched, outs if name in WRITE_ONLY and outs else [*ins, *outs]))
+        if name == "embedding":
+            moved = 2 * sum(map(touched, outs))
+        kind, flops = _work(name, ins, outs)
+        self.add(moved, kind, flops)
+
+    def add(self, moved: int, kind: str, flops: int) -> None:
+        where, found = place(), self.found
+        found.kernels += 1
+        found.bytes += moved
+        found.kernels_at[where] += 1
+        found.bytes_at[where] += moved
+        if flops:
+            found.flops[kind] += flops
+
+
+def touched(tensor: Tensor) -> int:
+    """Bytes of its own: an expanded side is read once."""
+    size = tensor.element_size()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        size *= length if stride else 1
+    return size
+
+
+def _work(name: str, ins: list[Tensor], outs: list[Tensor]) -> tuple[str, int]:
+    if name in PRODUCTS:
+        one, two = [each for each in ins if each.dim() >= 2][-2:]
+        batch = one.shape[0] if one.dim() == 3 else 1
+        kind = "half" if one.dtype.itemsize == 2 else "fp32" if one.dtype.itemsize == 4 else "fp64"
+        return f"product {kind}", 2 * batch * one.shape[-2] * one.shape[-1] * two.shape[-1]
+    if "scaled_dot_product" in name:
+        backward = "backward" in name
+        query, key = ins[1:3] if backward else ins[:2]
+        records, heads, tokens, width = query.shape
+        return "attention", (10 if backward else 4) * records * heads * tokens * key.shape[-2] * width
+    return "", 0
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8)
+
+
+def _crosses(tensor: Tensor, kwargs: dict[str, Any]) -> bool:
+    """From the device to the host: the host waits."""
+    target = kwargs.get("device")
+    return tensor.device.type == "cuda" and target is not None and torch.device(target).type == "cpu"
+
+
+def place() -> str:
+    """The innermost line of the product that is at work; autograd's own steps have none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if "/murmuration/" in path or path.startswith((f"{ROOT}/train/", f"{ROOT}/model/")):
+            inside = Path(path).resolve().relative_to(ROOT)
+            return f"{inside}:{frame.f_code.co_name}"
+        frame = frame.f_back  # pyright: ignore[reportAssignmentType]
+    return "autograd"
+
+
+def gram_stand_in(count: Count) -> Any:
+    """What the Gram kernel returns, counted by its tiles: 64 tokens, or as few as hold all."""
+
+    def gram(left: Tensor, right: Tensor, part: int, unit: float, lost: tuple[float, float]) -> tuple[Tensor, ...]:
+        records, tokens, rows = left.shape
+        width = rows + right.shape[2]
+        tile = next((size for size in (16, 32, 64) if tokens <= size), 64)
+        strips = -(-tokens // tile)
+        issued = records * strips * (strips + 1) // 2 * tile * tile * 2 * width
+        count.add(2 * records * tokens * width, "gram", issued)
+        count.found.flops["gram that is needed"] += records * tokens * (tokens + 1) * width
+        pairs = strips * (strips + 1) // 2
+        count.add(4 * records * (pairs + 2 * tokens), "", 0)  # what makes one number of a record's tiles
+        return torch.empty(3, records, dtype=torch.float64, device=GPU).unbind()
+
+    return gram
+
+
+@contextmanager
+def on_a_gpu() -> Iterator[None]:
+    """CUDA as PyTorch would find it, and tensors that hold nothing."""
+    torch.cuda._lazy_init = lambda: None
+    torch.cuda.is_bf16_supported = lambda *_, **__: True
+    torch.cuda.current_device = lambda: 0
+    torch.set_num_threads(1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def shape_of(model: str) -> Any:
+    family, size = model.split("/")
+    settings: dict[str, Any] = {"family": family, "size": size}
+    if family == "captioner":
+        settings |= {"text_length": 40, "vocabulary": 32768}
+    if family == "classifier":
+        settings |= {"classes": 1000}
+    return ModelSettings.model_validate(settings).resolved()
+
+
+def counted(model: str, records: int, private: bool) -> Counts:
+    """One micro-batch as the engines make it, without what ranks do together."""
+    shape, objective = shape_of(model), OBJECTIVES[model.split("/")[0]]
+    empty = build(shape, objective, device="meta")  # pyright: ignore[reportArgumentType]
+    example = {
+        name: (value.shape[1:], value.dtype) for name, value in synthetic_batch(shape, objective, 1, 0).inputs.items()
+    }
+    with on_a_gpu():
+        body: nn.Module = empty.to_empty(device=GPU)
+        inputs = {
+            name: torch.empty((records, *size), dtype=dtype, device=GPU) for name, (size, dtype) in example.items()
+        }
+        batch = MicroBatch(inputs, torch.empty(records, dtype=torch.bool, device=GPU))
+        count = Count()
+        norms._kernel = lambda: gram_stand_in(count)
+        if private:
+            forward = PrivateForward(body, BookKeepingClip(ClipRule("flat", 1.0, 1e-3), "bf16"))
+            forward.begin(GPU)
+            with count:
+                forward(batch.inputs, batch.present)
+                forward.observation()
+        else:
+            for parameter in body.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+            with count:
+                PlainForward(body, "bf16")(batch.inputs, batch.present).backward()
+    return count.found
+
+
+def both(model: str, records: int) -> dict[str, Any]:
+    return {kind: counted(model, records, kind == "private").as_dict() for kind in ("plain", "private")}
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    lines = [
+        "| model | micro-batch | kernels | GB | GFLOP of products | syncs | peak GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, each in found.items():
+        plain, private = each["plain"], each["private"]
+
+        def pair(key: str, unit: float = 1.0, digits: int = 0, plain: Any = plain, private: Any = private) -> str:
+            return f"{plain[key] / unit:,.{digits}f} → {private[key] / unit:,.{digits}f}"
+
+        flops = [f"{sum(v for k, v in x['gigaflops'].items() if 'needed' not in k):,.0f}" for x in (plain, private)]
+        syncs = [str(sum(x["syncs"].values())) for x in (plain, private)]
+        lines.append(
+            f"| {name} | {CASES.get(name, '')} | {pair('kernels')} | {pair('megabytes', 1e3, 1)} | "
+            f"{' → '.join(flops)} | {' → '.join(syncs)} | {pair('peak_mib', 1024, 1)} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("act", choices=("table", "refreeze", "json"))
+    parser.add_argument("--model", help="mae/base, captioner/large, …; default: the models of the shipped recipes")
+    parser.add_argument("--records", type=int, help="of the micro-batch; default: as shipped")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if not arguments.inside:
+        from tests.gpu.pretended import run
+
+        done = run(Path(__file__), *sys.argv[1:], "--inside")
+        sys.stderr.write(done.stderr)
+        sys.stdout.write(done.stdout)
+        sys.exit(done.returncode)
+    cases = CASES if arguments.model is None else {arguments.model: arguments.records or CASES.get(arguments.model, 32)}
+    found = {name: both(name, records) for name, records in cases.items()}
+    if arguments.act == "table":
+        print(table(found))
+    elif arguments.act == "json":
+        print("COUNTED " + json.dumps(found))
+    else:
+        COUNTED.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
