@@ -29,6 +29,7 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
+import murmuration.train.clip.layers as layers  # noqa: E402
 import murmuration.train.clip.norms as norms  # noqa: E402
 from murmuration.data.draw.micro_batch import MicroBatch  # noqa: E402
 from murmuration.model.build import build  # noqa: E402
@@ -215,6 +216,15 @@ def gram_stand_in(count: Count) -> Any:
     return gram
 
 
+def record_sums_stand_in(count: Count) -> Any:
+    def record_sums(x: Tensor, gradient: Tensor, *sizes: Any) -> tuple[Tensor, Tensor]:
+        *_, records, width = sizes
+        count.add(touched(x) + touched(gradient), "", 0)
+        return torch.empty(records, width, device=GPU), torch.empty(records, width, device=GPU)
+
+    return record_sums
+
+
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
     """CUDA as PyTorch would find it, and tensors that hold nothing."""
@@ -251,6 +261,7 @@ def counted(model: str, records: int, private: bool) -> Counts:
         batch = MicroBatch(inputs, torch.empty(records, dtype=torch.bool, device=GPU))
         count = Count()
         norms._kernel = lambda: gram_stand_in(count)
+        layers._record_sums = lambda: record_sums_stand_in(count)
         if private:
             forward = PrivateForward(body, BookKeepingClip(ClipRule("flat", 1.0, 1e-3), "bf16"))
             forward.begin(GPU)

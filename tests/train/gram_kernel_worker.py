@@ -20,6 +20,7 @@ from murmuration.model.build import Objective, build
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.gram_triton import gram
+from murmuration.train.clip.layer_norm_triton import record_sums
 from murmuration.train.clip.per_record import OuterProduct
 from murmuration.train.clip.rule import ClipRule
 from tests.support.train_helpers import SHAPE, nano_inputs
@@ -79,6 +80,26 @@ def not_a_number() -> list[bool]:
     return found
 
 
+def layer_norms() -> list[dict[str, float]]:
+    """Around the borders of blocks of columns and of tokens; the last record holds a number that is none."""
+    rows = []
+    for tokens, width in ((1, 5), (15, 128), (16, 129), (33, 300)):
+        draw = torch.Generator().manual_seed(tokens)
+        x, gradient = torch.randn(2, 3, tokens, width, generator=draw).unbind()
+        x[2, 0, width - 1] = torch.nan
+        mean, inverse = x.mean(2, keepdim=True), x.var(2, keepdim=True).add(1e-5).rsqrt()
+        scale, shift = record_sums(x, gradient, mean, inverse, 3, width)
+        normal = (x.double() - mean.double()) * inverse.double()
+        size = (normal * gradient).abs().sum(1)
+        exact, whole = (normal * gradient.double()).sum(1), gradient.double().sum(1)
+        rows.append({
+            "scale": float(((scale - exact).abs() / size)[:2].max()),
+            "shift": float(((shift - whole).abs() / gradient.abs().sum(1)).max()),
+            "nan": bool(scale[2].isnan().all()) and not bool(scale[:2].isnan().any()),
+        })  # fmt: skip
+    return rows
+
+
 def clipped(objective: Objective) -> dict[str, Any]:
     """The whole engine in fp16, with the kernel and without."""
     model = build(SHAPE, objective)
@@ -106,5 +127,6 @@ if __name__ == "__main__":
     print("RESULTS " + json.dumps({
         "fp32": products(torch.float32, norms.PART), "fp16": products(torch.float16, norms.PART),
         "parts": products(torch.float16, 64), "not a number": not_a_number(),
+        "layer norm": layer_norms(),
         "clipped": {"mae": clipped("mae"), "caption": clipped("caption")},
     }))  # fmt: skip

@@ -50,6 +50,12 @@ def test_only_half_precision_takes_the_kernel_and_then_counts_with_numbers_cut_o
     assert any(row["measured"] > 0 for row in found["fp16"]), "other operations do not agree in every bit"
 
 
+def test_a_layer_norm_s_scale_and_shift_are_summed_record_by_record(found: dict[str, Any]) -> None:
+    assert len(found["layer norm"]) == 4
+    for row in found["layer norm"]:
+        assert row["scale"] <= ROUNDING and row["shift"] <= ROUNDING and row["nan"], row
+
+
 @pytest.mark.parametrize("model", ["mae", "caption"])
 def test_clipped_sums_with_the_kernel_are_those_without(found: dict[str, Any], model: str) -> None:
     seen = found["clipped"][model]
@@ -101,3 +107,19 @@ def test_what_makes_one_number_of_the_tiles_compiles_too() -> None:
     values = {(names.index(name),): value for name, value in constants.items()}
     compiled = triton.compile(ASTSource(_finish, signature, values), target=GPUTarget("cuda", 90, 32))
     assert "fma.rn.f64" in compiled.asm["ptx"] or "mul.rn.f64" in compiled.asm["ptx"], "in fp64"
+
+
+def test_the_sums_of_a_layer_norm_compile_without_spilling() -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from murmuration.train.clip.layer_norm_triton import COLUMNS, ROWS, _record_sums
+
+    names: list[str] = _record_sums.arg_names
+    constants = {"ROWS": ROWS, "COLUMNS": COLUMNS}
+    signature = {name: "constexpr" if name in constants else "*fp32" for name in names}
+    signature |= {"tokens": "i32", "width": "i32"}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(ASTSource(_record_sums, signature, values), target=GPUTarget("cuda", 80, 32))
+    assert ".local" not in compiled.asm["ptx"] and compiled.metadata.shared <= MOST_SHARED

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,9 @@ class Affine:
 
     weight: Tensor
     bias: Tensor | None
-    report: Callable[[Tensor, Tensor], None]
+    report: Callable[[Any, Tensor], None]
 
-    def tell(self, activation: Tensor, gradient: Tensor) -> None:
+    def tell(self, activation: Tensor | Standardised, gradient: Tensor) -> None:
         """What is done with them is no use of a parameter, and need not pass through the watch."""
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             self.report(activation, gradient)
@@ -51,6 +51,14 @@ class Linear(Function):
         return None, below, None
 
 
+class Standardised(NamedTuple):
+    """(x - mean) · inverse, not yet computed."""
+
+    x: Tensor
+    mean: Tensor
+    inverse: Tensor
+
+
 class LayerNorm(Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, shape: list[int], eps: float, layer: Affine) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -69,8 +77,7 @@ class LayerNorm(Function):
             below = torch.ops.aten.native_layer_norm_backward(
                 gradient, x, ctx.shape, mean, inverse, layer.weight, layer.bias, [True, False, False]
             )[0]
-        normal = (x - mean).mul_(inverse)
-        layer.tell(normal, gradient)
+        layer.tell(Standardised(x, mean, inverse), gradient)
         return None, below, None, None, None
 
 

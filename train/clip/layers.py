@@ -5,14 +5,18 @@ Rows of a record lie together: an activation leads with B, or with B·m where ev
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from murmuration.train.clip import norms
 from murmuration.train.clip.functions import (
     Affine,
     Convolution,
@@ -21,6 +25,7 @@ from murmuration.train.clip.functions import (
     Geometry,
     LayerNorm,
     Linear,
+    Standardised,
 )
 from murmuration.train.clip.per_record import PerRecordGradient, wide
 from murmuration.train.clip.rule import ClipError
@@ -166,17 +171,43 @@ def layer_norm(
         if source is not None:
             tracker.use(source)
 
-    def report(normal: Tensor, gradient: Tensor) -> None:
+    def report(normal: Standardised, gradient: Tensor) -> None:
         pieces: list[PerRecordGradient] = []
-        parts = gradient.reshape(tracker.records, -1, *shape)
+        scales, shifts = _scale_and_shift(normal, gradient, tracker.records, shape, scale is not None)
         if shift is not None:
-            pieces += shift.whole(over_tokens(parts))
+            pieces += shift.whole(shifts)
         if scale is not None:
-            pieces += scale.whole(normal.mul_(gradient).reshape(tracker.records, -1, *shape).sum(1))
+            pieces += scale.whole(scales)
         tracker.report(pieces)
 
     x = input.to(torch.promote_types(wide(input.dtype), weight.dtype))
     return LayerNorm.apply(tracker.anchor, x, shape, eps, Affine(_value(scale, weight), _value(shift, bias), report))
+
+
+def _scale_and_shift(
+    normal: Standardised, gradient: Tensor, records: int, shape: list[int], scaled: bool
+) -> tuple[Tensor, Tensor]:
+    """[B, *shape]: each record's gradients of both; of the scale, only where it is asked for."""
+    halves_or_fp32 = max(normal.x.dtype.itemsize, gradient.dtype.itemsize) <= 4
+    if gradient.device.type in norms.KERNEL_DEVICES and halves_or_fp32 and (kernel := _record_sums()) is not None:
+        x, mean, inverse = normal
+        scales, shifts = kernel(x, gradient, mean, inverse, records, math.prod(shape))
+        return scales.view(records, *shape), shifts.view(records, *shape)
+    shifts = over_tokens(gradient.reshape(records, -1, *shape))
+    if not scaled:
+        return shifts, shifts
+    standard = (normal.x - normal.mean).mul_(normal.inverse)
+    return standard.mul_(gradient).reshape(records, -1, *shape).sum(1), shifts
+
+
+@cache
+def _record_sums() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Some builds of PyTorch come without Triton."""
+    if find_spec("triton") is None:
+        return None
+    from murmuration.train.clip.layer_norm_triton import record_sums
+
+    return record_sums
 
 
 def group_norm(

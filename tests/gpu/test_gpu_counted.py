@@ -1,0 +1,84 @@
+"""What one micro-batch costs on a GPU, counted without one, against what was committed: a count that rises names its
+place."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import pretended
+from tests.gpu.count import CASES, COUNTED
+
+WHY_NOT = pretended.why_not()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+# Kernels are whole numbers; bytes and memory are rounded, and other versions of PyTorch may choose otherwise.
+ROOM = 1.001
+QUICK = ("mae/base", "captioner/base")
+
+
+def count(name: str) -> dict[str, Any]:
+    script = Path(pretended.__file__).with_name("count.py")
+    done = pretended.run(script, "json", "--inside", "--model", name)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("COUNTED ")), None)
+    assert line is not None, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(line.removeprefix("COUNTED "))[name]
+    return found
+
+
+def risen(known: dict[str, float], found: dict[str, float]) -> list[str]:
+    """Places with more than before, the worst first."""
+    more = {place: value - known.get(place, 0) for place, value in found.items() if value > ROOM * known.get(place, 0)}
+    return [f"{place}: {known.get(place, 0)} -> {found[place]}" for place in sorted(more, key=lambda p: -more[p])[:5]]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+def test_no_count_rises(name: str) -> None:
+    known, found = json.loads(COUNTED.read_text())[name], count(name)
+    for kind in ("plain", "private"):
+        before, now = known[kind], found[kind]
+        for total, places in (("kernels", "kernels_at"), ("megabytes", "megabytes_at")):
+            worse = f"{name}, {kind}: {total} {before[total]} -> {now[total]}, at {risen(before[places], now[places])}"
+            assert now[total] <= ROOM * before[total], worse
+        assert now["peak_mib"] <= ROOM * before["peak_mib"], (kind, before["peak_mib"], now["peak_mib"])
+        for work, amount in now["gigaflops"].items():
+            assert amount <= ROOM * before["gigaflops"].get(work, 0), (kind, work)
+        new = {place: times for place, times in now["syncs"].items() if times > before["syncs"].get(place, 0)}
+        assert not new, f"{name}, {kind}: the host waits for the device at {new}"
+
+
+def test_the_counter_sees_a_kernel_and_an_answer_that_are_planted(tmp_path: Path) -> None:
+    """A counter that saw nothing would find nothing risen."""
+    script = tmp_path / "planted.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "import torch\nfrom tests.gpu.count import GPU, Count, on_a_gpu\n"
+        "with on_a_gpu():\n"
+        "    a, b = torch.empty(64, 32, device=GPU), torch.empty(32, 16, device=GPU)\n"
+        "    count = Count()\n"
+        "    with count:\n"
+        "        c = a @ b\n"
+        "        if bool((c > 0).any()): raise SystemExit('answered')\n"
+        "        c.view(-1); c.sum().cpu()\n"
+        "    found = count.found\n"
+        "print(found.kernels, found.flops['product fp32'], sum(found.syncs.values()), found.peak)\n"
+    )
+    done = pretended.run(script)
+    assert done.returncode == 0, done.stderr
+    kernels, flops, syncs, peak = map(int, done.stdout.split())
+    # The product, the comparison, any, sum and the copy; the answer to `any` and the copy to the host.
+    assert (kernels, flops, syncs) == (5, 2 * 64 * 32 * 16, 2) and peak >= 4 * 64 * 16
+
+
+def test_a_tensor_on_the_wrong_device_is_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "mixed.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "import torch\nfrom tests.gpu.count import GPU, on_a_gpu\n"
+        "with on_a_gpu():\n    torch.empty(3, 3, device=GPU) @ torch.empty(3, 3)\n"
+    )
+    done = pretended.run(script)
+    assert done.returncode != 0 and "device" in done.stderr.splitlines()[-1], sys.version + done.stderr
