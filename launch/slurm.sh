@@ -4,6 +4,8 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
+# Cores of each task: one for the trainer, the others decode pictures (docs/reading.md says how many are worth having).
+#SBATCH --cpus-per-task=12
 #SBATCH --job-name=murmuration
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -24,7 +26,7 @@ lines() { wc -l < "$run_dir/ledger.jsonl" 2>/dev/null || echo 0; }
 . launch/resume_me.sh
 before=$(lines)
 code=0
-srun --kill-on-bad-exit=1 sh -c '
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" sh -c '
     export RANK="$SLURM_PROCID" WORLD_SIZE="$SLURM_NTASKS" LOCAL_RANK="$SLURM_LOCALID"
     export LOCAL_WORLD_SIZE="${SLURM_NTASKS_PER_NODE:-1}"
     exec "$@"' rank "$python" launch/train.py --config "$CONFIG" --set "run.dir=$run_dir" "$@" || code=$?

@@ -7,11 +7,20 @@ import os
 import socket
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Collection
+from fractions import Fraction
 from pathlib import Path
 
 import torch
 
+from murmuration.accounting.errors import RunError
 from murmuration.train.distributed.memory import forbid_dumps
+from murmuration.train.distributed.ranks import Ranks
+
+
+class DeviceError(RunError, RuntimeError):
+    """This process cannot have the device that it was meant to have."""
 
 
 def quiet_libraries() -> None:
@@ -31,15 +40,59 @@ def describe_process() -> torch.device:
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = _free_port()
     forbid_dumps()  # a core dump would write un-noised gradients to disk
-    local = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
-        torch.cuda.set_device(local)
-        return torch.device("cuda", local)
+        device = torch.device("cuda", device_number(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+        return device
+    if torch.version.cuda is not None:
+        refuse_idle_gpus(Path("/"))
     if "OMP_NUM_THREADS" not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         # Without this, every rank starts one thread per core and they fight; torchrun pins each to one thread.
         here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
     return torch.device("cpu")
+
+
+def device_number(local_rank: int, seen: int) -> int:
+    """Slurm's --gpus-per-task and containers show each process its own GPU alone, as number 0."""
+    if local_rank < seen:
+        return local_rank
+    if seen == 1:
+        return 0  # NCCL refuses two ranks that mean the same one
+    raise DeviceError(
+        f"this is process {local_rank} of its machine (LOCAL_RANK), but it sees {seen} GPUs; start one process for "
+        "each GPU (of a GPU that is cut by MIG, CUDA sees one part alone)"
+    )
+
+
+def refuse_idle_gpus(root: Path) -> None:
+    """A driver that is older than PyTorch's CUDA leaves the GPUs unused, and PyTorch says so in a warning at most."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
+    if hidden or not any((root / "dev").glob("nvidia[0-9]*")):
+        return
+    version = root / "proc" / "driver" / "nvidia" / "version"
+    driver = version.read_text().splitlines()[0] if version.is_file() else "unknown"
+    raise DeviceError(
+        f"this machine has GPUs, but PyTorch's CUDA {torch.version.cuda} cannot use them (driver: {driver}); install a "
+        'newer driver or a PyTorch for this one, or set CUDA_VISIBLE_DEVICES="" to train on the CPU'
+    )
+
+
+def own_cores(ranks: Ranks, mask: Collection[int] | None = None) -> int:
+    """How many cores this rank may fill: those that it may run on, each shared with the ranks that may, too. Some
+    launchers bind each rank to cores of its own, and others let all of them run everywhere; what they say in variables
+    does not tell which."""
+    here = (_machine(), frozenset(os.sched_getaffinity(0) if mask is None else mask))
+    takers = Counter(core for machine, cores in ranks.gather(here) if machine == here[0] for core in cores)
+    return max(1, int(sum((Fraction(1, takers[core]) for core in here[1]), Fraction(0))))
+
+
+def _machine() -> str:
+    """Containers of one machine have names of their own, and the same cores."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()
 
 
 def _free_port() -> str:

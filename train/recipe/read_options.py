@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,28 +17,23 @@ from murmuration.data.store.cache import Cache
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.train.config.data import ReadingSettings
 from murmuration.train.config.section import RecipeError
+from murmuration.train.distributed.process import own_cores
 from murmuration.train.distributed.ranks import Ranks, raised_on_all_ranks
 from murmuration.train.recipe.ready_phase import ReadyPhase
 
 REMOTE_IN_FLIGHT = 64  # hides latency: benchmarks/data.py
-MOST_WORKERS = 16
 
 
-def reading_options(settings: ReadingSettings, index: RecordIndex) -> ReadOptions:
-    workers = settings.workers if settings.workers is not None else _cores_of_this_rank()
+def reading_options(settings: ReadingSettings, index: RecordIndex, ranks: Ranks) -> ReadOptions:
+    """On all ranks together."""
+    # One core is the trainer's own.
+    workers = settings.workers if settings.workers is not None else max(1, own_cores(ranks) - 1)
     remote = not isinstance(index.locate(0)[0], Path)
     in_flight = settings.in_flight or (REMOTE_IN_FLIGHT if remote else workers + 2)
     cache = None
     if settings.cache_dir is not None:
         cache = Cache(Path(settings.cache_dir), int(settings.cache_gib * 2**30), settings.cache_keep)
     return ReadOptions(workers, in_flight, settings.timeout_seconds, cache)
-
-
-def _cores_of_this_rank() -> int:
-    """All but one, which the trainer itself needs; ranks of one machine share its cores evenly."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(MOST_WORKERS, cores // ranks - 1))
 
 
 def agree(phases: list[ReadyPhase], ranks: Ranks) -> list[ReadyPhase]:

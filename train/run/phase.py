@@ -136,7 +136,7 @@ def _reader(
     reader: BatchReader | FeatureReader = BatchReader(
         phase.index, phase.data_spec(augment=True), phase.text,
         augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
-        reading=reading_options(phase.reading, phase.index), pin_memory=run.ranks.device.type == "cuda",
+        reading=reading_options(phase.reading, phase.index, run.ranks), pin_memory=run.ranks.device.type == "cuda",
     )  # fmt: skip
     if phase.settings.features is not None:
         reader = feature_reader(run, phase, model, reader)

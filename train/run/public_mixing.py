@@ -115,7 +115,7 @@ class MixingEngine(EngineAround):
         reader = BatchReader(
             index, mixed_spec(phase), phase.text,
             augment_key=_key(key, b"augmentation"), mask_key=_key(key, b"masks"), dropout_key=_key(key, b"dropout"),
-            reading=reading_options(mixing.data.reading, index), pin_memory=ranks.device.type == "cuda",
+            reading=reading_options(mixing.data.reading, index, ranks), pin_memory=ranks.device.type == "cuda",
         )  # fmt: skip
         epochs = PublicEpochs(index.records, mixing.batch, _key(key, b"order"))
         micro_batch = run.config.train_micro_batch_size_per_gpu
