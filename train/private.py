@@ -33,7 +33,7 @@ from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.clip.precision import Precision
-from murmuration.train.clip.rule import MOST_ALLOWANCE, ClipError, ClipRule
+from murmuration.train.clip.rule import RECORDS_AT_ONCE, ClipError, ClipRule, rounding_allowance
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import Run, ZeroOptimization
 from murmuration.train.distributed.process import quiet_libraries
@@ -152,7 +152,10 @@ class PrivateCore:
 
 
 PHASE, NAME = 0, "training"
-ALLOWANCE = f"The fp32 sum of a micro-batch may err by the allowance (at most {MOST_ALLOWANCE}·C); C is lowered by it."
+ALLOWANCE = (
+    f"Sums of up to {RECORDS_AT_ONCE} records are added up in fp32 and may err by the allowance (at most "
+    f"{rounding_allowance(RECORDS_AT_ONCE):.1e}·C); C is lowered by it."
+)
 WATCHED = (
     "Nobody watches the run: who sees the console, the files or the load of the machine while it lasts sees when steps "
     "end, and so roughly how long their records took. What is kept does not tell it (rates were timed on synthetic "

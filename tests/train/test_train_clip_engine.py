@@ -19,7 +19,7 @@ from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.opacus import OpacusClip
 from murmuration.train.clip.per_record import Dense, OuterProduct
 from murmuration.train.clip.reference import ReferenceClip
-from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.rule import RECORDS_AT_ONCE, ClipError
 from tests.support.clip_world import FLAT, Body, apart
 from tests.support.train_helpers import SHAPE, Toy, nano_inputs, toy_batch
 
@@ -30,6 +30,21 @@ def test_the_same_sums_come_from_gradients_held_and_not_held() -> None:
     for hold in (*HOLD.values(), 1e9):
         found, seen = clipped_totals(BookKeepingClip(FLAT, hold=hold), model, inputs, present)
         assert apart(found, never) < 1e-6 and 0 < float(seen.factors.max()) <= 1
+
+
+@pytest.mark.parametrize("objective", ["mae", "caption"])
+def test_more_records_than_are_summed_at_once_are_the_sum_of_two_micro_batches(
+    objective: Literal["mae", "caption"],
+) -> None:
+    model, inputs, present = build(SHAPE, objective), nano_inputs(objective, 150), torch.arange(150) % 7 > 0
+    whole, seen = clipped_totals(BookKeepingClip(FLAT, "bf16", round_operands=True), model, inputs, present)
+    parts = []
+    for rows in (slice(0, RECORDS_AT_ONCE), slice(RECORDS_AT_ONCE, None)):
+        some = {name: value[rows] for name, value in inputs.items()}
+        parts.append(clipped_totals(BookKeepingClip(FLAT, "bf16", round_operands=True), model, some, present[rows]))
+    both = {name: parts[0][0][name] + parts[1][0][name] for name in whole}
+    assert apart(both, whole) < 1e-3, "up to how bf16 products are cut"
+    assert torch.allclose(seen.norms, torch.cat([part.norms for _, part in parts]), rtol=1e-2)
 
 
 def test_a_step_done_again_is_the_same_in_every_bit() -> None:

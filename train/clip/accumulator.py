@@ -25,7 +25,7 @@ from murmuration.train.clip.per_record import (
     lengths_of_stretches,
     wide,
 )
-from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.rule import ClipError, stretches
 from murmuration.train.clip.sums import GradientSums
 
 # Squared norms may be wrong by this much of themselves before they are taken again; outside the range, squares may
@@ -182,7 +182,7 @@ class NormAccumulator:
             for part, written in () if apart is None else self._written(name, apart):
                 sums.add(name, torch.tensordot(factors[group, part].double(), written, dims=1))
             for piece in self._pieces.pop(name):
-                piece.add_weighted(weights[group], sums)
+                add_in_stretches(piece, weights[group], sums)
 
     def _written(self, name: str, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The gradients of chosen records in fp64, a few at a time."""
@@ -193,6 +193,16 @@ class NormAccumulator:
             for piece in own[1:]:
                 total = total + piece.instances(part, torch.float64)
             yield part, total
+
+
+def add_in_stretches(piece: PerRecordGradient, weights: ClipWeights, sums: GradientSums) -> None:
+    """Each one's sum is an addition to the totals of its own (`rounding_allowance`)."""
+    parts = stretches(piece.records)
+    if len(parts) == 1:
+        piece.add_weighted(weights, sums)
+        return
+    for rows in parts:
+        piece.part(rows).add_weighted(weights.part(rows), sums)
 
 
 def _only_written(piece: PerRecordGradient) -> bool:

@@ -8,7 +8,7 @@ all of them to the totals.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -83,6 +83,9 @@ class ClipWeights:
     def _over(self, value: Tensor) -> Tensor:
         return self.factors.view(len(value), *[1] * (value.dim() - 1))
 
+    def part(self, rows: slice) -> ClipWeights:
+        return replace(self, factors=self.factors[rows], keep=None if self.keep is None else self.keep[rows])
+
     def mask(self, value: Tensor) -> Tensor:
         if self.keep is None:
             return value
@@ -114,6 +117,10 @@ class PerRecordGradient(Protocol):
         """[chosen records, *shape of the parameter]"""
         ...
 
+    def part(self, rows: slice) -> PerRecordGradient:
+        """Of these records alone."""
+        ...
+
     def spread(self) -> Tensor:
         """[B], fp64: squares of the terms that a record's gradient is added up from. Where they cancel, the gradient is
         much smaller than their rounding."""
@@ -143,6 +150,9 @@ class Dense:
 
     def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
         return self.value[rows].to(dtype)
+
+    def part(self, rows: slice) -> Dense:
+        return replace(self, value=self.value[rows])
 
     def spread(self) -> Tensor:
         return squared_length(flat(self.value))
@@ -202,6 +212,9 @@ class OuterProduct:
             written = self.left[rows].to(dtype).transpose(1, 2) @ right
         return written.view(len(right), *self.shape)
 
+    def part(self, rows: slice) -> OuterProduct:
+        return replace(self, left=self.left[rows], right=self.right[rows])
+
     def spread(self) -> Tensor:
         lengths = squared_length(self.right)
         return (lengths if self.sparse else lengths * squared_length(self.left)).sum(1)
@@ -253,6 +266,9 @@ class Recomputed:
         inputs = tuple(x[rows].to(dtype) if x.is_floating_point() else x[rows] for x in self.inputs)
         return self.write(inputs, self.upstream[rows].to(dtype))
 
+    def part(self, rows: slice) -> Recomputed:
+        return replace(self, inputs=tuple(x[rows] for x in self.inputs), upstream=self.upstream[rows])
+
     def spread(self) -> Tensor:
         assert self.terms is not None, "without knowledge of its terms, a gradient is written out and kept"
         return self.terms(self.inputs, self.upstream)
@@ -294,6 +310,9 @@ class ViaReparametrisation:
         size = size.view(-1, *[1] * (inner.dim() - 1))
         found = self._back((inner / size).to(self.made.dtype))
         return found.to(dtype) * size.view(-1, *[1] * (found.dim() - 1))
+
+    def part(self, rows: slice) -> ViaReparametrisation:
+        return replace(self, inner=self.inner.part(rows))
 
     def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
         """Written out once more, by the same steps as for the norm."""

@@ -16,7 +16,7 @@ from murmuration.model.attention import use_fused
 from murmuration.train.clip.engine import Clipped
 from murmuration.train.clip.groups import groups_of
 from murmuration.train.clip.precision import Precision
-from murmuration.train.clip.rule import LONGEST_ROW, ClipError, ClipRule
+from murmuration.train.clip.rule import LONGEST_ROW, ClipError, ClipRule, stretches
 from murmuration.train.clip.sums import GradientSums
 
 # Outside these, squares may overflow or vanish in fp32 and the norm is taken again in fp64.
@@ -69,7 +69,8 @@ class ReferenceClip:
                 for gradient in per_record.values():
                     gradient[broken] = 0.0
             for name, gradient in per_record.items():
-                sums.add(name, torch.tensordot(factors[group_of[name]], gradient, dims=1))
+                for rows in stretches(len(gradient)):
+                    sums.add(name, torch.tensordot(factors[group_of[name], rows], gradient[rows], dims=1))
         whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, dim=0)
         return Clipped(losses, whole, factors.amin(0), self.rule.sensitivity)
 

@@ -12,7 +12,6 @@ from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.model.build import build
 from murmuration.model.trainable import select
-from murmuration.train.clip.rule import MOST_ALLOWANCE, rounding_allowance
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.planner.cluster import Cluster, PlannerError, StepTime, step_time
 from murmuration.train.planner.cost import RecordCost, count
@@ -92,8 +91,6 @@ def _of_phase(
     per_record = 4.0 * weights.trainable if plan and config.run.clip_engine != "book-keeping" else 0.0
     # A micro-batch as large as a rank's share of nearly every draw; at the mean, half of the draws would need two.
     wanted, most = config.train_micro_batch_size_per_gpu, math.ceil(batch.most / cluster.gpus)
-    if plan:
-        most = min(most, _most_exact())
     layouts = []
     for stage, offload in LAYOUTS:
         need = memory(weights, stage, cluster.gpus, offload)
@@ -121,14 +118,6 @@ def counted(config: Config, phase: Phase) -> tuple[RecordCost, WeightCounts]:
     example = synthetic_batch(shape, phase.objective, 1, 0).inputs
     inputs = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in example.items()}
     return count(model, inputs, config.run.precision), weights_of(model, phase)
-
-
-def _most_exact() -> int:
-    """Beyond it, the fp32 sum of a micro-batch may err by more than C is lowered by, and the run is refused."""
-    size = 1
-    while rounding_allowance(size + 1) <= MOST_ALLOWANCE:
-        size += 1
-    return size
 
 
 def _epsilons(plan: PrivacyPlan) -> list[tuple[int, float]]:
