@@ -43,6 +43,10 @@ class KeyChain:
         self._hold(link)
 
     @property
+    def segment(self) -> str:
+        return self._segment
+
+    @property
     def first(self) -> int:
         """The earliest step whose keys can still be derived."""
         return self._first
@@ -140,26 +144,23 @@ def why_unusable(key: RunKey, segment: str, done: int, begun: bool) -> str | Non
     return None
 
 
-def enter(path: Path, segment: str, first: int, done: int, begun: bool, durable: bool) -> Link:
-    """The link to go on from after `done` steps, as the file has it. A segment's first one is made and stored.
-
-    `durable`: a checkpoint of `done` is durable and in the ledger. A kill may have come before its past was forgotten.
-    """
+def enter(path: Path, segment: str, first: int, done: int, begun: bool) -> Link:
+    """The link to continue from after `done` steps, as the file has it. A segment's first one is made and stored."""
     key = load(path)
     if (fault := why_unusable(key, segment, done, begun)) is not None:
         raise KeyFileError(f"{fault}; restore the run key, the ledger and the checkpoints as they last were")
-    known = key.chain
-    link = known if known is not None and known.segment == segment else key.first_link(segment, first)
-    if durable:
-        link = link.at(done + 1)
-    if link != known:
-        rewrite(replace(key, chain=link), path)
+    if key.chain is not None and key.chain.segment == segment:
+        return key.chain
+    link = key.first_link(segment, first)
+    rewrite(replace(key, chain=link), path)
     return link
 
 
-def forget(path: Path, done: int) -> None:
-    """In the file: the steps up to `done`. Only after a checkpoint of `done` is durable and in the ledger."""
+def forget(path: Path, segment: str, done: int) -> None:
+    """In the file: the segment's steps up to `done`. Only after a checkpoint of `done` is durable and in the ledger.
+
+    Nothing happens where that was done before, or where another segment has begun, which took the place of its chain.
+    """
     key = load(path)
-    assert key.chain is not None, "a segment was entered"
-    if key.chain.step <= done:
+    if key.chain is not None and key.chain.segment == segment and key.chain.step <= done:
         rewrite(replace(key, chain=key.chain.at(done + 1)), path)

@@ -52,6 +52,10 @@ class KeyFileError(RunError, ValueError):
     exit_code = REFUSED
 
 
+class KeyNotWritten(RunError, OSError):
+    """The disk did not take the new state of the secret file; the old one is whole."""
+
+
 @dataclass(frozen=True)
 class Link:
     """The chain of a segment's keys at one step: it gives the keys of this step and of all that follow, of none before.
@@ -151,7 +155,7 @@ def rewrite(key: RunKey, path: Path) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             _overwrite_and_remove(aside)
-        raise KeyFileError(
+        raise KeyNotWritten(
             f"{path} could not be rewritten ({error.strerror or error}); the last checkpoint is whole: free space or "
             "restore the permissions, then start the same command again"
         ) from None

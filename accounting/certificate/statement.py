@@ -139,7 +139,7 @@ def deviations_of(history: History, form: str = FORMAT) -> list[str]:
     if not history.keyed:
         found.append(UNKEYED_DIGESTS)
     forms = {segment.keys for segment in history.segments}
-    if "ratchet" in forms:
+    if "ratchet" in forms and form == FORMAT:
         found += [RATCHETED] if None not in forms else [RATCHETED, NOT_RATCHETED]
     if lost := sum(charge.count for charge in history.lost):
         found.append(

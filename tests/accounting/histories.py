@@ -111,6 +111,10 @@ class Runs(RuleBasedStateMachine):
             except LedgerError:
                 self._kill(run)  # refused: somebody copies again, or starts anew
                 return
+            last = journal.history.last_checkpoint()
+            if last is not None and last.digest == loaded.digest:
+                for segment in journal.history.segments_of(last.phase)[last.segment :]:
+                    key_chain.forget(run.key, segment.chain_name, last.step)
         run.config = config or run.config
         self.processes += 1
         run.process = self.processes
@@ -137,10 +141,9 @@ class Runs(RuleBasedStateMachine):
         """As `OpenRun.derive`; whatever the ledger lets be repeated must have its keys."""
         assert run.journal is not None
         history, done = run.journal.history, run.weights.step
-        segment, last = history.segments_of(run.weights.phase)[-1], history.last_checkpoint()
+        segment = history.segments_of(run.weights.phase)[-1]
         begun = any((s.phase, s.segment) == (segment.phase, segment.number) for s in history.opened)
-        durable = last is not None and (last.phase, last.segment, last.step) == (segment.phase, segment.number, done)
-        link = key_chain.enter(run.key, segment.chain_name, segment.from_step + 1, done, begun, durable)
+        link = key_chain.enter(run.key, segment.chain_name, segment.from_step + 1, done, begun)
         run.chain = KeyChain(link)
 
     def _key(self, run: Directory, step: int) -> bytes:
@@ -160,7 +163,7 @@ class Runs(RuleBasedStateMachine):
             assert self.released.setdefault(name, update) == update, "two released updates share a noise key"
             self.out_of[run.path].add(name)
         if forgotten:
-            key_chain.forget(run.key, run.weights.step)
+            key_chain.forget(run.key, run.chain.segment, run.weights.step)
             run.chain.forget(run.weights.step)
 
     def _kill(self, run: Directory) -> None:

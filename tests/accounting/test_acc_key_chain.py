@@ -16,6 +16,7 @@ from murmuration.accounting import key_chain
 from murmuration.accounting.key_chain import KeyChain, PhaseKeys, enter, forget, why_unusable
 from murmuration.accounting.keys import (
     KeyFileError,
+    KeyNotWritten,
     Link,
     Purpose,
     RunKey,
@@ -163,8 +164,8 @@ def test_little_is_held_however_rarely_a_run_is_saved() -> None:
 
 
 def test_a_leak_of_the_file_gives_no_key_of_an_earlier_step(path: Path) -> None:
-    link = enter(path, "a segment", 1, 0, begun=False, durable=False)
-    forget(path, 8)
+    link = enter(path, "a segment", 1, 0, begun=False)
+    forget(path, "a segment", 8)
     reachable = set[bytes]().union(*(all_that_follows(secret) for secret in secrets_in(path)))
     assert reachable >= all_keys(link, range(9, 30))
     assert not reachable & (all_keys(link, range(1, 9)) | {link.at(step).state for step in range(1, 9)})
@@ -173,13 +174,13 @@ def test_a_leak_of_the_file_gives_no_key_of_an_earlier_step(path: Path) -> None:
         for step in range(1, 9):
             state = link.at(step).state
             assert state not in content and state.hex().encode() not in content, file
-    forget(path, 5)
+    forget(path, "a segment", 5)
     assert load(path).chain == link.at(9), "nothing goes back"
 
 
 def test_a_leak_after_a_new_segment_began_gives_no_key_of_the_one_before(path: Path) -> None:
-    old = enter(path, "a segment", 1, 0, begun=False, durable=False)
-    new = enter(path, "another", 6, 5, begun=False, durable=False)
+    old = enter(path, "a segment", 1, 0, begun=False)
+    new = enter(path, "another", 6, 5, begun=False)
     assert new.step == 6 and load(path).chain == new
     reachable = set[bytes]().union(*(all_that_follows(secret) for secret in secrets_in(path)))
     assert reachable >= all_keys(new, range(6, 20)) and not reachable & all_keys(old, range(1, 40))
@@ -188,10 +189,10 @@ def test_a_leak_after_a_new_segment_began_gives_no_key_of_the_one_before(path: P
 
 
 def test_the_old_bytes_are_overwritten_once_the_new_file_has_its_name(path: Path) -> None:
-    first = enter(path, "a segment", 1, 0, begun=False, durable=False)
+    first = enter(path, "a segment", 1, 0, begun=False)
     inode = os.open(path, os.O_RDONLY)
     try:
-        forget(path, 1)
+        forget(path, "a segment", 1)
         left = os.pread(inode, 10_000, 0)
     finally:
         os.close(inode)
@@ -200,17 +201,17 @@ def test_the_old_bytes_are_overwritten_once_the_new_file_has_its_name(path: Path
 
 
 def test_a_rewrite_that_fails_leaves_the_old_file_and_says_why(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = enter(path, "a segment", 1, 0, begun=False, durable=False)
+    before = enter(path, "a segment", 1, 0, begun=False)
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(KeyFileError, match=r"could not be rewritten \(No space left.*start the same command again"):
-            forget(path, 3)
+        with pytest.raises(KeyNotWritten, match=r"not be rewritten \(No space left.*start the same command again"):
+            forget(path, "a segment", 3)
     assert load(path).chain == before
-    forget(path, 3)
+    forget(path, "a segment", 3)
     assert load(path).chain == before.at(4)
 
 
@@ -223,7 +224,7 @@ def test_a_kill_in_the_middle_of_a_rewrite_loses_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
     """Before each fsync, and after the last one."""
-    before, count = enter(path, "a segment", 1, 0, begun=False, durable=False), [0]
+    before, count = enter(path, "a segment", 1, 0, begun=False), [0]
     really = os.fsync
 
     def until(descriptor: int) -> None:
@@ -236,11 +237,12 @@ def test_a_kill_in_the_middle_of_a_rewrite_loses_nothing(
         patched.setattr(os, "fsync", until)
         if moment <= 3:  # the new file, the folder, the old file's bytes
             with pytest.raises(_Killed):
-                forget(path, 3)
+                forget(path, "a segment", 3)
         else:
-            forget(path, 3)
+            forget(path, "a segment", 3)
     assert load(path).chain in (before, before.at(4))
-    assert enter(path, "a segment", 1, 3, begun=True, durable=True) == load(path).chain == before.at(4)
+    forget(path, "a segment", 3)
+    assert enter(path, "a segment", 1, 3, begun=True) == load(path).chain == before.at(4)
     assert [each.name for each in path.parent.iterdir()] == ["run.key"], "what a kill left is gone"
 
 
@@ -255,31 +257,32 @@ def test_destroying_the_file_takes_what_a_killed_rewrite_left_with_it(path: Path
 
 def test_a_chain_that_no_step_used_may_be_replaced_and_one_that_was_used_may_not(path: Path) -> None:
     """The ledger names a segment before the file does; a kill may come between."""
-    first = enter(path, "a segment", 1, 0, begun=False, durable=False)
-    assert enter(path, "a segment", 1, 0, begun=False, durable=False) == first == load(path).chain
-    assert enter(path, "a segment", 1, 0, begun=True, durable=False) == first
+    first = enter(path, "a segment", 1, 0, begun=False)
+    assert enter(path, "a segment", 1, 0, begun=False) == first == load(path).chain
+    assert enter(path, "a segment", 1, 0, begun=True) == first
     with pytest.raises(KeyFileError, match=r"older or newer than the ledger.*restore the run key"):
-        enter(path, "another", 4, 4, begun=True, durable=False)
+        enter(path, "another", 4, 4, begun=True)
     assert load(path).chain == first, "a refusal changes nothing"
-    assert enter(path, "another", 4, 4, begun=False, durable=False) != first
+    assert enter(path, "another", 4, 4, begun=False) != first
 
 
 def test_keys_that_were_forgotten_too_early_are_a_refusal_and_no_other_draw(path: Path) -> None:
-    first = enter(path, "a segment", 1, 0, begun=False, durable=False)
-    forget(path, 5)
+    first = enter(path, "a segment", 1, 0, begun=False)
+    forget(path, "a segment", 5)
     for done in range(5):
         with pytest.raises(KeyFileError, match=f"steps up to 5 were forgotten, so none after step {done} can be"):
-            enter(path, "a segment", 1, done, begun=True, durable=False)
+            enter(path, "a segment", 1, done, begun=True)
         assert why_unusable(load(path), "a segment", done, begun=True) is not None
     assert load(path).chain == first.at(6)
-    for done, durable in ((5, True), (7, False)):
-        assert enter(path, "a segment", 1, done, begun=True, durable=durable) == first.at(6)
+    for done in (5, 7):
+        assert enter(path, "a segment", 1, done, begun=True) == first.at(6)
 
 
-def test_a_checkpoint_whose_past_a_kill_kept_is_forgotten_at_the_next_start(path: Path) -> None:
-    first = enter(path, "a segment", 1, 0, begun=False, durable=False)
-    assert enter(path, "a segment", 1, 4, begun=True, durable=False) == first, "not in the ledger yet: nothing is lost"
-    assert enter(path, "a segment", 1, 4, begun=True, durable=True) == first.at(5) == load(path).chain
+def test_a_segment_that_another_one_followed_is_forgotten_already(path: Path) -> None:
+    enter(path, "a segment", 1, 0, begun=False)
+    new = enter(path, "another", 4, 3, begun=False)
+    forget(path, "a segment", 9)
+    assert load(path).chain == new
 
 
 def test_chains_of_a_debug_seed_repeat_and_all_others_never_do() -> None:
@@ -299,7 +302,7 @@ def test_a_file_of_version_0_1_is_read_and_takes_the_new_form_with_its_first_cha
         path.write_bytes(content)
         path.chmod(0o600)
         assert load(path) == RunKey(bytes(32), debug) and secrets_in(path) == [bytes(32)]
-        link = enter(path, "a segment", 1, 0, begun=False, durable=False)
+        link = enter(path, "a segment", 1, 0, begun=False)
         assert load(path) == RunKey(bytes(32), debug, link)
         assert load(path).check_value() == RunKey(bytes(32)).check_value()
 

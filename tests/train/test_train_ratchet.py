@@ -112,7 +112,9 @@ def test_a_kill_between_a_checkpoint_and_the_forgetting_changes_no_draw_and_is_m
 
 def test_keys_that_are_forgotten_too_early_end_in_a_sentence_until_a_new_segment_is_declared(tmp_path: Path) -> None:
     made(tmp_path, (1,), until=1)
-    key_chain.forget(tmp_path / "secret" / "run.key", 3)  # planted: no checkpoint is behind step 3
+    key_chain.forget(
+        tmp_path / "secret" / "run.key", link_of(tmp_path).segment, 3
+    )  # planted: no checkpoint is behind step 3
     before = (tmp_path / "ledger.jsonl").read_bytes()
     with pytest.raises(KeyFileError, match=r"none after step 1 can be repeated.*or declare --new-segment 'why'"):
         made(tmp_path, ())
@@ -176,7 +178,7 @@ def test_the_first_key_of_a_run_has_no_chain_and_a_stored_one_is_found_again(tmp
     run_dir = RunDir(tmp_path)
     assert run_dir.run_key(fresh=True, debug_seed=None).chain is None
     run_dir.adopt_key()
-    link = key_chain.enter(run_dir.key, "a segment", 1, 0, begun=False, durable=False)
+    link = key_chain.enter(run_dir.key, "a segment", 1, 0, begun=False)
     assert run_dir.run_key(fresh=False, debug_seed=None).chain == link
     store(RunKey.fresh(), run_dir.new_key)
     assert run_dir.run_key(fresh=False, debug_seed=None).chain == link, "the named key is the run's"

@@ -84,17 +84,22 @@ class OpenRun:
 
     def _enter(self, segment: Segment, done: int) -> Link:
         """On the main rank."""
-        last = self.writer.history.last_checkpoint()
-        durable = last is not None and (last.phase, last.segment, last.step) == (segment.phase, segment.number, done)
         begun = self._opened_in(segment)
-        return key_chain.enter(self.folder.key, segment.chain_name, segment.from_step + 1, done, begun, durable)
+        return key_chain.enter(self.folder.key, segment.chain_name, segment.from_step + 1, done, begun)
 
     def forget(self, done: int) -> None:
         """The keys of the steps up to `done`, on all ranks together and for good. Only once a checkpoint of `done` is
         durable and in the ledger, so that no step before is ever made again in this segment."""
-        if self.chain is not None:
-            self.ranks.on_main(lambda: key_chain.forget(self.folder.key, done))
-            self.chain.forget(done)
+        if (chain := self.chain) is not None:
+            self.ranks.on_main(lambda: key_chain.forget(self.folder.key, chain.segment, done))
+            chain.forget(done)
+
+    def _forget_before(self, found: Loaded) -> None:
+        """On the main rank: a kill may have come between the ledger's line of a checkpoint and the forgetting."""
+        last = self.writer.history.last_checkpoint()
+        if self.secret is not None and last is not None and last.digest == found.digest:
+            for segment in self.writer.history.segments_of(last.phase)[last.segment :]:
+                key_chain.forget(self.folder.key, segment.chain_name, last.step)
 
     def header(self, phase: int, manifest_digest: str, objective: str) -> dict[str, Any]:
         """What ties a checkpoint to its run: ledger head and length, plan, data. Never a key."""
@@ -198,6 +203,7 @@ class OpenRun:
                 length, head = stored
                 self.writer.admit_checkpoint(loaded.position.phase, loaded.position.step, loaded.digest, length)
                 _require_ledger(self.writer, length, head, loaded.position.folder)
+                self._forget_before(loaded)
 
         ranks.on_main(check)
         ranks.require_same("the last checkpoint (is the run directory shared?)", loaded.digest if loaded else None)
