@@ -1,43 +1,97 @@
-"""One secret run key, and every other key derived from it by purpose, phase and segment (HKDF-SHA256).
+"""The run's secret file, and the keys that last as long as the run (HKDF-SHA256).
 
-The run key comes from the operating system and lives in RUN_DIR/secret/, outside every checkpoint folder.
-Whoever holds it can redraw the noise, so it is destroyed when the final certificate is written.
+The file lies in RUN_DIR/secret/, outside every checkpoint folder. It holds two secrets that tell nothing of each other:
+a lasting one, from which the signature, the self-test and the order of public records are derived, and one link of the
+chain from which the keys of private steps are derived (`key_chain`). The link is replaced at every durable checkpoint.
+Whoever holds it can redraw the noise of the steps that follow, so the file is destroyed with the final certificate.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import json
 import os
 import secrets
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args, overload
 
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from murmuration.accounting.durable import sync
 from murmuration.accounting.errors import REFUSED, RunError
+from murmuration.accounting.strict_json import parse
 
-Purpose = Literal[
-    "sampling", "sampling-digest", "noise", "augmentation", "masks", "dropout", "metric-noise", "self-test",
-    "public-order", "key-check", "signature",
-]  # fmt: skip
+StepPurpose = Literal["sampling", "sampling-digest", "noise", "augmentation", "masks", "dropout", "metric-noise"]
+"""What could be used to undo or to link the releases of private steps."""
+LastingPurpose = Literal["self-test", "public-order", "public-masks", "key-check", "signature"]
+Purpose = Literal[StepPurpose, LastingPurpose]
+Key = bytes | Callable[[int], bytes]
+"""The same for all steps, or a function of the step."""
 KEY_BYTES = 32
+FORMAT = "murmuration-key/2"
+
+
+class Derive(Protocol):
+    """The keys of one phase by their purpose; what only private steps use may be a function of the step."""
+
+    @overload
+    def __call__(self, purpose: StepPurpose, /) -> Key: ...
+
+    @overload
+    def __call__(self, purpose: LastingPurpose, /) -> bytes: ...
 
 
 class KeyFileError(RunError, ValueError):
-    """The run key is missing, foreign or readable by others."""
+    """The run key is missing, foreign or readable by others, or a key is asked for that was forgotten."""
 
     exit_code = REFUSED
 
 
+class KeyNotWritten(RunError, OSError):
+    """The disk did not take the new state of the secret file; the old one is whole."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The chain of a segment's keys at one step: it gives the keys of this step and of all that follow, of none before.
+
+    The state of step s + 1 is HKDF(state of step s, "next step"); the key of a purpose at step s is HKDF(state of step
+    s, "key", purpose).
+    """
+
+    segment: str
+    step: int
+    state: bytes = field(repr=False)
+
+    def key(self, purpose: StepPurpose) -> bytes:
+        if purpose not in get_args(StepPurpose):
+            raise KeyFileError(f"steps have no key for the purpose {purpose!r}")
+        return hkdf(self.state, f"murmuration/2|key|{purpose}")
+
+    def at(self, step: int) -> Link:
+        """The same chain at this step or a later one; there is no way back."""
+        state = self.state
+        for _ in range(self.step, step):
+            state = hkdf(state, "murmuration/2|next step")
+        return replace(self, step=max(step, self.step), state=state)
+
+
 @dataclass(frozen=True)
 class RunKey:
-    """The run key; `debug` marks one made from a user's seed, which protects nothing."""
+    """The lasting secret; `debug` marks one made from a user's seed, which protects nothing.
+
+    In runs of version 0.1 the keys of private steps were derived from it, too, so `derive` knows their purposes.
+    """
 
     secret: bytes = field(repr=False)
     debug: bool = False
+    chain: Link | None = None
+    """Of the segment that was begun last; None before the first, and in a file of version 0.1."""
 
     @staticmethod
     def fresh() -> RunKey:
@@ -50,12 +104,28 @@ class RunKey:
     def derive(self, purpose: Purpose, phase: int, segment: str) -> bytes:
         if purpose not in get_args(Purpose):
             raise KeyFileError(f"there is no key purpose {purpose!r}")
-        info = f"murmuration/1|{purpose}|phase {phase}|segment {segment}".encode()
-        return HKDF(SHA256(), KEY_BYTES, salt=None, info=info).derive(self.secret)
+        return hkdf(self.secret, f"murmuration/1|{purpose}|phase {phase}|segment {segment}")
 
     def check_value(self) -> str:
         """Lets a ledger recognise its key without containing anything that helps to guess it."""
         return hmac.new(self.derive("key-check", 0, "-"), b"murmuration key check", hashlib.sha256).hexdigest()
+
+    def without_chain(self) -> RunKey:
+        """What ranks keep for the whole run."""
+        return replace(self, chain=None)
+
+    def first_link(self, segment: str, step: int) -> Link:
+        """A chain for a new segment, from the operating system: nothing that leaked before tells of it. From a debug
+        seed it is derived, so that runs can be repeated."""
+        fresh = hkdf(self.secret, f"murmuration/2|chain|{segment}") if self.debug else secrets.token_bytes(KEY_BYTES)
+        return Link(segment, step, fresh)
+
+
+def hkdf(secret: bytes, info: str) -> bytes:
+    return HKDF(SHA256(), KEY_BYTES, salt=None, info=info.encode()).derive(secret)
+
+
+# The file.
 
 
 def store(key: RunKey, path: Path) -> None:
@@ -64,9 +134,31 @@ def store(key: RunKey, path: Path) -> None:
     os.chmod(path.parent, 0o700)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write((b"debug:" if key.debug else b"") + key.secret)
+        file.write(_text(key))
         file.flush()
         os.fsync(file.fileno())
+
+
+def rewrite(key: RunKey, path: Path) -> None:
+    """Replaces the stored key: the new one is durable under its name before the old one's bytes are overwritten.
+
+    As far as a file system overwrites at all: snapshots, backups and flash memory may keep the old ones.
+    """
+    aside = _aside(path)
+    _overwrite_and_remove(aside)  # of a kill in the middle of this
+    try:
+        store(key, aside)
+        with path.open("r+b") as old:
+            aside.replace(path)
+            sync(path.parent)
+            _overwrite(old)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            _overwrite_and_remove(aside)
+        raise KeyNotWritten(
+            f"{path} could not be rewritten ({error.strerror or error}); the last checkpoint is whole: free space or "
+            "restore the permissions, then start the same command again"
+        ) from None
 
 
 def load(path: Path) -> RunKey:
@@ -78,6 +170,19 @@ def load(path: Path) -> RunKey:
         ) from None
     if path.stat().st_mode & 0o077:
         raise KeyFileError(f"the run key {path} can be read by others; restore it with mode 0600 or start a new run")
+    return _of(content, path)
+
+
+def secrets_in(path: Path) -> list[bytes]:
+    """What must be found nowhere else."""
+    key = _of(path.read_bytes(), path)
+    return [key.secret, *([key.chain.state] if key.chain is not None else [])]
+
+
+def _of(content: bytes, path: Path) -> RunKey:
+    if content.startswith(b"{") and len(content) > KEY_BYTES:
+        return _of_text(content, path)
+    # Of version 0.1: the bare secret.
     debug = content.startswith(b"debug:")
     secret = content.removeprefix(b"debug:")
     if len(secret) != KEY_BYTES:
@@ -87,11 +192,50 @@ def load(path: Path) -> RunKey:
 
 def destroy(path: Path) -> bool:
     """Overwrites and removes the key; True if there was one. (Copies in backups or snapshots are out of reach.)"""
+    return any([_overwrite_and_remove(each) for each in (path, _aside(path))])
+
+
+def _text(key: RunKey) -> bytes:
+    chain = key.chain and {"segment": key.chain.segment, "step": key.chain.step, "state": key.chain.state.hex()}
+    content = {"format": FORMAT, "debug": key.debug, "lasting": key.secret.hex(), "chain": chain}
+    return json.dumps({**content, "check": _check(content)}, indent=1).encode() + b"\n"
+
+
+def _of_text(content: bytes, path: Path) -> RunKey:
+    try:
+        found: dict[str, Any] = parse(content)
+        check = found.pop("check")
+        if found["format"] != FORMAT:
+            raise KeyFileError(f"the run key {path} has format {found['format']!r}; read it with a newer version")
+        if check != _check(found):
+            raise ValueError("its check does not match")
+        chain = found["chain"] and Link(**{**found["chain"], "state": bytes.fromhex(found["chain"]["state"])})
+        return RunKey(bytes.fromhex(found["lasting"]), found["debug"], chain)
+    except KeyFileError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise KeyFileError(f"the run key {path} is damaged; restore it or start a new run directory") from None
+
+
+def _check(content: dict[str, Any]) -> str:
+    """Tells a damaged file from a whole one; whoever can read it can read the secrets beside it."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
+def _overwrite_and_remove(path: Path) -> bool:
     if not path.exists():
         return False
     with path.open("r+b") as file:
-        file.write(secrets.token_bytes(path.stat().st_size))
-        file.flush()
-        os.fsync(file.fileno())
+        _overwrite(file)
     path.unlink()
     return True
+
+
+def _overwrite(file: Any) -> None:
+    file.write(secrets.token_bytes(os.fstat(file.fileno()).st_size))
+    file.flush()
+    os.fsync(file.fileno())

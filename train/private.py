@@ -21,7 +21,7 @@ from torch import nn
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
-from murmuration.accounting.keys import Purpose, destroy
+from murmuration.accounting.keys import Derive, Purpose, destroy
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.ledger.lines import NAMED
@@ -57,8 +57,6 @@ from murmuration.train.storage.checkpoint import Keep, Position
 from murmuration.train.storage.checkpoint_read import Loaded
 from murmuration.train.storage.open_run import open_run
 from murmuration.train.storage.run_dir import RunDir
-
-Derive = Callable[[Purpose], bytes]
 
 
 @dataclass(frozen=True)
@@ -254,7 +252,7 @@ class PrivateTraining:
         segment = self.ranks.on_main(
             lambda: self._run.segment(PHASE, NAME, digest, self._data, self.done, replay=False)
         )
-        derive = self._run.derive(PHASE, segment)
+        derive = self._run.derive(PHASE, segment, self.done)
         core = PrivateCore(self.plan, built.clip, built.engine, derive, self.ranks, self._computation.noise)
         self.ranks.on_main(lambda: self._run.require_generator(segment, core.generator))
         self._core = core
@@ -372,7 +370,7 @@ class PrivateTraining:
         return digests_of(dict(self._model.named_buffers()))
 
     def save(self) -> str:
-        """A checkpoint of the last step, durable when this returns its digest."""
+        """A checkpoint of the last step, durable when this returns its digest; the keys of its steps are forgotten."""
         self._require_sound()
         run, engine = self._run, self.core.engine
         header = self.ranks.on_main(lambda: run.header(PHASE, self._data, "own"))
@@ -380,6 +378,7 @@ class PrivateTraining:
             Position(PHASE, self.done), engine, self._engine_settings.replicated, header,
             lambda found: run.writer.checkpointed(PHASE, self.done, found),
         )  # fmt: skip
+        run.forget(self.done)
         self.saved = self.done
         return digest
 
@@ -432,6 +431,8 @@ class PrivateTraining:
         if self._core is not None:
             self._core.close()
             self._core.engine.close()
+        if self._run.chain is not None:
+            self._run.chain.close()
         if self._run.journal is not None:
             self._run.journal.ledger.close()
             self._run.checkpoints.times.stamp_all(self._run.folder.root, but=(self._run.folder.checkpoints.name,))

@@ -34,6 +34,19 @@ CURVES = (
     "Curves of the private records without noise (losses, norms, batch sizes, times) were kept for the owner of the "
     "run. Decisions taken by them are outside the claim: when to stop, which settings, checkpoint or run to prefer."
 )
+RATCHETED = (
+    "The keys of private steps are forgotten at every durable checkpoint. Whoever copied the run's secret folder while "
+    "the run lasted has the keys of the steps after its newest durable checkpoint at that time, to the end of the "
+    "segment that was running, and no earlier ones. With kept weights they can take the noise off those steps and tell "
+    "who was drawn for them, so against them the claim covers the steps before alone. It does not cover even those if "
+    "the storage kept an older state of the secret file: in a snapshot, a backup, or flash memory that was not really "
+    "overwritten."
+)
+# Beside it, where segments of both kinds are in one ledger.
+NOT_RATCHETED = (
+    "Segments that an earlier version began have keys that last as long as the run: whoever copied the secret folder "
+    "at any time has the keys of all of their steps."
+)
 # Of ledgers that were begun before digests of records were keyed.
 UNKEYED_DIGESTS = (
     "Ledger and certificate hold unkeyed hashes of the private records' files: whoever knows all of them but one can "
@@ -94,7 +107,7 @@ def compose(
         "adjacency": ADJACENCY,
         "mechanism": MECHANISM,
         "phases": [_phase(history, index) for index in sorted(history.phase_names)],
-        "segments": [segment.__dict__ for segment in history.segments],
+        "segments": [segment.as_dict() for segment in history.segments],
         "tuned_on_private_data": tunings,
         "known_deviations": deviations_of(history, form) + deviations,
         **added,
@@ -125,6 +138,9 @@ def deviations_of(history: History, form: str = FORMAT) -> list[str]:
     found = list(EARLIER_DEVIATIONS if form == EARLIER_FORMAT else DEVIATIONS)
     if not history.keyed:
         found.append(UNKEYED_DIGESTS)
+    forms = {segment.keys for segment in history.segments}
+    if "ratchet" in forms and form == FORMAT:
+        found += [RATCHETED] if None not in forms else [RATCHETED, NOT_RATCHETED]
     if lost := sum(charge.count for charge in history.lost):
         found.append(
             f"The ledger was restored from a backup; {lost} steps that its lost part had charged are charged here, and "

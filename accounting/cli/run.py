@@ -63,7 +63,7 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def retire_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Closes the ledger of a run that will not go on, certifies what it spent, and destroys its key."""
+    """Closes the ledger of a run that will not go on, certifies what it spent, and destroys its key, chain included."""
     root: Path = arguments.target
     if not (root / "ledger.jsonl").is_file():
         raise LedgerError(f"there is no ledger in {root}; name a run directory")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from murmuration.accounting.adaptive import ROUNDING
 from murmuration.accounting.epsilon.accountant import AccountingError, Event
@@ -148,10 +148,23 @@ class Segment:
     manifest_digest: str
     from_step: int
     reason: str
+    keys: Literal["ratchet"] | None = None
+    """How the keys of its steps are derived: from a chain that forgets, or, in version 0.1, all from the run key."""
 
     @property
     def key_name(self) -> str:
         return f"{self.number}:{self.salt}"
+
+    @property
+    def chain_name(self) -> str:
+        """What its chain of keys is called in the secret file."""
+        return f"phase {self.phase}, segment {self.key_name}"
+
+    def as_dict(self) -> dict[str, Any]:
+        fields = asdict(self)
+        if self.keys is None:  # as version 0.1 wrote it
+            del fields["keys"]
+        return fields
 
 
 @dataclass(frozen=True)

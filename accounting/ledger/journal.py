@@ -153,8 +153,9 @@ class Journal:
         segment = Segment(
             phase=phase, number=len(self.history.segments_of(phase)), salt=salt or secrets.token_hex(16),
             config_digest=config_digest, manifest_digest=manifest_digest, from_step=from_step, reason=reason,
+            keys="ratchet",
         )  # fmt: skip
-        self._append("segment", **segment.__dict__)
+        self._append("segment", **segment.as_dict())
         self._credit.clear()
         return segment
 

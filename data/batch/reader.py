@@ -24,6 +24,7 @@ from murmuration.data.decode.fields import numbers_of
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
 from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
+from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.data.store.local import RangeSource
 from murmuration.data.store.place import RecordIndex
 from murmuration.data.text.encoder import TextEncoder
@@ -109,9 +110,9 @@ class BatchReader:
         index: RecordIndex,
         spec: DataSpec,
         text: TextEncoder | None = None,
-        augment_key: bytes = b"",
-        mask_key: bytes = b"",
-        dropout_key: bytes = b"",
+        augment_key: bytes | StepKey = b"",
+        mask_key: bytes | StepKey = b"",
+        dropout_key: bytes | StepKey = b"",
         *,
         reading: ReadOptions | None = None,
         pin_memory: bool = False,
@@ -124,7 +125,7 @@ class BatchReader:
         reading = reading or ReadOptions()
         pictures = PictureMaker(spec.image_size, spec.augment, augment_key)
         self.index, self.spec, self.text = index, spec, text
-        self._mask_key, self._dropout_key = mask_key, dropout_key
+        self._mask_key, self._dropout_key = by_step(mask_key), by_step(dropout_key)
         self._cancelled = threading.Event()
         self._records: RecordReader
         if isinstance(index, RecordReader):
@@ -153,7 +154,7 @@ class BatchReader:
         return dict(self._bad)
 
     def drop_key(self, record: int, step: int) -> int:
-        return drop_key(self._dropout_key, step, record)
+        return drop_key(self._dropout_key(step), step, record)
 
     def read(self, ids_row: np.ndarray, step: int) -> MicroBatch:
         fetched = self.fetch(ids_row, step)
@@ -185,7 +186,7 @@ class BatchReader:
         rows.images[row] += self._shift
         rows.tokens[row], rows.labels[row], rows.weights[row] = parts.tokens, parts.labels, parts.weight
         if self.spec.mask_patches:
-            rows.noise[row] = mask_noise(self._mask_key, step, record, self.spec.mask_patches)
+            rows.noise[row] = mask_noise(self._mask_key(step), step, record, self.spec.mask_patches)
         if self.spec.drop_keys:
             rows.drop_keys[row] = self.drop_key(record, step)
         rows.present[row] = True

@@ -6,6 +6,7 @@ no larger than the crop needs. This is what a decoding process runs; it imports 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +17,11 @@ from murmuration.data.decode.decode import decode_scaled, parsing
 
 @dataclass(frozen=True)
 class PictureMaker:
-    """`key` is secret: it decides the random crops."""
+    """`key` is secret: it decides the random crops. It is one for all steps, or a function of the step."""
 
     size: int
     augment: Kind = "none"
-    key: bytes = b""
+    key: bytes | Callable[[int], bytes] = b""
 
     def __post_init__(self) -> None:
         if self.augment not in KINDS:
@@ -30,11 +31,19 @@ class PictureMaker:
         if self.augment in AREAS and not self.key:
             raise ValueError(f"{self.augment} needs an augmentation key; derive one from the run key")
 
+    def key_of(self, step: int) -> bytes:
+        """Nothing where nothing is random: some views are asked for outside of any step."""
+        if self.augment not in AREAS:
+            return b""
+        return self.key(step) if callable(self.key) else self.key
+
     def make(self, data: bytes, step: int, record: int) -> np.ndarray:
         """uint8 [size, size, 3]; raises BadRecord for bytes that are no usable image."""
 
+        key = self.key_of(step)
+
         def view(width: int, height: int) -> View:
-            return choose_view(self.augment, width, height, self.key, step, record)
+            return choose_view(self.augment, width, height, key, step, record)
 
         found = decode_scaled(data, lambda width, height: view(width, height).shorter_side(width, height, self.size))
         with parsing("the image cannot be cut to its view"):

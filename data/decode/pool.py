@@ -61,6 +61,7 @@ class DecodeProcess:
 
     def __init__(self, pictures: PictureMaker, program: str, address_bytes: int) -> None:
         self.jobs = 0
+        self._key_of = pictures.key_of
         self._shape = (pictures.size, pictures.size, 3)
         room = pictures.size * pictures.size * 3
         module, _, function = program.partition(":")
@@ -83,8 +84,7 @@ class DecodeProcess:
         self._ours, self._patience = ours, 0.0
         self._control = Connection(os.dup(ours.fileno()))
         setup = {
-            "size": pictures.size, "augment": pictures.augment, "key": pictures.key.hex(), "room": room,
-            "address_bytes": address_bytes,
+            "size": pictures.size, "augment": pictures.augment, "room": room, "address_bytes": address_bytes,
         }  # fmt: skip
         if self._ask(json.dumps(setup).encode(), _START_SECONDS) != READY:
             raise ProcessDied(self._ended())
@@ -96,7 +96,9 @@ class DecodeProcess:
     def make(self, data: bytes, step: int, record: int, cpu_seconds: float, wall_seconds: float) -> np.ndarray:
         """The picture; raises BadRecord, OutOfMemory or ProcessDied, and is of no more use after the last."""
         self.jobs += 1
-        answer = self._ask(JOB.pack(step, record, cpu_seconds, wall_seconds) + data, wall_seconds * _GRACE)
+        key = self._key_of(step)
+        job = JOB.pack(step, record, cpu_seconds, wall_seconds, len(key)) + key + data
+        answer = self._ask(job, wall_seconds * _GRACE)
         if answer == MADE:
             return self._pixels.reshape(self._shape).copy()
         if answer == NO_MEMORY:
@@ -221,7 +223,7 @@ class DecodePool:
                     if death.signal == signal.SIGPROF:
                         raise BadRecord(f"the decoder was not done after {cpu:g} s of computing") from None
                     if death.signal == signal.SIGALRM:
-                        self._check_machine(wall)
+                        self._check_machine(step, wall)
                         raise BadRecord(f"the decoder stood still for {wall:g} s") from None
                     if death.signal != signal.SIGKILL:
                         raise BadRecord(f"the decoder crashed ({death})") from None
@@ -232,13 +234,13 @@ class DecodePool:
             "memory: use fewer data workers and resume"
         )
 
-    def _check_machine(self, wall_seconds: float) -> None:
+    def _check_machine(self, step: int, wall_seconds: float) -> None:
         """A known picture decodes here and now, else it is not the record that stands still."""
         known = io.BytesIO()
         Image.new("RGB", (16, 16)).save(known, "JPEG")
         process = self._start()
         try:
-            process.make(known.getvalue(), 0, 0, wall_seconds, wall_seconds)
+            process.make(known.getvalue(), step, 0, wall_seconds, wall_seconds)
         except (ProcessDied, OutOfMemory) as error:
             raise DecoderError("decoding stands still on this machine; see to its load and resume") from error
         finally:

@@ -23,10 +23,11 @@ from PIL import Image
 from murmuration.data.decode.decode import BadRecord
 from murmuration.data.decode.picture import PictureMaker
 
-JOB = struct.Struct("<QQdd")  # step, record, CPU seconds, wall seconds; the image follows
+JOB = struct.Struct("<QQddB")  # step, record, CPU seconds, wall seconds, length of the key; key and image follow
 READY, MADE, BAD, NO_MEMORY = b"ready", b"made", b"bad:", b"memory"
 _STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-Make = Callable[[bytes, int, int], np.ndarray]
+Make = Callable[[bytes, int, int, bytes], np.ndarray]
+"""Image, step, record and the key of the step, which comes with each image: a process holds none for later."""
 
 
 def serve(maker: Callable[[dict[str, Any]], Make] | None = None) -> None:
@@ -54,12 +55,13 @@ def serve(maker: Callable[[dict[str, Any]], Make] | None = None) -> None:
 
 
 def _answer(message: bytes, make: Make, pixels: np.ndarray) -> bytes:
-    step, record, cpu_seconds, wall_seconds = JOB.unpack_from(message)
+    step, record, cpu_seconds, wall_seconds, key_length = JOB.unpack_from(message)
+    image = JOB.size + key_length
     try:
         # Both kill this process: PROF counts the CPU time that it burns, REAL the time that passes.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         signal.setitimer(signal.ITIMER_REAL, wall_seconds)
-        made = make(message[JOB.size :], step, record)
+        made = make(message[image:], step, record, message[JOB.size : image])
         pixels[:] = made.reshape(-1)
         return MADE
     except BadRecord as error:
@@ -73,7 +75,10 @@ def _answer(message: bytes, make: Make, pixels: np.ndarray) -> bytes:
 
 
 def _picture_maker(setup: dict[str, Any]) -> Make:
-    return PictureMaker(setup["size"], setup["augment"], bytes.fromhex(setup["key"])).make
+    def make(data: bytes, step: int, record: int, key: bytes) -> np.ndarray:
+        return PictureMaker(setup["size"], setup["augment"], key).make(data, step, record)
+
+    return make
 
 
 def _cramped() -> bool:

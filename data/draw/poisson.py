@@ -1,6 +1,6 @@
-"""Exact Poisson sampling: which records take part in step t, as a pure function of (key, t).
+"""Exact Poisson sampling: which records take part in step t, as a pure function of (key of t, t).
 
-Record i joins step t iff 32-bit lane i % 4 of AES-256-CTR(key, counter = t << 64 | i // 4) is below K, so
+Record i joins step t iff 32-bit lane i % 4 of AES-256-CTR(key of t, counter = t << 64 | i // 4) is below K, so
 q = K / 2^32 exactly, and that q is the one accounted. Only integers take part: a floating-point comparison
 that differs between two processors would shift the draw, and ranks would sample a record twice. Nothing
 depends on world size, workers or restarts, and the sampler holds no state, so a resumed run needs no seek.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -22,6 +23,14 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 LANES = 1 << 32
 _CHUNK_BYTES = 4 << 20
 _ZEROS = bytes(_CHUNK_BYTES)
+
+
+StepKey = Callable[[int], bytes]
+"""The key of a step, which differs from that of every other step: keys of the past can then be forgotten."""
+
+
+def by_step(key: bytes | StepKey) -> StepKey:
+    return key if callable(key) else lambda step: key
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,14 +61,15 @@ class Sampler(Protocol[Drawn]):
 class PoissonSampler:
     """Draws each of `records` records independently with probability threshold / 2^32."""
 
-    def __init__(self, key: bytes, digest_key: bytes, records: int, threshold: int) -> None:
-        if len(key) != 32 or len(digest_key) < 32:
+    def __init__(self, key: bytes | StepKey, digest_key: bytes | StepKey, records: int, threshold: int) -> None:
+        """A key of bytes is the key of all steps."""
+        if (isinstance(key, bytes) and len(key) != 32) or (isinstance(digest_key, bytes) and len(digest_key) < 32):
             raise ValueError("the sampler needs a 32-byte key and a digest key of at least 32 bytes; derive both")
         if records < 1:
             raise ValueError(f"{records} records: nothing to sample from; index the shards first")
         if not 1 <= threshold <= LANES:
             raise ValueError(f"threshold {threshold} is outside 1..2**32; q = threshold / 2**32")
-        self._key, self._digest_key = key, digest_key
+        self._key, self._digest_key = by_step(key), by_step(digest_key)
         self.records, self.threshold = records, threshold
 
     @property
@@ -73,7 +83,7 @@ class PoissonSampler:
         records, threshold = self.records, self.threshold
         # An unsigned 64-bit K: as a 32-bit number 2**32 would wrap to 0 and q = 1 would draw nobody.
         limit = np.uint64(threshold)
-        stream = Cipher(algorithms.AES(self._key), modes.CTR((step << 64).to_bytes(16, "big"))).encryptor()
+        stream = Cipher(algorithms.AES256(self._key(step)), modes.CTR((step << 64).to_bytes(16, "big"))).encryptor()
         # update_into wants room for one block more than it writes.
         buffer = bytearray(_CHUNK_BYTES + 16)
         found: list[np.ndarray] = []
@@ -88,6 +98,6 @@ class PoissonSampler:
 
     def _digest(self, step: int, threshold: int, records: int, ids: np.ndarray) -> str:
         """Keyed, because a bare hash of the ids would let anybody test a guess about who took part."""
-        mac = hmac.new(self._digest_key, struct.pack("<QQQ", step, threshold, records), hashlib.sha256)
+        mac = hmac.new(self._digest_key(step), struct.pack("<QQQ", step, threshold, records), hashlib.sha256)
         mac.update(np.ascontiguousarray(ids, dtype="<i8").tobytes())
         return mac.hexdigest()

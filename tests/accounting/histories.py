@@ -4,7 +4,8 @@ The trainer is a small state machine around a real journal on disk. Weights are 
 them; "released" is whatever a durable checkpoint let out. After every act two things must hold:
 
 - charged >= released: the ledger charges at least as many steps as there are distinct noise draws in what left;
-- no noise key stands behind two released updates, unless their weights and sums were the same.
+- no noise key stands behind two released updates, unless their weights and sums were the same;
+- while a run lives, neither its secret file nor its memory gives the key of anything that was released.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from murmuration.accounting import key_chain
 from murmuration.accounting.epsilon.accountant import Event, describe, epsilon
-from murmuration.accounting.keys import RunKey
+from murmuration.accounting.key_chain import KeyChain
+from murmuration.accounting.keys import RunKey, load, store
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
@@ -59,13 +62,17 @@ class Directory:
     """A run directory: its files, its checkpoints, and, while a process lives, its journal and weights."""
 
     path: Path
-    secret: RunKey
     checkpoints: list[Weights] = field(default_factory=list)
     written_at: dict[Weights, int] = field(default_factory=dict)
     journal: Journal | None = None
+    chain: KeyChain | None = None
     weights: Weights = Weights(0, 0)
     config: str = CONFIG
     process: int = 0
+
+    @property
+    def key(self) -> Path:
+        return self.path / "secret" / "run.key"
 
 
 class Runs(RuleBasedStateMachine):
@@ -86,7 +93,8 @@ class Runs(RuleBasedStateMachine):
     def fresh(self) -> None:
         path = self.root / "run0"
         (path / "secret").mkdir(parents=True)
-        self.runs = [Directory(path, RunKey.fresh())]
+        self.runs = [Directory(path)]
+        store(RunKey.fresh(), self.runs[0].key)
         self.out_of[path] = set()
         self._start(self.runs[0], None)
 
@@ -95,7 +103,7 @@ class Runs(RuleBasedStateMachine):
     def _start(self, run: Directory, loaded: Weights | None, config: str | None = None) -> None:
         run.journal = journal = Journal(Ledger.open(run.path / "ledger.jsonl"))
         if journal.ledger.length == 0:
-            journal.start_run("random", run.secret.check_value(), False, {})
+            journal.start_run("random", load(run.key).check_value(), False, {})
         recognise(journal, run.path / "secret")
         if loaded is not None:
             try:
@@ -103,6 +111,10 @@ class Runs(RuleBasedStateMachine):
             except LedgerError:
                 self._kill(run)  # refused: somebody copies again, or starts anew
                 return
+            last = journal.history.last_checkpoint()
+            if last is not None and last.digest == loaded.digest:
+                for segment in journal.history.segments_of(last.phase)[last.segment :]:
+                    key_chain.forget(run.key, segment.chain_name, last.step)
         run.config = config or run.config
         self.processes += 1
         run.process = self.processes
@@ -122,15 +134,24 @@ class Runs(RuleBasedStateMachine):
             journal.resumed(phase, weights.step)
         else:
             journal.begin_segment(phase, run.config, DATA, weights.step, reason)
+        self._take_keys(run)
         self._checkpoint(run)
 
-    def _key(self, run: Directory) -> bytes:
+    def _take_keys(self, run: Directory) -> None:
+        """As `OpenRun.derive`; whatever the ledger lets be repeated must have its keys."""
         assert run.journal is not None
-        phase = run.weights.phase
-        return run.secret.derive("noise", phase, run.journal.history.segments_of(phase)[-1].key_name)
+        history, done = run.journal.history, run.weights.step
+        segment = history.segments_of(run.weights.phase)[-1]
+        begun = any((s.phase, s.segment) == (segment.phase, segment.number) for s in history.opened)
+        link = key_chain.enter(run.key, segment.chain_name, segment.from_step + 1, done, begun)
+        run.chain = KeyChain(link)
 
-    def _checkpoint(self, run: Directory, marked: bool = True) -> None:
-        assert run.journal is not None
+    def _key(self, run: Directory, step: int) -> bytes:
+        assert run.chain is not None
+        return run.chain.key("noise", step)
+
+    def _checkpoint(self, run: Directory, marked: bool = True, forgotten: bool = True) -> None:
+        assert run.journal is not None and run.chain is not None
         run.checkpoints = [c for c in run.checkpoints if (c.phase, c.step) != (run.weights.phase, run.weights.step)]
         run.checkpoints.append(run.weights)
         run.written_at[run.weights] = run.journal.ledger.length
@@ -141,16 +162,19 @@ class Runs(RuleBasedStateMachine):
             name = (update.key, update.step)
             assert self.released.setdefault(name, update) == update, "two released updates share a noise key"
             self.out_of[run.path].add(name)
+        if forgotten:
+            key_chain.forget(run.key, run.chain.segment, run.weights.step)
+            run.chain.forget(run.weights.step)
 
     def _kill(self, run: Directory) -> None:
         if run.journal is not None:
             run.journal.ledger.close()
-            run.journal = None
+            run.journal = run.chain = None
 
     def _step(self, run: Directory, until: str = "done") -> None:
         journal, step, phase = run.journal, run.weights.step + 1, run.weights.phase
         assert journal is not None
-        key = self._key(run)
+        key = self._key(run, step)
         announced = facts(step, PLAN_HERE, keyed=key.hex())
         journal.open_step(phase, step, announced)
         if until == "opened":
@@ -186,7 +210,8 @@ class Runs(RuleBasedStateMachine):
             self._checkpoint(run)
 
     @rule(
-        number=st.integers(0, 5), moment=st.sampled_from(["idle", "opened", "committed", "saved, not marked", "torn"])
+        number=st.integers(0, 5),
+        moment=st.sampled_from(["idle", "opened", "committed", "saved, not marked", "marked, not forgotten", "torn"]),
     )
     def is_killed(self, number: int, moment: str) -> None:
         run = self._pick(number, alive=True)
@@ -199,6 +224,8 @@ class Runs(RuleBasedStateMachine):
                 moment = "idle"
             if moment == "saved, not marked":
                 self._checkpoint(run, marked=False)
+        if moment == "marked, not forgotten":
+            self._checkpoint(run, forgotten=False)
         self._kill(run)
         if moment == "torn":
             with (run.path / "ledger.jsonl").open("ab") as file:
@@ -221,9 +248,22 @@ class Runs(RuleBasedStateMachine):
         path = self.root / f"run{len(self.runs)}"
         shutil.copytree(run.path, path)
         self.runs.append(
-            Directory(path, run.secret, list(run.checkpoints), dict(run.written_at), None, run.weights, run.config)
+            Directory(path, list(run.checkpoints), dict(run.written_at), None, None, run.weights, run.config)
         )
         self.out_of[path] = set(self.out_of[run.path])
+
+    @invariant()
+    def a_leak_gives_no_key_of_what_was_released(self) -> None:
+        released = {key for key, _ in self.released}
+        for run in self.runs:
+            if run.journal is None:
+                continue
+            stored = load(run.key).chain
+            assert stored is not None and run.chain is not None
+            assert run.chain.first == stored.step
+            for step in range(STEPS + 2):
+                assert stored.at(step).key("noise") not in released
+                assert step < stored.step or run.chain.key("noise", step) not in released
 
     @invariant()
     def charged_covers_released(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from murmuration.accounting.keys import RunKey, destroy, store
 from murmuration.accounting.ledger.history import History
 from tests.support.launching import Launch, environment, opened_steps
 from tests.support.runs import TOY_STEPS, nothing_lost_and_nothing_twice, state_of, toy
@@ -104,7 +105,8 @@ def test_another_key_and_other_records_are_refused(warm: WarmLauncher, launch: M
     halfway(warm, job)
     key = run_dir / "secret" / "run.key"
     right = key.read_bytes()
-    key.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+    destroy(key)
+    store(RunKey.from_debug_seed(8), key)
     before = opened_steps(run_dir)
     ended = warm.run(job.config, job.cwd)
     assert ended.codes == [5, 5] and "is not the key of this ledger; restore the right one" in ended.output, (

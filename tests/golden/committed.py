@@ -100,7 +100,7 @@ def ids(folder: Path) -> Items:
         found[f"poisson n={records} K={threshold} step={step}"] = _ids(drawn) + f"keyed digest {keyed}\n"
     for records, batch, step in ((1, 3, 0), (1000, 32, 0), (1000, 32, 31), (2_500_001, 4096, 123)):
         found[f"public n={records} batch={batch} step={step}"] = _ids(inner.public_ids(records, batch, step))
-    return found | {"keys": as_json(inner.derived_keys(7))}
+    return found | {"keys": as_json(inner.derived_keys(7)), "chained keys": as_json(inner.chained_keys(7))}
 
 
 def _ids(drawn: Any) -> str:

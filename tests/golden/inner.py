@@ -6,10 +6,11 @@ Whoever moves or renames these changes the imports here, and nothing else of the
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
-from murmuration.accounting.keys import RunKey
+from murmuration.accounting.keys import RunKey, StepPurpose
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.data.index.epochs import PublicEpochs
 from murmuration.train.config.load import load
@@ -31,6 +32,15 @@ def derived_keys(seed: int) -> dict[str, str]:
                 "public-order")  # fmt: skip
     found = {f"{name} {phase}": key.derive(name, phase, f"{phase}:salt").hex() for name in purposes for phase in (0, 3)}
     return found | {"check value": key.check_value()}
+
+
+def chained_keys(seed: int) -> dict[str, str]:
+    """Of private steps, which are derived link by link."""
+    first = RunKey.from_debug_seed(seed).first_link("phase 3, segment 0:salt", 5)
+    return {
+        f"{purpose} {step}": first.at(step).key(purpose).hex()
+        for purpose in get_args(StepPurpose) for step in (5, 6, 1000)
+    }  # fmt: skip
 
 
 def drawn_ids(records: int, threshold: int, step: int) -> tuple[np.ndarray, str]:

@@ -68,9 +68,7 @@ def crashing_worker() -> None:
     """The real decoding process, but for the deeds above."""
 
     def maker(setup: dict[str, Any]) -> Make:
-        pictures = PictureMaker(setup["size"], setup["augment"], bytes.fromhex(setup["key"]))
-
-        def make(data: bytes, step: int, record: int) -> np.ndarray:
+        def make(data: bytes, step: int, record: int, key: bytes) -> np.ndarray:
             if data[:4] in DEEDS:
                 DEEDS[data[:4]]()
             if data[:4] == b"ONCE" and not os.path.exists(data[4:].decode()):
@@ -79,6 +77,7 @@ def crashing_worker() -> None:
             if data[:4] == b"STOP":  # in the middle of its work the process gets no more computing time
                 os.kill(os.getpid(), signal.SIGSTOP)
                 data = data[4:]
+            pictures = PictureMaker(setup["size"], setup["augment"], key)
             return pictures.make(data if data[:4] != b"ONCE" else b"", step, record)
 
         return make
@@ -88,7 +87,7 @@ def crashing_worker() -> None:
 
 def standing_machine() -> None:
     """A decoding process on a machine where nothing moves."""
-    serve(lambda _setup: lambda _data, _step, _record: time.sleep(600) or np.zeros(1))
+    serve(lambda _setup: lambda _data, _step, _record, _key: time.sleep(600) or np.zeros(1))
 
 
 def leaking_worker() -> None:
@@ -96,13 +95,11 @@ def leaking_worker() -> None:
     kept: list[np.ndarray] = []
 
     def maker(setup: dict[str, Any]) -> Make:
-        pictures = PictureMaker(setup["size"], setup["augment"], bytes.fromhex(setup["key"]))
-
-        def make(data: bytes, step: int, record: int) -> np.ndarray:
+        def make(data: bytes, step: int, record: int, key: bytes) -> np.ndarray:
             if kept:
                 raise BadRecord("could not create decoder object")
             kept.append(np.empty(setup["address_bytes"] * 6 // 10, np.uint8))
-            return pictures.make(data, step, record)
+            return PictureMaker(setup["size"], setup["augment"], key).make(data, step, record)
 
         return make
 

@@ -39,14 +39,16 @@ def test_the_weights_are_those_of_a_computation_by_hand(tmp_path: Path) -> None:
     found = run(tmp_path / "run", 3)
     history, entries = History.read(tmp_path / "run" / "ledger.jsonl")
     plan, (segment,) = history.plans[0], history.segments_of(0)
-    key = RunKey.from_debug_seed(SEED)
-    sampling, digest_key, noise_key = (
-        key.derive(purpose, 0, segment.key_name) for purpose in ("sampling", "sampling-digest", "noise")
-    )
+    link = RunKey.from_debug_seed(SEED).first_link(segment.chain_name, 1).state
     opened = {entry.fields["step"]: entry.fields["facts"] for entry in entries if entry.kind == "open"}
-    model, mechanism = Regression(), NoiseMechanism(noise_key, plan.noise_std, plan.divisor)
+    model = Regression()
     bound = plan.clip_norm / (1 + rounding_allowance(8))
     for step in (1, 2, 3):
+        sampling, digest_key, noise_key = (
+            hkdf(link, f"murmuration/2|key|{purpose}") for purpose in ("sampling", "sampling-digest", "noise")
+        )
+        mechanism = NoiseMechanism(noise_key, plan.noise_std, plan.divisor)
+        link = hkdf(link, "murmuration/2|next step")
         ids = drawn(sampling, step, plan.records, plan.threshold)
         told = hmac.new(digest_key, np.array([step, plan.threshold, plan.records], "<u8").tobytes(), hashlib.sha256)
         told.update(ids.astype("<i8").tobytes())
@@ -65,6 +67,12 @@ def test_the_weights_are_those_of_a_computation_by_hand(tmp_path: Path) -> None:
                 parameter -= RATE * mean.float()
     for name, expected in model.state_dict().items():
         assert torch.allclose(found[name], expected, rtol=1e-5, atol=1e-6), name
+
+
+def hkdf(secret: bytes, info: str) -> bytes:
+    """RFC 5869 without salt, for 32 bytes: extract, then one block of expand."""
+    extracted = hmac.new(bytes(32), secret, hashlib.sha256).digest()
+    return hmac.new(extracted, info.encode() + b"\x01", hashlib.sha256).digest()
 
 
 def drawn(key: bytes, step: int, records: int, threshold: int) -> np.ndarray:

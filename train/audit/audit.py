@@ -16,8 +16,9 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,8 @@ from torch import Tensor
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.epsilon.audit_bound import audit_bound, refuting_share
 from murmuration.accounting.escaping import printable
-from murmuration.accounting.keys import Purpose, RunKey
+from murmuration.accounting.key_chain import KeyChain, PhaseKeys
+from murmuration.accounting.keys import Link, RunKey, hkdf
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import KEYED
@@ -186,8 +188,10 @@ class _Audit:
         journal.begin_segment(number, self.config.digest(number, contents), contents["data"], 0, "first", purpose)
         self._journals[purpose] = journal
 
-    def _keys(self, purpose: str) -> Callable[[Purpose], bytes]:
-        return lambda use: self.key.derive(use, self.phase.number, purpose)
+    def _keys(self, purpose: str) -> PhaseKeys:
+        """As a run has them, but repeatable: whoever asks, on whichever rank, gets the same chain from its start."""
+        link = Link(purpose, 1, hkdf(self.key.secret, f"audit|{purpose}"))
+        return PhaseKeys(partial(self.key.derive, phase=self.phase.number, segment=purpose), KeyChain(link))
 
     def _losses(self, engine: WatchedEngine, crafted: Mapping[str, Tensor] | None) -> np.ndarray:
         """Of every input canary under the present weights; ranks hold the same weights, so each computes all."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from murmuration.accounting.epsilon.audit_bound import AuditError
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import EMPTY, MicroBatch, slots
+from murmuration.data.draw.poisson import StepKey
 from murmuration.model.drop import DROP_KEY
 from murmuration.model.record_weight import RECORD_WEIGHT
 from murmuration.train.clip.engine import ClipEngine, Clipped, clipped_totals
@@ -169,7 +170,7 @@ class WeakenedNoise(NoiseMechanism):
     Nothing in a training run can make one: no config key and no flag of launch/train.py leads here.
     """
 
-    def __init__(self, key: bytes, std: float, divisor: float, scale: float) -> None:
+    def __init__(self, key: bytes | StepKey, std: float, divisor: float, scale: float) -> None:
         super().__init__(key, std, divisor)
         self.scale = scale
 

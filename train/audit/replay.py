@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor
 
 from murmuration.accounting.epsilon.accountant import describe
-from murmuration.accounting.keys import Purpose, RunKey
+from murmuration.accounting.key_chain import KeyChain, PhaseKeys
+from murmuration.accounting.keys import Derive, RunKey
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan
@@ -240,10 +242,10 @@ def replay(
     plan = make_plan(phase.settings, privacy, phase.index.records, where)
     steps = min(steps, plan.steps)
     key = RunKey.fresh()
+    derive = PhaseKeys(
+        partial(key.derive, phase=phase.number, segment="replay"), KeyChain(key.first_link("replay", step=1))
+    )
     rule = clip_rule(privacy, plan, config.train_micro_batch_size_per_gpu)
-
-    def derive(purpose: Purpose) -> bytes:
-        return key.derive(purpose, phase.number, "replay")
 
     if record is None:
         record = _first_drawn(derive, plan, steps)
@@ -274,7 +276,7 @@ def _audited(config: Config) -> ReadyPhase:
     return phase
 
 
-def _first_drawn(derive: Callable[[Purpose], bytes], plan: PrivacyPlan, steps: int) -> int:
+def _first_drawn(derive: Derive, plan: PrivacyPlan, steps: int) -> int:
     """A record that is never drawn would show nothing."""
     sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), plan.records, plan.threshold)
     for number in range(1, steps + 1):
@@ -285,7 +287,7 @@ def _first_drawn(derive: Callable[[Purpose], bytes], plan: PrivacyPlan, steps: i
 
 def _world(
     config: Config, phase: ReadyPhase, plan: PrivacyPlan, rule: ClipRule, key: RunKey,
-    derive: Callable[[Purpose], bytes], ranks: Ranks, folder: Path, blanked: int | None, around: Around,
+    derive: Derive, ranks: Ranks, folder: Path, blanked: int | None, around: Around,
 ) -> World:  # fmt: skip
     torch.manual_seed(0)  # both begin from the same weights
     model = build(phase.shape, phase.settings.objective)

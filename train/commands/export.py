@@ -19,6 +19,7 @@ from murmuration.accounting.certificate.certificate import CertificateError, Ver
 from murmuration.accounting.certificate.certificate import write as write_certificate
 from murmuration.accounting.certificate.weights import NAME as WEIGHTS_LIST
 from murmuration.accounting.errors import RunError
+from murmuration.accounting.keys import secrets_in
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
 from murmuration.train.optim.base import AVERAGE
@@ -162,8 +163,8 @@ def _holds_no_key(key: Path, out: Path) -> None:
     """The last line of defence: the key's bytes, raw or as hex, occur in nothing that is about to leave."""
     if not key.exists():
         return
-    secret = key.read_bytes().removeprefix(b"debug:")
+    secrets = secrets_in(key)
     for path in (each for each in out.rglob("*") if each.is_file()):
         content = path.read_bytes()
-        if secret in content or secret.hex().encode() in content:
+        if any(secret in content or secret.hex().encode() in content for secret in secrets):
             raise ExportError(f"{path.name} contains the run key; nothing was exported")

@@ -109,7 +109,11 @@ class Run(Keeping):
         description="Keeps curves of private records without noise (loss, norms, batch sizes, times) for the owner; "
         "decisions taken by them are outside the claim, and the certificate says so.",
     )
-    keep_key: bool = Field(default=False, description="Keeps the run key after the final certificate is written.")
+    keep_key: bool = Field(
+        default=False,
+        description="Keeps the secret file after the final certificate is written, as it then is: it can sign another "
+        "certificate, and holds no key of a step that was made (except in segments that version 0.1 began).",
+    )
     tuned_on_private_data: Tuning | None = Field(
         default=None, description="Declares that settings were chosen by outputs of private runs on these records."
     )

@@ -25,7 +25,7 @@ def forbid_dumps() -> bool:
     return prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) == 0
 
 
-def keep_from_swap(held: bytes | Tensor) -> bool:
+def keep_from_swap(held: bytes | bytearray | Tensor) -> bool:
     """Locks the pages that hold it; False where the system does not allow that many (RLIMIT_MEMLOCK).
 
     What lies on a device is not swapped. Copies that others make are not covered.
@@ -34,6 +34,8 @@ def keep_from_swap(held: bytes | Tensor) -> bool:
         if held.device.type != "cpu":
             return True
         address, length = held.data_ptr(), held.numel() * held.element_size()
+    elif isinstance(held, bytearray):
+        address, length = ctypes.addressof((ctypes.c_char * len(held)).from_buffer(held)), len(held)
     else:
         address, length = id(held), held.__sizeof__()  # in CPython an object's bytes lie behind its head
     mlock = _of_libc("mlock")

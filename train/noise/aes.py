@@ -1,4 +1,4 @@
-"""Gaussian noise as a pure function of (key, step, parameter, element), from an AES-256-CTR keystream.
+"""Gaussian noise as a pure function of (key of the step, step, parameter, element), from an AES-256-CTR keystream.
 
 Because the draw does not depend on who asks, each element of the model gets the same one draw at any world size
 and ZeRO stage, replicas agree without talking, and a resumed step repeats its noise bit by bit.
@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.box_muller import direction_in_place, radius_in_place
 
@@ -63,8 +64,9 @@ class NoiseMechanism:
 
     generator = "aes-256-ctr"
 
-    def __init__(self, key: bytes, std: float, divisor: float) -> None:
-        self._key = key
+    def __init__(self, key: bytes | StepKey, std: float, divisor: float) -> None:
+        """A key of bytes is the key of all steps."""
+        self._key = by_step(key)
         self.std = std
         self.divisor = divisor
 
@@ -72,7 +74,7 @@ class NoiseMechanism:
         """Nothing: drawn when it is asked for."""
 
     @staticmethod
-    def of(key: bytes, plan: PrivacyPlan) -> NoiseMechanism:
+    def of(key: bytes | StepKey, plan: PrivacyPlan) -> NoiseMechanism:
         return NoiseMechanism(key, plan.noise_std, plan.divisor)
 
     def chunks(
@@ -105,7 +107,7 @@ class NoiseMechanism:
         if not (0 <= step < 2**40 and 0 <= parameter < 2**24 and 0 <= block < 2**64 - count):
             raise ValueError(f"step {step} or parameter {parameter} does not fit the noise counter")
         counter = (step << 88 | parameter << 64 | block).to_bytes(BLOCK_BYTES, "big")
-        return Cipher(algorithms.AES256(self._key), modes.CTR(counter)).encryptor()
+        return Cipher(algorithms.AES256(self._key(step)), modes.CTR(counter)).encryptor()
 
 
 class _Scratch:

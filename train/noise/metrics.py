@@ -15,6 +15,7 @@ from torch import Tensor
 from murmuration.accounting.adaptive import METRIC
 from murmuration.accounting.ledger.facts import MetricFact
 from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.data.draw.poisson import StepKey
 from murmuration.train.clip.engine import Observation
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.noise.aes import NoiseMechanism
@@ -23,7 +24,7 @@ from murmuration.train.noise.aes import NoiseMechanism
 class MetricRelease:
     """The noised metrics of one logical step at a time; without planned metrics it does nothing."""
 
-    def __init__(self, key: bytes, plan: PrivacyPlan, clip_bound: float, ranks: Ranks) -> None:
+    def __init__(self, key: bytes | StepKey, plan: PrivacyPlan, clip_bound: float, ranks: Ranks) -> None:
         self._ranks = ranks
         self.clip_bound = clip_bound
         self._divisor = plan.divisor

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import NOISE_CHUNK, in_chunks
 from murmuration.train.noise.box_muller import direction_in_place, radius_in_place
@@ -39,9 +40,9 @@ class PhiloxNoise:
 
     generator = "philox4x64-10"
 
-    def __init__(self, key: bytes, std: float, divisor: float) -> None:
-        derived = HKDF(SHA256(), KEY_BYTES, salt=None, info=b"murmuration/1|philox4x64-10").derive(key)
-        self._key = (int.from_bytes(derived[:8], "little"), int.from_bytes(derived[8:], "little"))
+    def __init__(self, key: bytes | StepKey, std: float, divisor: float) -> None:
+        """A key of bytes is the key of all steps."""
+        self._key_of = by_step(key)
         self.std = std
         self.divisor = divisor
 
@@ -49,8 +50,13 @@ class PhiloxNoise:
         """Nothing: drawn when it is asked for."""
 
     @staticmethod
-    def of(key: bytes, plan: PrivacyPlan) -> PhiloxNoise:
+    def of(key: bytes | StepKey, plan: PrivacyPlan) -> PhiloxNoise:
         return PhiloxNoise(key, plan.noise_std, plan.divisor)
+
+    def _key(self, step: int) -> tuple[int, int]:
+        info = b"murmuration/1|philox4x64-10"
+        derived = HKDF(SHA256(), KEY_BYTES, salt=None, info=info).derive(self._key_of(step))
+        return int.from_bytes(derived[:8], "little"), int.from_bytes(derived[8:], "little")
 
     def draw(
         self, step: int, parameter: int, start: int, length: int, dtype: type[np.floating] = np.float32
@@ -86,7 +92,7 @@ class PhiloxNoise:
         lengths = torch.tensor([_blocks(chunk) for chunk in group], device=device)
         name = torch.tensor(names, device=device).repeat_interleave(lengths)
         rest = torch.zeros_like(block)
-        return _pairs(philox(self._key, (block, name, rest, rest)), self.std)
+        return _pairs(philox(self._key(step), (block, name, rest, rest)), self.std)
 
 
 def philox(key: tuple[int, int], counter: Words) -> Words:

@@ -76,7 +76,7 @@ def run_without_steps(run: RunContext, phase: ReadyPhase, loaded: Loaded | None)
     engine = StillEngine(model, ranks.device)
     measured: dict[str, float] = {}
     if phase.held_out is not None:
-        key = run.derive(phase.number, None)("masks")
+        key = run.derive(phase.number, None)("public-masks")
         micro_batch = run.config.train_micro_batch_size_per_gpu
         measured = PublicEvaluator(phase, engine, ranks, micro_batch, key, None, None).measure()
     run.checkpoints.begin(Position(phase.number, 0), engine, True, ranks.on_main(lambda: header(run, phase)))

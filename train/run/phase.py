@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
-from murmuration.accounting.keys import Purpose
+from murmuration.accounting.keys import Derive
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.loader import Loader, PublicOrder, Reader
@@ -64,7 +63,7 @@ def train_privately(
     config, ranks, number, settings = run.config, run.ranks, phase.number, phase.settings
     done = loaded.position.step if loaded is not None and resumed else 0
     segment = ranks.on_main(lambda: segment_of(run, phase, done))
-    derive = run.derive(number, segment)
+    derive = run.derive(number, segment, done)
     engine_settings, computation = EngineSettings.of(config), Computation.of(config.run)
     rule = clip_rule(privacy, plan, config.train_micro_batch_size_per_gpu)
     with ExitStack() as at_end:
@@ -131,7 +130,7 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
 
 
 def _reader(
-    run: RunContext, phase: ReadyPhase, model: nn.Module, derive: Callable[[Purpose], bytes], at_end: ExitStack
+    run: RunContext, phase: ReadyPhase, model: nn.Module, derive: Derive, at_end: ExitStack
 ) -> BatchReader | FeatureReader:
     reader: BatchReader | FeatureReader = BatchReader(
         phase.index, phase.data_spec(augment=True), phase.text,
@@ -175,11 +174,11 @@ def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segme
 
 
 def _watching(
-    run: RunContext, phase: ReadyPhase, engine: ShardedEngine, derive: Callable[[Purpose], bytes],
+    run: RunContext, phase: ReadyPhase, engine: ShardedEngine, derive: Derive,
     clip: ClipEngine | None, plan: PrivacyPlan | None,
 ) -> Watching:  # fmt: skip
     """What is measured on public records at checkpoints."""
-    parts = phase, engine, run.ranks, run.config.train_micro_batch_size_per_gpu, derive("masks"), clip, plan
+    parts = phase, engine, run.ranks, run.config.train_micro_batch_size_per_gpu, derive("public-masks"), clip, plan
     return Watching(
         PublicEvaluator(*parts) if phase.held_out is not None else None,
         LossMonitor(*parts) if phase.monitored is not None else None,
@@ -194,7 +193,7 @@ def _trainer(
     saving = Saving(
         run.checkpoints, config.checkpoint_every, config.checkpoint_lag, EngineSettings.of(run.config).replicated,
         header=lambda: header(run, phase),
-        checkpointed=lambda t, digest: run.writer.checkpointed(number, t, digest),
+        checkpointed=lambda t, digest: run.writer.checkpointed(number, t, digest), forget=run.forget,
     )  # fmt: skip
     return Trainer(
         phase, step, engine, run.ranks, run.board, pace, saving, watching,

@@ -40,6 +40,8 @@ class Saving:
     header: Callable[[], dict[str, Any]]
     checkpointed: Callable[[int, str], None]
     """Tells the ledger of a durable checkpoint, on the main rank."""
+    forget: Callable[[int], None] = lambda done: None
+    """The keys of steps that are durable, on all ranks together."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class Trainer:
         if step is None:
             return
         self.saving.checkpoints.settle(lambda digest: self.saving.checkpointed(step, digest), self.measured)
+        self.saving.forget(step)  # after the checkpoint is durable: from here on these steps are never made again
         for earlier in [each for each in self.held_back if each <= step]:
             self.board.public(self.name, earlier, self.held_back.pop(earlier))
         self.ending.measured(step, self.measured)

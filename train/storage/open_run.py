@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from murmuration.accounting import key_chain
 from murmuration.accounting.certificate.signature import public_key
 from murmuration.accounting.escaping import printable_lines
-from murmuration.accounting.keys import Purpose, RunKey
+from murmuration.accounting.keys import KeyFileError, Link, Purpose, RunKey, load
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.facts import Segment
@@ -53,6 +54,8 @@ class OpenRun:
     checkpoints: Checkpoints
     new_segment: str | None
     """Why new keys are to be used although nothing asks for them; declared by the user."""
+    chain: key_chain.KeyChain | None = field(default=None, init=False, repr=False)
+    """The keys of the private steps that are being made; None in a segment whose keys last."""
 
     @property
     def key(self) -> RunKey:
@@ -69,8 +72,34 @@ class OpenRun:
         if self.ranks.main:
             print(printable_lines(text), flush=True)
 
-    def derive(self, phase: int, segment: Segment | None) -> Callable[[Purpose], bytes]:
-        return partial(derive_key, self.key, phase, segment)
+    def derive(self, phase: int, segment: Segment | None, done: int = 0) -> key_chain.PhaseKeys:
+        """The keys of a phase, on all ranks together; of its private steps, those after `done`, by the step."""
+        if self.chain is not None:
+            self.chain.close()
+        self.chain = None
+        if segment is not None and segment.keys is not None:
+            link = self.ranks.on_main(lambda: self._enter(segment, done))
+            self.chain = key_chain.KeyChain(link, guard=keep_from_swap)
+        return key_chain.PhaseKeys(partial(derive_key, self.key, phase, segment), self.chain)
+
+    def _enter(self, segment: Segment, done: int) -> Link:
+        """On the main rank."""
+        begun = self._opened_in(segment)
+        return key_chain.enter(self.folder.key, segment.chain_name, segment.from_step + 1, done, begun)
+
+    def forget(self, done: int) -> None:
+        """The keys of the steps up to `done`, on all ranks together and for good. Only once a checkpoint of `done` is
+        durable and in the ledger, so that no step before is ever made again in this segment."""
+        if (chain := self.chain) is not None:
+            self.ranks.on_main(lambda: key_chain.forget(self.folder.key, chain.segment, done))
+            chain.forget(done)
+
+    def _forget_before(self, found: Loaded) -> None:
+        """On the main rank: a kill may have come between the ledger's line of a checkpoint and the forgetting."""
+        last = self.writer.history.last_checkpoint()
+        if self.secret is not None and last is not None and last.digest == found.digest:
+            for segment in self.writer.history.segments_of(last.phase)[last.segment :]:
+                key_chain.forget(self.folder.key, segment.chain_name, last.step)
 
     def header(self, phase: int, manifest_digest: str, objective: str) -> dict[str, Any]:
         """What ties a checkpoint to its run: ledger head and length, plan, data. Never a key."""
@@ -95,6 +124,8 @@ class OpenRun:
         known = self.writer.history.segments_of(phase)
         if reason is None and not replay and self._opened_behind(phase, done):
             reason = f"steps after step {done} were opened, and their weights may have been seen"
+        if reason is None:
+            reason = self._keys_gone(known[-1], done)
         if known and known[-1].manifest_digest != manifest_digest:
             raise LedgerError(
                 f"the records of phase {name!r} changed since the run began, or the salt.key beside their index did; "
@@ -110,6 +141,20 @@ class OpenRun:
             )
         salt = "debug" if self.key.debug else None
         return self.writer.begin_segment(phase, config_digest, manifest_digest, done, self.new_segment or reason, salt)
+
+    def _keys_gone(self, segment: Segment, done: int) -> str | None:
+        """Why the segment's keys are not at hand although nothing in the ledger speaks against them: other keys would
+        draw something else under the same name."""
+        if segment.keys is None:
+            return None
+        key = load(self.folder.key)
+        fault = key_chain.why_unusable(key, segment.chain_name, done, self._opened_in(segment))
+        if fault is not None and self.new_segment is None:
+            raise KeyFileError(
+                f"{fault}; restore the run key, the ledger and the checkpoints as they last were, or declare "
+                "--new-segment 'why' (all opened steps stay charged)"
+            )
+        return fault
 
     def require_generator(self, segment: Segment, generator: str) -> None:
         """On the main rank: the steps of a segment draw their noise alike, in whichever version they are made."""
@@ -127,6 +172,9 @@ class OpenRun:
     def _opened_behind(self, phase: int, done: int) -> bool:
         newest = len(self.writer.history.segments_of(phase)) - 1
         return any((s.phase, s.segment) == (phase, newest) and s.step > done for s in self.writer.history.opened)
+
+    def _opened_in(self, segment: Segment) -> bool:
+        return any((s.phase, s.segment) == (segment.phase, segment.number) for s in self.writer.history.opened)
 
     def latest(self, measured: Measured = nothing_measured) -> Loaded | None:
         """The last durable checkpoint, if it belongs to this ledger and the ledger was not cut behind it."""
@@ -155,6 +203,7 @@ class OpenRun:
                 length, head = stored
                 self.writer.admit_checkpoint(loaded.position.phase, loaded.position.step, loaded.digest, length)
                 _require_ledger(self.writer, length, head, loaded.position.folder)
+                self._forget_before(loaded)
 
         ranks.on_main(check)
         ranks.require_same("the last checkpoint (is the run directory shared?)", loaded.digest if loaded else None)
@@ -200,6 +249,9 @@ def open_run(
 
 
 def derive_key(key: RunKey, phase: int, segment: Segment | None, purpose: Purpose) -> bytes:
+    """One that lasts. Before there were chains, public records had the masks' key of their phase; they keep it."""
+    if purpose == "public-masks" and (segment is None or segment.keys is None):
+        purpose = "masks"
     derived = key.derive(purpose, phase, segment.key_name if segment else PUBLIC_SEGMENT)
     keep_from_swap(derived)
     return derived
@@ -242,7 +294,7 @@ def _key_of(
     saved = max((entry.index for entry in journal.ledger.entries if entry.kind == "checkpoint"), default=-1)
     if saved >= 0 and not any(head.length > saved and contains(journal.ledger.entries, head) for head in noted):
         journal.tell_witnesses()  # a kill came between a checkpoint's line and its note
-    return key
+    return key.without_chain()
 
 
 def _require_ledger(journal: Journal, length: int, head: str, checkpoint: str) -> None:

@@ -1,0 +1,166 @@
+"""Forward secrecy: the keys of private steps come from a chain whose past is forgotten at every durable checkpoint.
+
+A segment's chain begins with 32 bytes from the operating system, from which nothing else is derived. It moves one link
+at each step, so a key is a function of (first link, purpose, step) alone: the number of ranks, the times at which the
+run was stopped and those at which it was saved change no draw. Whoever obtains a link can continue from it, and not go
+back. What lies before the last durable checkpoint is forgotten: no step before it is made again in the same segment.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args, overload
+
+from murmuration.accounting.keys import (
+    Key,
+    KeyFileError,
+    LastingPurpose,
+    Link,
+    Purpose,
+    RunKey,
+    StepPurpose,
+    load,
+    rewrite,
+)
+
+KEPT_AHEAD = 3
+"""Steps whose links and keys are at hand besides the first: the step in work, and those that are prepared."""
+
+
+class KeyChain:
+    """The keys of one segment in memory, from a first step on; used by several threads."""
+
+    def __init__(self, link: Link, guard: Callable[[bytes | bytearray], object] = lambda held: None) -> None:
+        """`guard` may lock what it is given into memory."""
+        self._segment, self._guard, self._lock = link.segment, guard, threading.Lock()
+        self._first = link.step
+        self._states: dict[int, bytearray] = {}
+        self._keys: dict[tuple[int, StepPurpose], bytes] = {}
+        self._hold(link)
+
+    @property
+    def segment(self) -> str:
+        return self._segment
+
+    @property
+    def first(self) -> int:
+        """The earliest step whose keys can still be derived."""
+        return self._first
+
+    def key(self, purpose: StepPurpose, step: int) -> bytes:
+        with self._lock:
+            if step < self._first:
+                raise KeyFileError(
+                    f"the keys of step {step} were forgotten when a checkpoint behind it became durable; no step may "
+                    "be made again from before it"
+                )
+            if (step, purpose) not in self._keys:
+                key = self._link(step).key(purpose)
+                self._guard(key)
+                self._keys[step, purpose] = key
+                self._tidy(step)
+            return self._keys[step, purpose]
+
+    def forget(self, done: int) -> None:
+        """Up to the step `done`, for good: links are overwritten, keys dropped. (Python may have copied either.)"""
+        with self._lock:
+            if done >= self._first:
+                self._link(done + 1)
+                self._first = done + 1
+                self._drop(lambda step: step <= done)
+
+    def close(self) -> None:
+        """Forgets everything."""
+        with self._lock:
+            self._first = 1 << 63
+            self._drop(lambda step: True)
+
+    def held(self) -> list[bytes]:
+        """All secrets that this object still has; for tests, and for whoever wants to look."""
+        with self._lock:
+            return [*(bytes(state) for state in self._states.values()), *self._keys.values()]
+
+    def _link(self, step: int) -> Link:
+        """From the nearest one before it."""
+        at = max(known for known in self._states if known <= step)
+        link = Link(self._segment, at, bytes(self._states[at])).at(step)
+        self._hold(link)
+        return link
+
+    def _hold(self, link: Link) -> None:
+        if link.step not in self._states:
+            self._states[link.step] = state = bytearray(link.state)
+            self._guard(state)
+
+    def _tidy(self, step: int) -> None:
+        """However rarely a run is saved, no more is kept than the steps at hand need; the first gives the rest."""
+        self._drop(lambda other: other != self._first and abs(other - step) > KEPT_AHEAD)
+
+    def _drop(self, condition: Callable[[int], bool]) -> None:
+        for step in [each for each in self._states if condition(each)]:
+            self._states[step][:] = bytes(len(self._states[step]))
+            del self._states[step]
+        for place in [each for each in self._keys if condition(each[0])]:
+            del self._keys[place]
+
+
+@dataclass(frozen=True)
+class PhaseKeys:
+    """A `Derive`: keys of private steps from the chain where there is one, and all others from what lasts."""
+
+    lasting: Callable[[Purpose], bytes]
+    chain: KeyChain | None
+
+    @overload
+    def __call__(self, purpose: StepPurpose, /) -> Key: ...
+
+    @overload
+    def __call__(self, purpose: LastingPurpose, /) -> bytes: ...
+
+    def __call__(self, purpose: Any, /) -> Key:
+        if self.chain is not None and purpose in get_args(StepPurpose):
+            return partial(self.chain.key, purpose)
+        return self.lasting(purpose)
+
+
+# The chain in the secret file. The ledger is the authority on the segment, and names it before the file does.
+
+
+def why_unusable(key: RunKey, segment: str, done: int, begun: bool) -> str | None:
+    """Why the steps after `done` cannot have the keys that the segment gives them; None if they can.
+
+    `begun`: steps of the segment were opened. Before that, a chain that is not in the file was never used: a kill came
+    between the segment's line in the ledger and the file, and another chain may begin.
+    """
+    chain = key.chain
+    if chain is None or chain.segment != segment:
+        return "the run key is older or newer than the ledger: it has no keys for the segment" if begun else None
+    if chain.step > done + 1:
+        return f"the keys of the steps up to {chain.step - 1} were forgotten, so none after step {done} can be repeated"
+    return None
+
+
+def enter(path: Path, segment: str, first: int, done: int, begun: bool) -> Link:
+    """The link to continue from after `done` steps, as the file has it. A segment's first one is made and stored."""
+    key = load(path)
+    if (fault := why_unusable(key, segment, done, begun)) is not None:
+        raise KeyFileError(f"{fault}; restore the run key, the ledger and the checkpoints as they last were")
+    if key.chain is not None and key.chain.segment == segment:
+        return key.chain
+    link = key.first_link(segment, first)
+    rewrite(replace(key, chain=link), path)
+    return link
+
+
+def forget(path: Path, segment: str, done: int) -> None:
+    """In the file: the segment's steps up to `done`. Only after a checkpoint of `done` is durable and in the ledger.
+
+    Nothing happens where that was done before, or where another segment has begun, which took the place of its chain.
+    """
+    key = load(path)
+    if key.chain is not None and key.chain.segment == segment and key.chain.step <= done:
+        rewrite(replace(key, chain=key.chain.at(done + 1)), path)

@@ -1,0 +1,76 @@
+"""Real runs of two processes under DeepSpeed forget their keys, and continue with the draws that were due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from murmuration.accounting.keys import Link, load
+from murmuration.accounting.ledger.history import History
+from murmuration.data.draw.poisson import PoissonSampler
+from tests.support.launching import Launch
+from tests.support.runs import TOY_STEPS, account, nothing_lost_and_nothing_twice, toy
+from tests.support.warm import WarmLauncher
+
+Make = Callable[..., tuple[Launch, Path]]
+
+
+def without_a_seed(config: dict[str, Any]) -> None:
+    toy(config)
+    config["run"]["debug_seed"] = None
+
+
+def link_of(run_dir: Path) -> Link:
+    chain = load(run_dir / "secret" / "run.key").chain
+    assert chain is not None
+    return chain
+
+
+@pytest.mark.core
+def test_a_killed_run_goes_on_along_its_chain_on_other_ranks_and_saved_at_other_steps(
+    warm: WarmLauncher, launch: Make
+) -> None:
+    job, run_dir = launch("forgets", without_a_seed)
+    ended = warm.run(job.config, job.cwd, kill={"rank": 0, "kind": "write", "at": 36, "before": True})
+    assert ended.codes[0] == -9, ended.output
+    before, _ = History.read(run_dir / "ledger.jsonl")
+    saved, link = before.checkpoints[-1].step, link_of(run_dir)
+    assert 2 <= saved < TOY_STEPS and 1 < link.step <= saved + 1, "forgotten, and never ahead of a checkpoint"
+    assert link.segment == before.segments[-1].chain_name
+
+    ended = warm.run(job.config, job.cwd, ranks=1, arguments=["--set", "run.checkpoint_every=3"])
+    assert ended.codes == [0], ended.output
+    after, _ = History.read(run_dir / "ledger.jsonl")
+    assert len(after.segments) == 1 and [at.step for at in after.opened] == list(range(1, TOY_STEPS + 1))
+    plan = after.plans[after.segments[0].phase]
+    for at, facts in after.opened.items():
+        if at.step >= link.step:
+            keys = link.at(at.step).key("sampling"), link.at(at.step).key("sampling-digest")
+            assert PoissonSampler(*keys, plan.records, plan.threshold).draw(at.step).digest == facts.sampling.digest
+
+    assert link_of(run_dir) == link.at(TOY_STEPS + 1), "it is kept on request, and gives no step that was made"
+    past = [link.at(step).state for step in range(link.step, TOY_STEPS + 1)]
+    for path in (path for path in run_dir.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        assert not [state for state in past if state in content or state.hex().encode() in content], path
+    assert "keys of private steps are forgotten" in (run_dir / "certificate.md").read_text()
+    assert account("verify", str(run_dir)).returncode == 0
+
+
+@pytest.mark.slow
+def test_kills_around_every_rename_of_pointer_and_key(warm: WarmLauncher, whole: Path, launch: Make) -> None:
+    """Among them those between a checkpoint's line, its pointer, and the forgetting of its keys."""
+    job, run_dir = launch("renames", toy)
+    for at in (3, 4, 5, 6):
+        for before in (True, False):
+            ended = warm.run(job.config, job.cwd, kill={"rank": 0, "kind": "replace", "at": at, "before": before})
+            if ended.codes == [0, 0]:  # little was left to be done
+                break
+            assert ended.codes[0] == -9, (at, before, ended.output)
+    ended = warm.run(job.config, job.cwd)
+    assert ended.codes == [0, 0], ended.output
+    nothing_lost_and_nothing_twice(run_dir, whole)
+    assert link_of(run_dir).step == TOY_STEPS + 1
