@@ -90,8 +90,8 @@ def train_privately(
         step = core.step(number, run.journal, records, run.stop, stepping=mixing or built.engine, first_norm=first_norm)
         at_end.callback(core.close)
         _restore(loaded, resumed, built.engine, settings.optimizer.carry)
-        watching = _watching(run, phase, built.engine, derive, built.clip, plan)
-        _trainer(run, phase, step, built.engine, pace, watching, plan, rule.bound, done).run(done)
+        watching = watching_of(run, phase, built.engine, derive, built.clip, plan)
+        trainer_of(run, phase, step, built.engine, pace, watching, plan, rule.bound, done).run(done)
 
 
 def _note_memory(run: RunContext, phase: ReadyPhase, totals: bool) -> None:
@@ -124,9 +124,9 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         records = Records(loader.draw, loader.micro_batches).until_unreadable(run.stop)
         step = PlainStep(records, epochs.batch, engine, ranks, run.stop)
         _restore(loaded, resumed, engine, settings.optimizer.carry)
-        watching = _watching(run, phase, engine, derive, None, None)
+        watching = watching_of(run, phase, engine, derive, None, None)
         pace = Pace(batch, settings.data.public)
-        _trainer(run, phase, step, engine, pace, watching, None, None, done).run(done)
+        trainer_of(run, phase, step, engine, pace, watching, None, None, done).run(done)
 
 
 def _reader(
@@ -164,7 +164,7 @@ def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segme
     return report.records_per_second
 
 
-def _watching(
+def watching_of(
     run: RunContext, phase: ReadyPhase, engine: ShardedEngine, derive: Callable[[Purpose], bytes],
     clip: ClipEngine | None, plan: PrivacyPlan | None,
 ) -> Watching:  # fmt: skip
@@ -176,7 +176,7 @@ def _watching(
     )
 
 
-def _trainer(
+def trainer_of(
     run: RunContext, phase: ReadyPhase, step: Step, engine: ShardedEngine, pace: Pace, watching: Watching,
     plan: PrivacyPlan | None, clip_bound: float | None, done: int,
 ) -> Trainer:  # fmt: skip
