@@ -32,7 +32,8 @@ from murmuration.accounting.keys import Purpose, RunKey
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import KEYED
-from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.plan import ACCURACY, PrivacyPlan
+from murmuration.data.batch.held_out import marking
 from murmuration.data.batch.loader import Loader, Reader
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
@@ -287,10 +288,12 @@ def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport
 def _judge_released(report: ReplayReport, pairs: dict[str, list[tuple[float, float]]], plan: PrivacyPlan) -> None:
     """Numbers released with the same noise: as far apart as the sums behind them."""
     for metric in plan.metrics:
+        share = plan.held_out or 0.0
+        scale = plan.divisor * (share if metric.name == ACCURACY else 1 - share)
         both = pairs.get(f"noised_{metric.name}", [])
-        apart = max((abs(one - other) * plan.divisor for one, other in both), default=0.0)
+        apart = max((abs(one - other) * scale for one, other in both), default=0.0)
         # They are told as 32-bit floats.
-        rounded = max((max(abs(one), abs(other)) * plan.divisor for one, other in both), default=0.0) * 2.0**-23
+        rounded = max((max(abs(one), abs(other)) * scale for one, other in both), default=0.0) * 2.0**-23
         report.released[metric.name] = apart / metric.bound
         if apart > metric.bound * (1 + ROUNDING) + rounded:
             report.refuted.append(f"one record moved the released {metric.name} by more than its bound")
@@ -383,7 +386,9 @@ def _world(
     )  # fmt: skip
     if blanked is not None:
         reader = BlankedReader(reader, blanked)
-    loader = Loader(reader, core.sampler(), 0, 1, config.train_micro_batch_size_per_gpu, last=plan.steps)
+    loader = Loader(
+        marking(reader, plan.held_out), core.sampler(), 0, 1, config.train_micro_batch_size_per_gpu, last=plan.steps
+    )
     run = _run(config, phase, plan, key, ranks, folder)
     noise = RecordedNoise(around(core.noise("noise")))
     records = Records(loader.draw, loader.micro_batches)

@@ -11,6 +11,7 @@ from torch import nn
 from murmuration.accounting.keys import Purpose
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.data.batch.held_out import marking
 from murmuration.data.batch.loader import Loader, PublicOrder, Reader
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.poisson import Sampler
@@ -76,7 +77,7 @@ def train_privately(
         _note_memory(run, phase, built.forward.kept_from_swap)
         core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise)
         pace = Pace(plan.divisor, public=False, synthetic=_prove(run, phase, core, segment))
-        loader = _loader(run, phase, reader, core.sampler())
+        loader = _loader(run, phase, marking(reader, plan.held_out), core.sampler())
         at_end.callback(loader.close)
         mixing = None
         if phase.mixed is not None:
