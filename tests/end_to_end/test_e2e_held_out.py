@@ -41,10 +41,12 @@ def config(small_config: dict[str, Any], small_data: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_run_releases_charges_and_certifies_it(config: dict[str, Any], tmp_path: Path) -> None:
-    job, run_dir = Launch.written(
-        config, tmp_path, "held", None, launcher="python", arguments=["--set", 'run.engine="local"']
-    )
+LOCAL: dict[str, Any] = {"launcher": "python", "arguments": ["--set", 'run.engine="local"']}
+
+
+@pytest.mark.parametrize("how", [LOCAL, pytest.param({}, marks=pytest.mark.slow)], ids=["local", "deepspeed"])
+def test_a_run_releases_charges_and_certifies_it(config: dict[str, Any], tmp_path: Path, how: dict[str, Any]) -> None:
+    job, run_dir = Launch.written(config, tmp_path, "held", None, **how)
     code, output = job.run()
     assert code == 0, output
     lines = [json.loads(line) for line in (run_dir / "logs" / "public.jsonl").read_text().splitlines()]
