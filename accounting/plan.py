@@ -14,6 +14,7 @@ from murmuration.accounting.errors import RunError
 from murmuration.accounting.typed import CLOSED
 
 RATE_DENOMINATOR = 2**32
+ACCURACY = "accuracy"
 UNIT = "one record (an image, or an image with its caption)"
 ADJACENCY = "zero-out: one record is replaced by a record that is drawn alike and contributes exactly zero"
 
@@ -76,6 +77,8 @@ class PrivacyPlan:
     """Clipping norms after the first; `clip_norm` is the first."""
     stands_for: StandIn | None = None
     """Set in a TAN simulation; all other numbers are of what is run."""
+    held_out: float | None = None
+    """Share of the records that are drawn and never trained on; the metric `accuracy` is of them."""
 
     def __post_init__(self) -> None:
         # A ledger holds them as JSON.
@@ -85,6 +88,7 @@ class PrivacyPlan:
             object.__setattr__(self, "adaptive", AdaptiveRule(**self.adaptive))
         if isinstance(self.stands_for, dict):
             object.__setattr__(self, "stands_for", StandIn(**self.stands_for))
+        self._require_sound_holdout()
         counted = [m.bound for m in self.metrics if m.name == METRIC]
         if counted != ([SENSITIVITY] if self.adaptive else []):
             raise PlanError(f"adaptive clipping and the metric {METRIC!r} of bound {SENSITIVITY} need each other")
@@ -101,6 +105,13 @@ class PrivacyPlan:
         # delta = 1/n is the papers' usual choice, so it is allowed; anything above it protects nobody.
         if not 0 < self.delta <= 1 / self.records:
             raise PlanError(f"delta must lie in (0, 1/n] = (0, {1 / self.records:.3g}], but is {self.delta}")
+
+    def _require_sound_holdout(self) -> None:
+        asked = [m.bound for m in self.metrics if m.name == ACCURACY]
+        if asked != ([] if self.held_out is None else [1.0]):
+            raise PlanError(f"held-out records and the metric {ACCURACY!r} of bound 1 need each other")
+        if self.held_out is not None and not (0 < self.held_out <= 0.5 and self.adaptive is None):
+            raise PlanError(f"at most half of the records can be held out, with a fixed C: {self.held_out}")
 
     @property
     def sampling_rate(self) -> float:
@@ -137,7 +148,7 @@ class PrivacyPlan:
 
     def as_dict(self) -> dict[str, object]:
         value = asdict(self)
-        optional = {name: value.pop(name) for name in ("metrics", "adaptive", "stands_for")}
+        optional = {name: value.pop(name) for name in ("metrics", "adaptive", "stands_for", "held_out")}
         optional["metrics"] = list(optional["metrics"])
         return value | {name: part for name, part in optional.items() if part}
 

@@ -42,6 +42,7 @@ from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.engines.base import ShardedEngine, digests_of, modes_of
 from murmuration.train.engines.choose import EngineSettings, make_engine, start_ranks
 from murmuration.train.engines.forward import PrivateForward
+from murmuration.train.engines.held_out import HeldOutAccuracy
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.aes import Noise, NoiseMechanism
 from murmuration.train.noise.metrics import MetricRelease
@@ -141,6 +142,8 @@ class PrivateCore:
         if self.plan.adaptive is not None and metrics is not None:
             assert first_norm is not None, "the ledger knows the clipping norm of the next step"
             norm = AdaptiveNorm(self.plan, first_norm, self.clip, noise, metrics)
+        if self.plan.held_out is not None and metrics is not None:
+            records = Records(records.draw, HeldOutAccuracy(self.engine, metrics).around(records.micro_batches))
         engine = stepping or self.engine
         return PrivateStep(phase, journal, records, self.clip, noise, engine, self.ranks, stop, metrics, norm)
 

@@ -113,6 +113,12 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
         )
     about = certificate.get("about") or {}
     lines += [f"data: {about.get('data') or NOT_STATED}", f"responsible: {about.get('owner') or NOT_STATED}"]
+    for phase in certificate["phases"]:
+        if share := (phase.get("plan") or {}).get("held_out"):
+            lines.append(
+                f"held out in {phase['name']}: {share:.3%} of the records, drawn like all others and never trained on; "
+                "of them, the accuracy of each step is released with noise, charged as one event with the gradient"
+            )
     if certificate.get("model"):
         lines.append(f"model: {certificate['model']}")
     if certificate.get("dates"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 import numpy as np
 from scipy.stats import binom
@@ -49,7 +48,7 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
 def epsilon_bound(canaries: int, guesses: int, correct: int, delta: float, confidence: float = CONFIDENCE) -> float:
     """Largest epsilon below which everything is refuted; 0 if nothing is. Rounded down by the last bisection."""
-    level = _level(confidence)
+    level = level_of(confidence)
     if p_value(canaries, guesses, correct, 0.0, delta) > level:
         return 0.0
     low, high = 0.0, 1.0
@@ -64,48 +63,6 @@ def epsilon_bound(canaries: int, guesses: int, correct: int, delta: float, confi
     return low
 
 
-def least_correct(canaries: int, guesses: int, epsilon: float, delta: float, confidence: float = CONFIDENCE) -> int:
-    """Right guesses that refute (epsilon, delta); `guesses` + 1 if no number of them does."""
-    level = _level(confidence)
-    low, high = -1, guesses + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        refuted = p_value(canaries, guesses, middle, epsilon, delta) <= level
-        low, high = (low, middle) if refuted else (middle, high)
-    return high
-
-
-@dataclass(frozen=True)
-class Guesses:
-    """r coins guessed, v of them rightly, and what that refutes at the shared confidence."""
-
-    guesses: int
-    correct: int
-    epsilon: float
-
-
-@dataclass(frozen=True)
-class AuditBound:
-    """The bound holds at `confidence` although the best of several numbers of guesses was taken (Bonferroni)."""
-
-    canaries: int
-    included: int
-    delta: float
-    confidence: float
-    tried: tuple[Guesses, ...]
-
-    @property
-    def best(self) -> Guesses:
-        return max(self.tried, key=lambda each: each.epsilon)
-
-    @property
-    def epsilon(self) -> float:
-        return self.best.epsilon
-
-    def as_dict(self) -> dict[str, object]:
-        return {**asdict(self), "best": asdict(self.best)}
-
-
 def numbers_of_guesses(canaries: int, shares: Sequence[float] = SHARES) -> list[int]:
     if canaries < 2:
         raise AuditError(f"an audit with {canaries} canaries can refute nothing; use at least 2, better 2000")
@@ -118,57 +75,8 @@ def correct_guesses(order: np.ndarray, included: np.ndarray, guesses: int) -> in
     return int(included[order[len(order) - highest :]].sum()) + int((~included[order[:lowest]]).sum())
 
 
-def audit_bound(
-    scores: np.ndarray, included: np.ndarray, delta: float, confidence: float = CONFIDENCE,
-    shares: Sequence[float] = SHARES,
-) -> AuditBound:  # fmt: skip
-    """`scores` must not depend on `included` but through the run; a higher score speaks for a canary that was in."""
-    included = np.asarray(included, dtype=bool)
-    if scores.shape != included.shape or scores.ndim != 1:
-        raise AuditError(f"{scores.shape} scores for {included.shape} coins; give one score per canary")
-    if not np.isfinite(scores).all():
-        raise AuditError("a score is not finite, so the run diverged; lower the learning rate")
-    choices = numbers_of_guesses(len(scores), shares)
-    each = shared_confidence(confidence, len(choices))
-    order = np.argsort(scores, kind="stable")
-    tried = []
-    for guesses in choices:
-        correct = correct_guesses(order, included, guesses)
-        bound = epsilon_bound(len(scores), guesses, correct, delta, each)
-        tried.append(Guesses(guesses, correct, bound))
-    return AuditBound(len(scores), int(included.sum()), delta, confidence, tuple(tried))
-
-
-def shared_confidence(confidence: float, choices: int) -> float:
-    """Of each of several bounds, so that all of them hold together at `confidence`."""
-    return 1 - _level(confidence) / choices
-
-
-def refuting_share(
-    canaries: int, participations: Sequence[float], std: float, claim: float, delta: float, *,
-    confidence: float = CONFIDENCE, shares: Sequence[float] = SHARES, audits: int = 400, seed: int = 0,
-) -> float:  # fmt: skip
-    """Share of simulated audits that refute `claim`, for Gaussian scores: the power at a fault, or the false alarms.
-
-    An included canary's score gains k with probability participations[k] (a q = 1 run of T steps: k = T alone);
-    `std` is the deviation of the noise in a score, in units of one participation.
-    """
-    draw = np.random.default_rng(seed)
-    choices = numbers_of_guesses(canaries, shares)
-    each = shared_confidence(confidence, len(choices))
-    needed = [least_correct(canaries, guesses, claim, delta, each) for guesses in choices]
-    counts = np.arange(len(participations))
-    refuted = 0
-    for _ in range(audits):
-        included = draw.random(canaries) < 0.5
-        gain = draw.choice(counts, size=canaries, p=np.asarray(participations))
-        order = np.argsort(np.where(included, gain, 0) + std * draw.standard_normal(canaries))
-        found = (correct_guesses(order, included, guesses) for guesses in choices)
-        refuted += any(correct >= least for correct, least in zip(found, needed, strict=True))
-    return refuted / audits
-
-
-def _level(confidence: float) -> float:
+def level_of(confidence: float) -> float:
+    """The share of errors that a confidence leaves."""
     if not 0.5 <= confidence < 1:
         raise AuditError(f"a confidence of {confidence} is no use; choose one in [0.5, 1), such as 0.95")
     return 1 - confidence

@@ -60,6 +60,17 @@ class TradeOff:
         shrunk = 1 - np.exp(-epsilons) * (1 - alpha - deltas)
         return float(max(0.0, min(1.0, grown.min() + ROUNDING, shrunk.min() + ROUNDING)))
 
+    def false_alarms(self, power: float) -> float:
+        """Lower bound of the share of false alarms at which so many true members are found: the inverse of `power`."""
+        if power <= 0:
+            return 0.0
+        if self.sigma is not None:
+            return float(ndtr(ndtri(min(1.0, power)) - 1 / self.sigma)) * (1 - ROUNDING)
+        epsilons, deltas = self._lines
+        shrunk = (power - deltas) * np.exp(-epsilons)
+        grown = 1 - deltas - (1 - power) * np.exp(np.minimum(epsilons, 700.0))
+        return max(0.0, float(max(shrunk.max(), grown.max())) - ROUNDING * power)
+
     def best_guess(self) -> float:
         """Upper bound of the share of right answers of a spy who has even odds before: half of 1 + total variation."""
         # β - α ≤ e^ε·α + δ - α, and with the mirrored bound (e^ε - 1 + 2δ) / (e^ε + 1) for each ε.

@@ -9,18 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from murmuration.accounting.epsilon.audit_bound import (
-    AuditError,
-    audit_bound,
-    correct_guesses,
-    epsilon_bound,
-    least_correct,
-    numbers_of_guesses,
-    p_value,
-    refuting_share,
-    shared_confidence,
-)
-from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
+from murmuration.accounting.epsilon.audit_bound import AuditError, epsilon_bound, numbers_of_guesses, p_value
 
 ACCURACY = {eps: math.exp(eps) / (1 + math.exp(eps)) for eps in (0.0, 0.5, 1.0, 2.0, 4.0)}
 
@@ -77,15 +66,11 @@ def test_where_it_refutes_the_p_value_grows_with_epsilon() -> None:
             assert refuted == sorted(refuted, reverse=True), (m, r, v, delta)
 
 
-def test_the_bound_is_where_the_p_value_crosses_and_least_correct_agrees() -> None:
+def test_the_bound_is_where_the_p_value_crosses() -> None:
     for v in (60, 80, 95, 100):
         bound = epsilon_bound(500, 100, v, 1e-5)
         assert p_value(500, 100, v, bound, 1e-5) <= 0.05 or bound == 0
         assert p_value(500, 100, v, bound + 1e-6, 1e-5) > 0.05
-    for eps in (0.0, 0.5, 2.0, 6.0):
-        needed = least_correct(500, 100, eps, 1e-5)
-        by_hand = [v for v in range(101) if p_value(500, 100, v, eps, 1e-5) <= 0.05]
-        assert needed == (min(by_hand) if by_hand else 101)
 
 
 @pytest.mark.parametrize("eps", [0.25, 1.0, 2.0])
@@ -98,56 +83,11 @@ def test_it_covers_randomised_response_at_its_exact_epsilon_and_is_nearly_tight(
     assert 0.03 < above < 0.05 + 3 * math.sqrt(0.05 * 0.95 / audits)
 
 
-def test_the_best_of_several_numbers_of_guesses_still_covers() -> None:
-    """Randomised response with a score that looks confident at random: every number of guesses is a fresh chance."""
-    draw = np.random.default_rng(5)
-    m, eps, audits = 300, 1.0, 3000
-    choices = numbers_of_guesses(m)
-    needed = [least_correct(m, r, eps, 0.0, shared_confidence(0.95, len(choices))) for r in choices]
-    alone = [least_correct(m, r, eps, 0.0, 0.95) for r in choices]
-    refuted = careless = 0
-    for _ in range(audits):
-        included = draw.random(m) < 0.5
-        answers = included ^ (draw.random(m) > 1 / (1 + math.exp(-eps)))
-        order = np.argsort((2.0 * answers - 1) * draw.random(m))
-        found = [correct_guesses(order, included, r) for r in choices]
-        refuted += any(v >= n for v, n in zip(found, needed, strict=True))
-        careless += any(v >= n for v, n in zip(found, alone, strict=True))
-    assert refuted / audits <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / audits)
-    assert careless / audits > 0.05, "the correction is needed"
-
-
-def test_gaussian_scores_stay_below_their_epsilon_and_find_most_of_it_when_it_is_large() -> None:
-    draw = np.random.default_rng(11)
-    for sigma in (0.35, 1.0, 4.0):
-        true = gaussian_epsilon(sigma, 1e-5)
-        included = draw.random(4000) < 0.5
-        found = audit_bound(included + sigma * draw.standard_normal(4000), included, 1e-5)
-        assert 0 <= found.epsilon < true
-        if sigma < 0.5:
-            assert found.epsilon > 0.25 * true
-        assert found.epsilon == max(each.epsilon for each in found.tried)
-
-
-def test_the_audits_size_has_power_and_raises_no_false_alarm() -> None:
-    """2000 canaries, claim 2 at 1e-5, full batches: the defaults of launch/audit.py."""
-    claim, delta = 2.0, 1e-5
-    low, high = 0.5, 20.0  # the std of a score at exactly that claim
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if gaussian_epsilon(middle, delta) > claim else (low, middle)
-    assert refuting_share(2000, [0, 1], 0.3 * high, claim, delta, audits=1000) >= 0.999
-    assert refuting_share(2000, [0, 1], high, claim, delta, audits=3000) == 0
-
-
 def test_what_is_no_audit_is_refused_in_one_sentence() -> None:
-    yes = np.ones(10, bool)
     for act in (
         lambda: p_value(10, 5, 6, 1.0, 0.0),
         lambda: p_value(10, 5, 5, -1.0, 0.0),
         lambda: epsilon_bound(10, 5, 5, 0.0, 1.0),
-        lambda: audit_bound(np.zeros(9), yes, 0.0),
-        lambda: audit_bound(np.full(10, np.nan), yes, 0.0),
         lambda: numbers_of_guesses(1),
     ):
         with pytest.raises(AuditError) as error:

@@ -10,12 +10,14 @@ import numpy as np
 import torch
 
 from murmuration.accounting.epsilon.accountant import describe
-from murmuration.accounting.epsilon.audit_bound import AuditBound, audit_bound
+from murmuration.accounting.epsilon.audit_evidence import Claim, Evidence, collect
+from murmuration.accounting.epsilon.audit_pairs import pairs_of
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.micro_batch import EMPTY, MicroBatch
+from murmuration.train.audit.audit import charged_claim
 from murmuration.train.audit.canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
 from murmuration.train.audit.checks import Check, check_divisor
 from murmuration.train.audit.sightings import Sightings, WatchedEngine
@@ -87,23 +89,28 @@ def sightings(step: PrivateStep) -> Sightings:
 
 def toy_audit(
     folder: Path, scale: float = 1.0, world: int = 1, replicated: bool = False, rate: float = 1.0, steps: int = STEPS,
-    canaries: int = CANARIES,
-) -> tuple[AuditBound, float]:  # fmt: skip
-    """The bound, and the epsilon that the ledger charges."""
-    plan = toy_plan(REAL + canaries, rate, steps, CLAIM)
+    canaries: int = CANARIES, claim: float = CLAIM,
+) -> tuple[Evidence, Claim]:  # fmt: skip
+    """What the canaries show, and what the ledger charges."""
+    plan = toy_plan(REAL + canaries, rate, steps, claim)
     included, key = toss(canaries), toss(32).tobytes()
 
-    def one(ranks: Any) -> tuple[np.ndarray, float]:
+    def one(ranks: Any) -> tuple[Evidence, Claim | None]:
         batches = CanaryBatches(ToyReader(), ranks, MICRO_BATCH, REAL, included, None)  # pyright: ignore
         step = private_step(folder, ranks, plan, canaries, key, batches, scale, replicated)
+        assert isinstance(step.clip, CanaryClip)
+        known, took_part = [], []
         for t in range(1, steps + 1):
             step.run(t, 1e-2)
-        assert isinstance(step.clip, CanaryClip)
-        scores = sightings(step).scores(step.clip.known, plan.divisor, ranks, replicated)
-        return scores, step.record.journal.history.epsilon() if step.record.journal else 0.0
+            known.append(step.clip.take_known())
+            took_part.append(batches.took_part(step.records.draw(t).ids))
+        values = sightings(step).values(known, plan.divisor, ranks, replicated)
+        evidence = collect(values.sum(axis=0), included, pairs_of(values, np.array(took_part)))
+        return evidence, charged_claim(step.record.journal) if step.record.journal else None
 
-    scores, claim = on_ranks(world, one)[0]
-    return audit_bound(scores, included, DELTA), claim
+    evidence, charged = on_ranks(world, one)[0]
+    assert charged is not None
+    return evidence, charged
 
 
 def toy_divisor(folder: Path, world: int = 1, steps: int = 8, records: int = 100) -> Check:

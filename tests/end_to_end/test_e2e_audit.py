@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import murmuration.train.step
+from murmuration.accounting.epsilon.audit_evidence import ACCUSED
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.train.audit.canaries import CANARY, CanaryBatches, toss
 from murmuration.train.audit.checks import check_sampling
@@ -41,9 +42,29 @@ def test_honest_noise_stays_below_its_claim_and_a_third_of_it_does_not(
 ) -> None:
     honest, claim = toy_audit(tmp_path / "honest", 1.0, world, replicated)
     weak, same = toy_audit(tmp_path / "weak", 0.3, world, replicated)
-    print(f"claim {claim:.3f}; lower bound, honest {honest.epsilon:.3f}, with 0.3·σ {weak.epsilon:.3f}")
-    assert claim == same and CLAIM - 1e-3 < claim <= CLAIM, "the planted fault is invisible to the ledger"
-    assert 0.1 < honest.epsilon < claim < weak.epsilon
+    assert claim.epsilon == same.epsilon and CLAIM - 1e-3 < claim.epsilon <= CLAIM, "the ledger does not see the fault"
+    assert weak.p_value(claim) < ACCUSED <= honest.p_value(claim)
+    # At this confidence, an honest run's bound exceeds its claim once in a million runs.
+    low, high = (each.bound(claim, 1 - 1e-6) for each in (honest, weak))
+    print(f"claim {claim.epsilon:.3f}; lower bound, honest {low.epsilon:.3f}, with 0.3·σ {high.epsilon:.3f}")
+    assert low.epsilon <= claim.epsilon < high.epsilon
+
+
+LOUD = 40.0  # a claim that leaves little noise, of which the canaries then measure each per cent
+
+
+def test_a_tenth_less_noise_is_found_and_honest_noise_is_found_to_be_nearly_what_is_claimed(tmp_path: Path) -> None:
+    """16,000 values along the canaries' directions; the pairs' power says how likely this test is to fail by chance."""
+    honest, claim = toy_audit(tmp_path / "honest", claim=LOUD, steps=8)
+    weak, _ = toy_audit(tmp_path / "weak", 0.9, claim=LOUD, steps=8)
+    assert weak.pairs is not None
+    level = ACCUSED / weak.looks
+    assert 1 - weak.pairs.power(1 / claim.sigma, 0.99 / (0.9 * claim.sigma), level) < 1e-6
+    assert weak.p_value(claim) < ACCUSED <= honest.p_value(claim)
+    found = honest.bound(claim)
+    assert found.best.method == "white-box Gaussian pairs" and found.best.assumes
+    assert 0.8 * claim.epsilon < found.epsilon, "the goal of a tight audit"
+    assert found.proven.epsilon < found.epsilon and not found.proven.assumes
 
 
 def test_a_canary_adds_its_bound_at_its_coordinate_and_one_left_out_adds_exactly_nothing() -> None:
@@ -72,7 +93,8 @@ def test_a_canary_adds_its_bound_at_its_coordinate_and_one_left_out_adds_exactly
 def test_under_poisson_sampling_with_steps_of_noise_alone_the_honest_claim_stands(tmp_path: Path) -> None:
     """60 records at q = 0.01: most steps draw few, some nobody."""
     found, claim = toy_audit(tmp_path, rate=0.01, steps=12, canaries=20)
-    assert found.epsilon <= claim <= CLAIM
+    assert found.p_value(claim) >= ACCUSED and claim.epsilon <= CLAIM
+    assert found.bound(claim, 1 - 1e-6).epsilon <= claim.epsilon
 
 
 def test_an_input_canary_takes_its_own_inputs_and_one_left_out_is_padding() -> None:
@@ -207,7 +229,8 @@ def show(found: dict[str, Any]) -> None:
     print(
         f"\n{found['kind']} canaries, noise × {found['planted_noise_scale'] or 1}: claim ε ≤ "
         f"{found['claimed_epsilon']:.3f} at δ = {found['delta']:g}, lower bound ε ≥ {found['lower_bound']:.3f} "
-        f"({found['confidence']:.0%}; {found['correct']} of {found['guesses']} right), {found['seconds']} s"
+        f"({found['confidence']:.0%}; {found['correct']} of {found['guesses']} right), "
+        f"{found['lower_bound_if_assumed']:.3f} by {found['lower_bound_if_assumed_by']}, {found['seconds']} s"
     )
 
 
@@ -217,8 +240,9 @@ def test_audit_through_deepspeed_does_not_refute_the_honest_run(small_file: Path
     show(found)
     assert code == 0, output
     assert found["ranks"] == 2 and found["engine"] == "DeepSpeed, ZeRO-1" and found["canaries"] == CANARIES
-    assert 0.1 < found["lower_bound"] < found["claimed_epsilon"] <= 2.0
-    assert found["power_at_0.3_sigma"] > 0.99 and found["false_alarms"] < 0.01 and found["refuted"] == []
+    assert found["lower_bound"] <= found["lower_bound_if_assumed"] and found["claimed_epsilon"] <= 2.0
+    assert found["p_value_of_claim"] >= ACCUSED and found["refuted"] == []
+    assert found["power_at_0.3_sigma"] > 0.999 > found["power_at_0.9_sigma"] and found["false_alarms"] == ACCUSED
     assert not (small_file.parent / "runs").exists(), "an audit leaves no run directory"
 
 
@@ -227,7 +251,8 @@ def test_audit_through_deepspeed_refutes_noise_of_a_third(small_file: Path) -> N
     code, found, output = audit_command(small_file, "--noise-scale", "0.3")
     show(found)
     assert code == 6, output
-    assert found["lower_bound"] > found["claimed_epsilon"] > 1.99 and found["planted_noise_scale"] == 0.3
+    assert found["lower_bound_if_assumed"] > found["claimed_epsilon"] > 1.99 and found["planted_noise_scale"] == 0.3
+    assert found["assumed"].startswith("the noise is Gaussian")
     # Everything that the run says of itself is in order: only the auditor sees it.
     assert found["sigma"] == pytest.approx(found["measured_sigma_at_self_test"], rel=0.05)
 
@@ -236,7 +261,8 @@ def test_audit_through_deepspeed_refutes_noise_of_a_third(small_file: Path) -> N
 def test_audit_with_input_canaries_runs_and_does_not_refute(small_file: Path) -> None:
     code, found, output = audit_command(small_file, "--kind", "input", "--canaries", "200", "--records", "64")
     show(found)
-    assert code == 0 and found["kind"] == "input" and found["lower_bound"] <= found["claimed_epsilon"], output
+    assert code == 0 and found["kind"] == "input" and found["p_value_of_claim"] >= ACCUSED, output
+    assert not any("pairs" in each["method"] for each in found["tried"])
 
 
 def test_what_makes_no_audit_is_refused_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

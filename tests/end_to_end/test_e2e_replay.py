@@ -17,6 +17,7 @@ from murmuration.train.audit.replay import ReplayReport, replay
 from murmuration.train.config.load import load
 from murmuration.train.engines.local import start_ranks
 from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.run.trainer import Trainer
 from tests.support.launching import ROOT, environment
 
 STEPS = 2
@@ -28,7 +29,6 @@ def recipe(small_config: dict[str, Any], tmp_path: Path) -> Path:
     config["train_micro_batch_size_per_gpu"] = 64  # one micro-batch a step
     config["phases"] = config["phases"][1:]
     private = config["phases"][0]
-    del private["evaluation"]
     private["privacy"]["expected_batch"] = 16
     private["data"]["reading"] = {"workers": 0}
     (tmp_path / "recipe.json").write_text(json.dumps(config))
@@ -41,7 +41,9 @@ def replayed(recipe: Path, **faults: Any) -> ReplayReport:
 
 def test_one_record_moves_nothing_but_the_sum_and_that_by_at_most_c(recipe: Path) -> None:
     report = replayed(recipe)
-    assert report.refuted == [] and len(report.equal) == 3
+    assert report.refuted == [] and len(report.equal) == 4
+    for sink in ("console", "logs/public.jsonl", "report.html", "run_state.json", "tb/public", "checkpoints"):
+        assert sink in report.equal[-1], "compared byte for byte"
     assert report.drawn >= 1 and 0 < max(report.moves) <= report.bound * 1.001 <= 1.001
     assert report.moves.count(0.0) == STEPS - report.drawn, "where it was not drawn, nothing moved at all"
 
@@ -64,7 +66,7 @@ def test_a_tenth_less_noise_is_found(recipe: Path) -> None:
     assert abs(report.noise_ratio - 0.9) < 5 * report.noise_error
 
 
-@pytest.mark.parametrize("fault", ["counted twice", "noise by presence"])
+@pytest.mark.parametrize("fault", ["counted twice", "noise by presence", "one micro-batch more"])
 def test_a_branch_that_depends_on_a_record_is_found_in_one_pair(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
@@ -78,6 +80,8 @@ def test_a_branch_that_depends_on_a_record_is_found_in_one_pair(
         if fault == "counted twice" and missing % 2:
             for _ in range(3):
                 honest(self, batch)
+        if fault == "one micro-batch more" and missing % 2:
+            honest(self, MicroBatch(batch.inputs, batch.present & False))
 
     monkeypatch.setattr(module.SummedEngine, "accumulate", accumulate)
     if fault == "noise by presence":
@@ -91,8 +95,45 @@ def test_a_branch_that_depends_on_a_record_is_found_in_one_pair(
     expected = {
         "counted twice": "moved a sum",
         "noise by presence": "noise: not equal",
+        "one micro-batch more": "micro-batches: not equal",
     }
     assert expected[fault] in refuted, refuted
+
+
+@pytest.mark.parametrize("sink", ["console", "logs/public.jsonl", "tb/public"])
+def test_a_public_sink_that_tells_of_one_record_is_found(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, sink: str
+) -> None:
+    """How many of a step's records were there goes to the public board or the console."""
+    honest, progress = module.SummedEngine.accumulate, Trainer._progress
+    there = [0]
+
+    def accumulate(self: Any, batch: MicroBatch) -> None:
+        there[0] = int(batch.present.sum())
+        honest(self, batch)
+
+    def telling(self: Trainer, step: int, rate: float) -> None:
+        progress(self, step, rate)
+        if sink == "console":
+            self.board.say(f"{there[0]} records")
+        else:
+            self.board.public(self.name, step, {"records": float(there[0])})
+
+    monkeypatch.setattr(module.SummedEngine, "accumulate", accumulate)
+    monkeypatch.setattr(Trainer, "_progress", telling)
+    (refuted,) = replayed(recipe).refuted
+    assert refuted.startswith("what the public sees") and sink in refuted
+
+
+def test_numbers_released_with_noise_move_by_at_most_their_bound(recipe: Path) -> None:
+    config = json.loads(recipe.read_text())
+    config["phases"][0]["privacy"]["release"] = [
+        {"name": "loss", "bound": 8.0, "noise_multiplier": 5.0}, {"name": "clipped", "noise_multiplier": 5.0},
+    ]  # fmt: skip
+    recipe.write_text(json.dumps(config))
+    report = replayed(recipe)
+    assert report.refuted == [] and set(report.released) == {"loss", "clipped"}
+    assert all(0 <= apart <= 1.001 for apart in report.released.values()) and report.released["loss"] > 0
 
 
 def test_the_command_says_that_its_result_is_private(recipe: Path) -> None:

@@ -27,7 +27,15 @@ from scipy.stats import binom
 from torch import Tensor
 
 from murmuration.accounting.epsilon.accountant import describe
-from murmuration.accounting.epsilon.audit_bound import audit_bound, refuting_share
+from murmuration.accounting.epsilon.audit_evidence import (
+    ACCUSED,
+    AuditBound,
+    Claim,
+    Evidence,
+    collect,
+    refuting_share,
+)
+from murmuration.accounting.epsilon.audit_pairs import pairs_of
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.key_chain import KeyChain, PhaseKeys
 from murmuration.accounting.keys import Link, RunKey, hkdf
@@ -58,7 +66,7 @@ from murmuration.train.storage.sibling_runs import RunLog
 SAMPLING_STEPS, SAMPLING_RECORDS = 64, 200_000
 DIVISOR_STEPS, DIVISOR_RATE = 6, 0.5
 INPUT_SEED = 9_001
-FAULT = 0.3  # of the planned noise: what the audit must be able to find
+FAULT, SMALL_FAULT = 0.3, 0.9  # of the planned noise: whether the audit would find it is told with its result
 
 
 def audit(config: Config, planned: AuditSetup, ranks: Ranks) -> AuditReport:
@@ -112,21 +120,25 @@ class _Audit:
             core = PrivateCore(plan, clip, engine, self._keys("audit"), ranks)
             tested = core.prove(synthetic, self.replicated, self.micro_batch)
             divisor = self._divisor(engine, clip)
-            scores, claim = self._train(engine, clip, included)
+            evidence, claim = self._train(engine, clip, included)
         finally:
             engine.close()
-        bound = audit_bound(scores, included, plan.delta, options.confidence)
-        power, false_alarms = self._power(clip.rule.bound, claim)
+
+        def judged() -> tuple[AuditBound, float, dict[float, float]]:
+            bound = evidence.bound(claim, options.confidence)
+            return bound, evidence.p_value(claim), self._power(clip.rule.bound, claim, evidence)
+
+        bound, p_value, power = ranks.on_main(judged)
         return AuditReport(
-            phase=phase.name, kind=options.kind, claim=claim, bound=bound, plan=plan,
+            phase=phase.name, kind=options.kind, claim=claim.epsilon, bound=bound, p_value=p_value, plan=plan,
             engine=str(self.engine_settings), ranks=ranks.world,
             planted_noise_scale=None if options.noise_scale == 1 else options.noise_scale,
             measured_sigma=tested.measured_sigma, sampling=self._sampling(), divisor=divisor, power=power,
-            false_alarms=false_alarms, seconds=time.monotonic() - began,
+            seconds=time.monotonic() - began,
         )  # fmt: skip
 
-    def _train(self, engine: WatchedEngine, clip: CanaryClip, included: np.ndarray) -> tuple[np.ndarray, float]:
-        """The audited run: scores of the canaries, and the epsilon that its ledger charges."""
+    def _train(self, engine: WatchedEngine, clip: CanaryClip, included: np.ndarray) -> tuple[Evidence, Claim]:
+        """The audited run: what its canaries show, and what its ledger charges."""
         plan, derive, gradient = self.plan, self._keys("audit"), self.options.kind == "gradient"
         crafted = None
         if not gradient:
@@ -143,14 +155,19 @@ class _Audit:
         step = self._step("audit", plan, clip, noise, engine, batches)
         before = self._losses(engine, crafted)
         engine.watcher = seen = Sightings(clip.coordinates)
+        clip.take_known()
+        known, took_part = [], []
         for t in range(1, plan.steps + 1):
             step.run(t, learning_rate(self.settings.schedule, plan.steps, t))
+            known.append(clip.take_known())
+            took_part.append(batches.took_part(step.records.draw(t).ids))
         engine.watcher = None
-        if gradient:
-            scores = seen.scores(clip.known, plan.divisor, self.ranks, self.replicated)
-        else:
-            scores = before - self._losses(engine, crafted)
-        return scores, self.ranks.on_main(lambda: self._journals["audit"].history.epsilon())
+        claim = self.ranks.on_main(lambda: charged_claim(self._journals["audit"]))
+        if not gradient:
+            return collect(before - self._losses(engine, crafted), included), claim
+        values = seen.values(known, plan.divisor, self.ranks, self.replicated)
+        # Every step weighs alike in a canary's score.
+        return collect(values.sum(axis=0), included, pairs_of(values, np.array(took_part))), claim
 
     def _divisor(self, engine: WatchedEngine, clip: CanaryClip) -> Check:
         """Steps of `PrivateStep` with present records that contribute zero, at learning rate 0, in another ledger."""
@@ -212,17 +229,24 @@ class _Audit:
         sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), records, threshold)
         return check_sampling([sampler.draw(t).ids for t in range(1, SAMPLING_STEPS + 1)], records, sampler.q)
 
-    def _power(self, bound: float, claim: float) -> tuple[float | None, float | None]:
-        """Of this audit at the fault that it must find, and its false alarms: simulated, for gradient canaries."""
+    def _power(self, bound: float, claim: Claim, evidence: Evidence) -> dict[float, float]:
+        """How many such audits would refute noise of so many times the planned one; {} where that is not known."""
         if self.options.kind != "gradient":
-            return None, None
-        options, plan = self.options, self.plan
+            return {}
+        options, plan, level = self.options, self.plan, ACCUSED / evidence.looks
         taken = binom.pmf(np.arange(plan.steps + 1), plan.steps, plan.sampling_rate)
         std = math.sqrt(plan.steps) * plan.noise_std / bound
 
         def share(scale: float) -> float:
-            return refuting_share(
-                options.canaries, taken.tolist(), std * scale, claim, plan.delta, confidence=options.confidence
-            )
+            guesses = refuting_share(options.canaries, taken.tolist(), std * scale, claim, level=level)
+            if evidence.pairs is None:
+                return guesses
+            actual = bound / (plan.noise_std * scale)
+            return max(guesses, evidence.pairs.power(1 / claim.sigma, actual, level))
 
-        return share(FAULT), share(1.0)
+        return {scale: share(scale) for scale in (FAULT, SMALL_FAULT)}
+
+
+def charged_claim(journal: Journal) -> Claim:
+    history = journal.history
+    return Claim(tuple(history.charged()), history.epsilon(), history.delta())

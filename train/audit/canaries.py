@@ -70,8 +70,9 @@ class Coordinates:
 class CanaryClip:
     """A clip engine around the real one: adds the gradient canaries' clipped contributions to its sum.
 
-    `known` is what the real records added at the canaries' coordinates. The adversary of the definition knows every
-    record but the one that it asks about, so the auditor may subtract that; private, like everything before the noise.
+    `known` is what the real records added at the canaries' coordinates since it was last taken. The adversary of the
+    definition knows every record but the one that it asks about, so the auditor may subtract that; private, like
+    everything before the noise.
     """
 
     def __init__(self, inner: ClipEngine, coordinates: Coordinates) -> None:
@@ -80,6 +81,10 @@ class CanaryClip:
         self.precision: Precision = inner.precision
         self.known = np.zeros(len(coordinates.flat))
         self.shapes: dict[str, torch.Size] = {}
+
+    def take_known(self) -> np.ndarray:
+        taken, self.known = self.known, np.zeros_like(self.known)
+        return taken
 
     def prepare(self, model: nn.Module) -> None:
         self.shapes = trainable_shapes(model)
@@ -128,6 +133,12 @@ class CanaryBatches:
     def __call__(self, ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
         rows = slots(ids, self.ranks.rank, self.ranks.world, self.micro_batch)
         return map(partial(self._read, step=step), rows)
+
+    def took_part(self, ids: np.ndarray) -> np.ndarray:
+        """Per canary, whether it was drawn and its coin says in."""
+        drawn = np.zeros_like(self.included)
+        drawn[ids[ids >= self.first] - self.first] = True
+        return drawn & self.included
 
     def _read(self, row: np.ndarray, step: int) -> MicroBatch:
         canary = row >= self.first

@@ -1,9 +1,12 @@
 """Two trainings under the same keys, one record blanked in the second: what may differ, and by how much?
 
-The second one takes the first one's weights before every step, so both compute the same step of neighbouring data
-sets. Everything but the sum must then be equal, byte for byte: who is drawn, the micro-batches, the noise, the ledger.
-The sums may differ by at most C. A branch that depends on a record's value shows itself in one such pair, and so does
-noise that is not what the ledger says it is. What is printed is a function of real records without noise: PRIVATE.
+Both are made by the trainer of every run, with its board, checkpoints, measurements, ledger and report, each in a
+folder of its own. What the mechanism gives out (weights, optimizer state, released numbers) may depend on the record,
+hidden by noise, so the second training takes over what the first one's gave, and both compute the same next step of
+neighbouring data sets. Everything else must then be equal, byte for byte: who is drawn, the micro-batches, the noise,
+the ledger, and everything that the public sees. The sums may differ by at most C. A branch that depends on a record's
+value shows itself in one such pair, and so does noise that is not what the ledger says it is. What is printed is a
+function of real records without noise: PRIVATE.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +33,18 @@ from murmuration.accounting.key_chain import KeyChain, PhaseKeys
 from murmuration.accounting.keys import Derive, RunKey
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.ledger.lines import KEYED
+from murmuration.accounting.plan import ACCURACY, PrivacyPlan
+from murmuration.data.batch.held_out import marking
 from murmuration.data.batch.loader import Loader, Reader
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.model.build import build
 from murmuration.model.trainable import select
+from murmuration.train.audit.replay_sinks import console_to, differing, public_sinks, write_last_pages
 from murmuration.train.clip.rule import ClipRule
-from murmuration.train.config.root import Config, Phase
+from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.shards import Fragment
@@ -46,16 +53,24 @@ from murmuration.train.engines.base import AppliedUpdate, EngineAround, ShardedE
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.update import Update
-from murmuration.train.optim.schedule import learning_rate
 from murmuration.train.private import Computation, PrivateCore, clipping_engine
 from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, make_plan, prepare
-from murmuration.train.step import PrivateStep, Records
+from murmuration.train.run.board import Board, Pace
+from murmuration.train.run.context import RunContext
+from murmuration.train.run.phase import trainer_of, watching_of
+from murmuration.train.run.trainer import Step
+from murmuration.train.step import Records, StepSummary
+from murmuration.train.storage.checkpoint import Checkpoints, Keep
+from murmuration.train.storage.public_times import PublicTimes
+from murmuration.train.storage.run_dir import RunDir
 
 # The two sums are made of the same products of which one is absent: rounding is all else that may move them.
 ROUNDING = 1e-3
 # Standard errors by which the measured deviation of all noise may miss the planned one.
 MOST_ERRORS = 5.0
 Around = Callable[[Noise], Noise]
+# Equal in both: the speed that a self-test would have timed on synthetic records, and the time of the start.
+PACE, START = 1000.0, 0
 
 
 @dataclass
@@ -68,6 +83,8 @@ class ReplayReport:
     bound: float
     moves: list[float] = field(default_factory=list)
     """Of each step, how far the sums lie apart, in units of C."""
+    released: dict[str, float] = field(default_factory=dict)
+    """Of each number that is released with noise, how far the two lie apart at most, in units of its bound."""
     noise_ratio: float = math.nan
     """Measured deviation of the noise over the planned one, with the error of that measurement."""
     noise_error: float = math.nan
@@ -84,6 +101,7 @@ class ReplayReport:
             f"place; it was drawn in {self.drawn} of them",
             f"equal, byte for byte: {', '.join(self.equal) or 'nothing'}",
             f"sums moved by at most {max(self.moves, default=0.0):.6f}·C",
+            *(f"{name} moved by at most {apart:.6f} of its bound" for name, apart in self.released.items()),
             f"noise: {self.noise_ratio:.4f} of the planned deviation (± {self.noise_error:.4f})",
         ]
         return "\n".join([*lines, *(f"REFUTED: {each}" for each in self.refuted)])
@@ -179,45 +197,108 @@ class _Summed:
         self._inner.finish(flat, fragments)
 
 
+class Leading:
+    """The first training's step: remembers what it released."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self.released: dict[str, float] = {}
+
+    def run(self, step: int, learning_rate: float) -> StepSummary:
+        summary = self._step.run(step, learning_rate)
+        self.released = dict(summary.released)
+        return summary
+
+
+class Following:
+    """The second training's step: ends with what the first one's mechanism gave out."""
+
+    def __init__(self, step: Step, engine: ShardedEngine, leader: Leading, leaders_engine: ShardedEngine) -> None:
+        self._step, self._engine, self._leader, self._leaders = step, engine, leader, leaders_engine
+        self.released: dict[str, list[tuple[float, float]]] = {}
+
+    def run(self, step: int, learning_rate: float) -> StepSummary:
+        summary = self._step.run(step, learning_rate)
+        for one, other in zip(self._leaders.shards(), self._engine.shards(), strict=True):
+            with torch.no_grad():
+                other.weights.copy_(one.weights)
+                for name, value in one.state.items():
+                    other.state[name].copy_(value)
+        for name, value in self._leader.released.items():
+            self.released.setdefault(name, []).append((value, summary.released[name]))
+        summary.released = dict(self._leader.released)
+        return summary
+
+
 @dataclass
 class World:
     """One of the two trainings."""
 
+    run: RunContext
     engine: SummedEngine
-    step: PrivateStep
+    step: Leading | Following
     noise: RecordedNoise
-    journal: Journal
     loader: Loader[Any]
+    steps: Iterator[int]
+    """Of the trainer, which pauses before each step."""
+    console: StringIO = field(default_factory=StringIO)
+
+    def advance(self) -> None:
+        with console_to(self.console):
+            next(self.steps, None)
 
     def close(self) -> None:
         self.loader.close()
         self.engine.close()
-        self.journal.ledger.close()
+        self.run.writer.ledger.close()
 
 
-def compare(first: World, second: World, phase: Phase, plan: PrivacyPlan, report: ReplayReport) -> None:
+def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport) -> None:
     """Makes the steps in both, and writes into the report what was equal and what was not."""
+    worlds = (first, second)
+    for world in worlds:
+        world.advance()
     for number in range(1, report.steps + 1):
-        for one, other in zip(first.engine.shards(), second.engine.shards(), strict=True):
-            with torch.no_grad():
-                other.weights.copy_(one.weights)
         report.drawn += report.record in first.loader.draw(number).ids
-        for world in (first, second):
-            world.step.run(number, learning_rate(phase.schedule, plan.steps, number))
+        for world in worlds:
+            world.advance()
         sums, others = first.engine.sums, second.engine.sums
         squares = sum(float((sums[place] - others[place]).square().sum()) for place in sums)
         report.moves.append(math.sqrt(squares) / plan.clip_norm)
-    ledgers = [[entry.hash for entry in world.journal.ledger.entries] for world in (first, second)]
+    for world in worlds:
+        with console_to(world.console):
+            write_last_pages(world.run)
+    sinks = [public_sinks(world.run.folder.root, world.console) for world in worlds]
     for what, pair in (
-        ("micro-batches", [world.engine.shapes_seen for world in (first, second)]),
-        ("noise", [world.noise.digest.hexdigest() for world in (first, second)]),
-        ("ledger with its keyed digests of who was drawn", ledgers),
+        ("micro-batches", [world.engine.shapes_seen for world in worlds]),
+        ("noise", [world.noise.digest.hexdigest() for world in worlds]),
+        ("ledger with its keyed digests of who was drawn", [each.pop("ledger.jsonl") for each in sinks]),
     ):
         if pair[0] == pair[1]:
             report.equal.append(what)
         else:
             report.refuted.append(f"{what}: not equal, although only one record was blanked")
+    if unequal := differing(*sinks):
+        report.refuted.append(f"what the public sees: {', '.join(unequal)} not equal, although one record was blanked")
+    else:
+        report.equal.append(f"what the public sees ({', '.join(sinks[0])})")
+    if isinstance(second.step, Following):
+        _judge_released(report, second.step.released, plan)
     _judge(report, first.noise, plan)
+
+
+def _judge_released(report: ReplayReport, pairs: dict[str, list[tuple[float, float]]], plan: PrivacyPlan) -> None:
+    """Numbers released with the same noise: as far apart as the sums behind them."""
+    for metric in plan.metrics:
+        share = plan.held_out or 0.0
+        scale = plan.divisor * (share if metric.name == ACCURACY else 1 - share)
+        both = pairs.get(f"noised_{metric.name}", [])
+        apart = max((abs(one - other) * scale for one, other in both), default=0.0)
+        # They are told as 32-bit floats.
+        rounded = max((max(abs(one), abs(other)) * scale for one, other in both), default=0.0) * 2.0**-23
+        report.released[metric.name] = apart / metric.bound
+        if apart > metric.bound * (1 + ROUNDING) + rounded:
+            report.refuted.append(f"one record moved the released {metric.name} by more than its bound")
 
 
 def _judge(report: ReplayReport, noise: RecordedNoise, plan: PrivacyPlan) -> None:
@@ -252,13 +333,14 @@ def replay(
     if not 0 <= record < plan.records:
         raise RecipeError(f"--record {record} is none of the {plan.records} records; give a smaller number")
     folder = Path(tempfile.mkdtemp(prefix="murmuration-replay-"))
+    phase = replace(phase, settings=phase.settings.model_copy(update={"steps": steps}))
     worlds: list[World] = []
     try:
         for name, blanked in (("with", None), ("without", record)):
-            worlds.append(_world(config, phase, plan, rule, key, derive, ranks, folder / name, blanked, around))
-        bound = worlds[0].step.clip.rule.sensitivity / plan.clip_norm
-        report = ReplayReport(phase.name, record, steps, 0, bound)
-        compare(worlds[0], worlds[1], phase.settings, plan, report)
+            leader = worlds[0] if worlds else None
+            worlds.append(_world(config, phase, plan, rule, key, derive, ranks, folder / name, blanked, around, leader))
+        report = ReplayReport(phase.name, record, steps, 0, rule.sensitivity / plan.clip_norm)
+        compare(worlds[0], worlds[1], plan, report)
         return report
     finally:
         for world in worlds:
@@ -287,7 +369,7 @@ def _first_drawn(derive: Derive, plan: PrivacyPlan, steps: int) -> int:
 
 def _world(
     config: Config, phase: ReadyPhase, plan: PrivacyPlan, rule: ClipRule, key: RunKey,
-    derive: Derive, ranks: Ranks, folder: Path, blanked: int | None, around: Around,
+    derive: Derive, ranks: Ranks, folder: Path, blanked: int | None, around: Around, leader: World | None,
 ) -> World:  # fmt: skip
     torch.manual_seed(0)  # both begin from the same weights
     model = build(phase.shape, phase.settings.objective)
@@ -305,14 +387,38 @@ def _world(
     )  # fmt: skip
     if blanked is not None:
         reader = BlankedReader(reader, blanked)
-    loader = Loader(reader, core.sampler(), 0, 1, config.train_micro_batch_size_per_gpu, last=plan.steps)
-    journal = Journal(Ledger.open(folder / "ledger.jsonl"))
-    journal.start_run("replay", key.check_value(), key.debug, {})
-    journal.declare_plan(phase.number, phase.name, plan, describe("pld"))
-    digest = config.digest(phase.number, phase.contents())
-    journal.begin_segment(phase.number, digest, phase.index.manifest_digest, 0, "first", "replay")
+    loader = Loader(
+        marking(reader, plan.held_out), core.sampler(), 0, 1, config.train_micro_batch_size_per_gpu, last=plan.steps
+    )
+    run = _run(config, phase, plan, key, ranks, folder)
     noise = RecordedNoise(around(core.noise("noise")))
     records = Records(loader.draw, loader.micro_batches)
-    stop = StopRequest(folder / "stop")
-    step = core.step(phase.number, journal, records, stop, noise=noise)
-    return World(engine, step, noise, journal, loader)
+    real = core.step(phase.number, run.writer, records, run.stop, noise=noise)
+    step: Leading | Following = Leading(real)
+    if leader is not None and isinstance(leader.step, Leading):
+        step = Following(real, engine, leader.step, leader.engine)
+    watching = watching_of(run, phase, engine, derive, built.clip, plan)
+    pace = Pace(plan.divisor, public=False, synthetic=PACE)
+    trainer = trainer_of(run, phase, step, engine, pace, watching, plan, rule.bound, 0)
+    return World(run, engine, step, noise, loader, trainer.pausing(0))
+
+
+def _run(
+    config: Config, phase: ReadyPhase, plan: PrivacyPlan, key: RunKey, ranks: Ranks, folder: Path
+) -> RunContext:  # fmt: skip
+    """A run directory as every run has one, with board and ledger."""
+    run_dir = RunDir(folder)
+    run_dir.prepare()
+    journal = Journal(Ledger.open(run_dir.ledger))
+    journal.start_run("replay", key.check_value(), key.debug, {}, KEYED)
+    journal.declare_plan(phase.number, phase.name, plan, describe("pld"))
+    checkpoints = Checkpoints(run_dir.checkpoints, ranks, Keep())
+    checkpoints.times = PublicTimes(START)
+    run = RunContext(
+        "replay", run_dir, ranks, journal, key, checkpoints, None, config,
+        Board(run_dir, ranks.main, checkpoints.times, config.run.private_curves), StopRequest(run_dir.stop_file),
+    )  # fmt: skip
+    contents = run.contents(phase)
+    digest = config.digest(phase.number, contents)
+    journal.begin_segment(phase.number, digest, contents["data"], 0, "first", "replay")
+    return run

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 
 from murmuration.accounting.epsilon.accountant import round_up
-from murmuration.accounting.epsilon.audit_bound import AuditBound
+from murmuration.accounting.epsilon.audit_evidence import ACCUSED, AuditBound, Bound
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.audit.checks import Check
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """`claim` is the epsilon that the audited run's own ledger charges, at `bound.delta`."""
+    """`claim` is the epsilon that the audited run's own ledger charges, at `bound.delta`.
+
+    `p_value` is of all bounds' evidence against it, corrected for their number. The lower bound is reported at the
+    confidence that was asked for; the claim is refuted only where an honest run would be so once in a million.
+    """
 
     phase: str
     kind: str
     claim: float
     bound: AuditBound
+    p_value: float
     plan: PrivacyPlan
     engine: str
     ranks: int
@@ -26,16 +32,17 @@ class AuditReport:
     measured_sigma: float
     sampling: Check
     divisor: Check
-    power: float | None
-    false_alarms: float | None
+    power: dict[float, float]
+    """Share of such audits that refute noise of so many times the planned one; empty where that is not known."""
     seconds: float
 
     @property
     def refuted(self) -> list[str]:
         """Every claim that does not stand, in words."""
         found = []
-        if self.bound.epsilon > self.claim:
-            found.append(f"epsilon is at least {self.bound.epsilon:.3f}, more than the claimed {self.claim:.3f}")
+        if self.p_value < ACCUSED:
+            least, claim = self.bound.epsilon, self.claim
+            found.append(f"epsilon is at least {least:.3f}, and {claim:.3f} is claimed (p = {self.p_value:.2g})")
         if not self.sampling.passed:
             found.append("the batches are not independent Poisson draws at the claimed rate")
         if not self.divisor.passed:
@@ -43,23 +50,26 @@ class AuditReport:
         return found
 
     def as_json(self) -> str:
-        best = self.bound.best
+        proven, best = self.bound.proven, self.bound.best
         value = {
             "phase": self.phase, "kind": self.kind, "claimed_epsilon": self.claim, "delta": self.bound.delta,
-            "lower_bound": self.bound.epsilon, "confidence": self.bound.confidence, "canaries": self.bound.canaries,
-            "included": self.bound.included, "guesses": best.guesses, "correct": best.correct,
+            "lower_bound": proven.epsilon, "lower_bound_by": proven.method, "lower_bound_if_assumed": best.epsilon,
+            "lower_bound_if_assumed_by": best.method, "assumed": best.assumes, "p_value_of_claim": self.p_value,
+            "confidence": self.bound.confidence, "bonferroni": self.bound.looks, "canaries": self.bound.canaries,
+            "included": self.bound.included, "guesses": proven.guesses, "correct": proven.correct,
             "tried": [each.__dict__ for each in self.bound.tried], "records": self.plan.records,
             "rate": self.plan.sampling_rate, "steps": self.plan.steps, "sigma": self.plan.noise_multiplier,
             "clip_norm": self.plan.clip_norm, "engine": self.engine,
             "ranks": self.ranks, "planted_noise_scale": self.planted_noise_scale,
             "measured_sigma_at_self_test": self.measured_sigma, "sampling_p_values": self.sampling.p_values,
-            "divisor_p_values": self.divisor.p_values, "power_at_0.3_sigma": self.power,
-            "false_alarms": self.false_alarms, "refuted": self.refuted, "seconds": round(self.seconds),
+            "divisor_p_values": self.divisor.p_values,
+            **{f"power_at_{scale:g}_sigma": share for scale, share in self.power.items()},
+            "false_alarms": ACCUSED, "refuted": self.refuted, "seconds": round(self.seconds),
         }  # fmt: skip
         return json.dumps(value)
 
     def as_text(self) -> str:
-        bound, best, plan = self.bound, self.bound.best, self.plan
+        bound, plan = self.bound, self.plan
         lines = []
         if self.planted_noise_scale is not None:
             lines.append(
@@ -72,19 +82,37 @@ class AuditReport:
             f"plan          n {plan.records} ({bound.canaries} {self.kind} canaries, {bound.included} of them in), "
             f"q {plan.sampling_rate:.6g}, sigma {plan.noise_multiplier:g}, C {plan.clip_norm:g}",
             f"claim         ε ≤ {round_up(self.claim)} at δ = {bound.delta:g}",
-            f"lower bound   ε ≥ {bound.epsilon:.3f} with {bound.confidence:.0%} confidence "
-            f"({best.correct} of {best.guesses} guesses right, the best of {len(bound.tried)} numbers of guesses)",
+            f"lower bound   ε ≥ {shown(bound.proven)}, whatever the algorithm",
+        ]
+        if bound.best.assumes:
+            lines.append(f"              ε ≥ {shown(bound.best)}, if {bound.best.assumes}")
+        lines += [
+            f"confidence    {bound.confidence:.0%} for all bounds together ({bound.looks} numbers were looked at)",
+            f"evidence      p = {self.p_value:.2g} for the claim",
             f"sampling      p = {self.sampling.p_value:.2g} for Poisson draws at the config's own rate",
             f"divisor       p = {self.divisor.p_value:.2g} for the constant q·n",
         ]
-        if self.power is not None:
-            lines.append(
-                f"power         {self.power:.1%} of such audits see noise of 0.3·σ, {self.false_alarms:.1%} accuse "
-                "honest noise (simulated)"
-            )
+        if self.power:
+            found = ", ".join(f"{share:.1%} see noise of {scale:g}·σ" for scale, share in self.power.items())
+            lines.append(f"power         of such audits {found}; one in a million accuses honest noise")
         else:
             lines.append("power         not known for input canaries; gradient canaries are the stronger test")
         lines += [f"REFUTED       {text}" for text in self.refuted]
         if not self.refuted:
-            lines.append("verdict       not refuted (an audit can refute a claim, never prove one)")
+            lines += self._unless_refuted()
         return "\n".join(lines)
+
+    def _unless_refuted(self) -> list[str]:
+        lines = []
+        if self.bound.epsilon > self.claim:
+            lines.append(
+                f"suspicious    the lower bound exceeds the claim, as up to {1 - self.bound.confidence:.1%} of honest "
+                "audits do; repeat it, with more canaries"
+            )
+        return [*lines, "verdict       not refuted (an audit can refute a claim, never prove one)"]
+
+
+def shown(bound: Bound) -> str:
+    # Rounded down, as a lower bound must be.
+    how = f"{bound.correct} of {bound.guesses} guesses right" if bound.guesses else "continuous values"
+    return f"{math.floor(bound.epsilon * 1000) / 1000:.3f} ({bound.method}, {how})"

@@ -16,15 +16,16 @@ from murmuration.train.noise.update import Update
 
 
 class Sightings:
-    """Per canary, the sum over steps of the released value at its coordinate; per step, how large noise alone is."""
+    """Per step, the released value at each canary's coordinate, and how large noise alone is."""
 
     def __init__(self, coordinates: Coordinates) -> None:
         self.coordinates = coordinates
-        self.totals = np.zeros(len(coordinates.flat))
+        self.at_canaries: list[np.ndarray] = []
         self.squares: list[float] = []
         self.elements: list[int] = []
 
     def begin_step(self) -> None:
+        self.at_canaries.append(np.zeros(len(self.coordinates.flat)))
         self.squares.append(0.0)
         self.elements.append(0)
 
@@ -32,14 +33,14 @@ class Sightings:
         for fragment in fragments:
             released = fragment.of(flat).detach()
             here, offsets = self.coordinates.within(fragment.parameter, fragment.elements)
-            self.totals[here] += released[torch.from_numpy(offsets).to(released.device)].double().cpu().numpy()
+            self.at_canaries[-1][here] += released[torch.from_numpy(offsets).to(released.device)].double().cpu().numpy()
             self.squares[-1] += float(released.double().square().sum())
             self.elements[-1] += fragment.length
 
-    def scores(self, known: np.ndarray, divisor: float, ranks: Ranks, replicated: bool) -> np.ndarray:
-        """Per canary, without what the real records are `known` to have added on each rank. Every step weighs alike."""
-        totals = sum(ranks.gather(self.totals)[: 1 if replicated else None])
-        return np.asarray(totals - sum(ranks.gather(known)) / divisor)
+    def values(self, known: Sequence[np.ndarray], divisor: float, ranks: Ranks, replicated: bool) -> np.ndarray:
+        """Per step and canary, without what the real records are `known` to have added on each rank in each step."""
+        released = sum(ranks.gather(np.array(self.at_canaries))[: 1 if replicated else None])
+        return np.asarray(released - sum(ranks.gather(np.array(known))) / divisor)
 
     def sizes_of_noise(self, ranks: Ranks, replicated: bool) -> tuple[np.ndarray, np.ndarray]:
         """Per step, the sum of squares of what was released and the elements behind it, of the whole model."""

@@ -284,6 +284,8 @@ class Phase(Section):
             return "trains on captions and needs data.tokenizer"
         if self.objective == "caption" and self.evaluation is not None and self.tokenizer is None:
             return "measures captions and needs data.tokenizer; source 'held-out' takes one"
+        if self.objective != "classify" and self.privacy is not None and self.privacy.held_out is not None:
+            return "answers no questions about labels, so it has no accuracy to release"
         if self.objective != "caption" and self.evaluation is not None and self.evaluation.zero_shot is not None:
             return "writes no captions, so it cannot be asked for zero-shot labels"
         return None

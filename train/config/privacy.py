@@ -71,11 +71,19 @@ class Clip(Section):
 class ReleasedMetric(Section):
     """Published with noise at every step, and charged as one event with the gradient."""
 
-    name: Literal["loss", "clipped"] = Field(
-        description="Metric to publish: the mean training loss, or the share of clipped records."
+    name: Literal["loss", "clipped", "accuracy"] = Field(
+        description="Metric to publish: the mean training loss, the share of clipped records, or the share of right "
+        "answers about held-out private records (objective classify)."
     )
     bound: float = Field(default=1.0, gt=0, description="Each record adds a number between 0 and this bound.")
     noise_multiplier: float = Field(gt=0, description="Noise on the sum, in units of the bound.")
+    share: float | None = Field(
+        default=None,
+        gt=0,
+        le=0.5,
+        description="Of accuracy: the share of the private records that are held out. They are drawn like all others "
+        "and never trained on.",
+    )
 
 
 class Tan(Section):
@@ -100,6 +108,11 @@ class Privacy(Section):
         default=[], description="Metrics of private records that are published with noise, at most one of each."
     )
 
+    @property
+    def held_out(self) -> float | None:
+        """Share of the records whose accuracy is released."""
+        return next((metric.share for metric in self.release if metric.share is not None), None)
+
     @model_validator(mode="after")
     def _one_of_each(self) -> Privacy:
         names = [metric.name for metric in self.release]
@@ -107,6 +120,11 @@ class Privacy(Section):
             raise ValueError("privacy.release names a metric twice; each can be released once")
         if any(metric.name == "clipped" and metric.bound != 1.0 for metric in self.release):
             raise ValueError("a record is clipped or not, so the bound of the metric 'clipped' is 1")
+        for metric in self.release:
+            if (metric.name == "accuracy") != (metric.share is not None):
+                raise ValueError("privacy.release: accuracy needs `share`, the records to hold out; others take none")
+            if metric.name == "accuracy" and (metric.bound != 1.0 or self.clip.adaptive is not None):
+                raise ValueError("an answer is right or not, so the bound of the metric 'accuracy' is 1; C stays fixed")
         return self
 
 

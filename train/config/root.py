@@ -226,9 +226,11 @@ class Config(Section):
         watches = self.phases[phase].plateau is not None
         out["evaluation"] = {"path", "public"} if watches else True
         out["monitor"] = True
-        # No weight, no bound and a rate of 0 are what a run had that began before there were any; it goes on.
+        # No weight, no bound, no share and a rate of 0 are what a run had that began before there were any; it goes on.
         if self.phases[phase].optimizer.params.gradient_norm is None:
             out["optimizer"] = {"params": {"gradient_norm"}}
+        if (privacy := self.phases[phase].privacy) is not None and privacy.held_out is None:
+            out["privacy"] = {"release": {"__all__": {"share"}}}
         data = self.phases[phase].data
         out["data"] = places | {name: True for name in ("weight", "take_head") if getattr(data, name, None) is None}
         if (mixing := self.phases[phase].mixing) is not None and mixing.weight is None:

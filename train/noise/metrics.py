@@ -14,7 +14,7 @@ from torch import Tensor
 
 from murmuration.accounting.adaptive import METRIC
 from murmuration.accounting.ledger.facts import MetricFact
-from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.accounting.plan import ACCURACY, PlannedMetric, PrivacyPlan
 from murmuration.data.draw.poisson import StepKey
 from murmuration.train.clip.engine import Observation
 from murmuration.train.distributed.ranks import Ranks
@@ -29,6 +29,7 @@ class MetricRelease:
         self.clip_bound = clip_bound
         self._divisor = plan.divisor
         self._planned = plan.metrics
+        self._held_out = plan.held_out or 0.0
         self._noise = [NoiseMechanism(key, metric.std, plan.divisor) for metric in plan.metrics]
         self._sums = torch.zeros(len(plan.metrics), dtype=torch.float64)
 
@@ -42,8 +43,18 @@ class MetricRelease:
     def add(self, present: Tensor, observed: Observation) -> None:
         """A micro-batch of this rank."""
         for index, metric in enumerate(self._planned):
+            if metric.name == ACCURACY:
+                continue  # of other records: see `count_right`
             lowest = -metric.bound if metric.name == METRIC else 0.0
             self._sums[index] += _bounded_sum(self._values(metric, observed), present, lowest, metric.bound)
+
+    def count_right(self, right: int) -> None:
+        """Held-out records of a micro-batch of this rank about which the model was right; each counts once."""
+        self._sums[[metric.name for metric in self._planned].index(ACCURACY)] += right
+
+    def _of_expected(self, metric: PlannedMetric) -> float:
+        """How many of a step's records a metric is expected to be of: a public constant, like q·n."""
+        return self._divisor * (self._held_out if metric.name == ACCURACY else 1 - self._held_out)
 
     def _values(self, metric: PlannedMetric, observed: Observation) -> Tensor:
         if metric.name == "loss":
@@ -55,7 +66,8 @@ class MetricRelease:
         return torch.where(torch.isfinite(observed.norms), clipped - 0.5, math.nan)
 
     def release(self, step: int) -> dict[str, float]:
-        """Summed over ranks, noised once (each rank draws the same keyed noise), divided by the constant q·n.
+        """Summed over ranks, noised once (each rank draws the same keyed noise), divided by a constant: q·n, or the
+        part of it that is expected to be held out, or not to be.
 
         The noise has all bits that the sum has, and what is told of both is rounded to fp32: in the last bits of an
         fp64 number that stand below those of its noise, the sum would show bare.
@@ -66,7 +78,7 @@ class MetricRelease:
         self._sums.zero_()
         return {
             f"noised_{metric.name}": rounded(
-                (float(sums[index]) + float(noise.draw(step, index, 0, 1, np.float64)[0])) / self._divisor
+                (float(sums[index]) + float(noise.draw(step, index, 0, 1, np.float64)[0])) / self._of_expected(metric)
                 + (0.5 if metric.name == METRIC else 0.0)  # each record was counted as 1/2 or -1/2
             )
             for index, (metric, noise) in enumerate(zip(self._planned, self._noise, strict=True))

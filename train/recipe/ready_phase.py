@@ -267,7 +267,7 @@ def make_plan(
             metrics += (PlannedMetric(METRIC, SENSITIVITY, SENSITIVITY * counted),)
         fixed = dict(
             records=records, threshold=threshold, clip_norm=privacy.clip.norm, steps=phase.steps, delta=delta,
-            epsilon_budget=privacy.epsilon, metrics=metrics, adaptive=adaptive,
+            epsilon_budget=privacy.epsilon, metrics=metrics, adaptive=adaptive, held_out=privacy.held_out,
         )  # fmt: skip
         sigma = privacy.noise_multiplier
         if sigma is None and known is not None and all(getattr(known, k) == v for k, v in fixed.items()):

@@ -10,6 +10,7 @@ from torch import nn
 from murmuration.accounting.keys import Derive
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.data.batch.held_out import marking
 from murmuration.data.batch.loader import Loader, PublicOrder, Reader
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.poisson import Sampler
@@ -76,7 +77,7 @@ def train_privately(
         _note_memory(run, phase, built.forward.kept_from_swap)
         core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise)
         pace = Pace(plan.divisor, public=False, synthetic=_prove(run, phase, core, segment))
-        loader = _private_loader(run, phase, reader, core, segment, done)
+        loader = _private_loader(run, phase, marking(reader, plan.held_out), core, segment, done)
         at_end.callback(loader.close)
         mixing = None
         if phase.mixed is not None:
@@ -90,8 +91,8 @@ def train_privately(
         step = core.step(number, run.journal, records, run.stop, stepping=mixing or built.engine, first_norm=first_norm)
         at_end.callback(core.close)
         _restore(loaded, resumed, built.engine, settings.optimizer.carry)
-        watching = _watching(run, phase, built.engine, derive, built.clip, plan)
-        _trainer(run, phase, step, built.engine, pace, watching, plan, rule.bound, done).run(done)
+        watching = watching_of(run, phase, built.engine, derive, built.clip, plan)
+        trainer_of(run, phase, step, built.engine, pace, watching, plan, rule.bound, done).run(done)
 
 
 def _note_memory(run: RunContext, phase: ReadyPhase, totals: bool) -> None:
@@ -124,9 +125,9 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         records = Records(loader.draw, loader.micro_batches).until_unreadable(run.stop)
         step = PlainStep(records, epochs.batch, engine, ranks, run.stop)
         _restore(loaded, resumed, engine, settings.optimizer.carry)
-        watching = _watching(run, phase, engine, derive, None, None)
+        watching = watching_of(run, phase, engine, derive, None, None)
         pace = Pace(batch, settings.data.public)
-        _trainer(run, phase, step, engine, pace, watching, None, None, done).run(done)
+        trainer_of(run, phase, step, engine, pace, watching, None, None, done).run(done)
 
 
 def _reader(
@@ -173,7 +174,7 @@ def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segme
     return report.records_per_second
 
 
-def _watching(
+def watching_of(
     run: RunContext, phase: ReadyPhase, engine: ShardedEngine, derive: Derive,
     clip: ClipEngine | None, plan: PrivacyPlan | None,
 ) -> Watching:  # fmt: skip
@@ -185,7 +186,7 @@ def _watching(
     )
 
 
-def _trainer(
+def trainer_of(
     run: RunContext, phase: ReadyPhase, step: Step, engine: ShardedEngine, pace: Pace, watching: Watching,
     plan: PrivacyPlan | None, clip_bound: float | None, done: int,
 ) -> Trainer:  # fmt: skip

@@ -60,10 +60,10 @@ def run_all(
         raise
     finally:
         with contextlib.suppress(OSError):  # a full disk has its own error, which this must not hide
-            _tell(run, **state)
+            tell_state(run, **state)
             _settle_times(run)
     _conclude(run, phases)
-    _tell(run, status="done" if spent is None else "budget spent")
+    tell_state(run, status="done" if spent is None else "budget spent")
     ranks.barrier()
     run.board.close()
     _settle_times(run)
@@ -77,7 +77,7 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
         run.board.say("NOT PRIVATE (debug): the keys come from run.debug_seed")
 
     def stalled(reason: str) -> None:
-        _tell(run, status=RESUMABLE, error=reason)
+        tell_state(run, status=RESUMABLE, error=reason)
 
     watchdog = watch(run.ranks, run.config.run.stall_seconds, stalled)
     try:
@@ -129,7 +129,7 @@ def _conclude(run: RunContext, phases: list[ReadyPhase]) -> None:
     run.board.say(f"report: {run.folder.report}")
 
 
-def _tell(run: RunContext, **state: object) -> None:
+def tell_state(run: RunContext, **state: object) -> None:
     """What scripts ask for; any rank may call it."""
     if run.journal is not None:
         last = run.journal.history.last_checkpoint()

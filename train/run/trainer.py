@@ -6,7 +6,7 @@ would tell of the sizes of their batches. What was measured with its weights is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,6 +73,11 @@ class Trainer:
 
     def run(self, done: int) -> None:
         """Trains from `done` steps to the end; on a stop request saves what is complete and raises Stopped."""
+        for _ in self.pausing(done):
+            pass
+
+    def pausing(self, done: int) -> Iterator[int]:
+        """The same, with a pause before each step, in which an audit keeps another run level with this one."""
         self._begin(done)
         self._settle()
         self.pace.tick()
@@ -81,6 +86,7 @@ class Trainer:
                 self.board.say(f"{self.name}  ends after step {step - 1} of {self.steps}: {why}")
                 self._begin(step - 1)
                 break
+            yield step
             rate = learning_rate(self.phase.settings.schedule, self.steps, step)
             try:
                 observed = self.step.run(step, rate)

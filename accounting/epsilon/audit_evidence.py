@@ -1,0 +1,247 @@
+"""All that one audited run shows, and the strongest that it proves about epsilon.
+
+Several bounds look at the same run, and the best of them is reported, which costs confidence: the allowed error is
+shared out evenly over everything that was looked at (Bonferroni). The numbers that were looked at are what counts, not
+the methods: methods that read the same count of right guesses refute beyond some count each, so the union of their
+errors is the error of the one that refutes first. A bound from below refutes claims; it never proves one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from murmuration.accounting.epsilon.accountant import Event, epsilon_below, plain_sigma
+from murmuration.accounting.epsilon.audit_bound import (
+    CONFIDENCE,
+    LARGEST_EPSILON,
+    SHARES,
+    AuditError,
+    correct_guesses,
+    epsilon_bound,
+    level_of,
+    numbers_of_guesses,
+    p_value,
+)
+from murmuration.accounting.epsilon.audit_curve import curve_p_value, is_refuted
+from murmuration.accounting.epsilon.audit_pairs import Pairs
+from murmuration.accounting.epsilon.trade_off import TradeOff, of_events, of_point
+
+# An honest run is accused once in so many audits. The reported bound has a confidence of its own.
+ACCUSED = 1e-6
+# Deltas below the claim's matter where rare numbers of right guesses are judged.
+CURVE_DELTA = 1e-10
+LEAST_SCALE, MOST_SCALE = 2.0**-5, 2.0**5
+
+GAUSSIAN = "the noise is Gaussian of some size, sampled and composed as planned"
+INDEPENDENT = f"{GAUSSIAN}, independent between canaries and steps"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the run's ledger charges."""
+
+    events: tuple[Event, ...]
+    epsilon: float
+    delta: float
+
+    def scaled(self, scale: float) -> tuple[Event, ...]:
+        """The same steps with `scale` times the noise."""
+        return tuple(replace(event, sigma=event.sigma * scale) for event in self.events)
+
+    def curve(self, scale: float = 1.0) -> TradeOff:
+        return of_events(self.scaled(scale), min(self.delta, CURVE_DELTA))
+
+    @cached_property
+    def claimed_curve(self) -> TradeOff:
+        return self.curve()
+
+    def epsilon_at(self, scale: float) -> float:
+        """Nothing above the true epsilon of those events."""
+        return epsilon_below(self.scaled(scale), self.delta) or 0.0
+
+    @property
+    def sigma(self) -> float:
+        """Of each step."""
+        return min(event.sigma for event in self.events)
+
+
+@dataclass(frozen=True)
+class Count:
+    """So many coins guessed, and so many of them rightly."""
+
+    guesses: int
+    correct: int
+
+
+@dataclass(frozen=True)
+class Bound:
+    """`assumes` is empty where the bound holds for every algorithm."""
+
+    method: str
+    epsilon: float
+    assumes: str = ""
+    guesses: int | None = None
+    correct: int | None = None
+
+
+@dataclass(frozen=True)
+class AuditBound:
+    """All bounds hold together at `confidence`, so the best of them does."""
+
+    canaries: int
+    included: int
+    delta: float
+    confidence: float
+    looks: int
+    tried: tuple[Bound, ...]
+
+    @property
+    def proven(self) -> Bound:
+        """The best that holds for every algorithm."""
+        return max((each for each in self.tried if not each.assumes), key=lambda each: each.epsilon)
+
+    @property
+    def best(self) -> Bound:
+        """The best of all, with what it assumes; one that assumes nothing where none is better."""
+        return max(self.tried, key=lambda each: (each.epsilon, not each.assumes))
+
+    @property
+    def epsilon(self) -> float:
+        return self.best.epsilon
+
+    def as_dict(self) -> dict[str, object]:
+        return {**asdict(self), "best": asdict(self.best), "proven": asdict(self.proven)}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    canaries: int
+    included: int
+    counts: tuple[Count, ...]
+    pairs: Pairs | None = None
+
+    @property
+    def looks(self) -> int:
+        return len(self.counts) + (self.pairs is not None)
+
+    def bound(self, claim: Claim, confidence: float = CONFIDENCE) -> AuditBound:
+        """`claim` gives delta, and the family of runs that differ from it in the size of the noise."""
+        each = level_of(confidence) / self.looks
+        tried = []
+        for guesses, correct in ((count.guesses, count.correct) for count in self.counts):
+            steinke = epsilon_bound(self.canaries, guesses, correct, claim.delta, 1 - each)
+            curve = _epsilon_by_curve(self.canaries, guesses, correct, claim.delta, each)
+            tried.append(Bound("one-run (ε, δ)", steinke, "", guesses, correct))
+            tried.append(Bound("one-run f-DP", curve, "", guesses, correct))
+        tried.append(self._by_family(claim, each))
+        if self.pairs is not None:
+            mu = self.pairs.mu_bound(each)
+            found = claim.epsilon_at(1 / (mu * claim.sigma)) if mu > 0 else 0.0
+            tried.append(Bound("white-box Gaussian pairs", found, INDEPENDENT))
+        return AuditBound(self.canaries, self.included, claim.delta, confidence, self.looks, tuple(tried))
+
+    def p_value(self, claim: Claim) -> float:
+        """At most how likely anything that speaks as loudly against the claim is, if the claim is true."""
+        found = [_count_p_value(self.canaries, count, claim) for count in self.counts]
+        if self.pairs is not None:
+            found.append(self.pairs.p_value(1 / claim.sigma))
+        return min(1.0, min(found) * self.looks)
+
+    def _by_family(self, claim: Claim, level: float) -> Bound:
+        """The least noise that is refuted, in multiples of the planned one; so there is no more than that."""
+
+        def refuting(scale: float) -> Count | None:
+            curve = claim.curve(scale)
+            tests = (c for c in self.counts if is_refuted(self.canaries, c.guesses, c.correct, curve, level))
+            return next(tests, None)
+
+        name = "one-run f-DP, Gaussian"
+        by = refuting(MOST_SCALE)
+        if by is None:
+            return Bound(name, 0.0, GAUSSIAN)
+        stands, refuted = math.log(LEAST_SCALE), math.log(MOST_SCALE)
+        # Composing sampled steps takes seconds a time; a coarser search only makes the bound lower.
+        for _ in range(30 if plain_sigma(claim.events) is not None else 8):
+            middle = (stands + refuted) / 2
+            found = refuting(math.exp(middle))
+            stands, refuted, by = (stands, middle, found) if found else (middle, refuted, by)
+        return Bound(name, claim.epsilon_at(math.exp(refuted)), GAUSSIAN, by.guesses, by.correct)
+
+
+def collect(
+    scores: np.ndarray, included: np.ndarray, pairs: Pairs | None = None, shares: Sequence[float] = SHARES
+) -> Evidence:
+    """`scores` must not depend on `included` but through the run; a higher score speaks for a canary that was in."""
+    included = np.asarray(included, dtype=bool)
+    if scores.shape != included.shape or scores.ndim != 1:
+        raise AuditError(f"{scores.shape} scores for {included.shape} coins; give one score per canary")
+    if not np.isfinite(scores).all():
+        raise AuditError("a score is not finite, so the run diverged; lower the learning rate")
+    order = np.argsort(scores, kind="stable")
+    choices = numbers_of_guesses(len(scores), shares)
+    counts = tuple(Count(guesses, correct_guesses(order, included, guesses)) for guesses in choices)
+    return Evidence(len(scores), int(included.sum()), counts, pairs)
+
+
+def refuting_share(
+    canaries: int, participations: Sequence[float], std: float, claim: Claim, *,
+    level: float = ACCUSED, shares: Sequence[float] = SHARES, audits: int = 400, seed: int = 0,
+) -> float:  # fmt: skip
+    """Share of simulated audits whose guesses refute `claim`: the power at a fault, or the false alarms.
+
+    An included canary's score gains k with probability participations[k] (a q = 1 run of T steps: k = T alone);
+    `std` is the deviation of the noise in a score, in units of one participation. `level` is that of each count.
+    """
+    draw = np.random.default_rng(seed)
+    choices = numbers_of_guesses(canaries, shares)
+    needed = [least_correct(canaries, guesses, claim, level) for guesses in choices]
+    counts = np.arange(len(participations))
+    refuted = 0
+    for _ in range(audits):
+        included = draw.random(canaries) < 0.5
+        gain = draw.choice(counts, size=canaries, p=np.asarray(participations))
+        order = np.argsort(np.where(included, gain, 0) + std * draw.standard_normal(canaries))
+        found = (correct_guesses(order, included, guesses) for guesses in choices)
+        refuted += any(correct >= least for correct, least in zip(found, needed, strict=True))
+    return refuted / audits
+
+
+def least_correct(canaries: int, guesses: int, claim: Claim, level: float) -> int:
+    """Right guesses that refute the claim; `guesses` + 1 if no number of them does."""
+    return _first(guesses, lambda correct: _count_p_value(canaries, Count(guesses, correct), claim) <= level)
+
+
+def _first(last: int, test: Callable[[int], bool]) -> int:
+    low, high = -1, last + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if test(middle) else (middle, high)
+    return high
+
+
+def _count_p_value(canaries: int, count: Count, claim: Claim) -> float:
+    """Two bounds of the same tail, so the smaller one holds."""
+    by_point = p_value(canaries, count.guesses, count.correct, claim.epsilon, claim.delta)
+    return min(by_point, curve_p_value(canaries, count.guesses, count.correct, claim.claimed_curve))
+
+
+def _epsilon_by_curve(canaries: int, guesses: int, correct: int, delta: float, level: float) -> float:
+    """The largest epsilon that is refuted together with `delta`, for whatever algorithm; 0 if none is."""
+
+    def refuted(value: float) -> bool:
+        return is_refuted(canaries, guesses, correct, of_point(value, delta), level)
+
+    if not refuted(0.0):
+        return 0.0
+    low, high = 0.0, LARGEST_EPSILON
+    if refuted(high):
+        return high
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if refuted(middle) else (low, middle)
+    return low

@@ -1,0 +1,51 @@
+"""Private records that are drawn like all others and never trained on, so that accuracy can be measured on them.
+
+Which ones is a function of the record's number and the share, and of nothing else: of no key, so that a run that goes
+on with new keys holds out the same, and of no content, so that neighbouring data sets are cut alike.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from murmuration.data.batch.loader import Reader
+from murmuration.data.draw.micro_batch import Fetched, MicroBatch
+
+HELD_OUT = "held_out"
+# The finaliser of SplitMix64 (Steele, Lea and Flood 2014).
+_GOLDEN, _FACTORS, _SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (30, 27, 31)
+
+
+def is_held_out(records: np.ndarray, share: float) -> np.ndarray:
+    """Of record numbers; whatever stands in the place of a missing one is not."""
+    mixed = (records.astype(np.int64).view(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return (mixed < np.uint64(round(share * 2**63) * 2)) & (records >= 0)
+
+
+class HeldOutReader:
+    """Marks the held-out records of each micro-batch; the step takes the mark off and trains on the rest."""
+
+    def __init__(self, inner: Reader, share: float) -> None:
+        self._inner, self._share = inner, share
+
+    @property
+    def in_flight(self) -> int:
+        return self._inner.in_flight
+
+    def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
+        found = self._inner.fetch(ids_row, step)
+        mark = torch.from_numpy(is_held_out(ids_row, self._share))
+        return Fetched(MicroBatch({**found.batch.inputs, HELD_OUT: mark}, found.batch.present), found.bad)
+
+    def report(self, fetched: Fetched) -> None:
+        self._inner.report(fetched)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def marking(reader: Reader, share: float | None) -> Reader:
+    return reader if share is None else HeldOutReader(reader, share)

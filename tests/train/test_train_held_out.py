@@ -1,0 +1,179 @@
+"""Accuracy on held-out private records: who is held out, what one record can move, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from murmuration.accounting.plan import ACCURACY, PlanError, PlannedMetric, PrivacyPlan
+from murmuration.data.batch.held_out import HELD_OUT, HeldOutReader, is_held_out, marking
+from murmuration.data.draw.micro_batch import Fetched, MicroBatch
+from murmuration.model.classifier import Classifier
+from murmuration.train.clip.engine import Observation
+from murmuration.train.config.phase import Phase
+from murmuration.train.config.section import RecipeError
+from murmuration.train.engines.held_out import HeldOutAccuracy
+from murmuration.train.noise.metrics import MetricRelease
+from murmuration.train.recipe.ready_phase import make_plan
+from tests.support.step_world import METRIC_KEY
+from tests.support.train_helpers import alone, plan_for
+
+SHARE = 0.25
+
+
+def test_the_same_records_are_held_out_always_and_about_as_many_as_asked_for() -> None:
+    ids = np.arange(100_000)
+    for share in (0.01, 0.25, 0.5):
+        held = is_held_out(ids, share)
+        error = 6 * math.sqrt(share * (1 - share) / len(ids))
+        assert abs(held.mean() - share) < error and abs(held[::7].mean() - share) < 3 * error
+        assert np.array_equal(is_held_out(ids[50:60], share), held[50:60]), "wherever they stand in a batch"
+    assert not (is_held_out(ids, 0.01) & ~is_held_out(ids, 0.25)).any(), "a larger share holds out more, not others"
+    assert not is_held_out(np.full(100, -1), 0.5).any(), "an empty slot is no record"
+    assert np.flatnonzero(is_held_out(np.arange(24), SHARE)).tolist() == FROZEN, (
+        "another choice trains on held-out ones"
+    )
+
+
+FROZEN = [2, 4, 6, 8, 18]
+
+
+class Answers(Classifier):
+    """Says the class whose pixel is largest."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.head = nn.Linear(3, 3, bias=False)
+        nn.init.eye_(self.head.weight)
+
+    def features(self, images: Tensor) -> Tensor:
+        return images[:, :, 0, 0]
+
+
+def quiet_plan() -> PrivacyPlan:
+    metrics = (PlannedMetric("loss", 4.0, 1e-9), PlannedMetric(ACCURACY, 1.0, 1e-9))
+    return replace(plan_for(), metrics=metrics, held_out=SHARE)
+
+
+def engine_of(model: Any, partitioned: bool = False) -> Any:
+    return SimpleNamespace(model=model, device=torch.device("cpu"), partitioned=partitioned)
+
+
+def batch_of(answers: list[int], labels: list[int], held: list[bool], present: list[bool]) -> MicroBatch:
+    images = torch.zeros(len(answers), 3, 1, 1)
+    images[torch.arange(len(answers)), torch.tensor(answers)] = 1.0
+    inputs = {"images": images, "labels": torch.tensor(labels), HELD_OUT: torch.tensor(held)}
+    return MicroBatch(inputs, torch.tensor(present))
+
+
+def through(batch: MicroBatch, plan: PrivacyPlan) -> tuple[MicroBatch, dict[str, float]]:
+    release = MetricRelease(METRIC_KEY, plan, clip_bound=1.0, ranks=alone())
+
+    def batches(ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
+        del ids, step
+        yield batch
+
+    (rest,) = HeldOutAccuracy(engine_of(Answers()), release).around(batches)(np.arange(4), 1)
+    ones = torch.ones(len(rest.present))
+    release.add(rest.present, Observation(ones, ones, 1.0))
+    return rest, release.release(1)
+
+
+def test_held_out_records_are_counted_and_absent_and_the_others_are_not_counted() -> None:
+    plan = quiet_plan()
+    batch = batch_of([0, 1, 2, 0, 1], [0, 1, 0, 0, 1], [True, True, True, False, True], [True, True, True, True, False])
+    rest, released = through(batch, plan)
+    assert rest.present.tolist() == [False, False, False, True, False] and HELD_OUT not in rest.inputs
+    assert not rest.inputs["images"][[0, 1, 2, 4]].any() and torch.equal(
+        rest.inputs["images"][3], batch.inputs["images"][3]
+    )
+    assert released["noised_accuracy"] * plan.divisor * SHARE == pytest.approx(2.0, abs=1e-5), "right, held out, there"
+    assert released["noised_loss"] * plan.divisor * (1 - SHARE) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_record_moves_the_count_by_at_most_one_or_the_gradient_and_never_both() -> None:
+    plan = quiet_plan()
+    for held in (True, False):
+        there = batch_of([0, 1], [0, 1], [False, held], [True, True])
+        blank = batch_of([0, 1], [0, 1], [False, held], [True, False])
+        (one, with_it), (other, without) = through(there, plan), through(blank, plan)
+        moved = (with_it["noised_accuracy"] - without["noised_accuracy"]) * plan.divisor * SHARE
+        assert moved == pytest.approx(float(held), abs=1e-5)
+        assert bool((one.present != other.present).any()) == (not held)
+
+
+def test_hostile_pictures_and_labels_count_at_most_once_each() -> None:
+    batch = batch_of([0, 0, 0], [-1, 10**9, 0], [True] * 3, [True] * 3)
+    batch.inputs["images"][2] = math.nan
+    _, released = through(batch, quiet_plan())
+    assert 0 <= released["noised_accuracy"] * quiet_plan().divisor * SHARE < 3.5
+
+
+def test_a_reader_that_marks_nothing_is_an_error_and_an_unreadable_batch_passes() -> None:
+    with pytest.raises(KeyError):
+        through(MicroBatch({"images": torch.zeros(1, 3, 1, 1)}, torch.ones(1, dtype=torch.bool)), quiet_plan())
+    rest, _ = through(MicroBatch({}, torch.zeros(0, dtype=torch.bool)), quiet_plan())
+    assert not rest.inputs
+
+
+def test_the_reader_marks_by_record_number() -> None:
+    inner: Any = SimpleNamespace(
+        in_flight=1, report=lambda fetched: None, close=lambda: None,
+        fetch=lambda ids, step: Fetched(MicroBatch({"labels": torch.zeros(len(ids))}, torch.from_numpy(ids >= 0)), {}),
+    )  # fmt: skip
+    found = HeldOutReader(inner, SHARE).fetch(np.array([2, 3, 4, -1]), 1)
+    assert found.batch.inputs[HELD_OUT].tolist() == [True, False, True, False]
+    assert found.batch.present.tolist() == [True, True, True, False] and marking(inner, None) is inner
+
+
+def test_a_sharded_model_and_what_is_no_classifier_are_refused() -> None:
+    release = MetricRelease(METRIC_KEY, quiet_plan(), clip_bound=1.0, ranks=alone())
+    with pytest.raises(RecipeError, match="use ZeRO 0, 1 or 2"):
+        HeldOutAccuracy(engine_of(Answers(), partitioned=True), release)
+    with pytest.raises(RecipeError, match="objective classify"):
+        HeldOutAccuracy(engine_of(nn.Linear(1, 1)), release)
+
+
+def test_a_plan_has_the_metric_and_the_share_or_neither() -> None:
+    plan = quiet_plan()
+    assert "held_out" not in plan_for().as_dict() and plan.as_dict()["held_out"] == SHARE
+    assert PrivacyPlan(**plan.as_dict()) == plan  # pyright: ignore[reportArgumentType]
+    for wrong in ({"held_out": None}, {"metrics": ()}, {"held_out": 0.9}):
+        with pytest.raises(PlanError):
+            replace(plan, **wrong)
+
+
+def phase(objective: str = "classify", **metric: Any) -> Phase:
+    return Phase.model_validate(
+        {
+            "name": "private",
+            "data": {"path": "x"} | ({"label": "cls"} if objective == "classify" else {"tokenizer": "t"}),
+            "objective": objective, "steps": 20, "schedule": {"peak": 1e-3},
+            "privacy": {
+                "epsilon": 4.0, "expected_batch": 50.0,
+                "release": [{"name": "accuracy", "noise_multiplier": 5.0} | metric],
+            },
+        }
+    )  # fmt: skip
+
+
+def test_the_config_asks_for_a_share_and_the_plan_pays_for_the_metric() -> None:
+    settings = phase(share=0.1)
+    assert settings.privacy is not None
+    plan = make_plan(settings, settings.privacy, 1000, "phases.0")
+    assert plan.held_out == 0.1 and plan.metrics == (PlannedMetric(ACCURACY, 1.0, 5.0),)
+    assert plan.effective_noise_multiplier < plan.noise_multiplier, "charged with the gradient"
+    for wrong, reason in (
+        ({}, "needs `share`"), ({"share": 0.1, "bound": 2.0}, "bound of the metric 'accuracy' is 1"),
+        ({"share": 0.1, "name": "loss"}, "others take none"), ({"share": 0.1, "objective": "caption"}, "no accuracy"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=reason):
+            phase(**wrong)

@@ -1,0 +1,66 @@
+"""Accuracy on the held-out records of a step's own draw: counted here, noised and charged by `MetricRelease`.
+
+A held-out record that is drawn moves the count by at most 1 and the gradient not at all; any other record moves the
+gradient by at most C and the count not at all, because the count is taken with the weights from before the step. So
+what a draw releases is still one vector, and each record moves one of its parts. The ledger charges it as if a record
+could move all parts at once, which is more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from murmuration.data.batch.held_out import HELD_OUT
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.model.classifier import Classifier
+from murmuration.train.config.section import RecipeError
+from murmuration.train.engines.base import ShardedEngine, evaluating
+from murmuration.train.noise.metrics import MetricRelease
+
+MicroBatches = Callable[[np.ndarray, int], Iterator[MicroBatch]]
+
+
+class HeldOutAccuracy:
+    def __init__(self, engine: ShardedEngine, release: MetricRelease) -> None:
+        if engine.partitioned:
+            raise RecipeError(
+                "accuracy on held-out records asks the whole model, and this engine has it nowhere; use ZeRO 0, 1 or 2"
+            )
+        if not isinstance(engine.model, Classifier):
+            raise RecipeError("privacy.release: accuracy is that of classifiers; use the objective classify")
+        self._model, self._device, self._release = engine.model, engine.device, release
+
+    def around(self, micro_batches: MicroBatches) -> MicroBatches:
+        """The same micro-batches, in which held-out records are absent."""
+
+        def rest(ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
+            for batch in micro_batches(ids, step):
+                yield self._count(batch) if batch.inputs else batch  # one that could not be read has none
+
+        return rest
+
+    def _count(self, batch: MicroBatch) -> MicroBatch:
+        # A KeyError here is a reader that marks nothing: training on held-out records would be no failure to see.
+        inputs = dict(batch.inputs)
+        held = inputs.pop(HELD_OUT).to(batch.present.device)
+        asked = batch.present & held
+        self._release.count_right(int((self._right(inputs).to(asked.device) & asked).sum()))
+        # From here on a held-out record is like an empty slot: nothing of it stands among the inputs.
+        rest = {name: torch.where(_along(held.to(t.device), t), torch.zeros_like(t), t) for name, t in inputs.items()}
+        return MicroBatch(rest, batch.present & ~held)
+
+    @torch.no_grad()
+    def _right(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Per row, of all rows: how many are held out must not change a kernel's shapes."""
+        here = {name: tensor.to(self._device) for name, tensor in inputs.items()}
+        with evaluating(self._model):
+            logits = self._model.head(here["features"]) if "features" in here else self._model.logits(here["images"])
+        return logits.argmax(1) == here["labels"]
+
+
+def _along(rows: Tensor, like: Tensor) -> Tensor:
+    return rows.view(-1, *[1] * (like.dim() - 1))
