@@ -84,8 +84,8 @@ def _of_phase(
 ) -> PhaseForecast:  # fmt: skip
     where = f"phases.{number}"
     records = known_records(phase, where)[0]
-    phase = with_steps(phase, records, where)
-    plan = make_plan(phase, phase.privacy, records, where) if phase.privacy else None
+    phase = with_steps(phase, records, where, config.run.noise)
+    plan = make_plan(phase, phase.privacy, records, where, noise=config.run.noise) if phase.privacy else None
     batch = Batch.drawn(plan) if plan else Batch(float(phase.batch or 1))
     mixed = phase.mixing.batch if phase.mixing else 0
     cost, weights = counted(config, phase)
