@@ -107,10 +107,15 @@ class ExactNoise(NoiseMechanism):
             found = nearest_whole(std, first, second, level * WORD, sine)
             if found is not None:
                 return found
-            more = NoiseMechanism(_level_key(self._master, level), 1.0, 1.0)._keystream(step, parameter, block, 1)
-            word, other = np.frombuffer(more.update(bytes(BLOCK_BYTES)), "<u8").tolist()
+            word, other = np.frombuffer(self.draw_bits(self._master, level, step, parameter, block), "<u8").tolist()
             first, second = first << WORD | word, second << WORD | other
         raise AssertionError("64,000 bits did not decide a draw; the cipher is broken")
+
+    @staticmethod
+    def draw_bits(key: bytes, level: int, step: int, parameter: int, block: int) -> bytes:
+        """Of both uniforms of a block, bits 64·level to 64·level + 63."""
+        cipher = NoiseMechanism(_level_key(key, level), 1.0, 1.0)
+        return cipher._keystream(step, parameter, block, 1).update(bytes(BLOCK_BYTES))
 
 
 def _fineness(growth: float, bound: float, std: float, elements: int) -> float:
@@ -126,9 +131,8 @@ def power_of_two_below(value: float) -> float:
     return math.ldexp(1.0, math.frexp(value)[1] - 1)
 
 
-@lru_cache(maxsize=64)
 def _level_key(key: bytes, level: int) -> bytes:
-    """Bits 64·level to 64·level + 63 of all uniforms come from this key."""
+    """Not kept: what lies in a cache outlives the key that it is made of."""
     info = f"murmuration/1|exact-gaussian|{level}".encode()
     return HKDF(SHA256(), len(key), salt=None, info=info).derive(key)
 
