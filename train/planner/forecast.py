@@ -26,6 +26,10 @@ LAYOUTS = ((0, False), (1, False), (1, True), (2, False), (2, True), (3, False),
 MARKS = 5
 
 
+# Of the rate at which a processor draws other noise: measured for a hundred million weights (benchmarks/noise.py).
+EXACT_RATE = 0.5
+
+
 @dataclass(frozen=True)
 class Layout:
     """One way to lay the phase out over the ranks."""
@@ -72,6 +76,8 @@ def forecast(config: Config, cluster: Cluster, records_per_second: float | None 
         raise PlannerError(f"plans are made for run.engine = 'deepspeed', and not for {config.run.engine!r}")
     if config.run.noise == "philox":
         cluster = replace(cluster, noise_per_second=math.inf)  # drawn on the device, while it computes
+    if config.run.noise == "exact":
+        cluster = replace(cluster, noise_per_second=EXACT_RATE * cluster.noise_per_second)
     found = []
     for number, phase in enumerate(config.phases):
         if phase.trains:
