@@ -17,6 +17,8 @@ RATE_DENOMINATOR = 2**32
 ACCURACY = "accuracy"
 UNIT = "one record (an image, or an image with its caption)"
 ADJACENCY = "zero-out: one record is replaced by a record that is drawn alike and contributes exactly zero"
+GRID_GROWTH = 1e-6
+"""Where the noise is exact: by how much of C rounding to a grid may enlarge what one record does to a sum."""
 
 
 class PlanError(RunError, ValueError):
@@ -79,6 +81,9 @@ class PrivacyPlan:
     """Set in a TAN simulation; all other numbers are of what is run."""
     held_out: float | None = None
     """Share of the records that are drawn and never trained on; the metric `accuracy` is of them."""
+    grid_growth: float = 0.0
+    """Above 0 if and only if the noise is exact: sums are rounded to a grid before it, which may add this share of C
+    (and of a metric's bound) to what one record does. All noise multipliers are charged as that much smaller."""
 
     def __post_init__(self) -> None:
         # A ledger holds them as JSON.
@@ -102,6 +107,11 @@ class PrivacyPlan:
                 raise PlanError(f"{name} must be a finite positive number, but is {value}")
         if self.records < 1 or self.steps < 1:
             raise PlanError(f"records and steps must be at least 1, but are {self.records} and {self.steps}")
+        self._require_small()
+
+    def _require_small(self) -> None:
+        if not 0 <= self.grid_growth <= GRID_GROWTH:
+            raise PlanError(f"grid_growth must lie in [0, {GRID_GROWTH:g}], but is {self.grid_growth}")
         # delta = 1/n is the papers' usual choice, so it is allowed; anything above it protects nobody.
         if not 0 < self.delta <= 1 / self.records:
             raise PlanError(f"delta must lie in (0, 1/n] = (0, {1 / self.records:.3g}], but is {self.delta}")
@@ -137,9 +147,14 @@ class PrivacyPlan:
     @property
     def effective_noise_multiplier(self) -> float:
         """Of gradient and metrics together, which are one event: what the accountant must be asked about."""
-        if not self.metrics:
-            return self.noise_multiplier
-        return (self.noise_multiplier**-2 + sum((m.bound / m.std) ** 2 for m in self.metrics)) ** -0.5
+        together = self.noise_multiplier
+        if self.metrics:
+            together = (self.noise_multiplier**-2 + sum((m.bound / m.std) ** 2 for m in self.metrics)) ** -0.5
+        return self.charged_as(together)
+
+    def charged_as(self, sigma: float) -> float:
+        """A noise multiplier, less what the grid takes."""
+        return sigma / (1 + self.grid_growth) if self.grid_growth else sigma
 
     @property
     def counted(self) -> list[tuple[float, float]]:
@@ -148,9 +163,15 @@ class PrivacyPlan:
 
     def as_dict(self) -> dict[str, object]:
         value = asdict(self)
-        optional = {name: value.pop(name) for name in ("metrics", "adaptive", "stands_for", "held_out")}
+        names = ("metrics", "adaptive", "stands_for", "held_out", "grid_growth")
+        optional = {name: value.pop(name) for name in names}
         optional["metrics"] = list(optional["metrics"])
         return value | {name: part for name, part in optional.items() if part}
+
+
+def fits_grid(grid: float, elements: int, most: float) -> bool:
+    """Whether rounding that many numbers to multiples of `grid`, a power of two, adds at most `most` to a distance."""
+    return 0 < grid < math.inf and math.frexp(grid)[0] == 0.5 and grid * math.sqrt(elements) <= most
 
 
 def parse_delta(text: float | str | None, records: int) -> float:

@@ -28,8 +28,6 @@ def stand_in(plan: PrivacyPlan, scale: float) -> PrivacyPlan:
     if batch < 1:
         raise PlanError(f"tan.scale = {scale:g} makes the expected batch {batch:.3g}; use at most {plan.divisor:g}")
     threshold = threshold_for(plan.records, batch)
-    spent = epsilon([Event(threshold / 2**32, sigma, plan.steps)], plan.delta)
-    return replace(
-        plan, threshold=threshold, noise_multiplier=sigma, epsilon_budget=round_up(spent),
-        stands_for=StandIn(plan.epsilon_budget, scale),
-    )  # fmt: skip
+    cheap = replace(plan, threshold=threshold, noise_multiplier=sigma)
+    spent = epsilon([Event(cheap.sampling_rate, cheap.effective_noise_multiplier, plan.steps)], plan.delta)
+    return replace(cheap, epsilon_budget=round_up(spent), stands_for=StandIn(plan.epsilon_budget, scale))

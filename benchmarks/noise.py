@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -25,8 +26,10 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+from murmuration.accounting.plan import GRID_GROWTH
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.exact import ExactNoise
 from murmuration.train.noise.philox import PhiloxNoise
 from murmuration.train.noise.prefetch import NoiseAhead
 
@@ -48,6 +51,7 @@ def draw_with_libm(elements: int) -> np.ndarray:
 
 def options(elements: int) -> dict[str, Callable[[], object]]:
     aes, philox = NoiseMechanism(KEY, 1.0, 1.0), PhiloxNoise(KEY, 1.0, 1.0)
+    exact = {d: ExactNoise(KEY, 1.0, 1.0, GRID_GROWTH / math.sqrt(d)) for d in (10**6, 10**8)}
     normal = torch.empty(elements)
     zeros, words = bytes(1 << 18), bytearray((1 << 18) + 16)
     cipher = Cipher(algorithms.AES256(KEY), modes.CTR(bytes(16))).encryptor()
@@ -56,6 +60,8 @@ def options(elements: int) -> dict[str, Callable[[], object]]:
         "aes_float32": lambda: aes.draw(1, 0, 0, elements),
         "aes_float64": lambda: aes.draw(1, 0, 0, elements, np.float64),
         "aes_float32_tensors_of_192": lambda: [aes.draw(1, f.parameter, 0, f.length) for f in small],
+        "exact_of_a_million_weights": lambda: exact[10**6].draw(1, 0, 0, elements),
+        "exact_of_a_hundred_million_weights": lambda: exact[10**8].draw(1, 0, 0, elements),
         "aes_libm": lambda: draw_with_libm(elements),
         "keystream_alone": lambda: [cipher.update_into(zeros, words) for _ in range(elements // (1 << 15))],
         "philox_on_cpu": lambda: philox.draw(1, 0, 0, elements),
@@ -72,6 +78,11 @@ def rates(elements: int, rounds: int) -> dict[str, float]:
             act()
             seconds[name].append(time.thread_time() - began)
     return {name: elements / statistics.median(found) for name, found in seconds.items()}
+
+
+def relative(found: dict[str, float]) -> dict[str, float]:
+    """To the noise that a run draws if nothing else is asked for."""
+    return {name: rate / found["aes_float64"] for name, rate in found.items() if name.startswith("exact")}
 
 
 def beside_training(elements: int, rounds: int) -> dict[str, float]:
@@ -94,7 +105,7 @@ def beside_training(elements: int, rounds: int) -> dict[str, float]:
         for _ in range(products):
             left @ right
         if source is not None:
-            for _ in source.pieces(step, fragments, torch.device("cpu")):
+            for _ in source.chunks(step, fragments, torch.device("cpu")):
                 pass
         return time.monotonic() - begun
 
@@ -114,11 +125,12 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the report here as well")
     chosen = parser.parse_args(given)
     torch.set_num_threads(1)
+    found = rates(chosen.elements, chosen.rounds)
     report = {
         "command": "OMP_NUM_THREADS=1 python benchmarks/noise.py " + " ".join(given or sys.argv[1:]),
         "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
         "load_before": os.getloadavg()[0], "elements": chosen.elements, "rounds": chosen.rounds,
-        "elements_per_second_per_core": rates(chosen.elements, chosen.rounds),
+        "elements_per_second_per_core": found, "over_aes_float64": relative(found),
         "step_time": beside_training(chosen.elements, chosen.rounds),
     }  # fmt: skip
     text = json.dumps(report, indent=2)

@@ -28,7 +28,7 @@ CORE_FILES = {
     ],
     "noise": [
         "train/test_train_noise.py", "train/test_train_noise_bits.py", "train/test_train_noise_philox.py",
-        "train/test_train_noise_ahead.py",
+        "train/test_train_noise_ahead.py", "train/test_train_noise_exact.py",
     ],
     "the draw": ["data/test_data_sampler.py", "data/test_data_batches.py"],
     "ledger and certificate": [
@@ -36,7 +36,7 @@ CORE_FILES = {
         "accounting/test_acc_budget.py", "accounting/test_acc_identity.py", "accounting/test_acc_adaptive.py",
         "accounting/test_acc_heads.py", "accounting/test_acc_composition_of_runs.py",
         "train/test_train_sibling_runs.py",
-        "accounting/test_acc_certificate.py", "accounting/test_acc_strict_json.py",
+        "accounting/test_acc_certificate.py", "accounting/test_acc_strict_json.py", "accounting/test_acc_exact.py",
     ],
     "epsilon": [
         "accounting/test_acc_plan_keys.py", "accounting/test_acc_calibrate.py", "accounting/test_acc_ground_truth.py",

@@ -20,12 +20,19 @@ from torch import nn
 
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.epsilon.accountant import describe
-from murmuration.accounting.epsilon.calibrate import calibrate_sigma
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma, enlarged
 from murmuration.accounting.keys import Derive, Purpose, destroy
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.ledger.lines import NAMED
-from murmuration.accounting.plan import RATE_DENOMINATOR, PrivacyPlan, parse_delta, threshold_for
+from murmuration.accounting.plan import (
+    GRID_GROWTH,
+    RATE_DENOMINATOR,
+    PlanError,
+    PrivacyPlan,
+    parse_delta,
+    threshold_for,
+)
 from murmuration.data.batch.function_reader import FunctionReader, Read
 from murmuration.data.batch.loader import Loader
 from murmuration.data.draw.poisson import Draw, PoissonSampler
@@ -35,7 +42,7 @@ from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.rule import RECORDS_AT_ONCE, ClipError, ClipRule, rounding_allowance
 from murmuration.train.config.optimizer import Optimizer
-from murmuration.train.config.root import Run, ZeroOptimization
+from murmuration.train.config.root import NoiseKind, Run, ZeroOptimization
 from murmuration.train.distributed.process import quiet_libraries
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import Stopped, StopRequest
@@ -45,6 +52,7 @@ from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.engines.held_out import HeldOutAccuracy
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.aes import Noise, NoiseMechanism
+from murmuration.train.noise.exact import ExactNoise
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.philox import PhiloxNoise
 from murmuration.train.noise.prefetch import NoiseAhead
@@ -67,7 +75,7 @@ class Computation:
     clip_engine: Literal["book-keeping", "reference", "opacus"] = "book-keeping"
     clip_memory: Literal["lean", "fast"] = "lean"
     precision: Precision = "fp32"
-    noise: Literal["aes", "philox"] = "aes"
+    noise: NoiseKind = "aes"
 
     @staticmethod
     def of(run: Run) -> Computation:
@@ -103,9 +111,11 @@ class PrivateCore:
 
     def __init__(
         self, plan: PrivacyPlan, clip: ClipEngine, engine: ShardedEngine, derive: Derive, ranks: Ranks,
-        noise: Literal["aes", "philox"] = "aes",
+        noise: NoiseKind = "aes",
     ) -> None:  # fmt: skip
         self.plan, self.clip, self.engine, self.ranks = plan, clip, engine, ranks
+        if (noise == "exact") != (plan.grid_growth > 0):
+            raise PlanError("the noise is exact if and only if the plan charges for its grid (`grid_growth`)")
         self._derive, self._noise = derive, noise
         self._ahead: NoiseAhead | None = None
 
@@ -114,12 +124,14 @@ class PrivateCore:
         return self_test(self.engine, self.clip, noise, replicated, synthetic, micro_batch, self.ranks)
 
     def noise(self, purpose: Purpose) -> Noise:
-        kind = PhiloxNoise if self._noise == "philox" else NoiseMechanism
-        return kind.of(self._derive(purpose), self.plan)
+        key = self._derive(purpose)
+        if self._noise == "exact":
+            return ExactNoise.of(key, self.plan, self.engine.trainable_elements)
+        return (PhiloxNoise if self._noise == "philox" else NoiseMechanism).of(key, self.plan)
 
     @property
     def generator(self) -> str:
-        return (PhiloxNoise if self._noise == "philox" else NoiseMechanism).generator
+        return {"aes": NoiseMechanism, "philox": PhiloxNoise, "exact": ExactNoise}[self._noise].generator
 
     def sampler(self) -> PoissonSampler:
         keys = self._derive("sampling"), self._derive("sampling-digest")
@@ -138,7 +150,8 @@ class PrivateCore:
                 noise = self._ahead = NoiseAhead(noise, fragments)
         metrics = norm = None
         if self.plan.metrics:
-            metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.clip.rule.bound, self.ranks)
+            make = ExactNoise.of_metric if self._noise == "exact" else NoiseMechanism.of_metric
+            metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.clip.rule.bound, self.ranks, make)
         if self.plan.adaptive is not None and metrics is not None:
             assert first_norm is not None, "the ledger knows the clipping norm of the next step"
             norm = AdaptiveNorm(self.plan, first_norm, self.clip, noise, metrics)
@@ -269,12 +282,14 @@ class PrivateTraining:
         fixed: dict[str, Any] = dict(
             records=records, threshold=threshold_for(records, expected_batch), clip_norm=clip_norm, steps=steps,
             delta=parse_delta(delta, records), epsilon_budget=epsilon,
+            grid_growth=GRID_GROWTH if self._computation.noise == "exact" else 0.0,
         )  # fmt: skip
         known = writer.history.plans.get(PHASE)
         if sigma is None and known is not None and all(getattr(known, name) == value for name, value in fixed.items()):
             sigma = known.noise_multiplier
         if sigma is None:
             sigma = calibrate_sigma(fixed["threshold"] / RATE_DENOMINATOR, steps, epsilon, fixed["delta"])
+            sigma = enlarged(sigma, fixed["grid_growth"])
         plan = PrivacyPlan(noise_multiplier=sigma, **fixed)
         writer.declare_plan(PHASE, NAME, plan, describe("pld"))
         return plan

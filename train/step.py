@@ -73,7 +73,8 @@ class PrivateStep:
     def run(self, step: int, learning_rate: float) -> StepSummary:
         draw = self.records.draw(step)
         self.ranks.require_same(f"the records of step {step}", draw.digest)
-        announced = NoiseFact(self.noise.std, self.noise.divisor, self.engine.trainable_elements, self.noise.generator)
+        update = NoisyUpdate(self.noise, step)
+        announced = update.fact(self.engine.trainable_elements)
         self.record.opened(step, draw, self.clip.rule.fact(), announced)
 
         self.noise.prepare(step)
@@ -86,7 +87,6 @@ class PrivateStep:
             if self.metrics is not None:
                 self.metrics.add(micro_batch.present, seen)
 
-        update = NoisyUpdate(self.noise, step)
         applied = self.engine.update(update, learning_rate)
         # Of the sums as they were made, on every rank, and of the rule as it stands: the largest.
         largest = max(self.clip.rule.sensitivity, *self.ranks.gather(observed.sensitivity))

@@ -236,7 +236,7 @@ def _nist(certificate: dict[str, Any]) -> list[Block]:
             ["the deployment", ""],
             ["Query model", "non-interactive: one training, whose weights are released"],
             ["Trust model", "central: whoever holds the records, the machine and the run's secret folder is trusted"],
-            ["Implementation and side channels", "floating point and further deviations are listed below; side "
+            ["Implementation and side channels", f"{_first_deviation(certificate)} deviations are listed below; side "
              "channels of the machine and private logs are not covered, nor are other runs on the same records, which "
              "are listed as far as they are known"],
             ["Data security and access", "the run key lies in the run's secret folder and is destroyed with the final "
@@ -255,6 +255,11 @@ def _people(certificate: dict[str, Any]) -> str:
         return "what it means for a person with several records is not stated, and not in proportion"
     told = ", ".join(f"{each['records']} records ε = {round_up(each['epsilon'])}" for each in rows)
     return f"for a person with {told}, at the same δ"
+
+
+def _first_deviation(certificate: dict[str, Any]) -> str:
+    floating = any("floating-point" in str(each) for each in certificate["known_deviations"])
+    return "floating point and further" if floating else "known"
 
 
 def _tuned(certificate: dict[str, Any]) -> str:

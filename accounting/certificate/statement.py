@@ -9,6 +9,7 @@ from murmuration.accounting.certificate.limits import limits
 from murmuration.accounting.epsilon.accountant import AccountingError, describe, epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.tuning import tuned_epsilon
 from murmuration.accounting.ledger.chain import LedgerEntry
+from murmuration.accounting.ledger.facts import EXACT
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import ADJACENCY, UNIT
 
@@ -18,6 +19,13 @@ EARLIER_FORMAT = "murmuration-certificate/1"
 MECHANISM = (
     "per-record gradients clipped in L2 norm over all trainable parameters, summed over an exact "
     "Poisson sample, Gaussian noise added once to the sum, divided by the constant q·n"
+)
+# Of a run all of whose noise is exact.
+EXACT_MECHANISM = (
+    "per-record gradients clipped in L2 norm over all trainable parameters, summed over an exact "
+    "Poisson sample, the sum rounded to a grid (which enlarges what one record does by the share `grid_growth` of the "
+    "plan at most, for which the noise is charged), Gaussian noise rounded to that grid added once in whole numbers, "
+    "drawn exactly, divided by the constant q·n"
 )
 DEVIATIONS = [
     "Noise and sums are floating-point numbers (64-bit draws and totals, 32-bit products and results), not samples of "
@@ -105,7 +113,7 @@ def compose(
         **stated,
         "unit": UNIT,
         "adjacency": ADJACENCY,
-        "mechanism": MECHANISM,
+        "mechanism": EXACT_MECHANISM if _all_exact(history) else MECHANISM,
         "phases": [_phase(history, index) for index in sorted(history.phase_names)],
         "segments": [segment.as_dict() for segment in history.segments],
         "tuned_on_private_data": tunings,
@@ -136,6 +144,8 @@ def claim_of(history: History, spent: float | None) -> tuple[float | None, str |
 def deviations_of(history: History, form: str = FORMAT) -> list[str]:
     """What follows from the ledger and every certificate of this form must state."""
     found = list(EARLIER_DEVIATIONS if form == EARLIER_FORMAT else DEVIATIONS)
+    if _all_exact(history):
+        found.remove(DEVIATIONS[0])
     if not history.keyed:
         found.append(UNKEYED_DIGESTS)
     forms = {segment.keys for segment in history.segments}
@@ -153,6 +163,12 @@ def deviations_of(history: History, form: str = FORMAT) -> list[str]:
     found += [line.deviation(history.phase_names[line.phase]) for line in (*history.public_uses, *history.stores)]
     found += [CURVES] if history.private_curves else []
     return found + [origin.deviation() for origin in history.origins]
+
+
+def _all_exact(history: History) -> bool:
+    """Whether every private step drew exact noise. Nothing is known of the generator of steps whose lines were lost."""
+    steps = (*history.opened.values(), *history.committed.values())
+    return bool(steps) and not history.lost and all(facts.noise.generator == EXACT for facts in steps)
 
 
 def _phase(history: History, index: int) -> dict[str, Any]:

@@ -36,6 +36,11 @@ def calibrate_sigma(
     return ladder.sigma(ticks)
 
 
+def enlarged(sigma: float, growth: float) -> float:
+    """The least with so many decimals that is still `sigma` when it is charged as smaller by the share `growth`."""
+    return math.ceil(sigma * (1 + growth) * 10**DIGITS) / 10**DIGITS if growth else sigma
+
+
 def calibrate_steps(rate: float, sigma: float, target: float, delta: float, accountant: Accountant = "pld") -> int:
     """Most steps whose re-accounted epsilon is at most `target`; at least 1, or an error."""
     _require_target(target)

@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 from murmuration.accounting.adaptive import ROUNDING
 from murmuration.accounting.epsilon.accountant import AccountingError, Event
-from murmuration.accounting.plan import RATE_DENOMINATOR, PrivacyPlan
+from murmuration.accounting.plan import RATE_DENOMINATOR, PrivacyPlan, fits_grid
 from murmuration.accounting.typed import CLOSED
 
 RULES = ("flat", "automatic")
-GENERATORS = ("aes-256-ctr", "philox4x64-10", "philox4x32-10")  # the last one in runs of version 0.1
+EXACT = "aes-256-ctr-exact"
+GENERATORS = ("aes-256-ctr", EXACT, "philox4x64-10", "philox4x32-10")  # the last one in runs of version 0.1
 
 
 @dataclass(frozen=True, order=True)
@@ -45,23 +46,26 @@ class ClippingFact:
 @dataclass(frozen=True)
 class NoiseFact:
     """By the noise mechanism: the deviation it drew and from which random bits, the elements that got a draw, the
-    constant it divided by."""
+    constant it divided by, and the grid of exact noise (0 for any other)."""
 
     __pydantic_config__ = CLOSED
     std: float
     divisor: float
     elements: int
     generator: str = "aes-256-ctr"
+    grid: float = 0.0
 
 
 @dataclass(frozen=True)
 class MetricFact:
-    """By whoever releases a noised metric of the same draw: its name, what one record moves it by, its noise."""
+    """By whoever releases a noised metric of the same draw: its name, what one record moves it by, its noise, the grid
+    of exact noise."""
 
     __pydantic_config__ = CLOSED
     name: str
     sensitivity: float
     std: float
+    grid: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,9 @@ class StepFacts:
     def as_dict(self) -> dict[str, Any]:
         value = asdict(self)
         metrics = list(value.pop("metrics"))
+        for part in (value["noise"], *metrics):
+            if not part["grid"]:  # as ledgers had it before there were any
+                del part["grid"]
         return {**value, "metrics": metrics} if metrics else value
 
     def event(self) -> Event:
@@ -91,6 +98,8 @@ class StepFacts:
             return f"draws noise from {self.noise.generator!r}, of which nothing is known; read it with a newer version"
         if self.noise.elements < 1:
             return "announces noise for no element"
+        if (departure := self._departure_from_grid(plan)) is not None:
+            return departure
         fixed: list[tuple[str, float, float]] = [
             ("K", self.sampling.threshold, plan.threshold),
             ("n", self.sampling.records, plan.records),
@@ -107,6 +116,24 @@ class StepFacts:
             return "publishes metrics of its records otherwise than its plan"
         return None
 
+    def _departure_from_grid(self, plan: PrivacyPlan) -> str | None:
+        """Exact noise is what the plan says or not at all, and no grid is coarser than what the plan charges for it."""
+        grids = [(self.noise.grid, self.noise.elements, self.clipping.sensitivity)]
+        grids += [(metric.grid, 1, metric.sensitivity) for metric in self.metrics]
+        if not plan.grid_growth:
+            if self.noise.generator == EXACT or any(grid for grid, _, _ in grids):
+                return "rounds to a grid for exact noise, but its plan charges nothing for that"
+            return None
+        if self.noise.generator != EXACT:
+            return f"draws noise from {self.noise.generator!r}, but its plan says that the noise is exact"
+        for grid, elements, sensitivity in grids:
+            if not fits_grid(grid, elements, plan.grid_growth * sensitivity):
+                return (
+                    f"rounds {elements} numbers to multiples of {grid:g}, but its plan charges no more for that than "
+                    f"{plan.grid_growth:g} of the sensitivity {sensitivity:g}"
+                )
+        return None
+
     def fault_of(self, done: StepFacts) -> str | None:
         """What puts a step that was announced so outside any accounting; weaker noise alone is charged instead."""
         if done.sampling != self.sampling:
@@ -117,6 +144,8 @@ class StepFacts:
             return "was divided by another number than was announced"
         if (done.clipping.rule, done.noise.generator) != (self.clipping.rule, self.noise.generator):
             return "used another clipping rule or source of noise than was announced"
+        if [done.noise.grid, *(m.grid for m in done.metrics)] != [self.noise.grid, *(m.grid for m in self.metrics)]:
+            return "was rounded to another grid than was announced"
         try:
             done.event()
         except (AccountingError, ArithmeticError) as error:

@@ -332,8 +332,9 @@ class History:
     def event(self, phase: int, facts: StepFacts) -> Event:
         """Where C adapts, σ·C_t / C_t is σ but for its last bit: steps that differ by no more are one mechanism."""
         event, plan = facts.event(), self.plans[phase]
-        planned = plan.effective_noise_multiplier
-        if plan.adaptive is None or abs(event.sigma - planned) > 4 * ROUNDING * planned:
+        planned, event = plan.effective_noise_multiplier, replace(event, sigma=plan.charged_as(event.sigma))
+        moves = plan.adaptive is not None or plan.grid_growth > 0
+        if not moves or abs(event.sigma - planned) > 4 * ROUNDING * planned:
             return event
         return replace(event, sigma=planned)
 

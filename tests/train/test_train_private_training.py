@@ -20,23 +20,28 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.keys import RunKey
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.data.decode.decode import BadRecord
 from murmuration.train.clip.rule import rounding_allowance
+from murmuration.train.config.root import NoiseKind
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.exact import ExactNoise
+from murmuration.train.private import Computation
 from murmuration.train.self_test.self_test import SelfTestError
 from tests.support.own_module import RATE, RECORDS, SEED, Regression, X, Y, read, run, synthetic, training
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_weights_are_those_of_a_computation_by_hand(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["aes", "exact"])
+def test_the_weights_are_those_of_a_computation_by_hand(tmp_path: Path, kind: NoiseKind) -> None:
     """Draw, clipped gradients one record at a time, keyed noise, the constant divisor, SGD; all from the run's key."""
-    found = run(tmp_path / "run", 3)
+    found = run(tmp_path / "run", 3, computation=Computation(noise=kind))
     history, entries = History.read(tmp_path / "run" / "ledger.jsonl")
     plan, (segment,) = history.plans[0], history.segments_of(0)
     link = RunKey.from_debug_seed(SEED).first_link(segment.chain_name, 1).state
@@ -48,6 +53,9 @@ def test_the_weights_are_those_of_a_computation_by_hand(tmp_path: Path) -> None:
             hkdf(link, f"murmuration/2|key|{purpose}") for purpose in ("sampling", "sampling-digest", "noise")
         )
         mechanism = NoiseMechanism(noise_key, plan.noise_std, plan.divisor)
+        if kind == "exact":
+            mechanism = ExactNoise.of(noise_key, plan, sum(p.numel() for p in model.parameters()))
+        assert opened[step]["noise"].get("grid", 0.0) == mechanism.grid
         link = hkdf(link, "murmuration/2|next step")
         ids = drawn(sampling, step, plan.records, plan.threshold)
         told = hmac.new(digest_key, np.array([step, plan.threshold, plan.records], "<u8").tobytes(), hashlib.sha256)
@@ -62,7 +70,7 @@ def test_the_weights_are_those_of_a_computation_by_hand(tmp_path: Path) -> None:
                 sum_ += gradient.double() * min(1.0, bound / float(norm))
         with torch.no_grad():
             for number, (parameter, sum_) in enumerate(zip(model.parameters(), total, strict=True)):
-                noise = mechanism.draw(step, number, 0, parameter.numel(), np.float64)
+                noise = mechanism.draw(step, number, 0, parameter.numel(), np.float64) * (mechanism.grid or 1.0)
                 mean = (sum_ + torch.from_numpy(noise).view_as(sum_)) / plan.divisor
                 parameter -= RATE * mean.float()
     for name, expected in model.state_dict().items():
@@ -363,3 +371,27 @@ def test_the_example_runs_from_another_folder_without_deepspeed(tmp_path: Path) 
     verdict = verify(tmp_path / "run")
     assert verdict.opened == verdict.committed == 100 and 3.9 < verdict.epsilon <= 4 == verdict.claimed
     assert f"epsilon={verdict.epsilon!r}" in done.stdout
+
+
+def test_a_run_with_exact_noise_pays_for_its_grid_and_is_certified_without_floating_point(tmp_path: Path) -> None:
+    with training(tmp_path, computation=Computation(noise="exact")) as session:
+        session.prove()
+        for step in session.steps():
+            session.step(step, RATE)
+        verdict = session.finish()
+    plan = History.read(tmp_path / "ledger.jsonl")[0].plans[0]
+    assert verdict.epsilon == epsilon([Event(plan.sampling_rate, plan.noise_multiplier / (1 + 1e-6), 6)], plan.delta)
+    assert verdict.epsilon <= 20
+    told = json.loads((tmp_path / "certificate.json").read_text())
+    assert "rounded to a grid" in told["mechanism"]
+    assert not any("floating-point" in text for text in told["known_deviations"])
+    assert any("may err by the allowance" in text for text in told["known_deviations"])
+
+
+def test_a_run_keeps_the_kind_of_noise_that_its_plan_was_made_for(tmp_path: Path) -> None:
+    run(tmp_path, 2, computation=Computation(noise="exact"))
+    with pytest.raises(LedgerError, match=r"plan .* is frozen in the ledger, but .*grid_growth"):
+        run(tmp_path, 2)
+    whole = run(tmp_path / "other", 4, computation=Computation(noise="exact"))
+    parts = run(tmp_path, 2, computation=Computation(noise="exact"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)

@@ -15,7 +15,7 @@ from murmuration.accounting.ledger.journal import Journal
 from murmuration.data.text.encoder import word_tokenizer
 from murmuration.train.config.root import Config
 from murmuration.train.recipe import ready_phase as recipe
-from murmuration.train.recipe.ready_phase import RecipeError, make_plan, prepare
+from murmuration.train.recipe.ready_phase import RecipeError, make_plan, planned_epsilon, prepare
 from tests.support.config_base import Change, drop, put
 from tests.support.train_helpers import plan_for
 
@@ -98,6 +98,15 @@ def test_a_resumed_plan_takes_its_sigma_from_the_ledger_unless_something_changed
     assert make_plan(phase, phase.privacy, 40, "p", known).noise_multiplier == 8.5
     longer = phase.model_copy(update={"steps": 6})
     assert make_plan(longer, phase.privacy, 40, "p", known).noise_multiplier == 7.5
+
+
+def test_exact_noise_has_as_much_more_as_its_grid_takes(loaded: Callable[..., Config]) -> None:
+    phase = loaded(put("phases.1.privacy.noise_multiplier", None)).phases[1]
+    assert phase.privacy is not None
+    plain, exact = (make_plan(phase, phase.privacy, 40, "phases.1", noise=kind) for kind in ("aes", "exact"))
+    assert (plain.grid_growth, exact.grid_growth) == (0.0, 1e-6)
+    assert 0 < exact.noise_multiplier - plain.noise_multiplier < 2.1e-5
+    assert planned_epsilon(exact) <= exact.epsilon_budget
 
 
 def test_captions_are_not_looked_for_in_single_images(loaded: Callable[..., Config], single_images: Path) -> None:

@@ -151,6 +151,10 @@ class RecordedNoise:
     def generator(self) -> str:
         return self._inner.generator
 
+    @property
+    def grid(self) -> float:
+        return self._inner.grid
+
     def prepare(self, step: int) -> None:
         self._inner.prepare(step)
 
@@ -158,7 +162,7 @@ class RecordedNoise:
         self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64
     ) -> Iterator[tuple[Fragment, Tensor]]:
         for fragment, noise in self._inner.chunks(step, fragments, device, dtype):
-            values = noise.double().cpu().numpy()
+            values = noise.double().cpu().numpy() * (self.grid or 1.0)
             self.digest.update(f"{step} {fragment.parameter} {fragment.start} ".encode() + values.tobytes())
             self.squares += float(np.square(values).sum())
             self.elements += fragment.length
@@ -320,7 +324,7 @@ def replay(
     phase = _audited(config)
     privacy, where = phase.settings.privacy, f"phases.{phase.number}"
     assert privacy is not None
-    plan = make_plan(phase.settings, privacy, phase.index.records, where)
+    plan = make_plan(phase.settings, privacy, phase.index.records, where, noise=config.run.noise)
     steps = min(steps, plan.steps)
     key = RunKey.fresh()
     derive = PhaseKeys(

@@ -55,12 +55,12 @@ def _promise(config: Config, number: int, phase: Phase) -> list[str]:
     if phase.privacy is None:
         marked = "on public data" if phase.data.public else "on data not declared public: the run is NOT PRIVATE"
         if phase.epochs is not None:
-            phase = with_steps(phase, known_records(phase, where)[0], where)
+            phase = with_steps(phase, known_records(phase, where)[0], where, config.run.noise)
         return [f"non-private   {marked}; batch {phase.batch}, {phase.steps} steps"]
     records, source = known_records(phase, where)
-    phase = with_steps(phase, records, where)
+    phase = with_steps(phase, records, where, config.run.noise)
     assert phase.privacy is not None
-    plan = make_plan(phase, phase.privacy, records, where)
+    plan = make_plan(phase, phase.privacy, records, where, noise=config.run.noise)
     clip_rule(phase.privacy, plan, config.train_micro_batch_size_per_gpu)
     spent = planned_epsilon(plan)
     found = [
@@ -68,6 +68,7 @@ def _promise(config: Config, number: int, phase: Phase) -> list[str]:
         f"q             {plan.sampling_rate:.8g} = {plan.threshold}/2^32 (expected batch {plan.divisor:,.2f})",
         f"sigma         {plan.noise_multiplier:g}"
         + (" (calibrated)" if phase.privacy.noise_multiplier is None else " (given)"),
+        *([f"noise         exact; charged as {plan.charged_as(1):.6f}·sigma for its grid"] if plan.grid_growth else []),
         *(f"released      {m.name}: bound {m.bound:g}, noise {m.std:g} per step" for m in plan.metrics),
         f"C             {plan.clip_norm:g} ({phase.privacy.clip.kind})",
         f"T             {plan.steps}",

@@ -15,7 +15,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
-from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
 from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.box_muller import direction_in_place, radius_in_place
@@ -48,6 +48,11 @@ class Noise(Protocol):
         """Where the random bits come from; it stands in the ledger."""
         ...
 
+    @property
+    def grid(self) -> float:
+        """Of exact noise, which is counted in multiples of it; 0 for noise that is added as it is."""
+        ...
+
     def prepare(self, step: int) -> None:
         """This step's noise will be asked for next: it may be drawn already."""
         ...
@@ -73,9 +78,17 @@ class NoiseMechanism:
     def prepare(self, step: int) -> None:
         """Nothing: drawn when it is asked for."""
 
+    @property
+    def grid(self) -> float:
+        return 0.0
+
     @staticmethod
     def of(key: bytes | StepKey, plan: PrivacyPlan) -> NoiseMechanism:
         return NoiseMechanism(key, plan.noise_std, plan.divisor)
+
+    @staticmethod
+    def of_metric(key: bytes | StepKey, metric: PlannedMetric, plan: PrivacyPlan) -> NoiseMechanism:
+        return NoiseMechanism(key, metric.std, plan.divisor)
 
     def chunks(
         self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64
@@ -93,7 +106,7 @@ class NoiseMechanism:
             return out
         first, last = start // 2, (start + length - 1) // 2 + 1
         stream = self._keystream(step, parameter, first, last - first)
-        scratch = _Scratch(min(CHUNK_BLOCKS, last - first))
+        scratch = Scratch(min(CHUNK_BLOCKS, last - first))
         for block in range(first, last, CHUNK_BLOCKS):
             normals = scratch.normals(stream, min(CHUNK_BLOCKS, last - block), self.std)
             offset = 2 * block - start
@@ -110,7 +123,7 @@ class NoiseMechanism:
         return Cipher(algorithms.AES256(self._key(step)), modes.CTR(counter)).encryptor()
 
 
-class _Scratch:
+class Scratch:
     """Memory of one draw, used again for every chunk of it."""
 
     def __init__(self, blocks: int) -> None:
@@ -118,6 +131,12 @@ class _Scratch:
         self.words = bytearray(blocks * BLOCK_BYTES + BLOCK_BYTES)  # the cipher asks for room for a block more
         self.normal = np.empty((blocks, 2))
         self.floats = np.empty((6, blocks))
+        """The first row holds the radii of the last draw."""
+
+    def word_pair(self, at: int) -> tuple[int, int]:
+        """What the last draw made a pair of normals of."""
+        first, second = np.frombuffer(self.words, "<u8", count=2, offset=at * BLOCK_BYTES).tolist()
+        return first, second
 
     def normals(self, stream, count: int, std: float) -> np.ndarray:
         """Box-Muller in fp64 on 64-bit uniforms: tails reach 9.4 standard deviations."""

@@ -7,6 +7,7 @@ the ledger charges their combined noise multiplier (contract 9). The values are 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,24 +20,28 @@ from murmuration.data.draw.poisson import StepKey
 from murmuration.train.clip.engine import Observation
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.update import sum_on_grid
 
 
 class MetricRelease:
     """The noised metrics of one logical step at a time; without planned metrics it does nothing."""
 
-    def __init__(self, key: bytes | StepKey, plan: PrivacyPlan, clip_bound: float, ranks: Ranks) -> None:
+    def __init__(
+        self, key: bytes | StepKey, plan: PrivacyPlan, clip_bound: float, ranks: Ranks,
+        make: Callable[[bytes | StepKey, PlannedMetric, PrivacyPlan], NoiseMechanism] = NoiseMechanism.of_metric,
+    ) -> None:  # fmt: skip
         self._ranks = ranks
         self.clip_bound = clip_bound
         self._divisor = plan.divisor
         self._planned = plan.metrics
         self._held_out = plan.held_out or 0.0
-        self._noise = [NoiseMechanism(key, metric.std, plan.divisor) for metric in plan.metrics]
+        self._noise = [make(key, metric, plan) for metric in plan.metrics]
         self._sums = torch.zeros(len(plan.metrics), dtype=torch.float64)
 
     def facts(self) -> tuple[MetricFact, ...]:
         """By what each record moves a sum, and the noise that the mechanisms in use draw."""
         return tuple(
-            MetricFact(metric.name, metric.bound, noise.std)
+            MetricFact(metric.name, metric.bound, noise.std, noise.grid)
             for metric, noise in zip(self._planned, self._noise, strict=True)
         )
 
@@ -78,11 +83,16 @@ class MetricRelease:
         self._sums.zero_()
         return {
             f"noised_{metric.name}": rounded(
-                (float(sums[index]) + float(noise.draw(step, index, 0, 1, np.float64)[0])) / self._of_expected(metric)
+                _noised(sums[index : index + 1], noise, step, index) / self._of_expected(metric)
                 + (0.5 if metric.name == METRIC else 0.0)  # each record was counted as 1/2 or -1/2
             )
             for index, (metric, noise) in enumerate(zip(self._planned, self._noise, strict=True))
         }
+
+
+def _noised(total: Tensor, noise: NoiseMechanism, step: int, index: int) -> float:
+    drawn = noise.draw(step, index, 0, 1, np.float64)
+    return float(sum_on_grid(total, torch.from_numpy(drawn), noise.grid) if noise.grid else total[0] + float(drawn[0]))
 
 
 def rounded(value: float) -> float:

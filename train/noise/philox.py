@@ -46,6 +46,10 @@ class PhiloxNoise:
         self.std = std
         self.divisor = divisor
 
+    @property
+    def grid(self) -> float:
+        return 0.0
+
     def prepare(self, step: int) -> None:
         """Nothing: drawn when it is asked for."""
 

@@ -53,6 +53,10 @@ class NoiseAhead:
         return self._mechanism.generator
 
     @property
+    def grid(self) -> float:
+        return self._mechanism.grid
+
+    @property
     def divisor(self) -> float:
         return self._mechanism.divisor
 

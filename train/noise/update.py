@@ -3,6 +3,9 @@
 An engine hands every shard of the reduced gradient through an `Update`. `NoisyUpdate` adds the noise and divides
 by the constant q·n; `PlainUpdate` (non-private phases) only divides. Each serves one step; without one the
 optimizer does not move.
+
+Exact noise is a whole number of steps of a grid. The sum is rounded to that grid first, and both stay whole numbers
+until they are one; what is then divided and rounded to fp32 is already private.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from murmuration.accounting.errors import SELF_TEST_FAILED, RunError
 from murmuration.accounting.ledger.facts import NoiseFact
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import Noise
+
+# Of the grid, and with room for the noise in 64 bits.
+FURTHEST = 2.0**62
 
 
 class UpdateError(RunError, RuntimeError):
@@ -52,13 +58,31 @@ class NoisyUpdate:
             if any(asked.start < other.stop and other.start < asked.stop for other in seen):
                 raise UpdateError(f"noise for {fragment.name} at {fragment.start} was asked for twice in one step")
             seen.append(asked)
+        grid = self.mechanism.grid
         # In fp64 until here, so that rounding is one more act on what is already private.
         for chunk, noise in self.mechanism.chunks(self.step, fragments, flat.device):
-            chunk.of(flat).add_(noise).div_(self.mechanism.divisor)
+            total = chunk.of(flat)
+            if grid:
+                total.copy_(sum_on_grid(total, noise, grid).div_(self.mechanism.divisor))
+            else:
+                total.add_(noise).div_(self.mechanism.divisor)
             self.elements += chunk.length
 
     def fact(self, elements: int) -> NoiseFact:
-        return NoiseFact(self.mechanism.std, self.mechanism.divisor, elements, self.mechanism.generator)
+        mechanism = self.mechanism
+        return NoiseFact(mechanism.std, mechanism.divisor, elements, mechanism.generator, mechanism.grid)
+
+
+def sum_on_grid(total: Tensor, noise: Tensor, grid: float) -> Tensor:
+    """The total, rounded to multiples of the grid, plus the noise, which counts them; in fp64.
+
+    The grid is a power of two, so the quotient is exact, and rounding moves the difference of two totals by at most
+    one grid step in each element. A total beyond FURTHEST is cut off there, which moves no two totals apart.
+    """
+    if not bool(torch.isfinite(total).all()):
+        raise UpdateError("the sum of clipped gradients is no number; a clip engine let one through")
+    whole = total.double().div(grid).round_().clamp_(-FURTHEST, FURTHEST).to(torch.int64)
+    return whole.add_(noise.to(torch.int64)).double().mul_(grid)
 
 
 class PlainUpdate:

@@ -25,6 +25,10 @@ LAYOUTS = ((0, False), (1, False), (1, True), (2, False), (2, True), (3, False),
 MARKS = 5
 
 
+# Of the rate at which a processor draws other noise: measured for a hundred million weights (benchmarks/noise.py).
+EXACT_RATE = 0.5
+
+
 @dataclass(frozen=True)
 class Layout:
     """One way to lay the phase out over the ranks."""
@@ -71,6 +75,8 @@ def forecast(config: Config, cluster: Cluster, records_per_second: float | None 
         raise PlannerError(f"plans are made for run.engine = 'deepspeed', and not for {config.run.engine!r}")
     if config.run.noise == "philox":
         cluster = replace(cluster, noise_per_second=math.inf)  # drawn on the device, while it computes
+    if config.run.noise == "exact":
+        cluster = replace(cluster, noise_per_second=EXACT_RATE * cluster.noise_per_second)
     found = []
     for number, phase in enumerate(config.phases):
         if phase.trains:
@@ -83,8 +89,8 @@ def _of_phase(
 ) -> PhaseForecast:  # fmt: skip
     where = f"phases.{number}"
     records = known_records(phase, where)[0]
-    phase = with_steps(phase, records, where)
-    plan = make_plan(phase, phase.privacy, records, where) if phase.privacy else None
+    phase = with_steps(phase, records, where, config.run.noise)
+    plan = make_plan(phase, phase.privacy, records, where, noise=config.run.noise) if phase.privacy else None
     batch = Batch.drawn(plan) if plan else Batch(float(phase.batch or 1))
     mixed = phase.mixing.batch if phase.mixing else 0
     cost, weights = counted(config, phase)

@@ -12,8 +12,15 @@ from itertools import product
 
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveError, AdaptiveRule
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
-from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps
-from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan, parse_delta, threshold_for
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps, enlarged
+from murmuration.accounting.plan import (
+    GRID_GROWTH,
+    PlanError,
+    PlannedMetric,
+    PrivacyPlan,
+    parse_delta,
+    threshold_for,
+)
 from murmuration.accounting.tan import stand_in
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
@@ -28,7 +35,7 @@ from murmuration.model.settings import SettingsError, Shape
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.config.data import CheckpointData, ReadingSettings, ShardData, StreamData, SyntheticData
 from murmuration.train.config.privacy import AdaptiveClip, Privacy
-from murmuration.train.config.root import Config, Phase
+from murmuration.train.config.root import Config, NoiseKind, Phase
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.labels import LabelSource, class_list, require_numbers
 from murmuration.train.recipe.open_data import (
@@ -140,7 +147,7 @@ def prepare(config: Config) -> list[ReadyPhase]:
     for number, phase in enumerate(config.phases):
         if isinstance(phase.data, CheckpointData):
             start = open_start(phase.data, f"phases.{number}.data")
-        phases.append(_open(number, phase, shape, start, classes))
+        phases.append(_open(number, phase, shape, start, classes, config.run.noise))
     _keep_apart(phases)
     require_numbers(_label_sources(phases), classes, shape.head.classes)
     hold_to_what_was_promised(_uses(phases))
@@ -214,7 +221,7 @@ def resolve_shape(config: Config) -> Shape:
 
 
 def _open(
-    number: int, phase: Phase, shape: Shape, start: WarmStart | None, classes: ClassList | None
+    number: int, phase: Phase, shape: Shape, start: WarmStart | None, classes: ClassList | None, noise: NoiseKind
 ) -> ReadyPhase:  # fmt: skip
     where = f"phases.{number}"
     index = open_data(phase, shape, where, classes)
@@ -228,18 +235,18 @@ def _open(
         mixed = open_records(phase.mixing.data, phase.objective, shape, f"{where}.mixing.data", classes)
     if phase.privacy is None and phase.batch is not None and phase.batch > index.records:
         raise RecipeError(f"{where}.batch = {phase.batch} exceeds the {index.records} records of its data")
-    phase = with_steps(phase, index.records, where)
+    phase = with_steps(phase, index.records, where, noise)
     return ReadyPhase(number, phase, shape, index, text, held_out, monitored, mixed, start, classes)
 
 
-def with_steps(phase: Phase, records: int, where: str) -> Phase:
+def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes") -> Phase:
     """The phase with its number of steps, however the config gives it; warm-up, too."""
     steps, schedule = phase.steps, phase.schedule
     batch = phase.batch or (phase.privacy.expected_batch if phase.privacy else 1)
     if phase.epochs is not None:
         steps = math.ceil(phase.epochs * records / batch)
     elif phase.until_budget and phase.privacy is not None:
-        plan = make_plan(phase.model_copy(update={"steps": 1}), phase.privacy, records, where)
+        plan = make_plan(phase.model_copy(update={"steps": 1}), phase.privacy, records, where, noise=noise)
         try:
             steps = calibrate_steps(
                 plan.sampling_rate, plan.effective_noise_multiplier, plan.epsilon_budget, plan.delta
@@ -253,9 +260,11 @@ def with_steps(phase: Phase, records: int, where: str) -> Phase:
 
 
 def make_plan(
-    phase: Phase, privacy: Privacy, records: int, where: str, known: PrivacyPlan | None = None
-) -> PrivacyPlan:
+    phase: Phase, privacy: Privacy, records: int, where: str, known: PrivacyPlan | None = None,
+    noise: NoiseKind = "aes",
+) -> PrivacyPlan:  # fmt: skip
     """Freezes n, q, C, sigma, T and delta; `known` is the ledger's plan, whose sigma need not be calibrated again."""
+    growth = GRID_GROWTH if noise == "exact" else 0.0
     try:
         threshold = threshold_for(records, privacy.expected_batch)
         delta = parse_delta(privacy.delta, records)
@@ -268,13 +277,14 @@ def make_plan(
         fixed = dict(
             records=records, threshold=threshold, clip_norm=privacy.clip.norm, steps=phase.steps, delta=delta,
             epsilon_budget=privacy.epsilon, metrics=metrics, adaptive=adaptive, held_out=privacy.held_out,
+            grid_growth=growth,
         )  # fmt: skip
         sigma = privacy.noise_multiplier
         if sigma is None and known is not None and all(getattr(known, k) == v for k, v in fixed.items()):
             sigma = known.noise_multiplier
         if sigma is None:
             together = calibrate_sigma(threshold / 2**32, phase.steps, privacy.epsilon, delta)
-            sigma = _share_of_gradient(together, metrics)
+            sigma = _share_of_gradient(enlarged(together, growth), metrics)
         plan = PrivacyPlan(noise_multiplier=sigma, **fixed)  # pyright: ignore[reportArgumentType]
         return stand_in(plan, privacy.tan.scale) if privacy.tan else plan
     except (PlanError, AdaptiveError, AccountingError) as error:

@@ -36,7 +36,8 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
         declare_public_uses(run, phase)
         return None
     known = run.writer.history.plans.get(phase.number)
-    plan = make_plan(phase.settings, privacy, phase.index.records, f"phases.{phase.number}", known)
+    where, noise = f"phases.{phase.number}", run.config.run.noise
+    plan = make_plan(phase.settings, privacy, phase.index.records, where, known, noise)
     run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
     declare_public_uses(run, phase)
     for host in hosts_of(phase.index):
