@@ -93,16 +93,17 @@ def lines_of(file: str, line: int) -> range:
     return range(first, last + 1)
 
 
-def constant_named(file: str, line: int) -> str | None:
-    """The name that a module-level statement gives to a value, or a function or class that it stands in the head of."""
+def evaluated_at_import(file: str, line: int) -> tuple[str | None, range]:
+    """What a module-level statement names: a value, or a class or function with its lines, in whose head it stands."""
     for node in ast.parse((TREE / file).read_text()).body:
-        if node.lineno <= line <= (node.end_lineno or line):
+        last = node.end_lineno or node.lineno
+        if min(node.lineno, *(d.lineno for d in getattr(node, "decorator_list", [])), node.lineno) <= line <= last:
             if isinstance(node, ast.Assign):
-                return next((name.id for name in ast.walk(node) if isinstance(name, ast.Name)), None)
+                return next((name.id for name in ast.walk(node) if isinstance(name, ast.Name)), None), range(0)
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                return node.target.id
-            return getattr(node, "name", None)
-    return None
+                return node.target.id, range(0)
+            return getattr(node, "name", None), range(node.lineno, last + 1)
+    return None, range(0)
 
 
 def lines_that_name(file: str, name: str) -> list[int]:

@@ -31,7 +31,7 @@ from cosmic_ray.work_db import use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
 from tests.mutation.operators import register
-from tests.mutation.places import constant_named, lines_of, lines_that_name
+from tests.mutation.places import evaluated_at_import, lines_of, lines_that_name
 from tests.mutation.session import path_of
 from tests.mutation.settings import groups, raw
 from tests.mutation.swap import changed, functions_of, put_in, told_apart
@@ -132,11 +132,16 @@ class Covering:
     def anywhere(self, file: str) -> set[str]:
         return {test for tests in self.lines.get(file, {}).values() for test in tests}
 
-    def of_constant(self, file: str, line: int) -> list[str]:
-        """First the tests that run lines which name it, then all others of the file."""
-        name = constant_named(file, line)
-        naming = {t for other in self.lines for t in self.at(other, lines_that_name(other, name))} if name else set()
-        return self.affordable(naming) or self.affordable(self.anywhere(file))
+    def of_import(self, file: str, line: int) -> list[str]:
+        """Tests that run lines which name what was evaluated there, or are part of it; and others of the file."""
+        name, lines = evaluated_at_import(file, line)
+        near = self.at(file, lines)
+        if name:
+            near |= {test for other in self.lines for test in self.at(other, lines_that_name(other, name))}
+        first = self.affordable(near)
+        return first if sum(self.seconds.get(test, 9.0) for test in first) > self.budget / 2 else [
+            *first, *(test for test in self.affordable(self.anywhere(file)) if test not in first)
+        ]  # fmt: skip
 
     def affordable(self, tests: set[str]) -> list[str]:
         chosen, spent = [], 0.0
@@ -242,7 +247,7 @@ class Runner:
                 return self._run(session, [items[test] for test in tests if test in items])
 
             return in_a_fork(swapped, self._covering.limit(tests))
-        tests = self._covering.of_constant(file, line)
+        tests = self._covering.of_import(file, line)
         if not tests:
             return Answer(False, "no test runs the file")
         return self._bare(tests, self._covering.limit(tests) + 20)

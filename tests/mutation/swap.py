@@ -23,18 +23,19 @@ def inner(code: CodeType) -> list[CodeType]:
 
 
 def changed(before: CodeType, after: CodeType) -> list[tuple[CodeType, CodeType]] | None:
-    """The outermost functions that differ; None where what differs was evaluated at the import."""
+    """The functions that differ, with those that make them; None where what differs was evaluated at the import."""
+    is_function = bool(before.co_flags & inspect.CO_OPTIMIZED)
+    whole = [(before, after)] if is_function and before.co_freevars == after.co_freevars else None
     if len(inner(before)) != len(inner(after)) or own(before) != own(after):
-        is_function = before.co_flags & inspect.CO_OPTIMIZED
-        return [(before, after)] if is_function and before.co_freevars == after.co_freevars else None
+        return whole
     found = []
     for old, new in zip(inner(before), inner(after), strict=True):
         part = changed(old, new)
         if part is None:
-            # A function whose inner functions differ in form is replaced with them.
-            return [(before, after)] if before.co_flags & inspect.CO_OPTIMIZED else None
+            return whole
         found += part
-    return found
+    # An inner function is made anew at every call, from the outer one's constants; some may be alive already.
+    return [(before, after), *found] if found and is_function else found
 
 
 def functions_of(folder: str) -> list[FunctionType]:
@@ -55,7 +56,8 @@ def put_in(functions: list[FunctionType], path: str, swaps: list[tuple[CodeType,
 def told_apart(whole: CodeType, swaps: list[tuple[CodeType, CodeType]]) -> bool:
     """Whether no other function begins on the line of one that is to be replaced, under the same name."""
     keys = [(code.co_qualname, code.co_firstlineno) for code in all_of(whole)]
-    return all(keys.count((old.co_qualname, old.co_firstlineno)) == 1 for old, _ in swaps)
+    lasting = [old for old, _ in swaps if not old.co_name.endswith(("comp>", "genexpr>"))]
+    return all(keys.count((old.co_qualname, old.co_firstlineno)) == 1 for old in lasting)
 
 
 def all_of(code: CodeType) -> Iterator[CodeType]:
