@@ -43,8 +43,9 @@ def without_effect(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
                 if node.name == "__repr__":
                     yield node, "__repr__"
                 for decorator in node.decorator_list:
-                    if ast.unparse(decorator) in ("overload", "override", "torch.no_grad()"):
-                        yield decorator, f"@{ast.unparse(decorator)}"
+                    if ast.unparse(decorator) in ("overload", "override", "staticmethod", "torch.no_grad()"):
+                        decorator.col_offset -= 1  # of the @
+                        yield decorator, f"@{ast.unparse(decorator)}, which no result depends on"
             case ast.Raise(exc=ast.Call(args=arguments)):
                 yield from ((argument, "text of a refusal") for argument in arguments)
             case ast.Assert(msg=ast.AST() as message):

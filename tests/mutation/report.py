@@ -30,8 +30,10 @@ class Known:
             for before, after in group["mutants"]
         }
 
-    def why(self, file: str, diff: str) -> str | None:
-        return self._reasons.get((file, *changes(diff)))
+    def why(self, file: str, how: str, diff: str) -> str | None:
+        if how == "the same code":
+            return "It compiles to the same code."
+        return self._reasons.get((file, *changes(diff))) or self._reasons.get(("*", *changes(diff)))
 
 
 def changes(diff: str) -> tuple[str, str]:
@@ -67,8 +69,8 @@ def table(names: list[str], known: Known) -> Iterator[str]:
                 if result is not None:
                     count["run"] += 1
                     count["killed"] += result.is_killed
-        for file, _, _, diff in survivors(name):
-            of[file]["harmless" if known.why(file, diff) else "open"] += 1
+        for file, _, how, diff in survivors(name):
+            of[file]["harmless" if known.why(file, how, diff) else "open"] += 1
         for file, count in sorted(of.items()):
             yield row(f"`{file}`", count)
             total += count
@@ -93,7 +95,7 @@ def main() -> int:
         print("\n".join(table(names, known)))
     for name in names:
         for file, line, how, diff in sorted(survivors(name)):
-            why = known.why(file, diff)
+            why = known.why(file, how, diff)
             before, after = changes(diff)
             if why is None or not arguments.open:
                 print(f"\n{file}:{line} ({how})\n  - {before}\n  + {after}" + (f"\n  {why}" if why else ""))

@@ -2,7 +2,8 @@
 
 Third-party packages are imported once and the tests collected once. Each mutant then runs in a fork of that process,
 on the tests that run its lines, the fastest first, until one fails. A mutant of what modules evaluate as they are
-imported takes a fork from before they were. `--again` gives survivors four times as many tests.
+imported takes a fork from before they were. `--again` takes survivors without a reason once more,
+after tests were written for them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ import cosmic_ray.plugins
 import pytest
 from _pytest.main import pytest_runtestloop as run_items
 from cosmic_ray.mutating import _make_diff, mutate_code
-from cosmic_ray.work_db import use_db
+from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
 from tests.mutation.operators import register
 from tests.mutation.places import evaluated_at_import, lines_of, lines_that_name
+from tests.mutation.report import Known
 from tests.mutation.session import path_of
 from tests.mutation.settings import groups, raw
 from tests.mutation.swap import changed, functions_of, put_in, told_apart
@@ -157,6 +159,16 @@ class Covering:
         return min(10.0 + float(raw()["cosmic-ray"]["timeout"]) * usual, 10.0 + 5 * self.budget)
 
 
+def open_ones(database: WorkDB) -> list[WorkItem]:
+    known = Known()
+    found = []
+    for item, result in database.completed_work_items:
+        file = item.mutations[0].module_path.as_posix()
+        if result.test_outcome == TestOutcome.SURVIVED and not known.why(file, result.output or "", result.diff or ""):
+            found.append(item)
+    return found
+
+
 class Runner:
     """A pytest plugin whose test loop is a loop over mutants."""
 
@@ -165,8 +177,6 @@ class Runner:
         measured = json.loads((WORK / f"lines-{name}.json").read_text())
         self._covering = Covering(measured["seconds"], measured["lines"])
         self._again = again
-        if again:
-            self._covering.budget *= 4
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -174,7 +184,7 @@ class Runner:
         self._functions = functions_of(str(TREE / "murmuration"))
         gc.freeze()  # a collection in a fork would copy all that the forks share
         with use_db(self._session_file) as database:
-            pending = [item for item in database.pending_work_items
+            pending = [item for item in (open_ones(database) if self._again else database.pending_work_items)
                        if not self._files or item.mutations[0].module_path.as_posix() in self._files]  # fmt: skip
             random.Random(1).shuffle(pending)
             pending.sort(key=lambda item: self._order(item.mutations[0]))

@@ -53,8 +53,16 @@ def test_factors_too_small_for_fp32_are_zero_and_not_rounded_up(norm: float) -> 
 
 
 def test_reduced_precision_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    switches = [
+        (matmul, "allow_tf32"), (matmul, "allow_bf16_reduced_precision_reduction"),
+        (matmul, "allow_fp16_reduced_precision_reduction"), (convolutions, "allow_tf32"),
+    ]  # fmt: skip
+    for owner, name in switches:
+        setattr(owner, name, True)
     assert_exact_matmul()
-    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+    for owner, name in switches:
+        assert not getattr(owner, name), name
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     with pytest.raises(ClipError, match="reduced precision"):
         assert_exact_matmul()
