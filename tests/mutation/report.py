@@ -40,7 +40,7 @@ def changes(diff: str) -> tuple[str, str]:
     lines = diff.split("\n")
     taken = [line[1:].strip() for line in lines if line.startswith("-") and not line.startswith("---")]
     put = [line[1:].strip() for line in lines if line.startswith("+") and not line.startswith("+++")]
-    return " ".join(taken), " ".join(put)
+    return " ".join(taken).strip(), " ".join(put).strip()
 
 
 def survivors(name: str) -> Iterator[tuple[str, int, str, str]]:

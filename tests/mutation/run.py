@@ -1,9 +1,9 @@
-"""python -m tests.mutation.run GROUP [FILE ...] [--again], in the copy: runs the mutants that have no result yet.
+"""python -m tests.mutation.run GROUP [FILE ...] [--again [TESTS ...]], in the copy: runs mutants without a result.
 
 Third-party packages are imported once and the tests collected once. Each mutant then runs in a fork of that process,
 on the tests that run its lines, the fastest first, until one fails. A mutant of what modules evaluate as they are
 imported takes a fork from before they were. `--again` takes survivors without a reason once more,
-after tests were written for them.
+after tests were written for them; with files of tests named, on these alone.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def open_ones(database: WorkDB) -> list[WorkItem]:
 class Runner:
     """A pytest plugin whose test loop is a loop over mutants."""
 
-    def __init__(self, name: str, files: list[str], again: bool, bare: Bare) -> None:
+    def __init__(self, name: str, files: list[str], again: list[str] | None, bare: Bare) -> None:
         self._name, self._files, self._bare, self._session_file = name, files, bare, str(path_of(name))
         measured = json.loads((WORK / f"lines-{name}.json").read_text())
         self._covering = Covering(measured["seconds"], measured["lines"])
@@ -184,8 +184,9 @@ class Runner:
         self._functions = functions_of(str(TREE / "murmuration"))
         gc.freeze()  # a collection in a fork would copy all that the forks share
         with use_db(self._session_file) as database:
-            pending = [item for item in (open_ones(database) if self._again else database.pending_work_items)
-                       if not self._files or item.mutations[0].module_path.as_posix() in self._files]  # fmt: skip
+            found = open_ones(database) if self._again is not None else list(database.pending_work_items)
+            wanted = self._files
+            pending = [item for item in found if not wanted or item.mutations[0].module_path.as_posix() in wanted]
             random.Random(1).shuffle(pending)
             pending.sort(key=lambda item: self._order(item.mutations[0]))
             self._check_that_all_pass_without(session, items)
@@ -245,10 +246,11 @@ class Runner:
 
     def _answer(self, session, items, mutation, swaps, old) -> Answer:
         file, line = mutation.module_path.as_posix(), mutation.start_pos[0]
+        only = [test for test in items if test.startswith(tuple(self._again or ()))] if self._again else []
         if swaps == []:
             return Answer(False, "the same code")
         if swaps is not None and told_apart(old, swaps):
-            tests = self._covering.affordable(self._covering.at(file, lines_of(file, line)))
+            tests = only or self._covering.affordable(self._covering.at(file, lines_of(file, line)))
             if not tests:
                 return Answer(False, "no test runs the line")
 
@@ -257,13 +259,13 @@ class Runner:
                 return self._run(session, [items[test] for test in tests if test in items])
 
             return in_a_fork(swapped, self._covering.limit(tests))
-        tests = self._covering.of_import(file, line)
+        tests = only or self._covering.of_import(file, line)
         if not tests:
             return Answer(False, "no test runs the file")
         return self._bare(tests, self._covering.limit(tests) + 20)
 
 
-def main(name: str, files: list[str], again: bool) -> int:
+def main(name: str, files: list[str], again: list[str] | None) -> int:
     register()
     restore_what_was_interrupted()
     for package in HEAVY:
@@ -271,10 +273,11 @@ def main(name: str, files: list[str], again: bool) -> int:
             importlib.import_module(package)
     bare = Bare()
     return pytest.main(
-        ["-q", "-x", "-s", "-m", "not slow", "--no-header", "--no-summary", *groups()[name].tests],
+        ["-q", "-x", "-s", "-m", "not slow", "--no-header", "--no-summary", *(again or groups()[name].tests)],
         plugins=[Runner(name, files, again, bare)],
     )
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], [file for file in sys.argv[2:] if file != "--again"], "--again" in sys.argv))
+    at = sys.argv.index("--again") if "--again" in sys.argv else len(sys.argv)
+    sys.exit(main(sys.argv[1], sys.argv[2:at], sys.argv[at + 1 :] if at < len(sys.argv) else None))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import NOISE_CHUNK, NoiseMechanism, in_chunks
 from murmuration.train.noise.update import NoisyUpdate, UpdateError
 
 MECHANISM = NoiseMechanism(b"s" * 32, 1.5, 4.0)
@@ -40,3 +40,13 @@ def test_any_overlap_is_refused_whichever_comes_first(first: tuple[int, int], se
         assert torch.equal(flat, before)
         update.finish(flat, [stretch(*other, parameter=1)])  # the same place of another parameter is another draw
         assert not torch.equal(flat, before)
+
+
+def test_a_long_fragment_is_cut_without_a_gap_or_an_overlap() -> None:
+    short, long = Fragment("v", 4, 2, 9, 0), Fragment("w", 5, 7, 2 * NOISE_CHUNK + 5, 9)
+    assert list(in_chunks([short, long])) == [
+        short,
+        Fragment("w", 5, 7, NOISE_CHUNK, 9),
+        Fragment("w", 5, 7 + NOISE_CHUNK, NOISE_CHUNK, 9 + NOISE_CHUNK),
+        Fragment("w", 5, 7 + 2 * NOISE_CHUNK, 5, 9 + 2 * NOISE_CHUNK),
+    ]
