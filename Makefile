@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | test-slow | test-kernels | fuzz | lint.
+# make setup | demo | test | test-full | test-slow | test-kernels | fuzz | mutate | lint.
 # Each creates .venv if it is missing; nothing need be set up before.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -8,9 +8,11 @@ RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ "$$n" -gt 0
 # Of all targets together; FUZZ="tar ledger" names some of them.
 FUZZ_SECONDS ?= 240
 FUZZ ?=
+# Of the groups in tests/mutation/cosmic-ray.toml; MUTATE="draw" names one of them, "--go-on" what was interrupted.
+MUTATE ?=
 READY := .venv/.ready
 
-.PHONY: setup demo test test-full test-slow test-kernels fuzz lint
+.PHONY: setup demo test test-full test-slow test-kernels fuzz mutate lint
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -61,3 +63,8 @@ test-slow: $(READY)
 # A finding is written to tests/fuzz/corpus, which make test-full runs again.
 fuzz: $(READY)
 	@OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ)
+
+# Hours. Mutates a copy in build/mutation; what survives is a fault that no test sees.
+mutate: $(READY)
+	@$(BIN)/uv pip install -q --python $(BIN)/python -r pyproject.toml --extra mutation -c constraints.txt
+	@nice -n 19 $(BIN)/python -m tests.mutation $(MUTATE)

@@ -66,7 +66,8 @@ class Event:
             )
         if self.count < 0:
             raise AccountingError(f"a step count cannot be negative, but is {self.count}")
-        if (self.cap is None) != (self.records is None) or min(self.cap or 1, self.records or 1) < 1:
+        given = [number for number in (self.cap, self.records) if number is not None]
+        if len(given) == 1 or any(number < 1 for number in given):
             raise AccountingError(f"a capped batch needs a cap and a record count of at least 1: {self}")
 
 

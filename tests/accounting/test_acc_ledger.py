@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -105,6 +107,33 @@ def test_numbers_that_are_not_finite_are_refused() -> None:
     line = b'{"hash":"0","index":0,"kind":"run","previous":"' + GENESIS.encode() + b'","x":NaN}\n'
     with pytest.raises(LedgerError, match="line 1"):
         parse(line)
+
+
+def test_a_number_that_is_not_finite_is_never_written() -> None:
+    """A line with one could be read by nobody, and so the ledger neither."""
+    for number in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ValueError, match="JSON compliant"):
+            make_entry(0, "open", {"x": number}, GENESIS)
+
+
+def test_an_entrys_hash_is_of_its_sorted_fields() -> None:
+    """Written out by hand, so that any program can recompute it from the line, whatever order it read the fields in."""
+    fields = {"zeta": 1.5, "alpha": {"y": "é", "x": None}}
+    body = (
+        b'{"alpha":{"x":null,"y":"\\u00e9"},"index":3,"kind":"open","previous":"' + GENESIS.encode() + b'","zeta":1.5}'
+    )
+    for order in (fields, dict(reversed(fields.items()))):
+        assert make_entry(3, "open", order, GENESIS).hash == hashlib.sha256(body).hexdigest()
+
+
+def test_a_new_ledgers_name_is_on_disk_before_its_first_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line is synced; but a power cut takes the whole file if its name in the folder is not."""
+    synced, sync = list[int](), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), sync(fd))[1])
+    ledger = Ledger.open(tmp_path / "new" / "ledger.jsonl")
+    assert (tmp_path / "new").stat().st_ino in synced
+    assert ledger.path.stat().st_mode & 0o111 == 0
+    ledger.close()
 
 
 def test_a_torn_tail_is_dropped_and_said(tmp_path: Path) -> None:

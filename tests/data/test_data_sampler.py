@@ -186,3 +186,33 @@ def test_memory_does_not_grow_with_the_records() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 40 << 20 and len(draw.ids) < 2000
+
+
+@pytest.mark.parametrize("key, digest_key", [(31, 32), (33, 32), (16, 32), (32, 31), (32, 0)])
+def test_short_keys_are_refused(key: int, digest_key: int) -> None:
+    with pytest.raises(ValueError, match="32-byte key"):
+        PoissonSampler(bytes(key), bytes(digest_key), 10, 1)
+
+
+def test_one_record_can_be_drawn_and_none_cannot() -> None:
+    assert _sampler(1, LANES).draw(0).ids.tolist() == [0]
+    with pytest.raises(ValueError, match="0 records"):
+        _sampler(0, LANES)
+
+
+@pytest.mark.parametrize("step", [-1, 1 << 64])
+def test_a_step_number_beyond_64_bits_is_refused(step: int) -> None:
+    with pytest.raises(ValueError, match="outside"):
+        _sampler(10, LANES).draw(step)
+
+
+@pytest.mark.parametrize("rank, world, micro_batch", [(-1, 2, 4), (2, 2, 4), (0, 0, 4), (0, 2, 0), (0, 2, -1)])
+def test_a_layout_that_cannot_be_is_refused(rank: int, world: int, micro_batch: int) -> None:
+    with pytest.raises(ValueError, match="not a possible layout"):
+        slots(np.arange(9), rank, world, micro_batch)
+
+
+@pytest.mark.parametrize("ids", [[5, 3, 9], [3, 9, 5], [1, 2, 0]])
+def test_ids_out_of_order_are_refused_wherever_they_are(ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="must be sorted"):
+        slots(np.array(ids), 0, 1, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from murmuration.train.clip.engine import assert_exact_matmul
-from murmuration.train.clip.rule import ClipError, ClipRule, rounding_allowance
+from murmuration.train.clip.rule import (
+    FACTOR_ROUNDING,
+    LONGEST_ROW,
+    UNIT_ROUNDOFF,
+    ClipError,
+    ClipRule,
+    rounding_allowance,
+)
 
 KINDS = ["flat", "automatic"]
 GAMMA = 0.01
@@ -45,8 +53,16 @@ def test_factors_too_small_for_fp32_are_zero_and_not_rounded_up(norm: float) -> 
 
 
 def test_reduced_precision_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    switches = [
+        (matmul, "allow_tf32"), (matmul, "allow_bf16_reduced_precision_reduction"),
+        (matmul, "allow_fp16_reduced_precision_reduction"), (convolutions, "allow_tf32"),
+    ]  # fmt: skip
+    for owner, name in switches:
+        setattr(owner, name, True)
     assert_exact_matmul()
-    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+    for owner, name in switches:
+        assert not getattr(owner, name), name
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     with pytest.raises(ClipError, match="reduced precision"):
         assert_exact_matmul()
@@ -63,3 +79,29 @@ def test_automatic_clipping_without_gamma_does_not_lift_what_has_vanished() -> N
     norms = torch.tensor([1e-35, 1e-25, 2.0], dtype=torch.float64)
     factors = ClipRule("automatic", 1.0, 0.0, gamma=0.0).factors(norms)
     assert factors.tolist() == [0.0, pytest.approx(1e25), 0.5]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "grouping, parts",
+    [
+        ("all", [1.0]), ("layer", [1.0]), ("block", [0.5**0.5] * 2), ("layer", [3**-0.5] * 3),
+        ((("head.*", 3.0), ("*", 4.0)), [0.6, 0.8]), ((("a*", 2.0), ("b*", 3.0), ("*", 6.0)), [2 / 7, 3 / 7, 6 / 7]),
+    ],
+)  # fmt: skip
+def test_all_groups_together_stay_within_the_bound_and_each_within_its_share(
+    kind: str, grouping: Any, parts: list[float]
+) -> None:
+    rule = ClipRule(kind, 0.7, 0.0, GAMMA, grouping)  # pyright: ignore[reportArgumentType]
+    draw = torch.Generator().manual_seed(3)
+    norms = torch.exp(8 * torch.randn(len(parts), 300, generator=draw, dtype=torch.float64))
+    scaled = norms * rule.group_factors(norms)
+    assert float(scaled.square().sum(0).sqrt().max()) <= 0.7 * (1 + 2.0**-23)
+    long = torch.full((len(parts), 1), 1e9, dtype=torch.float64)
+    shares = (long * rule.group_factors(long)).flatten().tolist()
+    assert shares == pytest.approx([0.7 * part for part in parts], rel=1e-6)
+
+
+def test_the_longest_row_of_fp32_squares_errs_by_less_than_what_is_left_for_rounding() -> None:
+    """A unit roundoff at each addition along the row, half of it after the root."""
+    assert LONGEST_ROW * UNIT_ROUNDOFF / 2 < FACTOR_ROUNDING

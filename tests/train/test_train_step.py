@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.distributed.ranks import Disagreement
 from murmuration.train.distributed.stop import Stopped
+from murmuration.train.engines.forward import PlainForward
 from murmuration.train.noise.aes import NoiseMechanism
-from murmuration.train.step import PrivateStep
-from tests.support.step_world import DIGEST_KEY, KEY, RECORDS, Stop, journal_at, kinds, step_of, weights
-from tests.support.train_helpers import alone, on_ranks, plan_for, private_engine, toy_batch
+from murmuration.train.noise.update import PlainUpdate
+from murmuration.train.step import PlainStep, PrivateStep, Records
+from tests.support.step_world import DIGEST_KEY, KEY, RECORDS, Stop, journal_at, kinds, read, step_of, weights
+from tests.support.train_helpers import LocalEngine, Toy, alone, on_ranks, plan_for, private_engine, toy_batch
 
 
 @pytest.fixture
@@ -266,3 +269,36 @@ def test_the_divisor_does_not_follow_the_batch(tmp_path: Path, plan: PrivacyPlan
     assert len(sizes) > 1
     assert {facts.noise.divisor for facts in journal.history.committed.values()} == {plan.divisor}
     engine.accumulate(toy_batch(4))
+
+
+def test_a_plain_step_takes_every_micro_batch_and_divides_once_by_the_planned_batch() -> None:
+    """Without privacy: the gradient before the update is that of one pass over all records."""
+    ranks, stop, engine, seen = alone(), Stop(), LocalEngine(PlainForward(Toy()), alone()), []
+    whole, before = engine.update, weights(engine).clone()
+
+    def update(act: PlainUpdate, rate: float) -> Any:
+        seen.append((act.batch, act.step, rate, {name: p.grad.clone() for name, p in engine.parameters.items()}))
+        return whole(act, rate)
+
+    engine.update = update
+    records = Records(lambda _: SimpleNamespace(ids=np.arange(20)), lambda ids, _: read(ids, ranks))
+    observed = PlainStep(records, 16, engine, ranks, stop).run(3, 0.5)
+    model = Toy()
+    losses = model({"images": RECORDS[:20]})
+    losses.sum().backward()
+    ((batch, number, rate, gradients),) = seen
+    assert (batch, number, rate, stop.count, observed.records) == (16, 3, 0.5, 3, 20)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)
+    assert observed.loss_sum == pytest.approx(float(losses.detach().sum()), rel=1e-5)
+    assert not torch.equal(weights(engine), before)
+
+
+def test_a_plain_step_that_is_stopped_leaves_the_weights_alone() -> None:
+    engine = LocalEngine(PlainForward(Toy()), alone())
+    before = weights(engine).clone()
+    records = Records(lambda _: SimpleNamespace(ids=np.arange(20)), lambda ids, _: read(ids, alone()))
+    with pytest.raises(Stopped):
+        PlainStep(records, 16, engine, alone(), Stop(at=2)).run(1, 0.5)
+    assert torch.equal(weights(engine), before)
