@@ -207,6 +207,27 @@ def test_signals_do_again_what_they_did_once_the_training_is_closed(tmp_path: Pa
     assert signal.getsignal(signal.SIGINT) == before
 
 
+def test_a_step_that_was_stopped_in_its_middle_leaves_nothing_in_the_next_sum(tmp_path: Path) -> None:
+    """Else the records of its first micro-batches would count twice."""
+    expected = run(tmp_path / "whole", 1)
+    with training(tmp_path / "stopped") as found:
+        found.prove()
+        whole, asked = found._stop.check, []
+
+        def at_the_second(ranks: Any) -> None:
+            asked.append(ranks)
+            if len(asked) == 2:
+                raise Stopped("in the middle")
+            whole(ranks)
+
+        found._stop.check = at_the_second
+        with pytest.raises(Stopped):
+            found.step(1, RATE)
+        found.step(1, RATE)
+        again = found.weights()
+        assert len(asked) > 3 and all(torch.equal(again[name], expected[name]) for name in expected)
+
+
 class Coupled(Regression):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         losses = super().forward(inputs)
