@@ -33,10 +33,10 @@ class GradientSums(Protocol):
 class ExactSums:
     """fp64 on each rank and across the ranks: one flat buffer, seen as one total per parameter.
 
-    Neighbouring data sets differ in one record, hence in one stretch of a micro-batch on one rank. All other products are
-    the same numbers in both worlds. Each of N additions in fp64 errs by at most 2⁻⁵³ of a total that is at most B·C long:
-    for a million records, 128 at a time, 2e-6·C at worst in both worlds together. What rounding can move is the product of that one stretch: its
-    bound (in `rule.py`) does not grow with the logical batch.
+    Neighbouring data sets differ in one record, hence in one stretch of a micro-batch on one rank. All other products
+    are the same numbers in both worlds. Each of N additions in fp64 errs by at most 2⁻⁵³ of a total that is at most B·C
+    long: for a million records, 128 at a time, 2e-6·C at worst in both worlds together. What rounding can move is the
+    product of that one stretch: its bound (in `rule.py`) does not grow with the logical batch.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
