@@ -27,6 +27,7 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.data.decode.decode import BadRecord
 from murmuration.train.clip.rule import rounding_allowance
+from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.config.root import NoiseKind
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.noise.aes import NoiseMechanism
@@ -92,11 +93,15 @@ def drawn(key: bytes, step: int, records: int, threshold: int) -> np.ndarray:
     return np.flatnonzero(lanes.astype(np.uint64) < threshold)
 
 
-def test_a_run_that_was_closed_continues_as_if_it_had_not_been(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", 6)
-    run(tmp_path / "parts", 2)
-    run(tmp_path / "parts", 3)
-    parts = run(tmp_path / "parts", 6)
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_a_run_that_was_closed_continues_as_if_it_had_not_been(tmp_path: Path, kind: str) -> None:
+    """With the optimizer's moments, where it has any."""
+    params = OptimizerParams(momentum=0.9) if kind == "SGD" else OptimizerParams()
+    settings = {"optimizer": Optimizer.model_validate({"type": kind, "params": params})}
+    whole = run(tmp_path / "whole", 6, **settings)
+    run(tmp_path / "parts", 2, **settings)
+    run(tmp_path / "parts", 3, **settings)
+    parts = run(tmp_path / "parts", 6, **settings)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert len(History.read(tmp_path / "parts" / "ledger.jsonl")[0].segments_of(0)) == 1
 
@@ -416,3 +421,10 @@ def test_a_run_keeps_the_kind_of_noise_that_its_plan_was_made_for(tmp_path: Path
     whole = run(tmp_path / "other", 4, computation=Computation(noise="exact"))
     parts = run(tmp_path, 2, computation=Computation(noise="exact"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_segment_keeps_its_source_of_noise(tmp_path: Path) -> None:
+    """Both are Gaussian and of one σ, but the same key would draw other numbers for a step that is made again."""
+    run(tmp_path, 2)
+    with pytest.raises(LedgerError, match="was configured differently when it began"):
+        training(tmp_path, computation=Computation(noise="philox"))
