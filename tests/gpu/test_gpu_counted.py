@@ -17,6 +17,8 @@ WHY_NOT = pretended.why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 # Kernels are whole numbers; bytes and memory are rounded, and other versions of PyTorch may choose otherwise.
 ROOM = 1.001
+# Python's garbage collector decides when cycles go.
+PEAK_ROOM = 1.02
 QUICK = ("mae/base", "captioner/base")
 
 
@@ -43,7 +45,7 @@ def test_no_count_rises(name: str) -> None:
         for total, places in (("kernels", "kernels_at"), ("megabytes", "megabytes_at")):
             worse = f"{name}, {kind}: {total} {before[total]} -> {now[total]}, at {risen(before[places], now[places])}"
             assert now[total] <= ROOM * before[total], worse
-        assert now["peak_mib"] <= ROOM * before["peak_mib"], (kind, before["peak_mib"], now["peak_mib"])
+        assert now["peak_mib"] <= PEAK_ROOM * before["peak_mib"], (kind, before["peak_mib"], now["peak_mib"])
         for work, amount in now["gigaflops"].items():
             assert amount <= ROOM * before["gigaflops"].get(work, 0), (kind, work)
         new = {place: times for place, times in now["syncs"].items() if times > before["syncs"].get(place, 0)}
