@@ -176,6 +176,8 @@ def _compare(certificate: dict[str, Any], history: History, entries: list[Ledger
     if certificate["format"] == FORMAT:
         _compare_limits(certificate, expected)
     _check_other_words(certificate, history, entries, expected["claim"]["epsilon_claimed"])
+    if AMENDS in certificate:
+        _check_unsigned(certificate, expected)
     claimed = certificate["claim"]["epsilon"]
     return None if claimed is None else float(claimed)
 
@@ -197,6 +199,24 @@ def _check_other_words(
             raise CertificateError(f"the certificate {fault}")
     if "composition" in certificate:
         _check_composition(certificate, history, claimed)
+
+
+def _check_unsigned(certificate: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Of an amended certificate nobody signed what is computed anew, so it holds no word of anybody's: not even where
+    another version of this program may say the same in other words."""
+    for part in ("claim", "limits", "ledger"):
+        stated, recomputed = certificate[part], json.loads(json.dumps(expected[part]))
+        if _texts(stated) != _texts(recomputed):
+            raise CertificateError(f"the certificate's {part} holds words that nobody signed; write it anew")
+
+
+def _texts(value: Any) -> Any:
+    """Its names and words, without its numbers."""
+    if isinstance(value, dict):
+        return {key: _texts(each) for key, each in value.items() if key != "dp_accounting"}
+    if isinstance(value, list):
+        return [_texts(each) for each in value]
+    return value if isinstance(value, str) else None
 
 
 def _check_composition(certificate: dict[str, Any], history: History, claimed: float) -> None:

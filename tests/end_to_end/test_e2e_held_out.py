@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ from murmuration.data.batch.held_out import is_held_out
 from murmuration.train.audit.replay import replay
 from murmuration.train.config.load import load
 from murmuration.train.engines.local import start_ranks
+from murmuration.train.storage.sibling_runs import LOG
 from tests.support.launching import Launch
 
 SHARE, RECORDS, STEPS = 0.25, 64, 4
 
 
 @pytest.fixture
-def config(small_config: dict[str, Any], small_data: Path) -> dict[str, Any]:
+def config(small_config: dict[str, Any], small_data: Path, tmp_path: Path) -> dict[str, Any]:
+    """On a copy of the records: what a private run protects is public for no other test any more."""
+    shutil.copytree(small_data / "held_out", tmp_path / "records")
+    for log in (tmp_path / "records").rglob(f"*{LOG}"):
+        log.unlink()
     found = json.loads(json.dumps(small_config))
     found["model"] = {
         "family": "classifier", "size": "custom", "image_size": 32, "patch_size": 8, "width": 32, "depth": 1,
@@ -28,7 +34,7 @@ def config(small_config: dict[str, Any], small_data: Path) -> dict[str, Any]:
     }  # fmt: skip
     private = found["phases"][1]
     del private["evaluation"]
-    private["data"] = {"source": "shards", "path": str(small_data / "held_out"), "label": "shape"}
+    private["data"] = {"source": "shards", "path": str(tmp_path / "records"), "label": "shape"}
     private["data"]["reading"] = {"workers": 0}
     private |= {"objective": "classify", "steps": STEPS}
     private["privacy"] |= {"expected_batch": 32}

@@ -63,7 +63,7 @@ def train_privately(
 ) -> None:  # fmt: skip
     config, ranks, number, settings = run.config, run.ranks, phase.number, phase.settings
     done = loaded.position.step if loaded is not None and resumed else 0
-    segment = ranks.on_main(lambda: segment_of(run, phase, done))
+    segment = _segment(run, phase, done)
     derive = run.derive(number, segment, done)
     engine_settings, computation = EngineSettings.of(config), Computation.of(config.run)
     rule = clip_rule(privacy, plan, config.train_micro_batch_size_per_gpu)
@@ -93,6 +93,13 @@ def train_privately(
         _restore(loaded, resumed, built.engine, settings.optimizer.carry)
         watching = watching_of(run, phase, built.engine, derive, built.clip, plan)
         trainer_of(run, phase, step, built.engine, pace, watching, plan, rule.bound, done).run(done)
+
+
+def _segment(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
+    found = run.ranks.on_main(lambda: segment_of(run, phase, done))
+    if phase.settings.features is not None:  # before any of them is computed anew
+        require_same_records(run, phase, found, done, sampler=None)
+    return found
 
 
 def _note_memory(run: RunContext, phase: ReadyPhase, totals: bool) -> None:
@@ -156,7 +163,8 @@ def _private_loader(
     run: RunContext, phase: ReadyPhase, reader: Reader, core: PrivateCore, segment: Segment, done: int
 ) -> Loader[Any]:
     sampler = core.sampler()
-    require_same_records(run, phase, segment, sampler, done)
+    if phase.settings.features is None:  # or else they were compared before features were computed
+        require_same_records(run, phase, segment, done, sampler)
     return _loader(run, phase, reader, sampler)
 
 

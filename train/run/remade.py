@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.data.draw.node_placement import Placement
 from murmuration.data.draw.poisson import Sampler
@@ -15,15 +17,18 @@ from murmuration.train.run.context import RunContext
 
 
 def require_same_records(
-    run: RunContext, phase: ReadyPhase, segment: Segment, sampler: Sampler[Any], done: int
+    run: RunContext, phase: ReadyPhase, segment: Segment, done: int, sampler: Sampler[Any] | None
 ) -> None:
     """ShardError on all ranks where one of the shards is another one. How many they are depends on who was drawn, so
-    nobody is told."""
+    nobody is told. Without a sampler, all are compared: features that are missing would be computed anew from any."""
     ranks = run.ranks
     steps = ranks.on_main(lambda: _opened_behind(run, phase, segment, done))
-    if phase.settings.features is not None:
-        return  # these steps read features that were computed before, and no shard
-    drawn = {shard for step in steps for shard in shards_of(phase.index, sampler.draw(step).ids)}
+    everyone = np.arange(phase.index.records if sampler is None else 0)
+    drawn = {
+        shard
+        for step in steps
+        for shard in shards_of(phase.index, everyone if sampler is None else sampler.draw(step).ids)
+    }
     shards = ranks.on_main(lambda: with_sample(phase.index, drawn))
     if not shards:
         return
