@@ -49,11 +49,11 @@ def products(dtype: torch.dtype, part: int) -> list[dict[str, Any]]:
         draw = torch.Generator().manual_seed(tokens)
         left = torch.randn(3, tokens, left_width, generator=draw).to(dtype)
         right = torch.randn(3, right_width, tokens, generator=draw).to(dtype).transpose(1, 2)  # not as rows lie
-        unit, lost = 3e-7, (1e-9, 2e-9)  # so that each part of the doubt is seen
-        inner, doubt, lengths = gram(left, right, part, unit, lost)
+        share, lost = 3e-8, (1e-9, 2e-9)  # so that each part of the doubt is seen
+        inner, doubt, lengths = gram(left, right, part, share, lost)
         wide_left, wide_right = left.double(), right.double()
         a, g = wide_left.square().sum(2), wide_right.square().sum(2)
-        doubted = unit * (a * g).sum(1) + lost[0] * a.amax(1) + lost[1] * g.amax(1)
+        doubted = share * (a * g).sqrt().sum(1).square() + lost[0] * a.amax(1) + lost[1] * g.amax(1)
         piece = OuterProduct("w", left, right, torch.Size((left_width, right_width)))
         norms.KERNEL_DEVICES = ()
         plain = norms.measure([piece, piece])
@@ -126,7 +126,7 @@ def clipped(objective: Objective) -> dict[str, Any]:
 if __name__ == "__main__":
     print("RESULTS " + json.dumps({
         "fp32": products(torch.float32, norms.PART), "fp16": products(torch.float16, norms.PART),
-        "parts": products(torch.float16, 64), "not a number": not_a_number(),
+        "parts": products(torch.float16, 128), "not a number": not_a_number(),
         "layer norm": layer_norms(),
         "clipped": {"mae": clipped("mae"), "caption": clipped("caption")},
     }))  # fmt: skip

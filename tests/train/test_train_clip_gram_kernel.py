@@ -74,7 +74,7 @@ def test_it_compiles_for_cards_to_tensor_cores_without_spilling(kind: str, tile:
     from murmuration.train.clip.gram_triton import STAGES, WARPS, _tile_pair
 
     pointers = {"left": kind, "right": kind, "inner": "fp32", "left_sizes": "fp32", "right_sizes": "fp32"}
-    constants = {"TILE": tile, "DEPTH": 64, "PART": 1024}
+    constants = {"TILE": tile, "DEPTH": 64, "PART": 64}
     names: list[str] = _tile_pair.arg_names
     signature = {name: f"*{pointers[name]}" if name in pointers else "i32" for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
@@ -100,7 +100,7 @@ def test_what_makes_one_number_of_the_tiles_compiles_too() -> None:
 
     from murmuration.train.clip.gram_triton import _finish
 
-    constants = {"UNIT": 1e-5, "LOST_LEFT": 1e-38, "LOST_RIGHT": 1e-38, "PAIRS": 16, "TOKENS": 256}
+    constants = {"SHARE": 1e-5, "LOST_LEFT": 1e-38, "LOST_RIGHT": 1e-38, "PAIRS": 16, "TOKENS": 256}
     pointers = dict.fromkeys(("inner", "left_sizes", "right_sizes"), "*fp32") | {"found": "*fp64"}
     names: list[str] = _finish.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}

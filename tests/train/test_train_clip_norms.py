@@ -57,3 +57,26 @@ def test_norms_of_millions_of_elements_are_added_up_in_stretches() -> None:
     assert torch.allclose(squared_length(value), torch.tensor(expected).double(), rtol=1e-5)
     few = torch.arange(24.0).view(2, 3, 4)
     assert torch.allclose(squared_length(few), few.double().square().sum(-1), rtol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    tokens=st.integers(2, 400), width=st.sampled_from([64, 65, 384, 768, 1536]), kinds=st.integers(1, 3),
+    uses=st.integers(1, 2), seed=st.integers(0, 10_000),
+)  # fmt: skip
+def test_the_bound_holds_for_tokens_that_repeat_and_cancel(
+    tokens: int, width: int, kinds: int, uses: int, seed: int
+) -> None:
+    """Products of equal tokens are rounded equally, so their errors add up, however many there are."""
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.rand(kinds, 1, generator=draw).expand(kinds, width) + 0.5
+    kind = torch.arange(tokens) * kinds // tokens
+    sign = torch.where(torch.arange(tokens) < tokens // 2, 1.0, -1.0)
+    pieces = [
+        OuterProduct("w", values[kind].unsqueeze(0), sign[None, :, None].expand(1, tokens, 8), torch.Size((width, 8)))
+        for _ in range(uses)
+    ]
+    exact = sum(piece.instances(slice(None), torch.float64) for piece in pieces).square().sum()  # pyright: ignore
+    found = measure(list(pieces))
+    assert found.doubt is not None
+    assert abs(float(found.square) - float(exact)) <= float(found.doubt)

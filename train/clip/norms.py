@@ -3,6 +3,9 @@
 ||AᵀG||² = Σ (AAᵀ ∘ GGᵀ) needs no per-record gradient, and is cheap where tokens are few. But it is a sum of terms of
 either sign: where the tokens' gradients cancel, rounding of the large terms remains, in the norm and again,
 differently, in the weighted product. `doubt` bounds that error, so that doubtful records can be treated apart.
+
+Of products the bound holds for any record. Errors of different pairs of tokens cannot be taken for independent: where
+tokens repeat, so does the rounding of their products, and it adds up as the lengths |a||g| of the tokens do.
 """
 
 from __future__ import annotations
@@ -30,17 +33,18 @@ from murmuration.train.clip.per_record import (
 # From this many tokens on, the Gram matrices are taken in strips, which leaves out most of their upper half.
 STRIPS_FROM, STRIPS = 96, 4
 STRIP_SHARE = 0.5 + 0.5 / STRIPS
-# Rounding errors of products are independent: the error of a dot product of n terms is within 4·√n·u of its size.
+# Of gradients that are written out by convolutions and other functions, errors are counted as independent: a sum of n
+# terms is within 4·√n·u of its size.
 DEVIATIONS = 4.0
 # Long sums are taken in blocks, whose errors grow no further; or else a large vocabulary made every record doubtful.
 MOST_UNIT = 128.0
 # Where a piece does not say over how many terms it sums.
 UNKNOWN_WIDTH = 4096
-# Where the Gram form is one kernel. Tensor cores cut off instead of rounding, after so many terms each: errors add up.
-# So they accumulate over PART columns at most, and the parts are added with rounding.
+# Dot products of tokens are added up over so many columns at a time, and these parts then: the bound of what rounding
+# does grows with the longest chain of additions.
+PART = 64
+# Where the Gram form is one kernel.
 KERNEL_DEVICES = ("cuda",)
-TERMS_CUT = 16
-PART = 1024
 
 Gram = Callable[[Tensor, Tensor, int, float, tuple[float, float]], tuple[Tensor, ...]]
 
@@ -70,7 +74,7 @@ def measure(pieces: list[PerRecordGradient], lengths: bool = True) -> Squares:
         for earlier in outers[:number]:
             square = square + 2 * _cross(earlier, later)
     # Alone, a single token has nothing to cancel with; beside another use it has.
-    lone = [_unit(piece) * own.square if piece.tokens == 1 else 0.0 for piece, own in zip(outers, found, strict=True)]
+    lone = [_share(piece) * own.square if piece.tokens == 1 else 0.0 for piece, own in zip(outers, found, strict=True)]
     doubts = [own.doubt + more for own, more in zip(found, lone, strict=True) if own.doubt is not None]
     return Squares(square, _together(doubts), _total([own.length for own in found]))
 
@@ -119,24 +123,28 @@ def _written_out(pieces: list[PerRecordGradient], lengths: bool) -> Squares:
             total = total + piece.instances(rows, dtype)
         parts.append(squared(total))
     rounded = [piece for piece in pieces if isinstance(piece, OuterProduct) and not piece.sparse] if lengths else []
-    return Squares(
-        torch.cat(parts),
-        _together([_unit(piece) * piece.spread() for piece in pieces]),
-        _total([_length(piece) for piece in rounded]),
-    )
+    square = torch.cat(parts)
+    outers = [piece for piece in pieces if isinstance(piece, OuterProduct)]
+    others = [_unit(piece) * piece.spread() for piece in pieces if not isinstance(piece, OuterProduct)]
+    doubt = _together(others) if others else torch.zeros_like(square)
+    # How long the error of what was written can be: as many additions as tokens, and one for each other piece.
+    depth = sum(piece.tokens for piece in outers) + len(pieces)
+    error = depth * _roundoff(first) * sum((_length(piece) for piece in outers), torch.zeros_like(square))
+    return Squares(square, doubt + (2 * square.sqrt() + error) * error, _total([_length(piece) for piece in rounded]))
 
 
 def _length(piece: OuterProduct) -> Tensor:
     """[B]: sum over tokens of |left|·|right|, which bounds what rounding of every element of one of them can do."""
-    return (squared_length(piece.left) * squared_length(piece.right)).sqrt().sum(1)
+    right = squared_length(piece.right)
+    return (right if piece.sparse else squared_length(piece.left) * right).sqrt().sum(1)
 
 
 def _own(piece: OuterProduct, lengths: bool) -> Squares:
-    lengths, unit = lengths and not piece.sparse, _unit(piece)
+    lengths = lengths and not piece.sparse
     kernel = _kernel_for(piece)
     if kernel is not None:
-        unit += cut_off(piece.rows) + cut_off(piece.columns)
-        square, doubt, length = kernel(piece.left, piece.right, PART, unit, _vanishing(piece))
+        share = product_error(cut_off(piece.rows), cut_off(piece.columns))
+        square, doubt, length = kernel(piece.left, piece.right, PART, share, _vanishing(piece))
         return Squares(square, doubt, length if lengths else None)
     right = _wide(piece.right)
     left = piece.left if piece.sparse else _wide(piece.left)
@@ -144,20 +152,47 @@ def _own(piece: OuterProduct, lengths: bool) -> Squares:
         return _one_token(piece, left, right, lengths)
     inner, left_sizes, right_sizes = (_whole if piece.tokens < STRIPS_FROM else _in_strips)(left, right)
     left_sizes, right_sizes = left_sizes.double(), right_sizes.double()
-    terms = left_sizes * right_sizes
-    doubt = unit * terms.sum(1) + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
-    return Squares(inner, doubt, terms.clamp(min=0.0).sqrt().sum(1) if lengths else None)
+    length = (left_sizes * right_sizes).clamp(min=0.0).sqrt().sum(1)
+    doubt = _share(piece) * length.square() + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
+    return Squares(inner, doubt, length if lengths else None)
+
+
+def chain(width: int, unit: float) -> float:
+    """How far the product of two rows of so many numbers may be from the true one, in units of the product of their
+    lengths, if additions within a part err by `unit` of the largest sum and those of parts round.
+
+    In whichever order the numbers of a part are added, each addition errs by at most `unit` of a sum that is no larger
+    than the product of the lengths of the two rows' parts. Over the parts, these products add up to at most that of the
+    whole lengths (Cauchy-Schwarz), and so does every sum of parts, each of which is rounded once.
+    """
+    rounding = torch.finfo(torch.float32).eps / 2
+    if unit < rounding:  # in fp64 there are no parts
+        return width * unit
+    return min(width, PART) * unit + (-(-width // PART) - 1) * rounding
 
 
 def cut_off(width: int) -> float:
-    """How far the kernel's product of two rows may be from the true one, in units of the product of their lengths.
+    """Of the kernel. Tensor cores align the products of a step to the largest one and cut off what is below: up to eps
+    of it for each number."""
+    return chain(width, torch.finfo(torch.float32).eps)
 
-    Within a part, each of its width/16 accumulations cuts off less than eps of a sum that is no larger than the product
-    of the lengths of the two rows' parts; over the parts, these products add up to at most that of the whole lengths
-    (Cauchy-Schwarz). Adding up the parts rounds each sum by eps/2, and none of the sums is larger than that.
+
+def product_error(left: float, right: float) -> float:
+    """Of Σ (AAᵀ ∘ GGᵀ), in units of (Σ |a||g|)² over the tokens, if products of rows err by so much of their lengths.
+
+    Entry by entry, |LR - L'R'| ≤ ((1 + left)(1 + right) - 1)·|a||a'|·|g||g'|, and their product is rounded once more.
+    The sum is in fp64. A hundredth more covers that lengths are measured, too.
     """
-    eps = torch.finfo(torch.float32).eps
-    return min(width, PART) / TERMS_CUT * eps + (-(-width // PART) - 1) * eps / 2
+    return 1.01 * ((1 + left) * (1 + right) - 1 + torch.finfo(torch.float32).eps)
+
+
+def _share(piece: OuterProduct) -> float:
+    unit = _roundoff(piece)
+    return product_error(0.0 if piece.sparse else chain(piece.rows, unit), chain(piece.columns, unit))
+
+
+def _roundoff(piece: PerRecordGradient) -> float:
+    return torch.finfo(wide(piece.dtype)).eps / 2
 
 
 def _kernel_for(piece: OuterProduct) -> Gram | None:
@@ -186,9 +221,9 @@ def _one_token(piece: OuterProduct, left: Tensor, right: Tensor, lengths: bool, 
 
 
 def _whole(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    lefts, rights = _products(left, left, right.dtype), right @ right.transpose(1, 2)
+    lefts, rights = _products(left, left, right.dtype), _in_parts(right, right)
     left_sizes, right_sizes = _diagonal(lefts), _diagonal(rights)
-    return lefts.mul_(rights).sum(dim=(1, 2)).double(), left_sizes, right_sizes
+    return lefts.mul_(rights).sum(dim=(1, 2), dtype=torch.float64), left_sizes, right_sizes
 
 
 def _in_strips(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,26 +234,37 @@ def _in_strips(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     cuts = [round(tokens * i / STRIPS) for i in range(STRIPS + 1)]
     for start, stop in pairwise(cuts):
         lefts = _products(left[:, start:stop], left[:, :stop], right.dtype)
-        rights = right[:, start:stop] @ right[:, :stop].transpose(1, 2)
+        rights = _in_parts(right[:, start:stop], right[:, :stop])
         left_sizes.append(_diagonal(lefts[:, :, start:]))
         right_sizes.append(_diagonal(rights[:, :, start:]))
         both = lefts.mul_(rights)
-        inner += both[:, :, start:].sum(dim=(1, 2)).double()
+        inner += both[:, :, start:].sum(dim=(1, 2), dtype=torch.float64)
         if start:
-            inner += 2 * both[:, :, :start].sum(dim=(1, 2)).double()
+            inner += 2 * both[:, :, :start].sum(dim=(1, 2), dtype=torch.float64)
     return inner, torch.cat(left_sizes, 1), torch.cat(right_sizes, 1)
 
 
 def _products(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
     """Of the rows of both; of row numbers, whether they are equal."""
     if one.is_floating_point():
-        return one @ other.transpose(1, 2)
+        return _in_parts(one, other)
     return (one.unsqueeze(2) == other.unsqueeze(1)).to(dtype)
+
+
+def _in_parts(one: Tensor, other: Tensor) -> Tensor:
+    """one·otherᵀ, as `chain` has it."""
+    other = other.transpose(1, 2)
+    if one.dtype == torch.float64:
+        return one @ other
+    total = one[:, :, :PART] @ other[:, :PART]
+    for start in range(PART, one.shape[2], PART):
+        total.baddbmm_(one[:, :, start : start + PART], other[:, start : start + PART])
+    return total
 
 
 def _cross(one: OuterProduct, other: OuterProduct) -> Tensor:
     """<gradient by one use, gradient by the other> for each record."""
-    rights = _wide(one.right) @ _wide(other.right).transpose(1, 2)
+    rights = _in_parts(_wide(one.right), _wide(other.right))
     if one.sparse and not other.sparse:
         lefts = _wide(other.left).gather(2, one.left.unsqueeze(1).expand(-1, other.tokens, -1)).transpose(1, 2)
     elif other.sparse and not one.sparse:
@@ -226,7 +272,7 @@ def _cross(one: OuterProduct, other: OuterProduct) -> Tensor:
     else:
         left, right = (one.left, other.left) if one.sparse else (_wide(one.left), _wide(other.left))
         lefts = _products(left, right, rights.dtype)
-    return (lefts * rights).sum(dim=(1, 2)).double()
+    return (lefts * rights).sum(dim=(1, 2), dtype=torch.float64)
 
 
 def _lost(piece: OuterProduct, left: Tensor, right: Tensor) -> Tensor:
