@@ -34,7 +34,8 @@ def test_every_way_to_a_norm_gives_the_norm(
         # A doubt is an estimate; four times it is far inside what C is lowered by (1e-4 of a square calls for fp64).
         assert bool(((found.square - expected).abs() <= 4 * found.doubt + 1e-6 * expected).all())
         cancels = len(pieces) > 1 or tokens > 1
-        assert not cancels or bool((found.doubt >= 1e-7 * trace).all()), "terms that may cancel leave a doubt"
+        least = 1e-7 * (trace * found.square.clamp(min=0.0)).sqrt()
+        assert not cancels or bool((found.doubt >= least).all()), "terms that may cancel leave a doubt"
 
 
 @pytest.mark.parametrize("lengths", [True, False])

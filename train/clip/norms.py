@@ -127,8 +127,8 @@ def _written_out(pieces: list[PerRecordGradient], lengths: bool) -> Squares:
     outers = [piece for piece in pieces if isinstance(piece, OuterProduct)]
     others = [_unit(piece) * piece.spread() for piece in pieces if not isinstance(piece, OuterProduct)]
     doubt = _together(others) if others else torch.zeros_like(square)
-    # How long the error of what was written can be: as many additions as tokens, and one for each other piece.
-    depth = sum(piece.tokens for piece in outers) + len(pieces)
+    # As many additions as tokens, and one for each other piece: once for what is measured here, once for what is added.
+    depth = 2 * sum(piece.tokens for piece in outers) + len(pieces)
     error = depth * _roundoff(first) * sum((_length(piece) for piece in outers), torch.zeros_like(square))
     return Squares(square, doubt + (2 * square.sqrt() + error) * error, _total([_length(piece) for piece in rounded]))
 
