@@ -201,7 +201,7 @@ def place() -> str:
 def gram_stand_in(count: Count) -> Any:
     """What the Gram kernel returns, counted by its tiles: 64 tokens, or as few as hold all."""
 
-    def gram(left: Tensor, right: Tensor, part: int, share: float, lost: tuple[float, float]) -> tuple[Tensor, ...]:
+    def gram(left: Tensor, right: Tensor, part: int, bounds: Any) -> tuple[Tensor, ...]:
         records, tokens, rows = left.shape
         width = rows + right.shape[2]
         tile = next((size for size in (16, 32, 64) if tokens <= size), 64)

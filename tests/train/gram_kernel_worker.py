@@ -49,11 +49,14 @@ def products(dtype: torch.dtype, part: int) -> list[dict[str, Any]]:
         draw = torch.Generator().manual_seed(tokens)
         left = torch.randn(3, tokens, left_width, generator=draw).to(dtype)
         right = torch.randn(3, right_width, tokens, generator=draw).to(dtype).transpose(1, 2)  # not as rows lie
-        share, lost = 3e-8, (1e-9, 2e-9)  # so that each part of the doubt is seen
-        inner, doubt, lengths = gram(left, right, part, share, lost)
+        bounds = norms.Bounds(3e-8, 1e-7, 1e-9, 2e-9)  # so that each part of the doubt is seen
+        inner, doubt, lengths = gram(left, right, part, bounds)
         wide_left, wide_right = left.double(), right.double()
         a, g = wide_left.square().sum(2), wide_right.square().sum(2)
-        doubted = share * (a * g).sqrt().sum(1).square() + lost[0] * a.amax(1) + lost[1] * g.amax(1)
+        exact, length = (wide_left.transpose(1, 2) @ wide_right).square().sum((1, 2)), (a * g).sqrt().sum(1)
+        added = bounds.added * length
+        doubted = bounds.share * length.square() + (2 * exact.sqrt() + added) * added
+        doubted += bounds.lost_left * a.amax(1) + bounds.lost_right * g.amax(1)
         piece = OuterProduct("w", left, right, torch.Size((left_width, right_width)))
         norms.KERNEL_DEVICES = ()
         plain = norms.measure([piece, piece])
@@ -62,8 +65,7 @@ def products(dtype: torch.dtype, part: int) -> list[dict[str, Any]]:
         assert plain.doubt is not None and fused.doubt is not None
         rows.append({
             "tokens": tokens,
-            "inner": far(inner, (wide_left.transpose(1, 2) @ wide_right).square().sum((1, 2))),
-            "length": far(lengths, (a * g).sqrt().sum(1)), "doubted": far(doubt, doubted),
+            "inner": far(inner, exact), "length": far(lengths, length), "doubted": far(doubt, doubted),
             "measured": far(fused.square, plain.square), "doubt": float((fused.doubt / plain.doubt).min()),
         })  # fmt: skip
     return rows
@@ -75,7 +77,7 @@ def not_a_number() -> list[bool]:
     for tokens, side in ((7, 0), (70, 0), (70, 1)):
         sides = [torch.ones(2, tokens, 8, dtype=torch.float16) for _ in range(2)]
         sides[side][0, tokens - 1, 3] = torch.nan
-        square, doubt, _ = gram(*sides, norms.PART, 1e-7, (0.0, 0.0))
+        square, doubt, _ = gram(*sides, norms.PART, (1e-7, 1e-7, 0.0, 0.0))
         found.append(square.isnan().tolist() == doubt.isnan().tolist() == [True, False])
     return found
 

@@ -45,15 +45,14 @@ def widths() -> dict[str, tuple[dict[str, Any], str]]:
 WIDTHS = widths()
 
 
-def in_fp32(
-    left: Tensor, right: Tensor, part: int, share: float, lost: tuple[float, float]
-) -> tuple[Tensor, Tensor, Tensor]:
+def in_fp32(left: Tensor, right: Tensor, part: int, bounds: norms.Bounds) -> tuple[Tensor, Tensor, Tensor]:
     """What the kernel computes, by products of the CPU."""
     lefts, rights = (x.float() @ x.float().transpose(1, 2) for x in (left, right))
     a, g = (x.diagonal(dim1=1, dim2=2).double() for x in (lefts, rights))
     length = (a * g).sqrt().sum(1)
-    doubt = share * length.square() + lost[0] * a.amax(1) + lost[1] * g.amax(1)
-    return (lefts * rights).double().sum((1, 2)), doubt, length
+    square, added = (lefts * rights).double().sum((1, 2)), bounds.added * length
+    doubt = bounds.share * length.square() + (2 * square.clamp(min=0.0).sqrt() + added) * added
+    return square, doubt + bounds.lost_left * a.amax(1) + bounds.lost_right * g.amax(1), length
 
 
 @pytest.fixture

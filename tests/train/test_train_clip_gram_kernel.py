@@ -100,7 +100,7 @@ def test_what_makes_one_number_of_the_tiles_compiles_too() -> None:
 
     from murmuration.train.clip.gram_triton import _finish
 
-    constants = {"SHARE": 1e-5, "LOST_LEFT": 1e-38, "LOST_RIGHT": 1e-38, "PAIRS": 16, "TOKENS": 256}
+    constants = {"SHARE": 1e-5, "ADDED": 1e-5, "LOST_LEFT": 1e-38, "LOST_RIGHT": 1e-38, "PAIRS": 16, "TOKENS": 256}
     pointers = dict.fromkeys(("inner", "left_sizes", "right_sizes"), "*fp32") | {"found": "*fp64"}
     names: list[str] = _finish.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}

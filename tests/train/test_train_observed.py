@@ -41,7 +41,7 @@ def test_one_record_and_records_at_the_bound_are_counted_as_they_are() -> None:
     """Clipping scales what is longer than C, not what is as long."""
     observed = StepSummary()
     observed.add(torch.tensor([True]), torch.tensor([3.0]), torch.tensor([2.0]))
-    expected = {"records": 1.0, "loss": 3.0, "gradient_norm": 2.0}
+    expected = {"records": 1.0, "loss": 3.0, "gradient_norm": 2.0, "written_out": 0.0}
     assert observed.over_ranks(alone(), 2.0) == expected | {"clipped_fraction": 0.0}
     assert observed.over_ranks(alone(), 1.9) == expected | {"clipped_fraction": 1.0}
     assert observed.over_ranks(alone(), None) == expected | {"clipped_fraction": 0.0}, "nothing was clipped to"
@@ -54,7 +54,7 @@ def test_a_batch_without_records_has_zeros_and_divides_by_none() -> None:
     observed = StepSummary()
     observed.add(torch.tensor([False, False]), torch.tensor([7.0, math.nan]), torch.tensor([7.0, math.inf]))
     found = observed.over_ranks(alone(), 1.0)
-    assert found == {"records": 0.0, "loss": 0.0, "gradient_norm": 0.0, "clipped_fraction": 0.0}
+    assert found == {"records": 0.0, "loss": 0.0, "gradient_norm": 0.0, "clipped_fraction": 0.0, "written_out": 0.0}
 
 
 def test_the_sensitivity_is_the_largest_of_the_sums_and_no_other_number() -> None:

@@ -67,7 +67,8 @@ def _tile_pair(  # pyright: ignore
 @triton.jit
 def _finish(  # pyright: ignore
     inner, left_sizes, right_sizes, found, pairs, tokens,
-    SHARE: tl.constexpr, LOST_LEFT: tl.constexpr, LOST_RIGHT: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+    SHARE: tl.constexpr, ADDED: tl.constexpr, LOST_LEFT: tl.constexpr, LOST_RIGHT: tl.constexpr,
+    PAIRS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One program takes one record: its square, doubt and length in fp64, from what the pairs of tiles left."""
     record, records = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -78,16 +79,18 @@ def _finish(  # pyright: ignore
     terms = left * right
     # Sums of squares are not negative. Where a number is none, so is the length, whatever the largest ones are.
     length = tl.sum(tl.sqrt(terms), 0)
-    doubt = SHARE * length * length + LOST_LEFT * tl.max(left, 0) + LOST_RIGHT * tl.max(right, 0)
-    tl.store(found + record, tl.sum(parts, 0))
+    square = tl.sum(parts, 0)
+    added = ADDED * length
+    doubt = SHARE * length * length + (2.0 * tl.sqrt(tl.maximum(square, 0.0)) + added) * added
+    doubt += LOST_LEFT * tl.max(left, 0) + LOST_RIGHT * tl.max(right, 0)
+    tl.store(found + record, square)
     tl.store(found + records + record, doubt)
     tl.store(found + 2 * records + record, length)
 
 
-def gram(left: Tensor, right: Tensor, part: int, share: float, lost: tuple[float, float]) -> tuple[Tensor, ...]:
-    """left [B, T, rows], right [B, T, columns] -> three times [B] in fp64: Σ (AAᵀ ∘ GGᵀ); how far it may be off, which
-    is the `share` of the square of the summed lengths |a||g| and, of what vanishes in fp32, `lost` of the largest |a|²
-    and |g|²; and the summed lengths.
+def gram(left: Tensor, right: Tensor, part: int, bounds: tuple[float, float, float, float]) -> tuple[Tensor, ...]:
+    """left [B, T, rows], right [B, T, columns] -> three times [B] in fp64: Σ (AAᵀ ∘ GGᵀ); how far it may be off, by
+    `bounds` (`norms.Bounds`); and the summed lengths |a||g|.
 
     `part`, a multiple of 64: over how many columns tensor cores accumulate.
     """
@@ -107,7 +110,7 @@ def gram(left: Tensor, right: Tensor, part: int, share: float, lost: tuple[float
         )  # fmt: skip
         found = torch.empty(3, records, dtype=torch.float64, device=right.device)
         _finish[(records,)](
-            inner, left_sizes, right_sizes, found, inner.shape[1], tokens, share, *lost,  # pyright: ignore
+            inner, left_sizes, right_sizes, found, inner.shape[1], tokens, *bounds,  # pyright: ignore
             PAIRS=triton.next_power_of_2(inner.shape[1]), TOKENS=triton.next_power_of_2(tokens),  # pyright: ignore
         )  # fmt: skip
     return found.unbind()

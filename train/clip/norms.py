@@ -10,7 +10,7 @@ tokens repeat, so does the rounding of their products, and it adds up as the len
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -46,7 +46,20 @@ PART = 64
 # Where the Gram form is one kernel.
 KERNEL_DEVICES = ("cuda",)
 
-Gram = Callable[[Tensor, Tensor, int, float, tuple[float, float]], tuple[Tensor, ...]]
+
+class Bounds(NamedTuple):
+    """Of how far a record's square may be off."""
+
+    share: float
+    """Of the square of its tokens' summed lengths |a||g|, by the rounding of products."""
+    added: float
+    """Of those lengths, by the rounding of what is added to the sums."""
+    lost_left: float
+    """Of the largest |a|², by what vanishes in fp32; and of the largest |g|²."""
+    lost_right: float
+
+
+Gram = Callable[[Tensor, Tensor, int, Bounds], tuple[Tensor, ...]]
 
 
 class Squares(NamedTuple):
@@ -65,9 +78,10 @@ def measure(pieces: list[PerRecordGradient], lengths: bool = True) -> Squares:
     outers = [piece for piece in pieces if isinstance(piece, OuterProduct)]
     if len(outers) < len(pieces) or (len(pieces) == 1 and not gram_is_cheaper(outers[0])):
         return _written_out(pieces, lengths)
-    found = [_own(piece, lengths) for piece in outers]
+    found = [_own(piece) for piece in outers]
+    rounded = [own.length for piece, own in zip(outers, found, strict=True) if lengths and not piece.sparse]
     if len(found) == 1:
-        return found[0]
+        return found[0]._replace(length=_total(rounded))
     square = torch.stack([own.square for own in found]).sum(0)
     # A parameter used twice: its gradient is the sum of all uses, so tokens of all uses meet one another.
     for number, later in enumerate(outers):
@@ -76,7 +90,11 @@ def measure(pieces: list[PerRecordGradient], lengths: bool = True) -> Squares:
     # Alone, a single token has nothing to cancel with; beside another use it has.
     lone = [_share(piece) * own.square if piece.tokens == 1 else 0.0 for piece, own in zip(outers, found, strict=True)]
     doubts = [own.doubt + more for own, more in zip(found, lone, strict=True) if own.doubt is not None]
-    return Squares(square, _together(doubts), _total([own.length for own in found]))
+    added = _total(
+        [_added(piece) * own.length for piece, own in zip(outers, found, strict=True) if own.length is not None]
+    )
+    assert added is not None
+    return Squares(square, _together(doubts) + _lengthened(square, added), _total(rounded))
 
 
 def measure_affine(weight: OuterProduct, lengths: bool = True) -> Squares:
@@ -104,9 +122,9 @@ def _together(doubts: list[Tensor]) -> Tensor:
     return doubts[0] if len(doubts) == 1 else torch.stack([doubt.sqrt() for doubt in doubts]).sum(0).square()
 
 
-def _total(lengths: list[Tensor | None]) -> Tensor | None:
+def _total(lengths: Sequence[Tensor | None]) -> Tensor | None:
     found = [length for length in lengths if length is not None]
-    return torch.stack(found).sum(0) if found else None
+    return torch.stack(found).sum(0) if len(found) > 1 else next(iter(found), None)
 
 
 def _written_out(pieces: list[PerRecordGradient], lengths: bool) -> Squares:
@@ -122,15 +140,28 @@ def _written_out(pieces: list[PerRecordGradient], lengths: bool) -> Squares:
         for piece in pieces[1:]:
             total = total + piece.instances(rows, dtype)
         parts.append(squared(total))
-    rounded = [piece for piece in pieces if isinstance(piece, OuterProduct) and not piece.sparse] if lengths else []
     square = torch.cat(parts)
     outers = [piece for piece in pieces if isinstance(piece, OuterProduct)]
     others = [_unit(piece) * piece.spread() for piece in pieces if not isinstance(piece, OuterProduct)]
     doubt = _together(others) if others else torch.zeros_like(square)
-    # As many additions as tokens, and one for each other piece: once for what is measured here, once for what is added.
-    depth = 2 * sum(piece.tokens for piece in outers) + len(pieces)
-    error = depth * _roundoff(first) * sum((_length(piece) for piece in outers), torch.zeros_like(square))
-    return Squares(square, doubt + (2 * square.sqrt() + error) * error, _total([_length(piece) for piece in rounded]))
+    own = [_length(piece) for piece in outers]
+    # As many additions as tokens, and one for each other piece.
+    depth = sum(piece.tokens for piece in outers) + len(pieces)
+    written = depth * _roundoff(first) * sum(own, torch.zeros_like(square))
+    added = sum((_added(piece) * length for piece, length in zip(outers, own, strict=True)), torch.zeros_like(square))
+    rounded = [length for piece, length in zip(outers, own, strict=True) if lengths and not piece.sparse]
+    return Squares(square, doubt + _lengthened(square, written + added), _total(rounded))
+
+
+def _added(piece: OuterProduct) -> float:
+    """By how much of the summed lengths of its tokens a record's share of the weighted product may be off, since its
+    tokens are added up one after the other there. Twice the unit roundoff: tensor cores cut off."""
+    return piece.tokens * torch.finfo(wide(piece.dtype)).eps
+
+
+def _lengthened(square: Tensor, error: Tensor) -> Tensor:
+    """What an error of that length may do to a squared length."""
+    return (2 * square.clamp(min=0.0).sqrt() + error) * error
 
 
 def _length(piece: OuterProduct) -> Tensor:
@@ -139,22 +170,21 @@ def _length(piece: OuterProduct) -> Tensor:
     return (right if piece.sparse else squared_length(piece.left) * right).sqrt().sum(1)
 
 
-def _own(piece: OuterProduct, lengths: bool) -> Squares:
-    lengths = lengths and not piece.sparse
+def _own(piece: OuterProduct) -> Squares:
     kernel = _kernel_for(piece)
     if kernel is not None:
         share = product_error(cut_off(piece.rows), cut_off(piece.columns))
-        square, doubt, length = kernel(piece.left, piece.right, PART, share, _vanishing(piece))
-        return Squares(square, doubt, length if lengths else None)
+        square, doubt, length = kernel(piece.left, piece.right, PART, Bounds(share, _added(piece), *_vanishing(piece)))
+        return Squares(square, doubt, length)
     right = _wide(piece.right)
     left = piece.left if piece.sparse else _wide(piece.left)
     if piece.tokens == 1:
-        return _one_token(piece, left, right, lengths)
+        return _one_token(piece, left, right, lengths=True)
     inner, left_sizes, right_sizes = (_whole if piece.tokens < STRIPS_FROM else _in_strips)(left, right)
     left_sizes, right_sizes = left_sizes.double(), right_sizes.double()
     length = (left_sizes * right_sizes).clamp(min=0.0).sqrt().sum(1)
     doubt = _share(piece) * length.square() + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
-    return Squares(inner, doubt, length if lengths else None)
+    return Squares(inner, doubt + _lengthened(inner, _added(piece) * length), length)
 
 
 def chain(width: int, unit: float) -> float:

@@ -38,10 +38,11 @@ def rounding_allowance(micro_batch: int) -> float:
     micro-batch beyond b: the two worlds differ in the product of one stretch alone. What is bounded for certain is a
     chain of b fp32 additions, one for each record, of terms with total norm S: it errs by at most S·b·u/(1-b·u), here
     S = b·C with every gradient aligned; the stretches of both worlds may err in opposite directions. A product of
-    matrices also adds up the tokens of each record, b·T rows in all. Their rounding is not bounded for certain but
-    counted as independent: by √(b·T)·u of S, and of terms that cancel by no more than ten times that, since records
-    that cancel more are kept out of the product (`accumulator`). At b = 128 and T = 257 that is 1.4e-3·C, or 2.0e-3·C
-    for the two worlds together, where the chain allows for 1.9e-3·C and FACTOR_ROUNDING for 1e-3·C beside the norms.
+    matrices also adds up the tokens of each record, b·T rows in all. What additions do to the sum of a record's own
+    tokens is bounded for certain: it is part of the doubt of its norm (`norms.Bounds.added`), and a record in doubt is
+    kept out of the product (`accumulator`). That tokens are added to what other records have summed to is not, but
+    counted as independent: by √(b·T)·u of S. At b = 128 and T = 257 that is 1.4e-3·C, or 2.0e-3·C for the two worlds
+    together, where the chain allows for 1.9e-3·C and FACTOR_ROUNDING for 1e-3·C beside norms and own tokens.
     """
     records = min(micro_batch, RECORDS_AT_ONCE)
     relative = records * UNIT_ROUNDOFF / (1 - records * UNIT_ROUNDOFF)
