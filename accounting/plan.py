@@ -80,7 +80,7 @@ class PrivacyPlan:
     stands_for: StandIn | None = None
     """Set in a TAN simulation; all other numbers are of what is run."""
     held_out: float | None = None
-    """Share of the records that are drawn and never trained on; the metric `accuracy` is of them."""
+    """Share of the records that are drawn and not trained on in this phase; the metric `accuracy` is of them."""
     grid_growth: float = 0.0
     """Above 0 if and only if the noise is exact: sums are rounded to a grid before it, which may add this share of C
     (and of a metric's bound) to what one record does. All noise multipliers are charged as that much smaller."""

@@ -116,8 +116,8 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
     for phase in certificate["phases"]:
         if share := (phase.get("plan") or {}).get("held_out"):
             lines.append(
-                f"held out in {phase['name']}: {share:.3%} of the records, drawn like all others and never trained on; "
-                "of them, the accuracy of each step is released with noise, charged as one event with the gradient"
+                f"held out in {phase['name']}: {share:.3%} of the records, drawn like all others, not trained on in "
+                "it; of them, the accuracy of each step is released with noise, charged as one event with the gradient"
             )
     if certificate.get("model"):
         lines.append(f"model: {certificate['model']}")

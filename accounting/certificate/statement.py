@@ -43,8 +43,9 @@ CURVES = (
     "run. Decisions taken by them are outside the claim: when to stop, which settings, checkpoint or run to prefer."
 )
 RATCHETED = (
-    "The keys of private steps are forgotten at every durable checkpoint. Whoever copied the run's secret folder while "
-    "the run lasted has the keys of the steps after its newest durable checkpoint at that time, to the end of the "
+    "The keys of private steps are forgotten behind every durable checkpoint, by rewriting the secret file (where a "
+    "kill came in between, at the next start). Whoever copied the run's secret folder while the run lasted has the "
+    "keys of the steps after the newest checkpoint for which the file had been rewritten by then, to the end of the "
     "segment that was running, and no earlier ones. With kept weights they can take the noise off those steps and tell "
     "who was drawn for them, so against them the claim covers the steps before alone. It does not cover even those if "
     "the storage kept an older state of the secret file: in a snapshot, a backup, or flash memory that was not really "

@@ -1,4 +1,4 @@
-"""Private records that are drawn like all others and never trained on, so that accuracy can be measured on them.
+"""Private records that are drawn like all others and not trained on, so that accuracy can be measured on them.
 
 Which ones is a function of the record's number and the share, and of nothing else: of no key, so that a run that goes
 on with new keys holds out the same, and of no content, so that neighbouring data sets are cut alike.

@@ -258,6 +258,19 @@ def test_audit_through_deepspeed_refutes_noise_of_a_third(small_file: Path) -> N
 
 
 @pytest.mark.slow
+def test_an_audit_draws_the_noise_that_the_config_names(small_file: Path) -> None:
+    exact = ("--set", 'run.noise="exact"')
+    code, found, output = audit_command(small_file, *exact)
+    show(found)
+    assert code == 0 and found["refuted"] == [], output
+    command = [sys.executable, str(ROOT / "launch" / "audit.py"), "--config", str(small_file), *exact]
+    refused = subprocess.run(
+        [*command, "--noise-scale", "0.3"], cwd=small_file.parent, env=environment(), capture_output=True, text=True
+    )
+    assert refused.returncode == 2 and "one of AES noise" in refused.stderr, refused.stderr
+
+
+@pytest.mark.slow
 def test_audit_with_input_canaries_runs_and_does_not_refute(small_file: Path) -> None:
     code, found, output = audit_command(small_file, "--kind", "input", "--canaries", "200", "--records", "64")
     show(found)

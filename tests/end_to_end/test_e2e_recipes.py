@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,6 +126,38 @@ def test_a_head_is_trained_by_one_step_over_all_records_on_features_computed_onc
     assert commit["sampling"]["threshold"] == 2**32 and commit["noise"]["elements"] == 8 * 32 + 8
     (kept,) = (run_dir / "secret" / "features-private").iterdir()
     assert {path.stat().st_mode & 0o777 for path in kept.iterdir()} == {0o600}
+
+
+def test_features_that_are_lost_are_not_made_of_other_records(vip: tuple[Path, str], tmp_path: Path) -> None:
+    """Killed before a checkpoint was durable, so its steps are made again under the same keys: of other features they
+    would lay the difference bare."""
+    prepare = [sys.executable, str(ROOT / "launch" / "prepare.py"), "demo", "--out", str(tmp_path)]
+    sizes = ["--private", "300", "--held-out", "16", "--textures", "16"]
+    subprocess.run([*prepare, *sizes], check=True, env=environment())
+    records = tmp_path / "private"
+    changes = TINY | {
+        "model.positions": "sincos", "model.classes": 8, "phases.0.data.path": str(vip[0]), "run.engine": "local",
+        "run.checkpoint_every": 10_000, "phases.1.steps": 10_000, "phases.1.data.path": str(records),
+        "phases.1.data.expected_records": 300, "phases.1.data.label": "colour", "phases.1.data.classes": None,
+        "phases.1.privacy.expected_batch": 300, "phases.1.evaluation": None,
+    }  # fmt: skip
+    run_dir = tmp_path / "lost"
+    job = launch("transfer/transfer_vith_onestep.json", run_dir, changes)
+    job.launcher = "python"
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 2, process)
+    process.kill()
+    process.communicate(timeout=TIMEOUT)
+    opened = opened_steps(run_dir)
+    shutil.rmtree(run_dir / "secret" / "features-private")
+    shard = sorted(records.rglob("*.tar"))[-1]
+    whole = shard.read_bytes()
+    at = whole.index(b"\xff\xd8\xff")  # the first picture
+    shard.write_bytes(whole[:at] + bytes(64) + whole[at + 64 :])
+    code, output = job.run()
+    assert code == 2 and f"/{shard.name}: changed since it was indexed" in output, output
+    assert opened_steps(run_dir) == opened, "no step was made with the other record"
+    assert not (run_dir / "secret" / "features-private").exists(), "nor features of it"
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import evaluating
 from murmuration.train.engines.choose import EngineSettings
-from murmuration.train.noise.aes import Noise, NoiseMechanism
+from murmuration.train.noise.aes import Noise
 from murmuration.train.optim.schedule import learning_rate
 from murmuration.train.private import Computation, PrivateCore, clipping_engine
 from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
@@ -117,7 +117,7 @@ class _Audit:
         engine = WatchedEngine(real_engine)
         try:
             synthetic = SyntheticRecords.of(phase.shape, self.settings.objective)
-            core = PrivateCore(plan, clip, engine, self._keys("audit"), ranks)
+            core = PrivateCore(plan, clip, engine, self._keys("audit"), ranks, self.config.run.noise)
             tested = core.prove(synthetic, self.replicated, self.micro_batch)
             divisor = self._divisor(engine, clip)
             evidence, claim = self._train(engine, clip, included)
@@ -148,11 +148,11 @@ class _Audit:
             self.phase.index, self.phase.data_spec(augment=True), self.phase.text,
             augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
         )  # fmt: skip
-        noise = NoiseMechanism.of(derive("noise"), plan)
+        planted = None
         if self.options.noise_scale != 1:
-            noise = WeakenedNoise(derive("noise"), plan.noise_std, plan.divisor, self.options.noise_scale)
+            planted = WeakenedNoise(derive("noise"), plan.noise_std, plan.divisor, self.options.noise_scale)
         batches = CanaryBatches(reader, self.ranks, self.micro_batch, self.planned.real, included, crafted)
-        step = self._step("audit", plan, clip, noise, engine, batches)
+        step = self._step("audit", plan, clip, planted, engine, batches)
         before = self._losses(engine, crafted)
         engine.watcher = seen = Sightings(clip.coordinates)
         clip.take_known()
@@ -176,8 +176,7 @@ class _Audit:
             steps=DIVISOR_STEPS, epsilon_budget=1e3,
         )  # fmt: skip
         example = synthetic_batch(self.phase.shape, self.settings.objective, self.micro_batch, INPUT_SEED)
-        noise = NoiseMechanism.of(self._keys("divisor")("noise"), plan)
-        step = self._step("divisor", plan, clip, noise, engine, SilentBatches(example, self.ranks))
+        step = self._step("divisor", plan, clip, None, engine, SilentBatches(example, self.ranks))
         engine.watcher = seen = Sightings(clip.coordinates)
         for t in range(1, DIVISOR_STEPS + 1):
             step.run(t, 0.0)
@@ -188,12 +187,12 @@ class _Audit:
         return check_divisor(squares, elements, plan.noise_std, plan.divisor, sizes)
 
     def _step(
-        self, purpose: str, plan: PrivacyPlan, clip: CanaryClip, noise: Noise, engine: WatchedEngine,
+        self, purpose: str, plan: PrivacyPlan, clip: CanaryClip, planted: Noise | None, engine: WatchedEngine,
         batches: CanaryBatches | SilentBatches,
     ) -> PrivateStep:  # fmt: skip
         self.ranks.on_main(lambda: self._begin(purpose, plan))
-        core = PrivateCore(plan, clip, engine, self._keys(purpose), self.ranks)
-        records = Records(core.sampler().draw, batches)
+        core = PrivateCore(plan, clip, engine, self._keys(purpose), self.ranks, self.config.run.noise)
+        records, noise = Records(core.sampler().draw, batches), planted or core.noise("noise")
         return core.step(self.phase.number, self._journals.get(purpose), records, self.stop, noise=noise)
 
     def _begin(self, purpose: str, plan: PrivacyPlan) -> None:

@@ -3,10 +3,10 @@
 Both are made by the trainer of every run, with its board, checkpoints, measurements, ledger and report, each in a
 folder of its own. What the mechanism gives out (weights, optimizer state, released numbers) may depend on the record,
 hidden by noise, so the second training takes over what the first one's gave, and both compute the same next step of
-neighbouring data sets. Everything else must then be equal, byte for byte: who is drawn, the micro-batches, the noise,
-the ledger, and everything that the public sees. The sums may differ by at most C. A branch that depends on a record's
-value shows itself in one such pair, and so does noise that is not what the ledger says it is. What is printed is a
-function of real records without noise: PRIVATE.
+neighbouring data sets. Everything else must then be equal, byte for byte: who is drawn, the other records' rows of the
+micro-batches, the noise, the ledger, and everything that the public sees. The sums may differ by at most C. A branch
+that depends on a record's value shows itself in one such pair, and so does noise that is not what the ledger says it
+is. What is printed is a function of real records without noise: PRIVATE.
 """
 
 from __future__ import annotations
@@ -175,16 +175,32 @@ class SummedEngine(EngineAround):
     def __init__(self, inner: ShardedEngine) -> None:
         super().__init__(inner)
         self.sums: dict[tuple[int, int], Tensor] = {}
-        self.shapes_seen: list[str] = []
+        self._rows: list[str] = []
 
     def accumulate(self, batch: MicroBatch) -> None:
-        self.shapes_seen.append(str({name: list(tensor.shape) for name, tensor in sorted(batch.inputs.items())}))
+        self._rows += digests_of_rows(batch)
         super().accumulate(batch)
+
+    def take_rows(self) -> list[str]:
+        """A digest of every row of the step's micro-batches, in the order of the records that were drawn."""
+        rows, self._rows = self._rows, []
+        return rows
 
     def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
         self.sums = {}
-        self.shapes_seen.append("end of the step")
         return self.inner.update(_Summed(update, self.sums), learning_rate)
+
+
+def digests_of_rows(batch: MicroBatch) -> list[str]:
+    tensors = [("present", batch.present), *sorted(batch.inputs.items())]
+    found = []
+    for row in range(len(batch.present)):
+        digest = hashlib.sha256()
+        for name, tensor in tensors:
+            own = tensor[row].cpu().contiguous().numpy()
+            digest.update(f"{name} {own.dtype} {tensor.shape} ".encode() + own.tobytes())
+        found.append(digest.hexdigest())
+    return found
 
 
 class _Summed:
@@ -262,10 +278,15 @@ def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport
     worlds = (first, second)
     for world in worlds:
         world.advance()
+    rows: list[list[list[str]]] = [[], []]
     for number in range(1, report.steps + 1):
-        report.drawn += report.record in first.loader.draw(number).ids
-        for world in worlds:
+        drawn = first.loader.draw(number).ids
+        places = np.flatnonzero(drawn == report.record).tolist()
+        report.drawn += len(places)
+        for world, seen in zip(worlds, rows, strict=True):
             world.advance()
+            own = world.engine.take_rows()
+            seen.append([digest for place, digest in enumerate(own) if place not in places])
         sums, others = first.engine.sums, second.engine.sums
         squares = sum(float((sums[place] - others[place]).square().sum()) for place in sums)
         report.moves.append(math.sqrt(squares) / plan.clip_norm)
@@ -274,7 +295,7 @@ def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport
             write_last_pages(world.run)
     sinks = [public_sinks(world.run.folder.root, world.console) for world in worlds]
     for what, pair in (
-        ("micro-batches", [world.engine.shapes_seen for world in worlds]),
+        ("all other rows of all micro-batches", rows),
         ("noise", [world.noise.digest.hexdigest() for world in worlds]),
         ("ledger with its keyed digests of who was drawn", [each.pop("ledger.jsonl") for each in sinks]),
     ):

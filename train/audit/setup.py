@@ -70,7 +70,9 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
     }
     privacy = phase.settings.privacy.model_copy(update=claim)
     settings = phase.settings.model_copy(update={"privacy": privacy, "steps": options.steps})
-    plan = make_plan(settings, privacy, real + options.canaries, where)
+    if options.noise_scale != 1 and config.run.noise != "aes":
+        raise RecipeError("the planted fault is one of AES noise; give --set run.noise=aes beside --noise-scale")
+    plan = make_plan(settings, privacy, real + options.canaries, where, noise=config.run.noise)
     try:
         rule = clip_rule(privacy, plan, config.train_micro_batch_size_per_gpu)
     except RecipeError as error:

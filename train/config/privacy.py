@@ -82,7 +82,7 @@ class ReleasedMetric(Section):
         gt=0,
         le=0.5,
         description="Of accuracy: the share of the private records that are held out. They are drawn like all others "
-        "and never trained on.",
+        "and not trained on in this phase.",
     )
 
 

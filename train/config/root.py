@@ -116,7 +116,8 @@ class Run(Keeping):
     keep_key: bool = Field(
         default=False,
         description="Keeps the secret file after the final certificate is written, as it then is: it can sign another "
-        "certificate, and holds no key of a step that was made (except in segments that version 0.1 began).",
+        "certificate, and holds no key of a step whose weights were released (except in segments that version 0.1 "
+        "began).",
     )
     tuned_on_private_data: Tuning | None = Field(
         default=None, description="Declares that settings were chosen by outputs of private runs on these records."
