@@ -46,8 +46,8 @@ class Records(Generic[D]):
 def until_unreadable(micro_batches: MicroBatches, stop: StopRequest) -> MicroBatches:
     """The same micro-batches; where one cannot be read, a request to stop, and an empty one in its place.
 
-    Steps look for requests before they use a micro-batch, all ranks together, and every rank has as many. So all of
-    them leave the open step at the same place, and the run is saved, instead of waiting for the one that failed.
+    Steps look for requests before they use a micro-batch. So all ranks leave the open step, and the run is saved,
+    instead of waiting for the one that failed.
     """
 
     def guarded(ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
@@ -79,8 +79,8 @@ class PrivateStep:
 
         self.noise.prepare(step)
         observed = StepSummary(bound=self.clip.rule.bound)
-        for micro_batch in self.records.micro_batches(draw.ids, step):
-            self.stop.check(self.ranks)
+        micro_batches = self.records.micro_batches(draw.ids, step)
+        for micro_batch in self.stop.until_asked(micro_batches, self.ranks, each=self.engine.partitioned):
             self.engine.accumulate(micro_batch)
             seen = self.engine.observe()
             observed.add(micro_batch.present, *seen)
@@ -105,42 +105,56 @@ class PrivateStep:
 
 @dataclass
 class StepSummary:
-    records: int = 0
-    loss_sum: float = 0.0
-    norms: list[Tensor] = field(default_factory=list)
+    """What was seen of micro-batches stays on the device until somebody asks: fetching it would make the host wait for
+    each of them."""
+
     released: dict[str, float] = field(default_factory=dict)
     """Public once a checkpoint is durable: noised, and charged with the step."""
     sensitivity: float = 0.0
     """The largest that a micro-batch's sum had. Public: it depends on the rule alone."""
     bound: float | None = None
     """What gradients were clipped to, where steps differ in it."""
-    doubtful: int = 0
-    """Records whose gradients were written out."""
+    _seen: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = field(default_factory=list)
+    """Of each micro-batch: which slots hold a record, losses, norms, and whose gradients were written out."""
 
     def add(
         self, present: Tensor, losses: Tensor, norms: Tensor | None, sensitivity: float = 0.0,
         doubtful: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.doubtful += 0 if doubtful is None else int(doubtful.sum())
         self.sensitivity = max(self.sensitivity, sensitivity)
-        mask = present.cpu()
-        self.records += int(mask.sum())
-        self.loss_sum += float(torch.nan_to_num(losses.detach().float().cpu()[mask]).sum())
-        if norms is not None:
-            self.norms.append(norms.detach().cpu()[mask])
+        self._seen.append((present, losses.detach(), None if norms is None else norms.detach(), doubtful))
+
+    @property
+    def records(self) -> int:
+        return int(sum(present.sum() for present, *_ in self._seen))
+
+    @property
+    def loss_sum(self) -> float:
+        losses = [losses[present.to(losses.device)] for present, losses, *_ in self._seen]
+        return float(torch.nan_to_num(_joined(losses).float()).double().sum())
+
+    @property
+    def norms(self) -> Tensor:
+        """Of the records that were present, on the host."""
+        return _joined([norms[present.to(norms.device)] for present, _, norms, _ in self._seen if norms is not None])
 
     def over_ranks(self, ranks: Ranks, bound: float | None) -> dict[str, float]:
         """Summary of the whole logical batch."""
-        norms = torch.cat(self.norms) if self.norms else torch.zeros(0)
+        norms, measured = self.norms, any(norms is not None for _, _, norms, _ in self._seen)
+        slow = sum(int(doubtful.sum()) for *_, doubtful in self._seen if doubtful is not None)
         bound = self.bound or bound
         over = float((norms > bound).sum()) if bound is not None else 0.0
-        parts = ranks.gather((self.records, self.loss_sum, float(torch.nan_to_num(norms).sum()), over, self.doubtful))
+        parts = ranks.gather((self.records, self.loss_sum, float(torch.nan_to_num(norms).sum()), over, slow))
         records, loss, norm, clipped, doubtful = (sum(part[i] for part in parts) for i in range(5))
         summary = {"records": float(records), "loss": loss / max(1, records)}
-        if self.norms:
+        if measured:
             summary |= {"gradient_norm": norm / max(1, records), "clipped_fraction": clipped / max(1, records)}
             summary |= {"written_out": float(doubtful)}
         return summary
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts).cpu() if parts else torch.zeros(0)
 
 
 # What a step writes into the ledger: each part states what it did, the main rank writes, its refusal reaches all.
@@ -184,8 +198,9 @@ class PlainStep:
 
     def run(self, step: int, learning_rate: float) -> StepSummary:
         observed = StepSummary()
-        for micro_batch in self.records.micro_batches(self.records.draw(step).ids, step):
-            self.stop.check(self.ranks)
+        # Without privacy, engines reduce as gradients are made.
+        micro_batches = self.records.micro_batches(self.records.draw(step).ids, step)
+        for micro_batch in self.stop.until_asked(micro_batches, self.ranks, each=True):
             self.engine.accumulate(micro_batch)
             observed.add(micro_batch.present, *self.engine.observe())
         self.engine.update(PlainUpdate(self.batch, step), learning_rate)

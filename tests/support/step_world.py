@@ -30,10 +30,12 @@ class Stop:
     def __init__(self, at: int = 0) -> None:
         self.at, self.count = at, 0
 
-    def check(self, ranks: Any) -> None:
-        self.count += 1
-        if self.count == self.at:
-            raise Stopped("test")
+    def until_asked(self, micro_batches: Iterator[MicroBatch], ranks: Any, each: bool) -> Iterator[MicroBatch]:
+        for micro_batch in micro_batches:
+            self.count += 1
+            if self.count == self.at:
+                raise Stopped("test")
+            yield micro_batch
 
 
 def read(ids: np.ndarray, ranks: Any, micro_batch: int = 8) -> Iterator[MicroBatch]:

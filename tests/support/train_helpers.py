@@ -23,6 +23,7 @@ from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.config.root import Config
 from murmuration.train.distributed.ranks import Disagreement
 from murmuration.train.distributed.shards import Fragment
+from murmuration.train.distributed.watchdog import Pulse
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.engines.forward import PlainForward, PrivateForward
@@ -47,6 +48,7 @@ class ThreadRanks:
     """The interface of murmuration.train.distributed.ranks.Ranks between threads of this process."""
 
     def __init__(self, rank: int, world: int, shared: _Shared) -> None:
+        self.pulse = Pulse()
         self.rank, self.world, self.device = rank, world, torch.device("cpu")
         self._shared = shared
 

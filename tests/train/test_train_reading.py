@@ -19,7 +19,7 @@ from murmuration.data.store.place import UnreadableError
 from murmuration.data.synthetic.index import shape_samples, write_shards
 from murmuration.train.config.load import ConfigError, load
 from murmuration.train.config.root import Config
-from murmuration.train.distributed.stop import StopRequest
+from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.recipe.open_data import hosts_of
 from murmuration.train.recipe.read_options import agree, public_epochs, rank_plan, with_stream_order
 from murmuration.train.recipe.ready_phase import ReadyPhase, RecipeError, prepare
@@ -178,12 +178,13 @@ def test_a_stream_behind_a_url_keeps_it(tmp_path: Path) -> None:
     assert config.phases[0].data.path == "https://host/{0..9}.tar"  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_one_rank_that_cannot_read_stops_both_at_the_same_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("each", [True, False])
+def test_one_rank_that_cannot_read_stops_both(tmp_path: Path, each: bool) -> None:
     """Each rank has as many micro-batches; the one that fails looks like the others until all of them stop."""
     whole = MicroBatch({}, torch.ones(1, dtype=torch.bool))
 
     def act(ranks: Any) -> tuple[int, str]:
-        stop = _Stop()
+        stop = StopRequest(tmp_path / "stop")
 
         def micro_batches(_ids: np.ndarray, _step: int) -> Iterator[MicroBatch]:
             for number in range(5):
@@ -192,21 +193,11 @@ def test_one_rank_that_cannot_read_stops_both_at_the_same_place(tmp_path: Path) 
                 yield whole
 
         done = 0
-        for batch in until_unreadable(micro_batches, stop)(np.arange(3), 1):  # pyright: ignore[reportArgumentType]
-            if ranks.any(stop.reason is not None):
-                return done, next(each for each in ranks.gather(stop.reason) if each)
-            assert batch is whole
-            done += 1
-        return done, "went on"
+        with pytest.raises(Stopped) as stopped:
+            for batch in stop.until_asked(until_unreadable(micro_batches, stop)(np.arange(3), 1), ranks, each):
+                assert batch is whole
+                done += 1
+        return done, str(stopped.value)
 
     said = "records that cannot be read: http://host/1.tar: cannot be read (500)"
-    assert on_ranks(2, act) == [(3, said), (3, said)]
-
-
-class _Stop:
-    """What is used of a StopRequest, which takes over the signals of its process."""
-
-    ask = StopRequest.ask
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
+    assert on_ranks(2, act) == [(3 if each else 5, said), (3, said)]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from murmuration.train.distributed import stop as stop_module
 from murmuration.train.distributed.stop import Stopped, StopRequest
@@ -50,6 +52,84 @@ def test_a_reason_on_one_rank_stops_all(request_at: Any) -> None:
         return str(stopped.value)
 
     assert on_ranks(2, act) == ["SIGTERM", "SIGTERM"]
+
+
+class Counted:
+    """Ranks that count their meetings."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.meetings = inner, 0
+        self.world, self.pulse = inner.world, inner.pulse
+
+    def any(self, value: bool) -> bool:
+        self.meetings += 1
+        return self.inner.any(value)
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.inner.gather(value)
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_ranks_leave_a_step_together_and_meet_once_where_micro_batches_are_their_own(
+    request_at: Any, each: bool
+) -> None:
+    """Six micro-batches; the second rank has a reason after its second."""
+    requests = [request_at(), request_at()]
+
+    def act(ranks: Any) -> tuple[list[int], str, int]:
+        counted, request, used = Counted(ranks), requests[ranks.rank], []
+        with pytest.raises(Stopped) as stopped:
+            for number in request.until_asked(range(6), counted, each):
+                used.append(number)
+                if number == 1 and not ranks.main:
+                    request.ask("SIGTERM")
+        return used, str(stopped.value), counted.meetings
+
+    first, second = on_ranks(2, act)
+    assert second == ([0, 1], "SIGTERM", 3 if each else 1)
+    assert first == ([0, 1], "SIGTERM", 3) if each else first == ([*range(6)], "SIGTERM", 1)
+
+
+def test_a_step_that_nobody_stops_is_used_whole(request_at: Any) -> None:
+    request = request_at()
+    for each in (True, False):
+        assert list(request.until_asked(range(3), alone(), each)) == [0, 1, 2]
+
+
+def test_a_reason_travels_through_the_store_while_the_main_thread_is_blocked(request_at: Any) -> None:
+    """Neither request is looked at by its main thread, which waits in a collective act or on a device."""
+    store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    asked, other = request_at(), request_at()
+    other._key = asked._key  # as in another process
+    threads = [threading.Thread(target=each.listen, args=(store, 0.01)) for each in (asked, other)]
+    for thread in threads:
+        thread.start()
+    asked.ask("SIGTERM")
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert asked.reason == other.reason == "SIGTERM"
+    other_run = request_at()
+    assert other_run._key != asked._key, "what ended one training does not end the next one of a program"
+
+
+def test_a_store_that_is_gone_ends_nothing(request_at: Any) -> None:
+    class Gone:
+        calls = 0
+
+        def check(self, keys: list[str]) -> bool:
+            self.calls += 1
+            if self.calls == 1:
+                raise RuntimeError("Connection reset by peer")
+            request.ask("SIGTERM")
+            return False
+
+        def set(self, key: str, value: str) -> None:
+            self.told = value
+
+    request, store = request_at(), Gone()
+    request.listen(store, 0.0)
+    assert store.told == "SIGTERM" and store.calls == 2
 
 
 def test_the_death_of_the_launcher_stops_its_ranks(request_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,11 @@ def works(pulse: Pulse) -> None:
     os._exit(0)
 
 
+def waits_for_the_slow_one(pulse: Pulse) -> None:
+    with pulse.exchange():
+        time.sleep(3 * STALL)
+
+
 def ranks_that(acts: list[Callable[[Pulse], None]], folder: Path) -> tuple[list[int], str]:
     """Each act is the main thread of a rank. Exit codes (-1: had to be killed), and what was written."""
     log = folder / "log"
@@ -99,6 +104,11 @@ def test_a_hang_ends_with_75_and_names_who_is_to_blame(
 
 def test_progress_however_slow_is_no_hang(tmp_path: Path) -> None:
     assert ranks_that([works, works], tmp_path) == ([0, 0], "")
+
+
+def test_who_waits_for_a_slower_rank_that_gets_on_does_not_end_the_job(tmp_path: Path) -> None:
+    """Between two meetings, ranks have micro-batches of their own."""
+    assert ranks_that([waits_for_the_slow_one, works], tmp_path) == ([0, 0], "")
 
 
 def test_an_exchange_is_progress_where_it_begins_and_where_it_ends() -> None:

@@ -6,6 +6,7 @@ products with the clip factors wait until the norms of all parameters are known;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -84,6 +85,8 @@ class NormAccumulator:
         self._measured: set[str] = set()
         self._rounded = rounded
         self.doubtful: Tensor | None = None
+        self.keep = torch.zeros(records, dtype=torch.bool, device=device)
+        self._keeps_all = False
         self._none = torch.zeros(records, dtype=torch.float64, device=device)
         self._terms = [Terms() for _ in range(max(group_of.values()) + 1)]
 
@@ -144,37 +147,47 @@ class NormAccumulator:
         return piece.elements <= self._hold * piece.tokens * (piece.rows + piece.columns)
 
     def norms(self, eligible: Tensor) -> Tensor:
-        """[groups, B], fp64. Of records that are `eligible`, to within half of TOLERANCE as far as products go, and as
-        far as convolutions and functions without a rule round independently."""
+        """[groups, B], fp64; and settles which records are kept: all that are `eligible` and have a norm. Theirs is
+        right to within half of TOLERANCE as far as products go, and as far as convolutions and functions without a rule
+        round independently."""
         for name in self._pieces.keys() - self._measured:  # some use never reached the loss
             self._measure(name)
         found = [terms.added(self._none) for terms in self._terms]
         squares, doubts, roundings = (torch.stack(each) for each in zip(*found, strict=True))
         # Beside NaN nothing is true, and a doubt that is infinite exceeds any norm in range.
         sure = (squares > SMALLEST) & (squares < LARGEST) & (doubts <= TOLERANCE * squares)
-        doubtful = eligible & ~sure
-        if bool(doubtful.any()):
-            self.doubtful = doubtful.any(0)
+        doubtful = (eligible & ~sure).any(0)
+        norms = self._norms(squares, roundings)
+        self.keep = eligible & (norms < math.inf).all(0)
+        # One question, since on a GPU the host waits for each answer; only where some slot is empty, two.
+        self._keeps_all = bool((self.keep & ~doubtful).all())
+        if not self._keeps_all and bool(doubtful.any()):
+            self.doubtful = doubtful
             rows = self.doubtful.nonzero().squeeze(1)
             squares[:, rows] = 0.0
             roundings[:, rows] = 0.0
             for name in self._pieces:
                 for part, written in self._written(name, rows):
                     squares[self._group_of[name], part] += squared(written)
+            norms = self._norms(squares, roundings)
+            self.keep = eligible & (norms < math.inf).all(0)
+        return norms
+
+    def _norms(self, squares: Tensor, roundings: Tensor) -> Tensor:
         norms = squares.sqrt()
         return norms + roundings.sqrt() if self._rounded else norms
 
-    def write_sums(self, factors: Tensor, keep: Tensor, sums: GradientSums) -> None:
-        """Sums with `factors` [groups, B] into the totals, over the records to `keep`; nothing is left in the book.
+    def write_sums(self, factors: Tensor, sums: GradientSums) -> None:
+        """Sums with `factors` [groups, B] into the totals, over the records to keep; nothing is left in the book.
 
         An exact norm of a sum that is then rounded differently is no norm of it: of doubtful records, the very numbers
         that were measured are added, apart from the products of the others.
         """
-        apart = None
+        apart, keep = None, self.keep
         if self.doubtful is not None:
             apart = (keep & self.doubtful).nonzero().squeeze(1)
             keep = keep & ~self.doubtful
-        touch = None if bool(keep.all()) else keep
+        touch = None if self._keeps_all else keep
         weights = [
             ClipWeights(own if touch is None else torch.where(keep, own, 0.0), touch, self._rounded) for own in factors
         ]

@@ -126,10 +126,9 @@ class BookKeepingClip:
             norms = accumulator.norms(eligible)
             if self._scale != 1.0:
                 norms = norms / self._scale
-            keep = eligible & (norms < math.inf).all(0)
             precise = torch.float64 if losses.dtype == torch.float64 else torch.float32
-            factors = torch.where(keep, self.rule.group_factors(norms, precise), 0.0)
-            accumulator.write_sums(factors if self._scale == 1.0 else factors / self._scale, keep, sums)
+            factors = torch.where(accumulator.keep, self.rule.group_factors(norms, precise), 0.0)
+            accumulator.write_sums(factors if self._scale == 1.0 else factors / self._scale, sums)
         norm, factor = norms[0], factors[0]
         if len(norms) > 1:
             norm, factor = torch.linalg.vector_norm(norms, dim=0), factors.amin(0)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from murmuration.accounting.errors import REFUSED, RunError
-from murmuration.train.distributed.watchdog import Pulse, Watchdog
+from murmuration.train.distributed.watchdog import Pulse, Store, Watchdog
 
 T = TypeVar("T")
 
@@ -139,9 +139,13 @@ def lost_rank(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
-def watch(ranks: Ranks, stall_seconds: float, ended: Callable[[str], None]) -> Watchdog:
-    """Started; the ranks tell each other that they live through the store in which they found each other."""
-    make = dist.HashStore  # pyright: ignore[reportPrivateImportUsage]
+def rendezvous_store(ranks: Ranks) -> Store | None:
+    """Where the ranks of a process group found each other; None for whoever is alone."""
     # The private name is the only way to the store: the process group is not made by us.
-    store = make() if isinstance(ranks, Alone) else dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d._get_default_store() if ranks.world > 1 and dist.is_initialized() else None
+
+
+def watch(ranks: Ranks, stall_seconds: float, ended: Callable[[str], None]) -> Watchdog:
+    """Started; the ranks tell each other through the store that they live."""
+    store = rendezvous_store(ranks) or dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     return Watchdog(ranks.rank, ranks.world, ranks.pulse, store, stall_seconds, ended).start()

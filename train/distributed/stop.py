@@ -1,19 +1,33 @@
-"""Reasons to stop early, agreed between ranks so that nobody is left waiting in a collective."""
+"""Reasons to stop early, agreed between ranks so that nobody is left waiting in a collective.
+
+Meeting before every micro-batch would make each wait for the slowest rank of that moment. So where micro-batches are no
+collective acts, ranks meet once, behind the last one: whoever has a reason goes there at once, and tells the others
+through the rendezvous store, so that they follow within seconds instead of finishing the step.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
 import threading
 import time
 import types
+from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.ranks import Ranks, rendezvous_store
+from murmuration.train.distributed.watchdog import Store
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Seconds between two looks into the store.
+HEARING = 2.0
+
+T = TypeVar("T")
+_numbers = count()
 
 
 class Stopped(Exception):
@@ -29,6 +43,9 @@ class StopRequest:
         self._deadline = time.monotonic() + 60 * after_minutes if after_minutes is not None else math.inf
         self._stop_file = stop_file
         self._parents = _ancestors()
+        # Ranks make the same requests in the same order, so that all of them name one alike.
+        self._key = f"murmuration/stop/{next(_numbers)}"
+        self._listening = False
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():  # Python lets no other thread handle signals
             self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -57,8 +74,42 @@ class StopRequest:
             self.reason = "the launcher's death"
         return self.reason
 
+    def until_asked(self, micro_batches: Iterable[T], ranks: Ranks, each: bool) -> Iterator[T]:
+        """A step's micro-batches; Stopped on every rank where one of them has a reason. `each`: using one is a
+        collective act, so that all ranks must leave at the same place."""
+        if not each:
+            self._listen(ranks)
+        for micro_batch in micro_batches:
+            if each:
+                self.check(ranks)
+            elif self.raised() is not None:
+                break
+            ranks.pulse.beat()
+            yield micro_batch
+        if not each:
+            self.check(ranks)
+
+    def _listen(self, ranks: Ranks) -> None:
+        store = rendezvous_store(ranks) if not self._listening else None
+        self._listening = True
+        if store is not None:
+            threading.Thread(target=self.listen, args=(store,), name="stop", daemon=True).start()
+
+    def listen(self, store: Store, every: float = HEARING) -> None:
+        """Until there is a reason: tells the other ranks of this one's, or takes over theirs."""
+        told = False
+        while not told:
+            time.sleep(every)
+            with contextlib.suppress(RuntimeError):  # a store that is gone is the watchdog's business
+                if self.raised() is not None:
+                    store.set(self._key, str(self.reason))
+                    told = True
+                elif store.check([self._key]):
+                    self.ask(store.get(self._key).decode())
+                    told = True
+
     def check(self, ranks: Ranks) -> None:
-        """Raises Stopped on every rank as soon as one of them has a reason. Call at micro-batch boundaries."""
+        """Raises Stopped on every rank as soon as one of them has a reason. All ranks call it at the same place."""
         reason = self.raised()
         if ranks.any(reason is not None):
             raise Stopped(next(each for each in ranks.gather(reason) if each is not None))

@@ -20,7 +20,8 @@ from murmuration.accounting.errors import RESUME_ME
 
 
 class Pulse:
-    """How far the main thread got. Ranks act alike, so that one with fewer beats than others holds them up."""
+    """How far the main thread got. Ranks have as many micro-batches and meetings, so that one with fewer beats than
+    others holds them up."""
 
     def __init__(self) -> None:
         self.beats = 0
@@ -49,10 +50,11 @@ class Store(Protocol):
 
 @dataclass
 class Seen:
-    """Of another rank: what it last said of itself, and when that was news."""
+    """Of another rank: what it last said of itself, and when that was news; and when it was last seen to get on."""
 
     said: bytes
     at: float
+    moved: float | None = None
 
     @property
     def beats(self) -> int:
@@ -102,16 +104,25 @@ class Watchdog:
             key = _key(other)
             if other != self.rank and self.store.check([key]):
                 said, known = self.store.get(key), self._seen.get(other)
-                if known is None or known.said != said:
+                if known is None:
                     self._seen[other] = Seen(said, now)
+                elif known.said != said:
+                    news = Seen(said, now, known.moved)
+                    news.moved = now if news.beats != known.beats else known.moved
+                    self._seen[other] = news
 
     def _watch(self) -> None:
         while not self._over.wait(self.period / 2):
-            if self._idle() > self.stall_seconds:
+            if self._idle() > self.stall_seconds and not self._others_get_on():
                 self._end()
             if self._idle() < self.stall_seconds / 2:
                 self._asked_since = None
                 self._seen.clear()
+
+    def _others_get_on(self) -> bool:
+        """Ranks have micro-batches of their own between two meetings, and some are faster."""
+        late = time.monotonic() - self.stall_seconds
+        return any(seen.moved is not None and seen.moved > late for seen in list(self._seen.values()))
 
     def _end(self) -> None:
         silent = self._silent()

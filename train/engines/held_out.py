@@ -48,7 +48,8 @@ class HeldOutAccuracy:
         inputs = dict(batch.inputs)
         held = inputs.pop(HELD_OUT).to(batch.present.device)
         asked = batch.present & held
-        self._release.count_right(int((self._right(inputs).to(asked.device) & asked).sum()))
+        right = self._right(inputs)
+        self._release.count_right((right & asked.to(right.device)).sum())
         # From here on a held-out record is like an empty slot: nothing of it stands among the inputs.
         rest = {name: torch.where(_along(held.to(t.device), t), torch.zeros_like(t), t) for name, t in inputs.items()}
         return MicroBatch(rest, batch.present & ~held)

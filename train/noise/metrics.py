@@ -36,7 +36,7 @@ class MetricRelease:
         self._planned = plan.metrics
         self._held_out = plan.held_out or 0.0
         self._noise = [make(key, metric, plan) for metric in plan.metrics]
-        self._sums = torch.zeros(len(plan.metrics), dtype=torch.float64)
+        self._sums = torch.zeros(len(plan.metrics), dtype=torch.float64, device=ranks.device)
 
     def facts(self) -> tuple[MetricFact, ...]:
         """By what each record moves a sum, and the noise that the mechanisms in use draw."""
@@ -53,7 +53,7 @@ class MetricRelease:
             lowest = -metric.bound if metric.name == METRIC else 0.0
             self._sums[index] += _bounded_sum(self._values(metric, observed), present, lowest, metric.bound)
 
-    def count_right(self, right: int) -> None:
+    def count_right(self, right: Tensor) -> None:
         """Held-out records of a micro-batch of this rank about which the model was right; each counts once."""
         self._sums[[metric.name for metric in self._planned].index(ACCURACY)] += right
 
@@ -99,8 +99,8 @@ def rounded(value: float) -> float:
     return float(np.float32(value))
 
 
-def _bounded_sum(values: Tensor, present: Tensor, lowest: float, highest: float) -> float:
-    """Each present record adds a number within the bounds; one that is not finite adds 0."""
+def _bounded_sum(values: Tensor, present: Tensor, lowest: float, highest: float) -> Tensor:
+    """Each present record adds a number within the bounds; one that is not finite adds 0. It stays on the device."""
     values = values.detach().double()
     counts = present.to(values.device) & torch.isfinite(values)
-    return float(torch.where(counts, values.clamp(lowest, highest), torch.zeros_like(values)).sum())
+    return torch.where(counts, values.clamp(lowest, highest), torch.zeros_like(values)).sum()
