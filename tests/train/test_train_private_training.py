@@ -427,4 +427,4 @@ def test_a_segment_keeps_its_source_of_noise(tmp_path: Path) -> None:
     """Both are Gaussian and of one σ, but the same key would draw other numbers for a step that is made again."""
     run(tmp_path, 2)
     with pytest.raises(LedgerError, match="was configured differently when it began"):
-        training(tmp_path, computation=Computation(noise="philox"))
+        training(tmp_path, computation=Computation(noise="chacha20"))
