@@ -28,6 +28,7 @@ from murmuration.train.noise.aes import NOISE_CHUNK
 from murmuration.train.noise.chacha import PER_BLOCK, ChaChaNoise, fixed_words, keystream
 from tests.support.normality import normal_in_every_respect
 
+ROOT = Path(__file__).parents[2]
 KEY = bytes(range(32))
 CPU = torch.device("cpu")
 N = 1_000_000
@@ -219,6 +220,21 @@ def test_it_needs_no_deviation_and_ignores_the_global_generators() -> None:
     torch.manual_seed(1)
     torch.randn(3)
     assert np.array_equal(ChaChaNoise(KEY, 1.0, 1.0).draw(4, 2, 3, 100), first)
+
+
+def test_gpus_take_the_kernel_where_triton_is_and_nothing_imports_it_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="this build of PyTorch comes without Triton")
+    script = (
+        "import sys; from murmuration.train.noise.chacha import KERNEL_DEVICES, ChaChaNoise, _kernel; "
+        "ChaChaNoise(bytes(32), 1.0, 1.0).draw(1, 0, 0, 9); name = 'murmuration.train.noise.chacha_triton'; "
+        "print(KERNEL_DEVICES, name in sys.modules, _kernel() is sys.modules[name].keystream)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.stdout.split("\n")[0] == "('cuda',) False True", done.stdout + done.stderr
+    chacha._kernel.cache_clear()
+    monkeypatch.setattr(chacha, "find_spec", lambda name: None)
+    assert chacha._kernel() is None
+    chacha._kernel.cache_clear()
 
 
 def test_the_kernel_s_words_are_those_of_torch_bit_by_bit() -> None:
