@@ -29,8 +29,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from murmuration.accounting.plan import GRID_GROWTH
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.exact import ExactNoise
-from murmuration.train.noise.philox import PhiloxNoise
 from murmuration.train.noise.prefetch import NoiseAhead
 
 KEY = bytes(range(32))
@@ -50,7 +50,7 @@ def draw_with_libm(elements: int) -> np.ndarray:
 
 
 def options(elements: int) -> dict[str, Callable[[], object]]:
-    aes, philox = NoiseMechanism(KEY, 1.0, 1.0), PhiloxNoise(KEY, 1.0, 1.0)
+    aes, chacha = NoiseMechanism(KEY, 1.0, 1.0), ChaChaNoise(KEY, 1.0, 1.0)
     exact = {d: ExactNoise(KEY, 1.0, 1.0, GRID_GROWTH / math.sqrt(d)) for d in (10**6, 10**8)}
     normal = torch.empty(elements)
     zeros, words = bytes(1 << 18), bytearray((1 << 18) + 16)
@@ -64,7 +64,7 @@ def options(elements: int) -> dict[str, Callable[[], object]]:
         "exact_of_a_hundred_million_weights": lambda: exact[10**8].draw(1, 0, 0, elements),
         "aes_libm": lambda: draw_with_libm(elements),
         "keystream_alone": lambda: [cipher.update_into(zeros, words) for _ in range(elements // (1 << 15))],
-        "philox_on_cpu": lambda: philox.draw(1, 0, 0, elements),
+        "chacha20_on_cpu": lambda: chacha.draw(1, 0, 0, elements),
         "torch_normal_seeded": lambda: normal.normal_(),
     }
 

@@ -27,7 +27,7 @@ CORE_FILES = {
         "model/test_model_safety.py",
     ],
     "noise": [
-        "train/test_train_noise.py", "train/test_train_noise_bits.py", "train/test_train_noise_philox.py",
+        "train/test_train_noise.py", "train/test_train_noise_bits.py", "train/test_train_noise_chacha.py",
         "train/test_train_noise_ahead.py", "train/test_train_noise_exact.py",
     ],
     "the draw": ["data/test_data_sampler.py", "data/test_data_batches.py"],

@@ -52,9 +52,9 @@ from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.engines.held_out import HeldOutAccuracy
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.aes import Noise, NoiseMechanism
+from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.exact import ExactNoise
 from murmuration.train.noise.metrics import MetricRelease
-from murmuration.train.noise.philox import PhiloxNoise
 from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.choose import make_optimizer
@@ -127,11 +127,11 @@ class PrivateCore:
         key = self._derive(purpose)
         if self._noise == "exact":
             return ExactNoise.of(key, self.plan, self.engine.trainable_elements)
-        return (PhiloxNoise if self._noise == "philox" else NoiseMechanism).of(key, self.plan)
+        return (ChaChaNoise if self._noise == "chacha20" else NoiseMechanism).of(key, self.plan)
 
     @property
     def generator(self) -> str:
-        return {"aes": NoiseMechanism, "philox": PhiloxNoise, "exact": ExactNoise}[self._noise].generator
+        return {"aes": NoiseMechanism, "chacha20": ChaChaNoise, "exact": ExactNoise}[self._noise].generator
 
     def sampler(self) -> PoissonSampler:
         keys = self._derive("sampling"), self._derive("sampling-digest")

@@ -13,7 +13,7 @@ Parts, each of which --only takes (as often as wanted):
     twins     --dry-run of all recipes without privacy (seconds: nothing is calibrated)
     dry-run   --dry-run of all recipes (minutes)
     ids       derived keys, Poisson draws and public epochs of a fixed key
-    noise     AES and Philox noise of a fixed key, as float64 and float32
+    noise     AES and ChaCha20 noise of a fixed key, as float64 and float32
     index     bytes of indexes over shards and single files with fixed contents
     data      bytes of demo and synthetic shards                               (this machine alone)
     run-NAME  toy runs with keys from a fixed seed: zero0 zero1 zero2 zero3 fsdp2 by two processes, and other, by one,

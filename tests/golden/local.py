@@ -23,7 +23,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {"run.engine": "fsdp2"}),
     # What else may be chosen, in one process: other noise, clipping, optimizers, products and dropped units.
     "other": (1, {
-        "run.noise": "philox", "run.precision": "bf16", "run.clip_memory": "fast", "model.depth": 2,
+        "run.noise": "chacha20", "run.precision": "bf16", "run.clip_memory": "fast", "model.depth": 2,
         "model.dropout": 0.1, "model.drop_path": 0.2, "phases.0.optimizer": {"type": "SGD"},
         "phases.1.optimizer": {"type": "LAMB"},
         "phases.1.privacy.clip": {"kind": "flat", "norm": 1.0, "groups": "block"},

@@ -31,6 +31,7 @@ from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.config.root import NoiseKind
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.exact import ExactNoise
 from murmuration.train.private import Computation
 from murmuration.train.self_test.self_test import SelfTestError
@@ -39,7 +40,7 @@ from tests.support.own_module import RATE, RECORDS, SEED, Regression, X, Y, read
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("kind", ["aes", "exact"])
+@pytest.mark.parametrize("kind", ["aes", "chacha20", "exact"])
 def test_the_weights_are_those_of_a_computation_by_hand(tmp_path: Path, kind: NoiseKind) -> None:
     """Draw, clipped gradients one record at a time, keyed noise, the constant divisor, SGD; all from the run's key."""
     found = run(tmp_path / "run", 3, computation=Computation(noise=kind))
@@ -53,7 +54,9 @@ def test_the_weights_are_those_of_a_computation_by_hand(tmp_path: Path, kind: No
         sampling, digest_key, noise_key = (
             hkdf(link, f"murmuration/2|key|{purpose}") for purpose in ("sampling", "sampling-digest", "noise")
         )
-        mechanism = NoiseMechanism(noise_key, plan.noise_std, plan.divisor)
+        source = ChaChaNoise if kind == "chacha20" else NoiseMechanism
+        mechanism = source(noise_key, plan.noise_std, plan.divisor)
+        assert opened[step]["noise"]["generator"] == ("aes-256-ctr-exact" if kind == "exact" else source.generator)
         if kind == "exact":
             mechanism = ExactNoise.of(noise_key, plan, sum(p.numel() for p in model.parameters()))
         assert opened[step]["noise"].get("grid", 0.0) == mechanism.grid
@@ -427,4 +430,4 @@ def test_a_segment_keeps_its_source_of_noise(tmp_path: Path) -> None:
     """Both are Gaussian and of one σ, but the same key would draw other numbers for a step that is made again."""
     run(tmp_path, 2)
     with pytest.raises(LedgerError, match="was configured differently when it began"):
-        training(tmp_path, computation=Computation(noise="philox"))
+        training(tmp_path, computation=Computation(noise="chacha20"))

@@ -14,7 +14,7 @@ from murmuration.accounting import key_chain
 from murmuration.accounting.keys import KeyFileError, Link, RunKey, StepPurpose, load, secrets_in, store
 from murmuration.accounting.ledger.history import History
 from murmuration.train.noise.aes import NoiseMechanism
-from murmuration.train.noise.philox import PhiloxNoise
+from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.storage.run_dir import RunDir
 from tests.support.own_module import RATE, run, training
 
@@ -80,12 +80,12 @@ def test_the_draws_are_those_of_the_chain_whenever_the_run_is_saved(tmp_path: Pa
     assert link_of(tmp_path / "never").step == 1 and link_of(tmp_path / "always").step == 7
 
 
-def test_the_philox_noise_follows_the_chain_too(tmp_path: Path) -> None:
+def test_the_chacha20_noise_follows_the_chain_too(tmp_path: Path) -> None:
     from murmuration.train.private import Computation
 
-    philox = Computation(noise="philox")
-    whole = made(tmp_path / "never", (), until=4, computation=philox)
-    assert same(whole, made(tmp_path / "often", (1, 3), until=4, computation=philox))
+    chacha = Computation(noise="chacha20")
+    whole = made(tmp_path / "never", (), until=4, computation=chacha)
+    assert same(whole, made(tmp_path / "often", (1, 3), until=4, computation=chacha))
     assert not same(whole, made(tmp_path / "aes", (), until=4))
 
 
@@ -169,7 +169,7 @@ def test_a_kept_key_signs_and_redraws_nothing(tmp_path: Path) -> None:
 def test_noise_takes_the_key_of_its_step() -> None:
     chain = key_chain.KeyChain(Link("a segment", 1, bytes(32)))
     for step in (1, 2, 5):
-        for kind in (NoiseMechanism, PhiloxNoise):
+        for kind in (NoiseMechanism, ChaChaNoise):
             drawn = kind(partial(chain.key, "noise"), 1.0, 1.0).draw(step, 2, 3, 50)
             assert (drawn == kind(chain.key("noise", step), 1.0, 1.0).draw(step, 2, 3, 50)).all()
 

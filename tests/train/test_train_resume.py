@@ -15,7 +15,7 @@ from murmuration.accounting.certificate.certificate import compose, verify
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.train.noise.aes import NoiseMechanism
-from murmuration.train.noise.philox import PhiloxNoise
+from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.run.board import Board
 from murmuration.train.run.context import RunContext
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, Position, pointer_text
@@ -180,11 +180,13 @@ def test_a_damaged_pointer_before_the_first_checkpoint_is_dropped(tmp_path: Path
     assert run.resume() == (None, None) and run.names() == []
 
 
-@pytest.mark.parametrize(("generator", "goes_on"), [("philox4x64-10", True), ("philox4x32-10", False)])
+@pytest.mark.parametrize(
+    ("generator", "goes_on"), [("chacha20", True), ("philox4x64-10", False), ("philox4x32-10", False)]
+)
 def test_a_segment_whose_noise_is_drawn_no_more_verifies_and_is_not_continued(
     tmp_path: Path, generator: str, goes_on: bool
 ) -> None:
-    """Version 0.1 drew by Philox with a key of 64 bits."""
+    """Version 0.1 drew by Philox."""
     journal = begin(tmp_path)
     for step in (1, 2):
         honest = facts(step)
@@ -197,9 +199,9 @@ def test_a_segment_whose_noise_is_drawn_no_more_verifies_and_is_not_continued(
     run = OpenRun("run", RunDir(tmp_path), alone(), journal, None, checkpoints, None)
     segment = journal.history.segments_of(0)[-1]
     if goes_on:
-        run.require_generator(segment, PhiloxNoise.generator)
+        run.require_generator(segment, ChaChaNoise.generator)
     else:
-        with pytest.raises(LedgerError, match=r"drew their noise by philox4x32-10, .* set run.noise to 'aes'"):
-            run.require_generator(segment, PhiloxNoise.generator)
+        with pytest.raises(LedgerError, match=rf"drew their noise by {generator}, .* set run.noise to 'aes'"):
+            run.require_generator(segment, ChaChaNoise.generator)
     run.require_generator(journal.begin_segment(0, "other", "data", 2, "why"), NoiseMechanism.generator)
     journal.ledger.close()

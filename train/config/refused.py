@@ -1,4 +1,5 @@
-"""Keys that DeepSpeed would take and that would break, fake or publish something private: refused with the reason."""
+"""Keys that DeepSpeed would take and that would break, fake or publish something private, and what was taken away:
+refused with the reason."""
 
 from __future__ import annotations
 
@@ -86,6 +87,11 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "it is not proved to keep the weights and their noise together; leave it out",
     ),
     "zero_optimization.zero_quantized_gradients": (_enabled, "quantised gradients change the clipped sum"),
+    "run.noise": (
+        lambda value: value == "philox",
+        "Philox is not a cryptographic generator and was removed; set it to 'chacha20', which is one and also draws on "
+        "the device (a run that began with Philox goes on in a new segment)",
+    ),
 }
 
 PHASE_REFUSED: dict[str, str] = {

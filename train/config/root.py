@@ -69,7 +69,7 @@ class ZeroOptimization(Section):
     stage3_prefetch_bucket_size: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
 
 
-NoiseKind = Literal["aes", "exact", "philox"]
+NoiseKind = Literal["aes", "chacha20", "exact"]
 
 
 class Run(Keeping):
@@ -92,8 +92,8 @@ class Run(Keeping):
     noise: NoiseKind = Field(
         default="aes",
         description="exact: whole multiples of a grid, drawn exactly, so that no floating-point rounding shapes the "
-        "noise; about half as fast. philox: drawn on the device with a key of 128 bits and not cryptographic; ledger "
-        "and certificate say so.",
+        "noise; about half as fast. chacha20: drawn on the device where it is added, which takes no cores of the host "
+        "and no transfer; it has not run on a GPU yet.",
     )
     dir: str | None = Field(
         default=None, description="Run directory; null: `runs/<config name>` in the current folder."

@@ -73,8 +73,8 @@ class PhaseForecast:
 def forecast(config: Config, cluster: Cluster, records_per_second: float | None = None) -> list[PhaseForecast]:
     if config.run.engine != "deepspeed":
         raise PlannerError(f"plans are made for run.engine = 'deepspeed', and not for {config.run.engine!r}")
-    if config.run.noise == "philox":
-        cluster = replace(cluster, noise_per_second=math.inf)  # drawn on the device, while it computes
+    if config.run.noise == "chacha20":
+        cluster = replace(cluster, noise_per_second=math.inf)  # on the device, where its time is not known yet
     if config.run.noise == "exact":
         cluster = replace(cluster, noise_per_second=EXACT_RATE * cluster.noise_per_second)
     found = []
@@ -149,7 +149,7 @@ def advice(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
         other = " or stage 1, which does not gather weights" if found.chosen.stage == 3 else ""
         lines.append(f"{share:.0%} of a step is exchange: fewer GPUs, a larger batch, a faster link{other}")
     if found.time.noise > found.time.compute:
-        lines.append('drawing the noise takes longer than computing: run.noise = "philox" draws on the device')
+        lines.append('drawing the noise takes longer than computing: run.noise = "chacha20" draws on the device')
     if found.plan is not None and found.epsilons[-1][1] > found.plan.epsilon_budget:
         lines.append("the budget ends the phase before its last step: lower steps, raise noise_multiplier or epsilon")
     larger = found.batch.even(cluster.gpus, found.chosen.micro_batch)
