@@ -106,6 +106,9 @@ def clipping_engine(
     return ClippingEngine(clip, forward, flat, make(engine, forward, flat, ranks))
 
 
+GENERATORS = {"aes": NoiseMechanism.generator, "chacha20": ChaChaNoise.generator, "exact": ExactNoise.generator}
+
+
 class PrivateCore:
     """The private step of one plan under one set of keys. `prove` comes before anything else touches the engine."""
 
@@ -114,6 +117,8 @@ class PrivateCore:
         noise: NoiseKind = "aes",
     ) -> None:  # fmt: skip
         self.plan, self.clip, self.engine, self.ranks = plan, clip, engine, ranks
+        if noise not in GENERATORS:
+            raise PlanError(f"noise {noise!r} is none of {', '.join(GENERATORS)}")
         if (noise == "exact") != (plan.grid_growth > 0):
             raise PlanError("the noise is exact if and only if the plan charges for its grid (`grid_growth`)")
         self._derive, self._noise = derive, noise
@@ -131,7 +136,7 @@ class PrivateCore:
 
     @property
     def generator(self) -> str:
-        return {"aes": NoiseMechanism, "chacha20": ChaChaNoise, "exact": ExactNoise}[self._noise].generator
+        return GENERATORS[self._noise]
 
     def sampler(self) -> PoissonSampler:
         keys = self._derive("sampling"), self._derive("sampling-digest")

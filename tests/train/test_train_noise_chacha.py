@@ -10,6 +10,7 @@ import subprocess
 import sys
 from itertools import combinations, pairwise, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +23,14 @@ from torch import Tensor
 
 from murmuration.accounting.certificate.statement import GENERATOR_DEVIATIONS
 from murmuration.accounting.ledger.facts import GENERATORS
+from murmuration.accounting.plan import PlanError
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise import chacha
 from murmuration.train.noise.aes import NOISE_CHUNK
 from murmuration.train.noise.chacha import PER_BLOCK, ChaChaNoise, fixed_words, keystream
+from murmuration.train.private import PrivateCore
 from tests.support.normality import normal_in_every_respect
+from tests.support.train_helpers import plan_for
 
 ROOT = Path(__file__).parents[2]
 KEY = bytes(range(32))
@@ -269,3 +273,10 @@ def test_the_kernel_compiles_for_cards_without_spilling(capability: int) -> None
     code = compiled.asm["ptx"]
     assert ".local" not in code and compiled.metadata.shared == 0 and len(compiled.asm["cubin"]) > 1000
     assert code.count("shf.l.wrap.b32") == 4 * 8, "a rotation is one instruction, in each of eight quarter rounds"
+
+
+def test_a_generator_that_is_not_known_is_refused_before_anything_is_drawn() -> None:
+    """Programs of one's own are not held to the config's types."""
+    unused: Any = None
+    with pytest.raises(PlanError, match="noise 'philox' is none of aes, chacha20, exact"):
+        PrivateCore(plan_for(), unused, unused, unused, unused, noise="philox")  # pyright: ignore[reportArgumentType]
