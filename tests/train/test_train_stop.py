@@ -113,6 +113,15 @@ def test_a_reason_travels_through_the_store_while_the_main_thread_is_blocked(req
     assert other_run._key != asked._key, "what ended one training does not end the next one of a program"
 
 
+def test_listening_ends_with_the_training(request_at: Any) -> None:
+    store: Any = None  # never asked
+    for end in (StopRequest.end_listening, StopRequest.restore):
+        request = request_at()
+        end(request)
+        request.listen(store, 0.0)
+        assert request.reason is None
+
+
 def test_a_store_that_is_gone_ends_nothing(request_at: Any) -> None:
     class Gone:
         calls = 0

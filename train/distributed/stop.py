@@ -46,6 +46,7 @@ class StopRequest:
         # Ranks make the same requests in the same order, so that all of them name one alike.
         self._key = f"murmuration/stop/{next(_numbers)}"
         self._listening = False
+        self._over = threading.Event()
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():  # Python lets no other thread handle signals
             self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -56,6 +57,7 @@ class StopRequest:
 
     def restore(self) -> None:
         """Signals do again what they did before: for programs that live on after a training."""
+        self.end_listening()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -95,11 +97,14 @@ class StopRequest:
         if store is not None:
             threading.Thread(target=self.listen, args=(store,), name="stop", daemon=True).start()
 
+    def end_listening(self) -> None:
+        """Before the ranks part: the store ends with the first of them."""
+        self._over.set()
+
     def listen(self, store: Store, every: float = HEARING) -> None:
         """Until there is a reason: tells the other ranks of this one's, or takes over theirs."""
         told = False
-        while not told:
-            time.sleep(every)
+        while not told and not self._over.wait(every):
             with contextlib.suppress(RuntimeError):  # a store that is gone is the watchdog's business
                 if self.raised() is not None:
                     store.set(self._key, str(self.reason))

@@ -95,6 +95,7 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
         return error
     finally:
         watchdog.stop()
+        run.stop.end_listening()
     return None
 
 
