@@ -220,16 +220,14 @@ def test_a_step_that_was_stopped_in_its_middle_leaves_nothing_in_the_next_sum(tm
     expected = run(tmp_path / "whole", 1)
     with training(tmp_path / "stopped") as found:
         found.prove()
-        whole, asked = found._stop.check, []
+        asked: list[None] = []
 
-        def at_the_second(ranks: Any) -> None:
-            asked.append(ranks)
-            if len(asked) == 2:
-                raise Stopped("in the middle")
-            whole(ranks)
+        def at_the_second() -> str | None:
+            asked.append(None)
+            return "in the middle" if len(asked) in (2, 3) else None  # before the micro-batch, and where ranks meet
 
-        found._stop.check = at_the_second
-        with pytest.raises(Stopped):
+        found._stop.raised = at_the_second
+        with pytest.raises(Stopped, match="in the middle"):
             found.step(1, RATE)
         found.step(1, RATE)
         again = found.weights()
