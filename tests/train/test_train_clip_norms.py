@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from murmuration.train.clip.norms import STRIPS_FROM, measure, measure_affine
+from murmuration.train.clip.norms import STRIPS_FROM, gram_is_cheaper, measure, measure_affine
 from murmuration.train.clip.per_record import Dense, OuterProduct, squared_length
 
 
@@ -36,6 +36,20 @@ def test_every_way_to_a_norm_gives_the_norm(
         cancels = len(pieces) > 1 or tokens > 1
         least = 1e-7 * (trace * found.square.clamp(min=0.0)).sqrt()
         assert not cancels or bool((found.doubt >= least).all()), "terms that may cancel leave a doubt"
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("width", [8, 640])
+def test_every_doubt_holds_what_additions_do_to_the_sum_of_a_record_s_own_tokens(width: int, uses: int) -> None:
+    """Written out where it is narrow, by Gram matrices where it is wide; all tokens alike, so that rounding adds up."""
+    tokens = 300
+    piece = OuterProduct("w", torch.ones(2, tokens, width), torch.ones(2, tokens, width), torch.Size((width, width)))
+    assert gram_is_cheaper(piece) is (width == 640)
+    found = measure([piece] * uses)
+    length = float(uses * tokens * width)
+    assert torch.allclose(found.square.sqrt(), torch.tensor(length).double(), rtol=1e-6)
+    error = tokens * torch.finfo(torch.float32).eps * length
+    assert found.doubt is not None and bool((found.doubt >= (2 * length + error) * error).all())
 
 
 @pytest.mark.parametrize("lengths", [True, False])
