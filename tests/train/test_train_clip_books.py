@@ -54,13 +54,16 @@ def by_groups(gradients: Mapping[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("cancelling", [None, 4])
 @pytest.mark.parametrize("hold", [0.0, 1e9])
-def test_norms_and_sums_are_those_of_gradients_written_out(tokens: int, cancelling: int | None, hold: float) -> None:
+@pytest.mark.parametrize("missing", [[], [1, 5]])
+def test_norms_and_sums_are_those_of_gradients_written_out(
+    tokens: int, cancelling: int | None, hold: float, missing: list[int]
+) -> None:
     accumulator = NormAccumulator(GROUPS, 6, hold, False, CPU)
     reports = [layer(1, tokens), *twice(2, cancelling)]
     gradients = written([piece for report in reports for piece in report])
     for report in reports:
         accumulator.add(report, USES)
-    keep = torch.tensor([True, False, True, True, True, False])
+    keep = torch.tensor([record not in missing for record in range(6)])
     norms = accumulator.norms(keep)
     torch.testing.assert_close(norms[:, keep], by_groups(gradients)[:, keep], rtol=1e-4, atol=0)
     assert torch.equal(accumulator.keep, keep)
@@ -71,6 +74,26 @@ def test_norms_and_sums_are_those_of_gradients_written_out(tokens: int, cancelli
     for name, gradient in gradients.items():
         expected = torch.tensordot(torch.where(keep, factors[GROUPS[name]], 0.0).double(), gradient, dims=1)
         torch.testing.assert_close(sums.totals[name], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("missing", [[], [2]])
+def test_a_record_whose_tokens_cancel_is_measured_and_added_as_written_out_in_fp64(missing: list[int]) -> None:
+    """Also where no slot is empty, so that nothing else makes the micro-batch an unusual one."""
+    draw = torch.Generator().manual_seed(4)
+    left, right = torch.randn(4, 2, 64, generator=draw), torch.randn(4, 2, 64, generator=draw)
+    left[1, 1], right[1, 1] = left[1, 0], -right[1, 0] * (1 - 1e-5)
+    piece = OuterProduct("w", left, right, torch.Size((64, 64)))
+    accumulator = NormAccumulator({"w": 0}, 4, 0.0, False, CPU)
+    accumulator.add([piece], {"w": 1})
+    keep = torch.tensor([record not in missing for record in range(4)])
+    norms = accumulator.norms(keep)[0]
+    exact = torch.einsum("bto,bti->boi", left.double(), right.double())
+    torch.testing.assert_close(norms[keep], exact.flatten(1).norm(dim=1)[keep], rtol=1e-5, atol=0)
+    assert accumulator.doubtful is not None and accumulator.doubtful.tolist() == [False, True, False, False]
+    factors = torch.where(keep, torch.tensor([0.0, 1.0, 0.0, 0.0]), 0.0)
+    sums = ExactSums({"w": piece.shape}, CPU)
+    accumulator.write_sums(factors.unsqueeze(0), sums)
+    torch.testing.assert_close(sums.totals["w"], exact[1], rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
