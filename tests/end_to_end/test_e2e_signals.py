@@ -82,7 +82,7 @@ def test_weights_that_stop_being_numbers_end_the_run_before_a_good_checkpoint_is
     assert 4 in ended.codes and "the weights are no longer finite; resume with a lower" in ended.output, ended.output
     loaded = Checkpoints.newest(run_dir / "checkpoints")
     assert loaded is not None
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in loaded.final_weights().values())
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in loaded.weights().values())
     ended = warm.run(job.config, job.cwd, arguments=["--new-segment", "a lower learning rate"])
     assert ended.codes == [0, 0], ended.output
     assert all(bool(torch.isfinite(tensor).all()) for tensor in final_weights(run_dir).values())
