@@ -125,35 +125,42 @@ class StepSummary:
         self._seen.append((present, losses.detach(), None if norms is None else norms.detach(), doubtful))
 
     @property
+    def present(self) -> Tensor:
+        return _fetched([present for present, *_ in self._seen]).bool()
+
+    @property
     def records(self) -> int:
-        return int(sum(present.sum() for present, *_ in self._seen))
+        return int(self.present.sum())
 
     @property
     def loss_sum(self) -> float:
-        losses = [losses[present.to(losses.device)] for present, losses, *_ in self._seen]
-        return float(torch.nan_to_num(_joined(losses).float()).double().sum())
+        losses = _fetched([losses for _, losses, *_ in self._seen])
+        return float(torch.nan_to_num(losses[self.present].float()).double().sum())
 
     @property
-    def norms(self) -> Tensor:
-        """Of the records that were present, on the host."""
-        return _joined([norms[present.to(norms.device)] for present, _, norms, _ in self._seen if norms is not None])
+    def norms(self) -> Tensor | None:
+        """Of the records that were present; None where nothing was clipped."""
+        found = [norms for _, _, norms, _ in self._seen if norms is not None]
+        return _fetched(found)[self.present] if found else None
 
     def over_ranks(self, ranks: Ranks, bound: float | None) -> dict[str, float]:
         """Summary of the whole logical batch."""
-        norms, measured = self.norms, any(norms is not None for _, _, norms, _ in self._seen)
+        measured = self.norms
+        norms = torch.zeros(0) if measured is None else measured
         slow = sum(int(doubtful.sum()) for *_, doubtful in self._seen if doubtful is not None)
         bound = self.bound or bound
         over = float((norms > bound).sum()) if bound is not None else 0.0
         parts = ranks.gather((self.records, self.loss_sum, float(torch.nan_to_num(norms).sum()), over, slow))
         records, loss, norm, clipped, doubtful = (sum(part[i] for part in parts) for i in range(5))
         summary = {"records": float(records), "loss": loss / max(1, records)}
-        if measured:
+        if measured is not None:
             summary |= {"gradient_norm": norm / max(1, records), "clipped_fraction": clipped / max(1, records)}
             summary |= {"written_out": float(doubtful)}
         return summary
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _fetched(parts: list[Tensor]) -> Tensor:
+    """From the device at once."""
     return torch.cat(parts).cpu() if parts else torch.zeros(0)
 
 

@@ -103,15 +103,14 @@ class StopRequest:
 
     def listen(self, store: Store, every: float = HEARING) -> None:
         """Until there is a reason: tells the other ranks of this one's, or takes over theirs."""
-        told = False
-        while not told and not self._over.wait(every):
+        while not self._over.wait(every):
             with contextlib.suppress(RuntimeError):  # a store that is gone is the watchdog's business
-                if self.raised() is not None:
-                    store.set(self._key, str(self.reason))
-                    told = True
-                elif store.check([self._key]):
+                if (reason := self.raised()) is not None:
+                    store.set(self._key, reason)
+                    return
+                if store.check([self._key]):
                     self.ask(store.get(self._key).decode())
-                    told = True
+                    return
 
     def check(self, ranks: Ranks) -> None:
         """Raises Stopped on every rank as soon as one of them has a reason. All ranks call it at the same place."""

@@ -107,7 +107,7 @@ class Watchdog:
                 if known is None:
                     self._seen[other] = Seen(said, now)
                 elif known.said != said:
-                    news = Seen(said, now, known.moved)
+                    news = Seen(said, now)
                     news.moved = now if news.beats != known.beats else known.moved
                     self._seen[other] = news
 
@@ -120,7 +120,7 @@ class Watchdog:
                 self._seen.clear()
 
     def _others_get_on(self) -> bool:
-        """Ranks have micro-batches of their own between two meetings, and some are faster."""
+        """Between two meetings, ranks have micro-batches of their own, and some are faster than others."""
         late = time.monotonic() - self.stall_seconds
         return any(seen.moved is not None and seen.moved > late for seen in list(self._seen.values()))
 
