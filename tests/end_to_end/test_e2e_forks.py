@@ -16,6 +16,7 @@ from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.ledger.heads import NAME, read_heads
 from murmuration.accounting.ledger.history import History
 from murmuration.train.storage.sibling_runs import LOG
+from tests.support.hostile_files import blank_a_picture
 from tests.support.launching import ROOT, TIMEOUT, Launch, environment, opened_steps, wait_for
 from tests.support.runs import SMALL_STEPS, account
 
@@ -126,8 +127,7 @@ def test_a_record_that_was_blanked_meets_no_old_noise(launch: Make, own_data: An
 
     shard = sorted((tmp_path / "records").rglob("*.tar"))[0]
     whole = shard.read_bytes()
-    at = whole.index(b"\xff\xd8\xff")  # the first picture
-    shard.write_bytes(whole[:at] + bytes(64) + whole[at + 64 :])
+    blank_a_picture(shard)
     code, output = job.run()
     assert code == 2 and f"/{shard.name}: changed since it was indexed" in output, output
     assert opened_steps(run_dir) == opened, "no step was made with the other record"

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,3 +105,10 @@ def leaking_worker() -> None:
         return make
 
     serve(maker)
+
+
+def blank_a_picture(shard: Path) -> None:
+    """The first JPEG in a shard loses its head; the shard keeps its size."""
+    whole = shard.read_bytes()
+    at = whole.index(b"\xff\xd8\xff")
+    shard.write_bytes(whole[:at] + bytes(64) + whole[at + 64 :])

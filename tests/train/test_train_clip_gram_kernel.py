@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.interpreted import results_of
 
 pytest.importorskip("triton", reason="this build of PyTorch comes without Triton")
 ROUNDING = 1e-6
@@ -19,13 +17,7 @@ MOST_SHARED = 99 << 10
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("gram_kernel_worker.py"))],
-        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULTS ")), None)
-    assert line is not None, done.stdout + done.stderr
-    return json.loads(line.removeprefix("RESULTS "))
+    return results_of(Path(__file__).with_name("gram_kernel_worker.py"))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "parts"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import json
-import os
 import struct
 import subprocess
 import sys
@@ -29,6 +27,7 @@ from murmuration.train.noise import chacha
 from murmuration.train.noise.aes import NOISE_CHUNK
 from murmuration.train.noise.chacha import PER_BLOCK, ChaChaNoise, fixed_words, keystream
 from murmuration.train.private import PrivateCore
+from tests.support.interpreted import results_of
 from tests.support.normality import normal_in_every_respect
 from tests.support.train_helpers import plan_for
 
@@ -244,13 +243,7 @@ def test_gpus_take_the_kernel_where_triton_is_and_nothing_imports_it_before(monk
 def test_the_kernel_s_words_are_those_of_torch_bit_by_bit() -> None:
     """In Triton's interpreter, through every border of its programs and words."""
     pytest.importorskip("triton", reason="this build of PyTorch comes without Triton")
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("chacha_kernel_worker.py"))],
-        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULTS ")), None)
-    assert line is not None, done.stdout + done.stderr
-    found = json.loads(line.removeprefix("RESULTS "))
+    found = results_of(Path(__file__).with_name("chacha_kernel_worker.py"))
     assert found["words"] == [True] * 6 and found["known"] and found["noise"] and found["calls"] == 1
 
 

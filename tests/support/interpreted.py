@@ -1,0 +1,21 @@
+"""Kernels in Triton's interpreter, which a process must be told of before it imports Triton."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def results_of(worker: Path) -> Any:
+    """What the script prints behind RESULTS, as JSON."""
+    done = subprocess.run(
+        [sys.executable, str(worker)], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULTS ")), None)
+    assert line is not None, done.stdout + done.stderr
+    return json.loads(line.removeprefix("RESULTS "))
