@@ -5,8 +5,8 @@ rotates and xors 32-bit words, which every device does well. So the noise is dra
 of the host and no transfer. Whoever cannot break ChaCha20 cannot tell it from true randomness. Every draw has its own
 counter (step, parameter, block) under a key of 256 bits that is derived from the step's, whatever the world size.
 The integers are exact everywhere; the last bit of a draw depends on torch's square root, so replicas must run on one
-kind of device. Tested on CPUs, where it draws about a fifth as fast as AES, and in Triton's interpreter; it has not run
-on a GPU yet, and AES stays the default.
+kind of device. Tested on CPUs, where it draws about a fifth as fast as AES (``benchmarks/noise.py``), and in Triton's
+interpreter; it has not run on a GPU yet, and AES stays the default.
 """
 
 from __future__ import annotations
