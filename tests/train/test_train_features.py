@@ -66,7 +66,7 @@ def test_a_row_that_was_never_made_is_an_error_and_no_record_without_a_gradient(
     with pytest.raises(UnreadableError) as gone:
         reader.fetch(np.array(ids), 1)
     told = str(gone.value)
-    assert told == f"features that were made are gone from {reader.stored.path}; have them made again"
+    assert told == f"features that were computed are gone from {reader.stored.path}; compute them again"
     assert "5" not in told.replace(str(reader.stored.path), ""), "which record a step drew is no one's to know"
     assert reader.fetch(np.array([3, 4, EMPTY]), 1).batch.present.tolist() == [True, True, False]
 
