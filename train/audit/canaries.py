@@ -56,7 +56,9 @@ class Coordinates:
         sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
         starts = np.concatenate([[0], np.cumsum(list(sizes.values()), dtype=np.int64)])
         if count > starts[-1]:
-            raise CanaryError(f"{count} canaries need as many parameters; the model has {starts[-1]}, so use fewer canaries")
+            raise CanaryError(
+                f"{count} canaries need as many parameters; the model has {starts[-1]}, so use fewer canaries"
+            )
         flat = np.random.default_rng(seed).choice(int(starts[-1]), size=count, replace=False)
         return Coordinates(tuple(sizes), starts, np.sort(flat))
 
