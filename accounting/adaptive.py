@@ -1,8 +1,8 @@
-"""A clipping norm that follows the gradients by what was released of them: the rule is public and frozen in the plan.
+"""A clipping norm that adapts to the gradients, using only released values; the rule is public and frozen in the plan.
 
-With each step's sum goes a noised count: the share of records whose gradient was longer than C_t. The next norm is a
-function of C_t and of that share, so the ledger, which holds all shares, fixes every norm. (Andrew et al., 2021,
-Differentially private learning with adaptive clipping.)
+Along with its sum, each step releases a noised count: the share of records whose gradient was longer than C_t. The next
+norm is a function of C_t and that share, so the ledger, which contains all shares, determines every norm. (Andrew et
+al., 2021, Differentially private learning with adaptive clipping.)
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from murmuration.accounting.typed import CLOSED
 if TYPE_CHECKING:
     pass
 
-# A record adds 1/2 if its gradient is longer than C_t and -1/2 if not: half of what counting to 1 would cost. A record
-# that is absent adds nothing, so one record moves the sum by 1/2.
+# A record adds 1/2 if its gradient is longer than C_t and -1/2 if not: half the sensitivity of counting 0 or 1. An
+# absent record adds nothing, so one record moves the sum by 1/2.
 METRIC, SENSITIVITY = "clipped_share", 0.5
-# Between a stated sensitivity and C_t, by which it was divided and multiplied again.
+# Relative tolerance between a stated sensitivity and C_t: it was divided by C_t and multiplied by it again.
 ROUNDING = 1e-12
 DIGITS = 60
 
 
 class AdaptiveError(ValueError):
-    """The numbers of the rule cannot work, or a norm is not the one that follows from what was released."""
+    """The numbers of the rule cannot work, or a norm does not follow from what was released."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class AdaptiveRule:
             raise AdaptiveError(f"adaptive clipping needs 0 < lowest <= highest: {self.lowest:g}, {self.highest:g}")
 
     def following(self, norm: float, share: float) -> float:
-        """In decimals and rounded once: the same bits on every machine, so that anybody can recompute them."""
+        """Computed in decimals and rounded once: the same bits on every machine, so that anyone can recompute them."""
         with localcontext(Context(prec=DIGITS)):
             over = min(Decimal(1), max(Decimal(0), Decimal(share)))
             exponent = Decimal(self.learning_rate) * (over - 1 + Decimal(self.quantile))

@@ -156,10 +156,10 @@ class PrivateCore:
         metrics = norm = None
         if self.plan.metrics:
             make = ExactNoise.of_metric if self._noise == "exact" else NoiseMechanism.of_metric
-            metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.clip.rule.bound, self.ranks, make)
+            metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.ranks, make)
         if self.plan.adaptive is not None and metrics is not None:
             assert first_norm is not None, "the ledger knows the clipping norm of the next step"
-            norm = AdaptiveNorm(self.plan, first_norm, self.clip, noise, metrics)
+            norm = AdaptiveNorm(self.plan, first_norm)
         if self.plan.held_out is not None and metrics is not None:
             records = Records(records.draw, HeldOutAccuracy(self.engine, metrics).around(records.micro_batches))
         engine = stepping or self.engine

@@ -23,7 +23,7 @@ from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import ShardedEngine
-from murmuration.train.noise.adaptive_norm import RELEASED, AdaptiveNorm
+from murmuration.train.noise.adaptive_norm import RELEASED, AdaptiveNorm, next_rule
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
@@ -73,24 +73,26 @@ class PrivateStep:
     def run(self, step: int, learning_rate: float) -> StepSummary:
         draw = self.records.draw(step)
         self.ranks.require_same(f"the records of step {step}", draw.digest)
-        update = NoisyUpdate(self.noise, step)
+        rule = next_rule(self.clip, self.norm)
+        noise = self.noise if self.norm is None else self.norm.noise(self.noise)
+        update = NoisyUpdate(noise, step)
         announced = update.fact(self.engine.trainable_elements)
-        self.record.opened(step, draw, self.clip.rule.fact(), announced)
+        self.record.opened(step, draw, rule.fact(), announced)
 
-        self.noise.prepare(step)
-        observed = StepSummary(bound=self.clip.rule.bound)
+        noise.prepare(step)
+        observed = StepSummary(bound=rule.bound)
         micro_batches = self.records.micro_batches(draw.ids, step)
         for micro_batch in self.stop.until_asked(micro_batches, self.ranks, each=self.engine.partitioned):
-            self.engine.accumulate(micro_batch)
+            self.engine.accumulate(micro_batch, rule)
             seen = self.engine.observe()
             observed.add(micro_batch.present, *seen)
             if self.metrics is not None:
-                self.metrics.add(micro_batch.present, seen)
+                self.metrics.add(micro_batch.present, seen, rule.bound)
 
         applied = self.engine.update(update, learning_rate)
         # Of the sums as they were made, on every rank, and of the rule as it stands: the largest.
-        largest = max(self.clip.rule.sensitivity, *self.ranks.gather(observed.sensitivity))
-        summed = ClippingFact(self.clip.rule.kind, largest)
+        largest = max(rule.sensitivity, *self.ranks.gather(observed.sensitivity))
+        summed = ClippingFact(rule.kind, largest)
         if self.metrics is not None:
             observed.released = self.metrics.release(step)
         share = observed.released.get(RELEASED)

@@ -1,8 +1,8 @@
-"""A certificate that says more than the one it amends, and was written when nobody could sign any more.
+"""A certificate that amends a signed one, written after the run's key was destroyed and nobody could sign any more.
 
-A run signs its certificate and destroys its key. Whoever then declares that the run was chosen among several, or that a
-checkpoint may be chosen by outputs, makes the claim weaker and never stronger. The new certificate carries the signed
-one whole: what follows from the ledger is computed anew, and all other words are those that were signed.
+A run signs its certificate and destroys its key. Anyone who then declares that the run was chosen among several, or
+that a checkpoint may be chosen by outputs, makes the claim weaker and never stronger. The new certificate contains the
+signed one whole: what follows from the ledger is recomputed, and all other words are those that were signed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.history import History
 
 KEY = "amends"
-# Lines after which a certificate does not cover its run any more. The declared ones can be told in an amended one.
+# Ledger lines after which a certificate no longer covers its run. An amended certificate can cover the declared ones.
 DECLARED = ("tuning", "choice")
 UNCOVERED = ("open", "commit", "segment", "origin", "lost", *DECLARED)
-# What follows from the ledger and is computed anew; the composition with other runs rests on the claim.
+# Parts recomputed from the ledger; the composition with other runs depends on the claim.
 RECOMPUTED = (
     "format", "run", "claim", "limits", "assumption", "versions", "unit", "adjacency", "mechanism", "phases",
     "segments", "tuned_on_private_data", "composition", "ledger", "signature", KEY,
@@ -28,12 +28,12 @@ RECOMPUTED = (
 
 
 def uncovered(entries: list[LedgerEntry], document: dict[str, Any], lines: tuple[str, ...] = UNCOVERED) -> bool:
-    """Whether the ledger has such lines that the document does not know."""
+    """Whether the ledger has any such lines after those that the document covers."""
     return any(entry.kind in lines for entry in entries[document["ledger"]["length"] :])
 
 
 def amended(earlier: dict[str, Any], history: History, entries: list[LedgerEntry]) -> dict[str, Any]:
-    """`earlier` is signed, or amends one that is. Deviations follow from lines that no finished run gets."""
+    """`earlier` is signed, or amends a signed certificate. Deviations stay: no finished run gets lines that add any."""
     document = compose(history, entries, words_of(earlier)) | {"known_deviations": earlier["known_deviations"]}
     if "composition" in earlier:
         document["composition"] = _composition(earlier, history, entries, document["claim"]["epsilon_claimed"])
@@ -41,32 +41,32 @@ def amended(earlier: dict[str, Any], history: History, entries: list[LedgerEntry
 
 
 def words_of(document: dict[str, Any]) -> dict[str, Any]:
-    """What no ledger holds. The deviations among them are compared as they stand."""
+    """The parts that no ledger contains, without the known deviations, which are compared as they stand."""
     return {key: value for key, value in document.items() if key not in (*RECOMPUTED, "known_deviations")}
 
 
 def fault_of_amendment(certificate: dict[str, Any], history: History, entries: list[LedgerEntry]) -> str | None:
-    """Why this is no honest amendment of the certificate within it, whose signature is somebody else's to check."""
+    """Why this is not an honest amendment of the certificate inside it, whose signature is checked elsewhere."""
     earlier = certificate[KEY]
     if uncovered(entries, earlier, tuple(kind for kind in UNCOVERED if kind not in DECLARED)):
-        return "amends one after which the run went on"
+        return "amends one after which the run continued"
     for key in sorted((words_of(certificate).keys() | words_of(earlier).keys()) | {"known_deviations"}):
         if key not in certificate or key not in earlier or certificate[key] != earlier[key]:
-            return f"says other words about {key} than the signed one that it amends"
+            return f"differs in {key} from the signed one that it amends"
     before, now = (document["claim"]["epsilon_claimed"] for document in (earlier, certificate))
     if (before is None) != (now is None) or (before is not None and now < before):
         return "claims less than the signed one that it amends"
     expected = _composition(earlier, history, entries, now) if "composition" in earlier else {}
     stated = certificate.get("composition", {})
     if any(stated.get(name) != expected.get(name) for name in ("runs", "events", "because")):
-        return "adds up other runs or steps than the signed one that it amends"
+        return "adds up different runs or steps from the signed one that it amends"
     return None
 
 
 def _composition(
     earlier: dict[str, Any], history: History, entries: list[LedgerEntry], claimed: float
 ) -> dict[str, Any]:
-    """The other runs as they were signed, with this run's own part as it is now."""
+    """The other runs as they were signed, with this run's own part recomputed."""
     stated = earlier["composition"]
     events, _ = claimed_events(history)
     signed_at = History.of(entries[: earlier["ledger"]["length"]])

@@ -1,4 +1,4 @@
-"""What lies beside a ledger and its certificate: is it signed, are the weights the ones that were certified?"""
+"""Checks what lies beside a ledger: is the certificate signed, and are the weights the ones that were certified?"""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _OTHER_WEIGHTS = (".pt", ".bin", ".pth", ".ckpt", ".npz", ".npy", ".onnx", ".h5"
 
 
 class CertificateError(RunError, ValueError):
-    """The certificate and the ledger do not support each other; the message says where."""
+    """The certificate and the ledger do not match; the message says where."""
 
 
 @dataclass
 class Attached:
-    """Sentences: what was checked beside the ledger, and what could not be."""
+    """What was checked beside the ledger, and what could not be, as sentences."""
 
     signed_by: str | None = None
     checked: list[str] = field(default_factory=list)
@@ -38,12 +38,12 @@ class Attached:
 
 
 def check_attached(folder: Path, certificate: dict[str, Any], history: History, signer: str | None = None) -> Attached:
-    """`signer` is the public key that a reader knows from elsewhere."""
+    """`signer` is the public key that the reader has from another source."""
     found = Attached(history.run["signer"])
     if signer is not None and signer != found.signed_by:
         raise CertificateError(f"the ledger names the signing key {found.signed_by}, not the expected {signer}")
     if found.signed_by is None:
-        found.unchecked.append("the run did not sign: whoever can write these files can rewrite them all")
+        found.unchecked.append("the run did not sign: anyone who can write these files can rewrite them all")
     elif (fault := fault_of(signed_one := certificate.get(AMENDS, certificate), found.signed_by)) is not None:
         raise CertificateError(f"the certificate {fault}")
     else:
@@ -55,7 +55,7 @@ def check_attached(folder: Path, certificate: dict[str, Any], history: History, 
             )
             found.unchecked.append(
                 "what was declared after the key was destroyed (that the run was chosen among several, or that a "
-                "checkpoint may be chosen by outputs): nobody could sign it, and whoever drops it has the signed one"
+                "checkpoint may be chosen by outputs): nobody could sign it, and dropping it leaves the signed one"
             )
         if signer is None:
             found.unchecked.append(
@@ -92,7 +92,7 @@ def _check_weights(folder: Path, certificate: dict[str, Any], found: Attached) -
 
 
 def _others(folder: Path, compared: list[Path]) -> list[tuple[Path, str]]:
-    """What looks like weights and was not compared; the checkpoints of a run were."""
+    """Files outside `checkpoints` that look like weights and were not compared."""
     aside = folder / "checkpoints"
     paths = [path for path in folder.rglob("*") if path.suffix.lower() in _OTHER_WEIGHTS and aside not in path.parents]
     if (folder / "deepspeed").is_dir():
@@ -106,13 +106,13 @@ def _folder(entry: dict[str, Any]) -> str:
 
 
 def _check_file(path: Path, lists: dict[str, dict[str, str]]) -> tuple[int, int]:
-    """All tensors of a file come from one checkpoint; how many it holds, and how many there are."""
+    """Requires that all tensors of a file come from one checkpoint; returns how many it has, and how many there are."""
     try:
         stored = digests_of_safetensors(path)
     except (OSError, WeightsFileError) as error:
         raise CertificateError(f"{error}") from None
     prefix = AVERAGED if path.name.startswith("averaged") else ""
-    strange: str | None = None  # and not "", which a tensor may be called
+    strange: str | None = None  # rather than "", which is a possible name
     for tensors in lists.values():
         strange = next((name for name, digest in stored.items() if tensors.get(prefix + name) != digest), None)
         if stored and strange is None:

@@ -18,12 +18,12 @@ __all__ = [
 
 
 def write(certificate: dict[str, Any], run_dir: Path) -> None:
-    """Each file whole or absent, and on disk when this returns. JSON last: its presence means that all are there."""
+    """Writes each file atomically and durably. JSON comes last: its presence means that all of them are there."""
     for name, text in (
         ("certificate.html", html_page(certificate)),
         ("certificate.md", markdown(certificate)),
         ("certificate.json", json.dumps(certificate, indent=2, ensure_ascii=False) + "\n"),
     ):
         with atomic(run_dir / name, one_writer=True) as file:
-            # Halves of characters, which names of files may hold, are written as JSON writes them.
+            # Lone surrogates, which file names may contain, are written as JSON writes them.
             file.write(text.encode("utf-8", "backslashreplace"))

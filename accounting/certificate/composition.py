@@ -1,9 +1,9 @@
 """What all known runs on the same records cost together, as numbers that a reader can recompute.
 
-Two numbers, because they need different assumptions. The sum of the runs' claims (basic composition) holds whatever
-made somebody start the later runs. The composition of the steps that these claims rest on (`limits.claimed_events`: the
-opened ones, or where somebody may have stopped by outputs all that the budget would have allowed) is smaller, and holds
-if no run's plan was chosen by looking at another's outputs.
+There are two numbers because they need different assumptions. The sum of the runs' claims (basic composition) holds
+whatever the reason for starting the later runs was. The composition of the steps that these claims rest on
+(`limits.claimed_events`: the opened steps or, where outputs may have decided when to stop, all that the budget would
+have allowed) is smaller, and holds if no run's plan was chosen by looking at another's outputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from murmuration.accounting.ledger.history import History
 
 @dataclass(frozen=True)
 class Known:
-    """Another run on the same records. `history` is None where its ledger is not at hand."""
+    """Another run on the same records. `history` is None if its ledger is not available."""
 
     run: str
     id: str
@@ -40,7 +40,7 @@ class Known:
 
 
 def known_runs(logged: Iterable[dict[str, Any]]) -> list[Known]:
-    """Of the lines of a log of runs, one for each phase."""
+    """The runs in a log of runs, which has one line for each phase."""
     by_id: dict[str, list[dict[str, Any]]] = {}
     for line in logged:
         by_id.setdefault(line["id"], []).append(line)
@@ -55,13 +55,13 @@ def _known(lines: list[dict[str, Any]]) -> Known:
     delta = max((line["delta"] for line in lines if isinstance(line.get("delta"), float)), default=0.0)
     ledger = _ledger(first.get("folder"), first["id"])
     if ledger is None:
-        # One that was chosen among several claims more than the budgets of its phases.
+        # A run that was chosen among several claims more than the budgets of its phases.
         told = [line["claimed"] for line in lines if isinstance(line.get("claimed"), int | float)]
         return Known(str(first.get("run")), first["id"], private, max([claim, *told]), delta)
     history, entries = ledger
     if history.why_not_private() is not None:
         return Known(history.run["name"], first["id"], False, math.inf, delta)
-    # One that may go on may still spend its budget; one that was tuned may claim more than that.
+    # A run that may continue may still spend its budget; a tuned one may claim more than that.
     claimed = max(history.budget(), claim_of(history, history.epsilon())[0] or 0.0)
     return Known(history.run["name"], first["id"], True, claimed, history.claimed_delta(), history, entries)
 
@@ -89,7 +89,7 @@ def composed(history: History, entries: Sequence[LedgerEntry], claimed: float, o
 
 
 def total(runs: list[dict[str, Any]], events: list[dict[str, Any]], delta: float) -> dict[str, Any]:
-    """From what a certificate states, so that whoever reads it can do the same."""
+    """Computed only from what a certificate states, so that anyone who reads it can do the same."""
     claims = [run for run in runs if run["by"] == "claim"]
     together = epsilon([Event(e["rate"], e["sigma"], e["count"]) for e in events], delta)
     return {
@@ -104,7 +104,7 @@ def total(runs: list[dict[str, Any]], events: list[dict[str, Any]], delta: float
 
 
 def _by(history: History | None) -> str:
-    """Whether steps are known that the run's claim follows from."""
+    """`ledger` if the steps that the run's claim follows from are known, otherwise `claim`."""
     known = history is not None and claimed_events(history, history.finished)[0] is not None
     return "ledger" if known else "claim"
 
@@ -114,13 +114,13 @@ def _shown(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _all_events(ledgers: list[tuple[History, Sequence[LedgerEntry]]]) -> list[Event]:
-    """Steps that a copied run made before it was copied stand in several ledgers, and are counted once."""
+    """Steps that a copied run made before it was copied are in several ledgers, and are counted once."""
     counted: list[Sequence[LedgerEntry]] = []
     events: list[Event] = []
     for history, entries in ledgers:
         shared = max((_common(entries, other) for other in counted), default=0)
         before = Counter({(e.rate, e.sigma): e.count for e in History.of(entries[:shared]).charged()})
-        claimed, _ = claimed_events(history, history.finished)  # one that may go on counts as far as its budget leads
+        claimed, _ = claimed_events(history, history.finished)  # an unfinished run counts up to its whole budget
         own = Counter({(e.rate, e.sigma): e.count for e in claimed or ()})
         events += [Event(rate, sigma, count) for (rate, sigma), count in (own - before).items()]
         counted.append(entries)
@@ -128,7 +128,7 @@ def _all_events(ledgers: list[tuple[History, Sequence[LedgerEntry]]]) -> list[Ev
 
 
 def _common(one: Sequence[LedgerEntry], other: Sequence[LedgerEntry]) -> int:
-    """How many lines two ledgers share from the first on: each line's hash covers all before it."""
+    """Length of the common prefix of two ledgers: each line's hash covers all lines before it."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from murmuration.accounting.epsilon.accountant import show_delta
 from murmuration.accounting.epsilon.trade_off import TradeOff
 
-# The two shares of false alarms that the text tells of.
+# The two shares of false alarms that the text mentions.
 ONE_PERCENT, ONE_IN_A_THOUSAND = 0.01, 0.001
 ASSUMPTION = (
     "Noise and draws come from a cipher under a secret key (AES-256-CTR, or for the noise ChaCha20 where the ledger "
@@ -19,7 +19,7 @@ ASSUMPTION = (
 
 
 class Attacks(NamedTuple):
-    """Most that any spy reaches: share of right answers at even odds, share of used records that are found."""
+    """Upper bounds for any spy: share of right answers at even odds, and shares of used records that are found."""
 
     best_guess: float
     at_one_percent: float

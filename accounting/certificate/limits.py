@@ -1,9 +1,9 @@
-"""What the claim means in numbers: limits on every test, for people with several records, at other deltas.
+"""What the claim means in numbers: limits on every test, for people with several records, and at other deltas.
 
-All of it follows from the ledger. Where the claim is what was spent, the opened steps are composed. Where it is the
-budget, because somebody may have chosen by outputs, all steps are composed that the budget would have allowed, and
-one more: choosing when to stop is then post-processing, and no row is better than the headline. Where only one
-(ε, δ) is proved, so is no row for groups.
+All of it follows from the ledger. If the claim is what was spent, the opened steps are composed. If it is the budget,
+because somebody may have chosen by outputs, all steps that the budget would have allowed are composed, and one more:
+choosing when to stop is then post-processing, and no row is better than the headline. If only one (ε, δ) is proved, no
+row for groups is.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ GROUPS = (2, 5, 10)
 DELTAS = (1e-5, 1e-6, 1e-8, 1e-10)
 SPENT = "every step that the ledger opened"
 BUDGET = "all steps that the budget would have allowed"
-# How closely the number of those steps is found; it is rounded up.
+# Relative precision to which the number of those steps is found; it is rounded up.
 CLOSE = 1.002
 MOST_STEPS = 10**9
 
 
 def limits(history: History, claimed: float) -> dict[str, Any]:
-    """For the certificate of a run whose ledger charges an epsilon; `claimed` is that of the headline."""
+    """Limits for the certificate of a run whose ledger charges an epsilon; `claimed` is the headline epsilon."""
     events, holds_for = claimed_events(history)
     delta = history.claimed_delta()
     curve = trade_off.of_point(claimed, delta) if events is None else trade_off.of_events(events, delta)
@@ -56,9 +56,9 @@ def limits(history: History, claimed: float) -> dict[str, Any]:
 
 
 def claimed_events(history: History, finished: bool = True) -> tuple[list[Event] | None, str]:
-    """The steps for which the claim holds, and in words which they are; None where only one (ε, δ) is proved.
+    """The steps for which the claim holds, and their description; None for the steps if only one (ε, δ) is proved.
 
-    `finished`: without a certificate a run may go on, as far as its budget leads.
+    `finished`: without a certificate a run may continue until its budget is spent.
     """
     if history.late_plans:
         return None, "the (ε, δ) of the claim alone, since a plan was declared after private steps had run"
@@ -76,7 +76,7 @@ def claimed_events(history: History, finished: bool = True) -> tuple[list[Event]
 
 
 def row(compute: Callable[[], float]) -> dict[str, Any]:
-    """An epsilon, or the reason for which there is none."""
+    """An epsilon, or the reason why there is none."""
     try:
         return {"epsilon": compute()}
     except AccountingError as error:
@@ -84,7 +84,7 @@ def row(compute: Callable[[], float]) -> dict[str, Any]:
 
 
 def curve_of(certificate: dict[str, Any]) -> TradeOff:
-    """Of a certificate without limits: all that follows from its claim."""
+    """The trade-off curve that follows from a certificate's claim alone, without its limits."""
     claim = certificate["claim"]
     return trade_off.of_point(claim["epsilon_claimed"] or 0.0, claim.get("delta_claimed", claim["delta"]) or 1.0)
 
@@ -96,7 +96,8 @@ def _known(events: Sequence[Event] | None, compute: Callable[..., float], *asked
 
 
 def _allowed(history: History, phase: int) -> list[Event]:
-    """Steps of one phase up to the first that its budget would have refused; no fewer than were opened or planned."""
+    """Steps of one phase up to and with the first that its budget would have refused; at least those opened or planned.
+    """
     plan, delta = history.plans[phase], history.delta()
     kind = Event(plan.sampling_rate, plan.effective_noise_multiplier, 0)
     opened = history.charged(phase)
@@ -121,5 +122,5 @@ def _allowed(history: History, phase: int) -> list[Event]:
 
 
 def _finite(value: dict[str, float]) -> dict[str, float | None]:
-    """JSON knows no infinity."""
+    """Replaces infinities by None: JSON has none."""
     return {key: number if math.isfinite(number) else None for key, number in value.items()}

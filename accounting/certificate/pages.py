@@ -22,18 +22,18 @@ from murmuration.accounting.escaping import printable_leaves
 
 HERE = Path(__file__).parent
 VERIFY = "python launch/account.py verify RUN_DIR"
-# Limits that most readers ask for; the picture has all.
+# Limits that most readers ask for; the picture shows all of them.
 TOLD = (1e-4, 1e-3, 1e-2, 0.1)
 NOT_STATED = "not stated (the config's about section)"
 
 
 @dataclass(frozen=True)
 class Block:
-    """What both pages show, each in its own markup. Texts are plain: what looks like markup in them came with a name.
+    """Content that both pages show, each in its own markup. Texts are plain: any markup in them came with a name.
 
-    `text` and `strong` hold a paragraph, `code` lines that are shown as they are, none of which may begin with a fence,
-    `list` its entries, `table` its rows, the first of which is the head, and `picture` an SVG drawing of numbers alone,
-    which is left out where pictures cannot be shown.
+    `text` and `strong` contain a paragraph; `code`, lines that are shown as they are, none of which may begin with a
+    fence; `list`, its entries; `table`, its rows, the first of which is the header; and `picture`, an SVG drawing made
+    of numbers alone, which is left out where pictures cannot be shown.
     """
 
     kind: Literal["text", "strong", "code", "list", "table", "picture"]
@@ -56,7 +56,7 @@ def html_page(certificate: dict[str, Any]) -> str:
 
 
 def html_sections(certificate: dict[str, Any]) -> str:
-    """The same content as a part of another page, whose own title is above it."""
+    """The same content as part of another page, which has its own title above it."""
     sections = _sections(printable_leaves(certificate))
     return template.html_page(HERE / "certificate_sections.html.jinja", sections=sections, top=2)
 
@@ -206,7 +206,7 @@ def percent_of(share: float) -> str:
 
 
 def _nist(certificate: dict[str, Any]) -> list[Block]:
-    """By the components that the publication names, from the guarantee down to what everything else rests on."""
+    """The components that the publication names, from the guarantee down to what everything else rests on."""
     claim = certificate["claim"]
     public = [p["name"] for p in certificate["phases"] if not p["private"]]
     strength = "no promise" if not (claim["private"] or "stands_for" in claim) else (
@@ -274,7 +274,7 @@ def _tuned(certificate: dict[str, Any]) -> str:
 
 
 def _delta(claim: dict[str, Any]) -> float:
-    """Of the claim; what was spent is given at the plans' own."""
+    """Delta of the claim; the spent epsilon is stated at the plans' own delta."""
     return claim.get("delta_claimed", claim["delta"])
 
 
@@ -317,7 +317,7 @@ def model_card(certificate: dict[str, Any]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """For YAML inside a page."""
+    """Quoted for YAML inside a page."""
     return _unmarked(json.dumps(text))
 
 
@@ -326,7 +326,7 @@ def _json(value: Any) -> str:
 
 
 def _unmarked(text: str) -> str:
-    """JSON in which characters that a page could take for its own markup are written as their numbers."""
+    """JSON with the characters that a page could take for its own markup written as \\u escapes."""
     return "".join(f"\\u{ord(each):04x}" if each in "`<>&" else each for each in text)
 
 

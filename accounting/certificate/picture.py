@@ -1,4 +1,4 @@
-"""The trade-off curve as a drawing: false alarms to the right, records found upwards, as SVG that a page can hold."""
+"""The trade-off curve as SVG for use inside a page: false alarms on the x axis, records found on the y axis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARKED = (1e-3, 1e-2)
 
 
 def trade_off_svg(proved: Points, by_epsilon_alone: Points) -> str:
-    """Shares of false alarms and of records found at most; all of it numbers, so nothing has to be escaped."""
+    """Points are shares of false alarms and the most records found: only numbers, so nothing has to be escaped."""
     inner = [
         *_axes(),
         _line([(_shares(step), _shares(step)) for step in range(61)], GREY, 'stroke-dasharray="6 4"'),

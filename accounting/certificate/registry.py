@@ -1,8 +1,8 @@
-"""A certificate in the fields of the Differential Privacy Deployments Registry (its entries as of 2025).
+"""A certificate as an entry of the Differential Privacy Deployments Registry (its fields as of 2025).
 
-The registry (of OpenDP and others) holds one document per deployment, which its editors review. This fills in what a
-run knows; what only its owner knows (intended use, region, date of the release) is left out, to be added before it is
-sent in.
+The registry (of OpenDP and others) has one document per deployment, which its editors review. This module fills in what
+the run knows; what only its owner knows (intended use, region, release date) is left out and must be added before
+submission.
 """
 
 from __future__ import annotations
@@ -65,6 +65,6 @@ def registry_entry(certificate: dict[str, Any]) -> dict[str, Any]:
 
 
 def _steps(certificate: dict[str, Any]) -> str:
-    """Those that the claim rests on."""
+    """The steps that the claim rests on, in words."""
     limits = certificate.get("limits")
     return str(limits["holds_for"]) if limits else "every step that the ledger opened"

@@ -1,8 +1,8 @@
-"""The run signs its certificate: nobody who lacks the run key can change certificate or ledger afterwards.
+"""The run signs its certificate: nobody without the run key can change the certificate or the ledger afterwards.
 
-The signing key is derived from the run key, its public half stands in the ledger's first line, and it is destroyed with
-the run key once the certificate is signed. So a later forger cannot rewrite a run whose public key is known from
-elsewhere (the log of runs, a witness); one who replaces the key in the first line, too, makes another run.
+The signing key is derived from the run key, its public half is in the ledger's first line, and it is destroyed with the
+run key once the certificate is signed. So a later forger cannot rewrite a run whose public key is known from another
+source (the log of runs, a witness); replacing the key in the first line as well makes it a different run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a ledger supports saying, as one JSON document: the content of a certificate."""
+"""The content of a certificate: everything that a ledger supports saying, as one JSON document."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import ADJACENCY, UNIT
 
 FORMAT = "murmuration-certificate/2"
-# Without limits and assumption; its pages said more than it proved.
+# The earlier format has no limits and no assumption; its pages said more than it proved.
 EARLIER_FORMAT = "murmuration-certificate/1"
 MECHANISM = (
     "per-record gradients clipped in L2 norm over all trainable parameters, summed over an exact "
     "Poisson sample, Gaussian noise added once to the sum, divided by the constant q·n"
 )
-# Of a run all of whose noise is exact.
+# For a run all of whose noise is exact.
 EXACT_MECHANISM = (
     "per-record gradients clipped in L2 norm over all trainable parameters, summed over an exact "
     "Poisson sample, the sum rounded to a grid (which enlarges what one record does by the share `grid_growth` of the "
@@ -33,7 +33,7 @@ DEVIATIONS = [
     "A whole run directory, secret folder included, that is restored in place is recognised by the data set's log of "
     "runs alone; restored together with that log, it cannot be told from the original.",
 ]
-# Of form 1, whose certificates must state all of these, in these words.
+# Certificates of format 1 must state all of these, in these words.
 EARLIER_DEVIATIONS = [
     DEVIATIONS[0],
     "A restored copy of the whole run directory, secret folder included, cannot be told from the original.",
@@ -51,17 +51,17 @@ RATCHETED = (
     "the storage kept an older state of the secret file: in a snapshot, a backup, or flash memory that was not really "
     "overwritten."
 )
-# Beside it, where segments of both kinds are in one ledger.
+# Stated in addition where one ledger has segments of both kinds.
 NOT_RATCHETED = (
     "Segments that an earlier version began have keys that last as long as the run: whoever copied the secret folder "
     "at any time has the keys of all of their steps."
 )
-# Of ledgers that were begun before digests of records were keyed.
+# For ledgers begun before digests of records were keyed.
 UNKEYED_DIGESTS = (
     "Ledger and certificate hold unkeyed hashes of the private records' files: whoever knows all of them but one can "
     "test guesses of that one, and who knows the files can test which records an exclusion list left out."
 )
-# What is to be said where the noise did not come from a cryptographic generator.
+# Stated where the noise did not come from a cryptographic generator.
 GENERATOR_DEVIATIONS = {
     "philox4x64-10": "The noise came from Philox4x64-10 under a key of 128 bits, which is not a cryptographic "
     "generator: the promise holds against adversaries who cannot tell its output from true randomness, and that is "
@@ -75,9 +75,9 @@ def compose(
     history: History, entries: list[LedgerEntry], extra: dict[str, Any], epsilon_found: float | None = None,
     form: str = FORMAT,
 ) -> dict[str, Any]:  # fmt: skip
-    """Everything a reader needs to recompute the claim. `extra` holds what the ledger does not know: hashes, the
+    """Everything a reader needs to recompute the claim. `extra` is what the ledger does not contain: hashes, the
     deviations of this trainer, `about` (a description of the data, who is responsible), `model`, `siblings` (other runs
-    on the same records). The epsilon is computed unless it is given, as one that another method found."""
+    on the same records). The epsilon is computed unless `epsilon_found` gives the one that another method found."""
     added = dict(extra)
     deviations = added.pop("known_deviations", [])
     private = bool(history.plans)
@@ -125,7 +125,7 @@ def compose(
 
 
 def claim_of(history: History, spent: float | None) -> tuple[float | None, str | None, list[dict[str, Any]]]:
-    """The epsilon that a run claims for what was spent, why it is more than that, and its tuning with what it costs."""
+    """The epsilon that a run claims given what it spent, why it claims more than that, and its tuning with its cost."""
     tunings = [declared.as_dict() for declared in history.tunings]
     if spent is None:
         return None, None, tunings
@@ -143,7 +143,7 @@ def claim_of(history: History, spent: float | None) -> tuple[float | None, str |
 
 
 def deviations_of(history: History, form: str = FORMAT) -> list[str]:
-    """What follows from the ledger and every certificate of this form must state."""
+    """The deviations that follow from the ledger and that every certificate of this format must state."""
     found = list(EARLIER_DEVIATIONS if form == EARLIER_FORMAT else DEVIATIONS)
     if _all_exact(history):
         found.remove(DEVIATIONS[0])
@@ -167,7 +167,7 @@ def deviations_of(history: History, form: str = FORMAT) -> list[str]:
 
 
 def _all_exact(history: History) -> bool:
-    """Whether every private step drew exact noise. Nothing is known of the generator of steps whose lines were lost."""
+    """Whether every private step drew exact noise; for steps whose lines were lost, the generator is unknown."""
     steps = (*history.opened.values(), *history.committed.values())
     return bool(steps) and not history.lost and all(facts.noise.generator == EXACT for facts in steps)
 
@@ -201,7 +201,7 @@ def _phase(history: History, index: int) -> dict[str, Any]:
 
 
 def _clip_norms(history: History, index: int) -> dict[str, float]:
-    """Where C adapts: from where to where it went."""
+    """If C adapts: its first, last, lowest and highest values."""
     trail = history.trails.get(index)
     if trail is None or not trail.norms:
         return {}
@@ -218,7 +218,7 @@ def _said(history: History, objection: str | None, claimed: float, delta: float)
 
 
 def _simulated(history: History, objection: str | None) -> bool:
-    """Whether the objection is no more than that ε is not the one of the run that this one stands for."""
+    """Whether the only objection is that ε is not that of the run which this one stands for (a TAN simulation)."""
     return any(objection == str(plan.stands_for) for plan in history.plans.values() if plan.stands_for)
 
 

@@ -1,4 +1,4 @@
-"""The check that a ledger alone supports what a certificate and the checkpoints beside it say."""
+"""Checks that a ledger alone supports what its certificate and the checkpoints beside it say."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from murmuration.accounting.ledger.heads import contains, lost_charges, read_hea
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import JsonError, parse
 
-# Bounds that two processors compute for the same ledger agree to about 1e-12; nothing more is tolerated.
+# Bounds that two processors compute for the same ledger agree to about 1e-12; a difference above this is refused.
 AGREEMENT = 1e-9
-# Version 0.1 composed without a bound of the rounding. Its certificates still verify where the bound agrees with them.
+# Version 0.1 composed without bounding the rounding. Its certificates still verify if the bound agrees with them.
 EARLIER_METHOD = {"accountant": "pld", "interval": 1e-4, "tail_mass": 1e-15, "estimate": "pessimistic"}
 EARLIER_AGREEMENT = 1e-5
 # Limits are read off a curve at fixed points, where small differences between processors grow.
 LIMITS_AGREEMENT = 1e-6
-# What the verdict on a certificate of that form has to add.
+# Added to the verdict on a certificate of format 1.
 EARLIER_FORM = (
     "its form murmuration-certificate/1 proves this one (ε, δ) for one record and nothing else. Where its pages say "
     "that a person with k records has k times the ε, or that attacks with unlimited computers are limited, they are "
@@ -40,7 +40,7 @@ DERIVED_CLAIMS = (
     "private", "statement", "epsilon", "epsilon_rounded_up", "epsilon_claimed", "claimed_because", "delta",
     "epsilon_budget", "epsilon_rdp",
 )  # fmt: skip
-# Only some claims have these, and then the pages tell them.
+# Only some claims have these; if they do, the pages show them.
 OPTIONAL_CLAIMS = ("delta_claimed", "stands_for")
 
 
@@ -70,8 +70,8 @@ class Verdict:
 def verify(
     target: Path, accountant: Accountant = "pld", signer: str | None = None, witness: Path | None = None
 ) -> Verdict:
-    """Recomputes epsilon from the ledger of a run directory (or beside a certificate) and compares. `signer` is the
-    run's public key as a reader knows it from elsewhere; `witness` a file of the heads that a witness was told."""
+    """Recomputes epsilon from the ledger of a run directory (or beside a certificate) and compares it. `signer` is the
+    run's public key from another source; `witness` is a file with the heads that a witness recorded."""
     run_dir = target if target.is_dir() else target.parent
     named = target if target.is_file() and target.suffix == ".json" else None
     certificate_path = named or run_dir / "certificate.json"
@@ -81,7 +81,7 @@ def verify(
         _check_witness(witness, history, entries)
     checkpoints = _check_checkpoints(run_dir, entries)
     private = bool(history.plans)
-    # A run whose ledger tells of a fault has no epsilon: this raises, and says which step.
+    # A run whose ledger records a fault has no epsilon: this raises an error that names the step.
     spent = history.epsilon(accountant) if private else 0.0
     if private and accountant == "pld" and spent > history.budget() * (1 + AGREEMENT):
         raise CertificateError(f"the ledger charges epsilon = {spent:.6f}, above the budget of {history.budget():g}")
@@ -109,7 +109,7 @@ def verify(
 
 
 def _require_newest(run_dir: Path, entries: list[LedgerEntry]) -> None:
-    """Where the secret folder is at hand: whoever verifies an export or a copy of the public files has none."""
+    """Checks against the secret folder, if there is one: exports and copies of the public files have none."""
     try:
         noted = read_heads(run_dir / "secret" / HEADS)
     except OSError:
@@ -124,17 +124,17 @@ def _require_newest(run_dir: Path, entries: list[LedgerEntry]) -> None:
 def _check_witness(witness: Path, history: History, entries: list[LedgerEntry]) -> None:
     told = [head for head in read_heads(witness) if head.ledger_of in history.ids]
     if not told:
-        raise CertificateError(f"{witness} tells nothing of this run; give the heads that its witness was told")
+        raise CertificateError(f"{witness} has no head of this run; give the file that its witness recorded")
     for head in told:
         if not contains(entries, head):
             raise CertificateError(
-                f"ledger line {head.length} is not the one that the witness was told, so the ledger was rewritten or "
-                "restored"
+                f"ledger line {head.length} is not the one that the witness recorded, so the ledger was rewritten "
+                "or restored"
             )
 
 
 def _check_checkpoints(run_dir: Path, entries: list[LedgerEntry]) -> int:
-    """A ledger that was cut is a valid shorter ledger; what was written later remembers how long it had been."""
+    """A truncated ledger is a valid shorter ledger, but checkpoints written later record how long it had been."""
     manifests = sorted(run_dir.glob("checkpoints/phase*-step*/manifest.json"))
     for manifest in manifests:
         try:
@@ -170,7 +170,7 @@ def _compare(certificate: dict[str, Any], history: History, entries: list[Ledger
     pairs.append(("claim", _optional(certificate), _optional(expected)))
     pairs.append(("claim.method", _method(certificate), method))
     for name, found, recomputed in pairs:
-        # Through JSON and back, as the certificate went.
+        # Through JSON and back, like the certificate.
         if not _same(found, json.loads(json.dumps(recomputed))):
             raise CertificateError(f"the certificate says {name} = {found!s:.200}, but the ledger gives {recomputed}")
     if certificate["format"] == FORMAT:
@@ -185,7 +185,7 @@ def _compare(certificate: dict[str, Any], history: History, entries: list[Ledger
 def _check_other_words(
     certificate: dict[str, Any], history: History, entries: list[LedgerEntry], claimed: float
 ) -> None:
-    """What is not in the ledger, but must not contradict it or the certificate's other parts."""
+    """Checks what is not in the ledger but must not contradict it or the certificate's other parts."""
     for name in ("known_deviations", "siblings"):
         if not isinstance(certificate.get(name, []), list):
             raise CertificateError(f"the certificate's {name} are not a list; restore it")
@@ -202,7 +202,7 @@ def _check_other_words(
 
 
 def _check_unsigned(certificate: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Of an amended certificate nobody signed what is computed anew, so it holds no word of anybody's: not even where
+    """Nobody signed the recomputed parts of an amended certificate, so their words must match to the letter, even where
     another version of this program may say the same in other words."""
     for part in ("claim", "limits", "ledger"):
         stated, recomputed = certificate[part], json.loads(json.dumps(expected[part]))
@@ -211,7 +211,7 @@ def _check_unsigned(certificate: dict[str, Any], expected: dict[str, Any]) -> No
 
 
 def _texts(value: Any) -> Any:
-    """Its names and words, without its numbers."""
+    """The names and words of a value, without its numbers."""
     if isinstance(value, dict):
         return {key: _texts(each) for key, each in value.items() if key != "dp_accounting"}
     if isinstance(value, list):
@@ -220,7 +220,7 @@ def _texts(value: Any) -> Any:
 
 
 def _check_composition(certificate: dict[str, Any], history: History, claimed: float) -> None:
-    """Its numbers follow from the runs and events that it states, among which are this run's own."""
+    """The numbers must follow from the stated runs and events, which must include this run's own."""
     stated = certificate["composition"]
     own = {"run": history.run["name"], "id": history.run_id, "epsilon": claimed}
     mine = next((run for run in stated["runs"] if own.items() <= run.items()), None)
@@ -245,7 +245,7 @@ def _check_composition(certificate: dict[str, Any], history: History, claimed: f
 def _expected(
     certificate: dict[str, Any], history: History, entries: list[LedgerEntry]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the ledger gives, and by which method."""
+    """The document that the ledger gives, and the method that computed it."""
     form = certificate["format"]
     expected = compose(history, entries, {}, form=form)
     found, bound = certificate["claim"]["epsilon"], expected["claim"]["epsilon"]
@@ -260,7 +260,8 @@ def _expected(
 
 
 def _compare_limits(certificate: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Assumption and versions to the letter; limits by their numbers, but not the words for one that is missing."""
+    """Compares assumption and versions to the letter, and limits by their numbers, without the reasons of missing ones.
+    """
     for name in ("assumption", "versions"):
         if certificate[name] != json.loads(json.dumps(expected[name])):
             raise CertificateError(f"the certificate's {name} are not those of this ledger and version; restore it")
@@ -296,7 +297,7 @@ def _close(found: Any, expected: Any) -> bool:
 
 
 def _method(certificate: dict[str, Any]) -> dict[str, Any]:
-    """Another version of the package that computes RDP may do the check; everything else of the method is fixed."""
+    """The method without the version of the package that computes RDP, which may differ between run and check."""
     return {key: value for key, value in certificate["claim"]["method"].items() if key != "dp_accounting"}
 
 

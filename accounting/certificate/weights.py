@@ -1,7 +1,7 @@
-"""Hashes of released weights, tensor by tensor, so that they are known again in any file; without torch.
+"""Hashes of released weights, tensor by tensor, so that they can be recognised in any file; without torch.
 
 A certificate is signed before anything is exported, and an export may rename tensors or be split into files. So the
-certificate carries one hash of a list (`weights.json`) that holds the hash of each tensor.
+certificate states one hash: that of a list (`weights.json`) with the hash of each tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from murmuration.accounting.strict_json import parse
 
 NAME = "weights.json"
 AVERAGED = "averaged/"
-"""Before the names of averaged weights, which are exported beside the others."""
+"""Prefix of the names of averaged weights, which are exported beside the others."""
 _MOST_HEADER = 100 << 20
 _CHUNK = 1 << 24
 
@@ -40,7 +40,7 @@ def list_digest(tensors: dict[str, str]) -> str:
 
 
 def write_lists(lists: dict[str, dict[str, str]], folder: Path) -> None:
-    """One for each checkpoint that may be exported, by the name of its folder."""
+    """Writes one list for each checkpoint that may be exported, by the name of its folder."""
     with atomic(folder / NAME, one_writer=True) as file:
         file.write(json.dumps(lists, indent=1, sort_keys=True).encode() + b"\n")
 
@@ -51,7 +51,7 @@ def read_lists(folder: Path) -> dict[str, dict[str, str]] | None:
         return None
     found = parse(path.read_bytes())
     if not isinstance(found, dict) or not all(_is_list(tensors) for tensors in found.values()):
-        raise WeightsFileError(f"{path} is no list of tensors; restore it")
+        raise WeightsFileError(f"{path} is not a list of tensors; restore it")
     return found
 
 
@@ -72,7 +72,7 @@ def digests_of_safetensors(path: Path) -> dict[str, str]:
                 if name != "__metadata__"
             }
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, struct.error) as error:
-            raise WeightsFileError(f"{path} is no safetensors file ({error}); export it again") from None
+            raise WeightsFileError(f"{path} is not a safetensors file ({error}); export it again") from None
 
 
 def _stored_digest(file: Any, base: int, entry: dict[str, Any]) -> str:

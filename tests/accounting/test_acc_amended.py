@@ -101,9 +101,9 @@ def without_the_other_runs(document: dict[str, Any]) -> None:
         (lambda document: document["amends"]["claim"].update(epsilon=0.1), "was changed after it was signed"),
         (lambda document: document["amends"]["about"].update(owner="") or document["about"].update(owner=""),
          "was changed after it was signed"),
-        (of_fewer_steps, "adds up other runs or steps"),
-        (of_a_cheaper_run, "adds up other runs or steps"),
-        (without_the_other_runs, "adds up other runs or steps"),
+        (of_fewer_steps, "adds up different runs or steps"),
+        (of_a_cheaper_run, "adds up different runs or steps"),
+        (without_the_other_runs, "adds up different runs or steps"),
     ],
 )  # fmt: skip
 def test_an_amendment_changes_nothing_else(finished: Path, forge: Callable[[dict[str, Any]], Any], fault: str) -> None:
@@ -134,5 +134,5 @@ def test_no_steps_can_be_slipped_in_by_an_amendment(tmp_path: Path) -> None:
     journal.finish()
     write(amended(early, journal.history, journal.ledger.entries), tmp_path)
     journal.ledger.close()
-    with pytest.raises(CertificateError, match="amends one after which the run went on"):
+    with pytest.raises(CertificateError, match="amends one after which the run continued"):
         verify(tmp_path)

@@ -95,7 +95,7 @@ def test_a_forged_ledger_needs_the_key(finished: Path) -> None:
     certify(finished, RunKey.fresh())
     with pytest.raises(CertificateError, match="signed by another key"):
         verify(finished)
-    with pytest.raises(CertificateError, match="line 84 is not the one that the witness was told"):
+    with pytest.raises(CertificateError, match="line 84 is not the one that the witness recorded"):
         verify(finished, witness=finished / "witness.jsonl")
     # A forger who replaces the key in the first line makes another run: its key is not the one that is known.
     own = RunKey.fresh()
@@ -104,7 +104,7 @@ def test_a_forged_ledger_needs_the_key(finished: Path) -> None:
     assert verify(finished).epsilon < honest / 3
     with pytest.raises(CertificateError, match="not the expected"):
         verify(finished, signer=public_key(KEY))
-    with pytest.raises(CertificateError, match="tells nothing of this run"):
+    with pytest.raises(CertificateError, match="has no head of this run"):
         verify(finished, witness=finished / "witness.jsonl")
 
 
@@ -147,9 +147,9 @@ def behind_a_nameless_one(folder: Path) -> None:
         (swapped, "the tensor '(weight|bias)' is not the one that was certified"),
         (relisted, "weights.json is not the one that was certified"),
         (one_more, "the tensor 'extra' is not the one that was certified"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(bytes(range(256)) * 40), "is no safetensors file"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(bytes(range(256)) * 40), "is not a safetensors file"),
         (lambda folder: (folder / "weights.json").unlink(), "weights.json is missing"),
-        (lambda folder: (folder / "weights.json").write_text("[]"), "weights.json is no list of tensors"),
+        (lambda folder: (folder / "weights.json").write_text("[]"), "weights.json is not a list of tensors"),
     ],
 )
 def test_other_weights_are_not_the_certified_ones(finished: Path, change: Callable[[Path], None], fault: str) -> None:
@@ -181,7 +181,7 @@ def test_hashes_are_those_of_any_container(tmp_path: Path) -> None:
     content = (tmp_path / "x.safetensors").read_bytes()
     for damaged in (content[:-3], content[:20], b"", b"\xff" * 64):
         (tmp_path / "x.safetensors").write_bytes(damaged)
-        with pytest.raises(WeightsFileError, match="is no safetensors file"):
+        with pytest.raises(WeightsFileError, match="is not a safetensors file"):
             digests_of_safetensors(tmp_path / "x.safetensors")
 
 

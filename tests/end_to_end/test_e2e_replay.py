@@ -73,18 +73,18 @@ def test_a_branch_that_depends_on_a_record_is_found_in_one_pair(
     honest = module.SummedEngine.accumulate
     absent: list[int] = []
 
-    def accumulate(self: Any, batch: MicroBatch) -> None:
+    def accumulate(self: Any, batch: MicroBatch, *rule: Any) -> None:
         missing = int((~batch.present).sum())
         absent.append(missing)
         if fault == "another row" and missing % 2:
             first = int(batch.present.nonzero()[0])
             batch.inputs["images"][first] *= 1 + 1e-6
-        honest(self, batch)
+        honest(self, batch, *rule)
         if fault == "counted twice" and missing % 2:
             for _ in range(3):
-                honest(self, batch)
+                honest(self, batch, *rule)
         if fault == "one micro-batch more" and missing % 2:
-            honest(self, MicroBatch(batch.inputs, batch.present & False))
+            honest(self, MicroBatch(batch.inputs, batch.present & False), *rule)
 
     monkeypatch.setattr(module.SummedEngine, "accumulate", accumulate)
     if fault == "noise by presence":
@@ -112,9 +112,9 @@ def test_a_public_sink_that_tells_of_one_record_is_found(
     honest, progress = module.SummedEngine.accumulate, Trainer._progress
     there = [0]
 
-    def accumulate(self: Any, batch: MicroBatch) -> None:
+    def accumulate(self: Any, batch: MicroBatch, *rule: Any) -> None:
         there[0] = int(batch.present.sum())
-        honest(self, batch)
+        honest(self, batch, *rule)
 
     def telling(self: Trainer, step: int, rate: float) -> None:
         progress(self, step, rate)

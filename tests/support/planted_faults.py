@@ -113,10 +113,10 @@ class OwnRankOnly(LocalEngine):
 class LastMicroBatch(LocalEngine):
     """Overwrites in place of accumulating (DeepSpeed's stage 3 through engine.module)."""
 
-    def accumulate(self, batch: MicroBatch) -> None:
+    def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
         assert isinstance(self.forward, PrivateForward)
         self.forward.sums.clear()
-        super().accumulate(batch)
+        super().accumulate(batch, rule)
 
 
 class StaleGradient(LocalEngine):
@@ -233,12 +233,12 @@ def swapped(kind: type[NoiseMechanism]) -> Callable[..., NoiseMechanism]:
 def factor_ignored(engine: Any, clip: ReferenceClip, noise: Any) -> None:
     real = clip.add_clipped
 
-    def unclipped(model: nn.Module, inputs: Any, present: Tensor, sums: GradientSums) -> Clipped:
-        rule, clip.rule = clip.rule, dataclasses.replace(clip.rule, kind="flat", bound=1e12)
-        try:
-            return dataclasses.replace(real(model, inputs, present, sums), sensitivity=rule.sensitivity)
-        finally:
-            clip.rule = rule
+    def unclipped(
+        model: nn.Module, inputs: Any, present: Tensor, sums: GradientSums, rule: ClipRule | None = None
+    ) -> Clipped:  # fmt: skip
+        own = rule or clip.rule
+        far = dataclasses.replace(own, kind="flat", bound=1e12)
+        return dataclasses.replace(real(model, inputs, present, sums, far), sensitivity=own.sensitivity)
 
     clip.add_clipped = unclipped
 
@@ -247,9 +247,11 @@ def factor_halved(engine: Any, clip: ReferenceClip, noise: Any) -> None:
     """One record moves the sum by 2C."""
     real = clip.add_clipped
 
-    def doubled(model: nn.Module, inputs: Any, present: Tensor, sums: GradientSums) -> Clipped:
-        real(model, inputs, present, sums)
-        return real(model, inputs, present, sums)
+    def doubled(
+        model: nn.Module, inputs: Any, present: Tensor, sums: GradientSums, rule: ClipRule | None = None
+    ) -> Clipped:  # fmt: skip
+        real(model, inputs, present, sums, rule)
+        return real(model, inputs, present, sums, rule)
 
     clip.add_clipped = doubled
 
@@ -257,8 +259,10 @@ def factor_halved(engine: Any, clip: ReferenceClip, noise: Any) -> None:
 def nan_leaks(engine: Any, clip: ReferenceClip, noise: Any) -> None:
     real = clip.add_clipped
 
-    def leaking(model: nn.Module, inputs: Any, present: Tensor, sums: GradientSums) -> Clipped:
-        found = real(model, inputs, present, sums)
+    def leaking(
+        model: nn.Module, inputs: Any, present: Tensor, sums: GradientSums, rule: ClipRule | None = None
+    ) -> Clipped:  # fmt: skip
+        found = real(model, inputs, present, sums, rule)
         poison = torch.where(present & ~torch.isfinite(found.losses), torch.nan, 0.0).sum()
         for name, p in model.named_parameters():
             if p.requires_grad:
@@ -293,11 +297,12 @@ class OffBy(BookKeepingClip):
         self.times_sums, self.times_norms, self.always = sums, norms, always
 
     def add_clipped(
-        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
-    ) -> Clipped:
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
+        rule: ClipRule | None = None,
+    ) -> Clipped:  # fmt: skip
         if self.precision == "fp32" and not self.always:
-            return super().add_clipped(model, inputs, present, sums)
-        found = super().add_clipped(model, inputs, present, _Times(sums, self.times_sums))
+            return super().add_clipped(model, inputs, present, sums, rule)
+        found = super().add_clipped(model, inputs, present, _Times(sums, self.times_sums), rule)
         return dataclasses.replace(found, norms=found.norms * self.times_norms)
 
 

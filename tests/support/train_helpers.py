@@ -152,8 +152,8 @@ class LocalEngine:
     def _flat(self, tensors: list[Tensor]) -> Tensor:
         return torch.cat([t.reshape(-1) for t in tensors])[self.low : self.high].clone()
 
-    def accumulate(self, batch: MicroBatch) -> None:
-        loss = self.forward(batch.inputs, batch.present)
+    def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
+        loss = self.forward(batch.inputs, batch.present, rule)
         if isinstance(self.forward, PlainForward):
             loss.backward()
 

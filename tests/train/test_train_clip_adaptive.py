@@ -76,14 +76,14 @@ def test_the_sum_is_clipped_and_noised_at_the_norm_of_its_own_step(tmp_path: Pat
     second = step.norm.norm
     assert abs(math.log(second / 30.0)) > 0.05
     reference, clip, noise = private_engine(alone(), plan)
-    clip.rule, noise.std = clip.rule.at(second), plan.noise_multiplier * second
+    noise = noise.at(plan.noise_multiplier * second)
     for parameter, value in zip(reference.parameters.values(), engine.parameters.values(), strict=True):
         parameter.data.copy_(value)
     seen: list[torch.Tensor] = []
     engine.step = lambda: seen.append(engine.flats[0].grad.clone())  # pyright: ignore
     step.run(2, 1e-2)
     (batch,) = read(step.records.draw(2).ids, alone(), micro_batch=400)
-    reference.accumulate(batch)
+    reference.accumulate(batch, clip.rule.at(second))
     reference.hand_over()
     sums = torch.cat([p.grad.flatten() for p in reference.parameters.values()])  # pyright: ignore
     drawn = [torch.from_numpy(noise.draw(2, i, 0, p.numel())) for i, p in enumerate(reference.parameters.values())]
@@ -165,7 +165,8 @@ def test_a_part_with_another_norm_is_refused_before_anything_is_computed(tmp_pat
     step, engine = step_of(alone(), journal, plan, first_norm=plan.clip_norm)
     step.run(1, 1e-2)
     before = weights(engine)
-    step.clip.rule = step.clip.rule.at(plan.clip_norm * 1.01)
+    assert step.norm is not None
+    step.norm.norm *= 1.01
     with pytest.raises(LedgerError, match="released before it"):
         step.run(2, 1e-2)
     assert torch.equal(weights(engine), before)
@@ -173,7 +174,7 @@ def test_a_part_with_another_norm_is_refused_before_anything_is_computed(tmp_pat
 
 def test_the_count_gets_the_planned_noise_at_every_step_apart_from_the_gradients(tmp_path: Path) -> None:
     plan = adaptive_plan(std=3.0)
-    release = MetricRelease(METRIC_KEY, plan, 1.0, alone())
+    release = MetricRelease(METRIC_KEY, plan, alone())
     drawn = np.array([(release.release(step)["noised_clipped_share"] - 0.5) * plan.divisor for step in range(1, 2001)])
     assert abs(drawn.std() / 3.0 - 1) < 0.08 and abs(drawn.mean()) < 0.3 and len(set(drawn)) > 1990
     gradient = NoiseMechanism.of(b"s" * 32, plan)
@@ -186,8 +187,8 @@ def test_one_record_moves_the_count_by_a_half_and_one_that_is_not_a_number_by_no
     norms = torch.tensor([0.5, 2.0, 1.0, math.nan, math.inf, 9.0], dtype=torch.float64)
 
     def count(present: list[bool], norms: torch.Tensor = norms) -> float:
-        release = MetricRelease(METRIC_KEY, plan, 1.0, alone())
-        release.add(torch.tensor(present), Observation(norms, norms, 1.0))
+        release = MetricRelease(METRIC_KEY, plan, alone())
+        release.add(torch.tensor(present), Observation(norms, norms, 1.0), bound=1.0)
         return (release.release(1)["noised_clipped_share"] - 0.5) * plan.divisor
 
     everyone = [True] * 6
@@ -204,10 +205,9 @@ def test_the_norm_settles_at_the_quantile(quantile: float, first: float) -> None
     rule = replace(RULE, quantile=quantile, learning_rate=0.3)
     plan = adaptive_plan(std=20.0, rule=rule, records=400, batch=400, steps=200)
     lengths = torch.randn(400, generator=torch.Generator().manual_seed(4), dtype=torch.float64).exp()
-    release, norm, seen = MetricRelease(METRIC_KEY, plan, first, alone()), first, []
+    release, norm, seen = MetricRelease(METRIC_KEY, plan, alone()), first, []
     for step in range(1, 201):
-        release.clip_bound = norm
-        release.add(torch.ones(400, dtype=torch.bool), Observation(lengths, lengths, 1.0))
+        release.add(torch.ones(400, dtype=torch.bool), Observation(lengths, lengths, 1.0), bound=norm)
         norm = rule.following(norm, release.release(step)["noised_clipped_share"])
         seen.append(float((lengths <= norm).double().mean()))
     assert abs(np.mean(seen[100:]) - quantile) < 0.03 and max(abs(np.array(seen[100:]) - quantile)) < 0.15

@@ -117,3 +117,17 @@ def test_each_group_keeps_to_its_share_and_all_to_the_bound(grouping: Any, kind:
             assert share <= 1e-4 * (1 + 1e-5)
             assert share == 0 or share == pytest.approx(1e-4, rel=1e-3), "every group is far above its share"
         assert size(totals) <= seen.sensitivity * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("engine", ("book-keeping", "reference"))
+def test_each_call_clips_by_the_groups_of_its_own_rule(engine: str) -> None:
+    """The rule is a value of the step: what an engine found out under one rule says nothing of the next."""
+    model = CASES["captioner"].model()
+    inputs, present = two_micro_batches(CASES["captioner"], torch.float32)
+    bound = 0.5 * median_norm(brute_force.records_of(model, inputs), present)
+    rules = [replace(rule_of("flat", bound), grouping=grouping) for grouping in ("all", "layer", BUDGETS, "all")]
+    clip = prepared(engine, rules[0], model)
+    for rule in rules:
+        found, seen = clipped_totals(clip, model, inputs, present, rule=rule)
+        expected, _ = clipped_totals(prepared(engine, rule, model), model, inputs, present)
+        assert relative_error(found, expected) == 0 and seen.sensitivity == rule.sensitivity

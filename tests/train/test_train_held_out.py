@@ -75,7 +75,7 @@ def batch_of(answers: list[int], labels: list[int], held: list[bool], present: l
 
 
 def through(batch: MicroBatch, plan: PrivacyPlan) -> tuple[MicroBatch, dict[str, float]]:
-    release = MetricRelease(METRIC_KEY, plan, clip_bound=1.0, ranks=alone())
+    release = MetricRelease(METRIC_KEY, plan, ranks=alone())
 
     def batches(ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
         del ids, step
@@ -83,7 +83,7 @@ def through(batch: MicroBatch, plan: PrivacyPlan) -> tuple[MicroBatch, dict[str,
 
     (rest,) = HeldOutAccuracy(engine_of(Answers()), release).around(batches)(np.arange(4), 1)
     ones = torch.ones(len(rest.present))
-    release.add(rest.present, Observation(ones, ones, 1.0))
+    release.add(rest.present, Observation(ones, ones, 1.0), bound=1.0)
     return rest, release.release(1)
 
 
@@ -135,7 +135,7 @@ def test_the_reader_marks_by_record_number() -> None:
 
 
 def test_a_sharded_model_and_what_is_no_classifier_are_refused() -> None:
-    release = MetricRelease(METRIC_KEY, quiet_plan(), clip_bound=1.0, ranks=alone())
+    release = MetricRelease(METRIC_KEY, quiet_plan(), ranks=alone())
     with pytest.raises(RecipeError, match="use ZeRO 0, 1 or 2"):
         HeldOutAccuracy(engine_of(Answers(), partitioned=True), release)
     with pytest.raises(RecipeError, match="objective classify"):

@@ -36,11 +36,11 @@ def quiet(plan: PrivacyPlan) -> PrivacyPlan:
 
 
 def test_each_record_adds_a_bounded_number_and_hostile_or_absent_ones_nothing(plan: PrivacyPlan) -> None:
-    release = MetricRelease(METRIC_KEY, quiet(plan), clip_bound=1.0, ranks=alone())
+    release = MetricRelease(METRIC_KEY, quiet(plan), ranks=alone())
     losses = torch.tensor([1.0, 1e30, -5.0, math.nan, math.inf, 2.0])
     norms = torch.tensor([0.5, 2.0, 3.0, math.nan, math.inf, 9.0])
     present = torch.tensor([True, True, True, True, True, False])
-    release.add(present, Observation(losses, norms, 1.0))
+    release.add(present, Observation(losses, norms, 1.0), bound=1.0)
     found = release.release(1)
     assert found["noised_loss"] * plan.divisor == pytest.approx(1.0 + 4.0, abs=1e-6)
     assert found["noised_clipped"] * plan.divisor == pytest.approx(3.0, abs=1e-6)
@@ -55,8 +55,8 @@ def test_the_last_bits_of_a_release_do_not_show_the_sum(plan: PrivacyPlan) -> No
     fits = 0
     for step in range(1, 101):
         losses = torch.rand(7, generator=draw, dtype=torch.float64) * 4
-        release = MetricRelease(step.to_bytes(32, "big"), plan, clip_bound=1.0, ranks=alone())
-        release.add(torch.ones(7, dtype=torch.bool), Observation(losses, losses, 1.0))
+        release = MetricRelease(step.to_bytes(32, "big"), plan, ranks=alone())
+        release.add(torch.ones(7, dtype=torch.bool), Observation(losses, losses, 1.0), bound=1.0)
         told = release.release(step)["noised_loss"]
         assert float(np.float32(told)) == told
         rest = told * plan.divisor - float(losses.sum())
@@ -70,8 +70,8 @@ def test_one_record_moves_no_metric_by_more_than_its_bound(plan: PrivacyPlan) ->
         losses, norms = torch.randn(5, generator=draw) * 100, torch.rand(5, generator=draw) * 2
         sums = []
         for last in (True, False):
-            release = MetricRelease(METRIC_KEY, quiet(plan), clip_bound=1.0, ranks=alone())
-            release.add(torch.tensor([True] * 4 + [last]), Observation(losses, norms, 1.0))
+            release = MetricRelease(METRIC_KEY, quiet(plan), ranks=alone())
+            release.add(torch.tensor([True] * 4 + [last]), Observation(losses, norms, 1.0), bound=1.0)
             sums.append(release.release(1))
         for metric in plan.metrics:
             moved = abs(sums[0][f"noised_{metric.name}"] - sums[1][f"noised_{metric.name}"]) * plan.divisor
@@ -80,7 +80,7 @@ def test_one_record_moves_no_metric_by_more_than_its_bound(plan: PrivacyPlan) ->
 
 def test_the_noise_is_the_planned_one_once_for_all_ranks_and_new_at_each_step(plan: PrivacyPlan) -> None:
     def released(ranks: Any) -> list[float]:
-        release = MetricRelease(METRIC_KEY, plan, clip_bound=1.0, ranks=ranks)
+        release = MetricRelease(METRIC_KEY, plan, ranks=ranks)
         return [release.release(step)["noised_loss"] * plan.divisor for step in range(1, 401)]
 
     single = released(alone())

@@ -152,3 +152,18 @@ def test_a_failure_in_a_thread_fails_where_the_noise_is_taken(ahead: NoiseAhead,
     watched.fail = False
     ahead.prepare(1)
     assert same(taken(ahead, 1), taken(NoiseMechanism(KEY, 1.5, 10.0), 1))
+
+
+def test_with_another_deviation_the_draws_are_the_same_ones_scaled(ahead: NoiseAhead, watched: Watched) -> None:
+    ahead.prepare(3)
+    wider = ahead.at(4.5)
+    assert (wider.std, wider.divisor, ahead.std) == (4.5, 10.0, 1.5) and ahead.at(1.5) is ahead
+    wider.prepare(3)
+    assert same(taken(wider, 3), taken(NoiseMechanism(KEY, 4.5, 10.0), 3))
+    assert same(taken(ahead, 3), taken(NoiseMechanism(KEY, 1.5, 10.0), 3)), "the first is as it was"
+    wider.prepare(4)
+    for future in list(wider._drawing.values()):
+        future.result(20)
+    before = len(watched.drawn)
+    assert same(taken(wider, 4), taken(NoiseMechanism(KEY, 4.5, 10.0), 4))
+    assert len(watched.drawn) == before, "this one draws ahead, too"

@@ -25,6 +25,7 @@ from murmuration.model.drop import DROP_KEY
 from murmuration.model.record_weight import RECORD_WEIGHT
 from murmuration.train.clip.engine import ClipEngine, Clipped, clipped_totals
 from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import GradientSums, trainable_shapes
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.noise.aes import NoiseMechanism
@@ -93,29 +94,31 @@ class CanaryClip:
         self.inner.prepare(model)
 
     def add_clipped(
-        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
-    ) -> Clipped:
-        # The self-test tries other bounds and precisions, and they must reach the engine that clips.
-        self.inner.rule, self.inner.precision = self.rule, self.precision
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
+        rule: ClipRule | None = None,
+    ) -> Clipped:  # fmt: skip
+        # The self-test tries other precisions, and they must reach the engine that clips.
+        self.inner.precision = self.precision
+        rule = rule or self.rule
         if CANARY not in inputs:
-            return self.inner.add_clipped(model, inputs, present, sums)
+            return self.inner.add_clipped(model, inputs, present, sums, rule)
         which = inputs[CANARY]
         others = {name: tensor for name, tensor in inputs.items() if name != CANARY}
         # Even if no record is ordinary: where parameters are sharded, each rank must take part in each forward pass.
-        totals, found = clipped_totals(self.inner, model, others, present & (which == ORDINARY), self.shapes)
+        totals, found = clipped_totals(self.inner, model, others, present & (which == ORDINARY), self.shapes, rule)
         hits = which[present & (which >= 0)].cpu().numpy()
         for parameter, name in enumerate(self.coordinates.names):
-            self._add_canaries(parameter, totals[name].view(-1), hits)
+            self._add_canaries(parameter, totals[name].view(-1), hits, rule.bound)
             sums.add(name, totals[name])
         return found
 
-    def _add_canaries(self, parameter: int, total: Tensor, hits: np.ndarray) -> None:
+    def _add_canaries(self, parameter: int, total: Tensor, hits: np.ndarray, bound: float) -> None:
         here, offsets = self.coordinates.within(parameter, range(len(total)))
         if here.start == here.stop:
             return
         self.known[here] += total[torch.from_numpy(offsets).to(total.device)].double().cpu().numpy()
         mine = offsets[hits[(hits >= here.start) & (hits < here.stop)] - here.start]
-        total.index_add_(0, torch.from_numpy(mine).to(total.device), total.new_full((len(mine),), self.rule.bound))
+        total.index_add_(0, torch.from_numpy(mine).to(total.device), total.new_full((len(mine),), bound))
 
 
 @dataclass(frozen=True)

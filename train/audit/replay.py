@@ -127,21 +127,28 @@ class BlankedReader:
         self._inner.close()
 
 
+@dataclass
+class SeenNoise:
+    """What was drawn in all steps so far."""
+
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+    squares: float = 0.0
+    elements: int = 0
+
+
 class RecordedNoise:
     """Records the noise that a step really adds, for the comparison."""
 
-    def __init__(self, inner: Noise) -> None:
+    def __init__(self, inner: Noise, seen: SeenNoise | None = None) -> None:
         self._inner = inner
-        self.digest = hashlib.sha256()
-        self.squares, self.elements = 0.0, 0
+        self.seen = seen or SeenNoise()
 
     @property
     def std(self) -> float:
         return self._inner.std
 
-    @std.setter
-    def std(self, std: float) -> None:
-        self._inner.std = std
+    def at(self, std: float) -> RecordedNoise:
+        return RecordedNoise(self._inner.at(std), self.seen)
 
     @property
     def divisor(self) -> float:
@@ -163,9 +170,9 @@ class RecordedNoise:
     ) -> Iterator[tuple[Fragment, Tensor]]:
         for fragment, noise in self._inner.chunks(step, fragments, device, dtype):
             values = noise.double().cpu().numpy() * (self.grid or 1.0)
-            self.digest.update(f"{step} {fragment.parameter} {fragment.start} ".encode() + values.tobytes())
-            self.squares += float(np.square(values).sum())
-            self.elements += fragment.length
+            self.seen.digest.update(f"{step} {fragment.parameter} {fragment.start} ".encode() + values.tobytes())
+            self.seen.squares += float(np.square(values).sum())
+            self.seen.elements += fragment.length
             yield fragment, noise
 
 
@@ -177,9 +184,9 @@ class SummedEngine(EngineAround):
         self.sums: dict[tuple[int, int], Tensor] = {}
         self._rows: list[str] = []
 
-    def accumulate(self, batch: MicroBatch) -> None:
+    def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
         self._rows += digests_of_rows(batch)
-        super().accumulate(batch)
+        super().accumulate(batch, rule)
 
     def take_rows(self) -> list[str]:
         """A digest of every row of the step's micro-batches, in the order of the records that were drawn."""
@@ -296,7 +303,7 @@ def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport
     sinks = [public_sinks(world.run.folder.root, world.console) for world in worlds]
     for what, pair in (
         ("all other rows of all micro-batches", rows),
-        ("noise", [world.noise.digest.hexdigest() for world in worlds]),
+        ("noise", [world.noise.seen.digest.hexdigest() for world in worlds]),
         ("ledger with its keyed digests of who was drawn", [each.pop("ledger.jsonl") for each in sinks]),
     ):
         if pair[0] == pair[1]:
@@ -309,7 +316,7 @@ def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport
         report.equal.append(f"what the public sees ({', '.join(sinks[0])})")
     if isinstance(second.step, Following):
         _judge_released(report, second.step.released, plan)
-    _judge(report, first.noise, plan)
+    _judge(report, first.noise.seen, plan)
 
 
 def _judge_released(report: ReplayReport, pairs: dict[str, list[tuple[float, float]]], plan: PrivacyPlan) -> None:
@@ -326,7 +333,7 @@ def _judge_released(report: ReplayReport, pairs: dict[str, list[tuple[float, flo
             report.refuted.append(f"one record moved the released {metric.name} by more than its bound")
 
 
-def _judge(report: ReplayReport, noise: RecordedNoise, plan: PrivacyPlan) -> None:
+def _judge(report: ReplayReport, noise: SeenNoise, plan: PrivacyPlan) -> None:
     if (largest := max(report.moves, default=0.0)) > report.bound * (1 + ROUNDING):
         report.refuted.append(f"one record moved a sum by {largest:.6f}·C, but {report.bound:.6f}·C is promised")
     report.noise_ratio = math.sqrt(noise.squares / max(1, noise.elements)) / plan.noise_std
@@ -422,7 +429,7 @@ def _world(
     step: Leading | Following = Leading(real)
     if leader is not None and isinstance(leader.step, Leading):
         step = Following(real, engine, leader.step, leader.engine)
-    watching = watching_of(run, phase, engine, derive, built.clip, plan)
+    watching = watching_of(run, phase, engine, derive, built.clip, plan, real.norm)
     pace = Pace(plan.divisor, public=False, synthetic=PACE)
     trainer = trainer_of(run, phase, step, engine, pace, watching, plan, rule.bound, 0)
     return World(run, engine, step, noise, loader, trainer.pausing(0))

@@ -20,7 +20,7 @@ from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportP
 
 from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.engine import Clipped
-from murmuration.train.clip.groups import groups_of
+from murmuration.train.clip.groups import Grouping, groups_of
 from murmuration.train.clip.layers import LAYER_RULES, fallback
 from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast
 from murmuration.train.clip.rule import ClipError, ClipRule
@@ -43,10 +43,10 @@ class Held:
     """Of all these places: a tensor that was not there before makes one longer."""
     parameters: dict[str, nn.Parameter]
     constants: list[Tensor]
-    group_of: dict[str, int]
+    _group_of: dict[Grouping, dict[str, int]]
 
     @staticmethod
-    def by(model: nn.Module, rule: ClipRule) -> Held:
+    def by(model: nn.Module) -> Held:
         # What named_parameters() and buffers() look into.
         owners = [place for module in model.modules() for place in (module._parameters, module._buffers)]
         places = [
@@ -58,7 +58,12 @@ class Held:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         constants = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
         sizes = [(place, len(place)) for place in owners]
-        return Held(model, places, sizes, parameters, constants, groups_of(parameters, rule.grouping))
+        return Held(model, places, sizes, parameters, constants, {})
+
+    def group_of(self, grouping: Grouping) -> dict[str, int]:
+        if grouping not in self._group_of:
+            self._group_of[grouping] = groups_of(self.parameters, grouping)
+        return self._group_of[grouping]
 
     def changed(self, model: nn.Module) -> bool:
         """Also where an engine put other tensors in the place of these, as FSDP2 does while a layer runs."""
@@ -102,14 +107,16 @@ class BookKeepingClip:
         self.rule.require_groups(trainable)
 
     def add_clipped(
-        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
-    ) -> Clipped:
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
+        rule: ClipRule | None = None,
+    ) -> Clipped:  # fmt: skip
+        rule = rule or self.rule
         if self._held is None or self._held.changed(model):
-            self._held = Held.by(model, self.rule)
+            self._held = Held.by(model)
         held = self._held
         rounded = present.is_cuda if self.round_operands is None else self.round_operands
         accumulator = NormAccumulator(
-            held.group_of, len(present), self.hold, rounded and self.precision == "bf16", present.device
+            held.group_of(rule.grouping), len(present), self.hold, rounded and self.precision == "bf16", present.device
         )
         tracker = ParameterTracker(
             held.parameters,
@@ -127,12 +134,12 @@ class BookKeepingClip:
             if self._scale != 1.0:
                 norms = norms / self._scale
             precise = torch.float64 if losses.dtype == torch.float64 else torch.float32
-            factors = torch.where(accumulator.keep, self.rule.group_factors(norms, precise), 0.0)
+            factors = torch.where(accumulator.keep, rule.group_factors(norms, precise), 0.0)
             accumulator.write_sums(factors if self._scale == 1.0 else factors / self._scale, sums)
         norm, factor = norms[0], factors[0]
         if len(norms) > 1:
             norm, factor = torch.linalg.vector_norm(norms, dim=0), factors.amin(0)
-        return Clipped(losses, norm, factor, self.rule.sensitivity, accumulator.doubtful)
+        return Clipped(losses, norm, factor, rule.sensitivity, accumulator.doubtful)
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
         """Losses [B]; afterwards the book holds the pieces of every trainable parameter."""

@@ -65,7 +65,6 @@ def check_gradients(
     few = {name: x[rows] for name, x in inputs.items()}, present[rows]
     found: list[_Apart] = []
     with ExitStack() as meanwhile:
-        meanwhile.enter_context(_unclipped(clip))
         if plain is None:
             meanwhile.enter_context(zeros_filled(model))
         for row in range(len(rows)):
@@ -89,7 +88,7 @@ def _compared(
     """`alone`: with the gradient of the record by itself; otherwise of the micro-batch that it lies in."""
     only = torch.zeros_like(present)
     only[row] = True
-    totals, seen = clipped_totals(clip, model, inputs, only, shapes)
+    totals, seen = clipped_totals(clip, model, inputs, only, shapes, _unclipped(clip.rule))
     own = {name: total.double() for name, total in totals.items()}
     norm = float(seen.norms[row])
     single = {name: x[row : row + 1] for name, x in inputs.items()}, only[row : row + 1]
@@ -118,15 +117,9 @@ def _gradient(
     }
 
 
-@contextmanager
-def _unclipped(clip: ClipEngine) -> Iterator[None]:
+def _unclipped(rule: ClipRule) -> ClipRule:
     """One group and a bound that never acts: the contribution is the gradient itself."""
-    rule: ClipRule = clip.rule
-    clip.rule = replace(rule, kind="flat", bound=1e30, grouping="all")
-    try:
-        yield
-    finally:
-        clip.rule = rule
+    return replace(rule, kind="flat", bound=1e30, grouping="all")
 
 
 @contextmanager

@@ -40,9 +40,13 @@ class ClipEngine(Protocol):
         ...
 
     def add_clipped(
-        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
-    ) -> Clipped:
-        """One forward and one backward; records that are not `present` contribute exactly zero."""
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
+        rule: ClipRule | None = None,
+    ) -> Clipped:  # fmt: skip
+        """One forward and one backward; records that are not `present` contribute exactly zero.
+
+        `rule` is the step's, where C adapts; without one the engine clips by its own.
+        """
         ...
 
 
@@ -52,6 +56,7 @@ def clipped_totals(
     inputs: Mapping[str, Tensor],
     present: Tensor,
     shapes: Mapping[str, torch.Size] | None = None,
+    rule: ClipRule | None = None,
 ) -> tuple[dict[str, Tensor], Clipped]:
     """The clipped sums of one micro-batch alone, one for every trainable parameter, with what clipping saw.
 
@@ -59,7 +64,7 @@ def clipped_totals(
     """
     shapes = trainable_shapes(model) if shapes is None else shapes
     sums = Float32Sums(shapes)
-    clipped = clip.add_clipped(model, inputs, present, sums)
+    clipped = clip.add_clipped(model, inputs, present, sums, rule)
     untouched = {name: shape for name, shape in shapes.items() if name not in sums.totals}
     zeros = {name: torch.zeros(shape, device=present.device) for name, shape in untouched.items()}
     return sums.totals | zeros, clipped

@@ -39,28 +39,32 @@ class OpacusClip:
             )
 
     def add_clipped(
-        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
-    ) -> Clipped:
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
+        rule: ClipRule | None = None,
+    ) -> Clipped:  # fmt: skip
+        rule = rule or self.rule
         hooked = GradSampleModule(model, loss_reduction="sum")
         try:
             losses = hooked(dict(inputs))
             losses.sum().backward()
             found = {n: p.grad_sample for n, p in model.named_parameters() if p.requires_grad}  # pyright: ignore[reportAttributeAccessIssue]
             with torch.no_grad():
-                return self._add(found, losses.detach(), present, sums)
+                return self._add(found, losses.detach(), present, sums, rule)
         finally:
             for p in model.parameters():
                 p.grad = None
             hooked.to_standard_module()
 
-    def _add(self, found: Mapping[str, Tensor], losses: Tensor, present: Tensor, sums: GradientSums) -> Clipped:
+    def _add(
+        self, found: Mapping[str, Tensor], losses: Tensor, present: Tensor, sums: GradientSums, rule: ClipRule
+    ) -> Clipped:  # fmt: skip
         """In fp64 throughout: speed is no aim here."""
         samples = {name: g.double() for name, g in found.items()}
         parts = [g.reshape(len(g), -1) for g in samples.values()]
         norms = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dim=1) for g in parts]), dim=0)
         keep = present & torch.isfinite(losses) & torch.isfinite(norms)
-        factors = torch.where(keep, self.rule.factors(norms, torch.float64), 0.0)
+        factors = torch.where(keep, rule.factors(norms, torch.float64), 0.0)
         for name, g in samples.items():
             kept = torch.where(keep.view(-1, *[1] * (g.dim() - 1)), g, 0.0)
             sums.add(name, torch.tensordot(factors, kept, dims=1).to(losses.dtype))
-        return Clipped(losses, norms, factors, self.rule.sensitivity)
+        return Clipped(losses, norms, factors, rule.sensitivity)

@@ -40,8 +40,10 @@ class ReferenceClip:
             )
 
     def add_clipped(
-        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums
-    ) -> Clipped:
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
+        rule: ClipRule | None = None,
+    ) -> Clipped:  # fmt: skip
+        rule = rule or self.rule
         trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         fixed = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
         buffers = dict(model.named_buffers())
@@ -52,7 +54,7 @@ class ReferenceClip:
 
         with torch.no_grad():
             per_record, losses = vmap(grad_and_value(loss_of_one), in_dims=(None, 0))(trainable, dict(inputs))
-            group_of = groups_of(per_record, self.rule.grouping)
+            group_of = groups_of(per_record, rule.grouping)
             norms = torch.stack(
                 [
                     _norms([gradient for name, gradient in per_record.items() if group_of[name] == number])
@@ -64,7 +66,7 @@ class ReferenceClip:
             broken = ~torch.isfinite(norms).all(0)
             usable = present & ~broken & torch.isfinite(losses)
             precise = torch.float64 if losses.dtype == torch.float64 else torch.float32
-            factors = torch.where(usable, self.rule.group_factors(norms, precise), 0.0)
+            factors = torch.where(usable, rule.group_factors(norms, precise), 0.0)
             if bool(broken.any()):
                 for gradient in per_record.values():
                     gradient[broken] = 0.0
@@ -72,7 +74,7 @@ class ReferenceClip:
                 for rows in stretches(len(gradient)):
                     sums.add(name, torch.tensordot(factors[group_of[name], rows], gradient[rows], dims=1))
         whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, dim=0)
-        return Clipped(losses, whole, factors.amin(0), self.rule.sensitivity)
+        return Clipped(losses, whole, factors.amin(0), rule.sensitivity)
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.engine import Observation
+from murmuration.train.clip.rule import ClipRule
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.update import Update
 
@@ -43,8 +44,11 @@ class ShardedEngine(Protocol):
     partitioned: bool
     """Whether no rank holds the whole model (ZeRO-3, FSDP2)."""
 
-    def accumulate(self, batch: MicroBatch) -> None:
-        """Adds the micro-batch's sum to the logical step; nothing leaves the process."""
+    def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
+        """Adds the micro-batch's sum to the logical step; nothing leaves the process.
+
+        `rule` is the step's clipping rule, where C adapts; without one the clip engine's own.
+        """
         ...
 
     def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
@@ -84,8 +88,8 @@ class EngineAround:
         self.device, self.model, self.shapes = inner.device, inner.model, inner.shapes
         self.trainable_elements, self.partitioned = inner.trainable_elements, inner.partitioned
 
-    def accumulate(self, batch: MicroBatch) -> None:
-        self.inner.accumulate(batch)
+    def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
+        self.inner.accumulate(batch, rule)
 
     def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
         return self.inner.update(update, learning_rate)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.engine import Observation, assert_exact_matmul
+from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.root import ZeroOptimization
 from murmuration.train.config.section import COLLECTIVE_SECONDS
 from murmuration.train.distributed.process import describe_process
@@ -116,9 +117,9 @@ class DeepSpeedEngine:
                     prove_slice(flat, [f for f in fragments if f.name == name], {name: parameter})
         return layout
 
-    def accumulate(self, batch: MicroBatch) -> None:
+    def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
         batch = batch.to(self.device)
-        loss = self._engine(batch.inputs, batch.present)
+        loss = self._engine(batch.inputs, batch.present, rule)
         if not isinstance(self._forward, PrivateForward):
             self._engine.backward(loss)
 

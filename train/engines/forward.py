@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from murmuration.train.clip.engine import ClipEngine, Clipped, Observation
 from murmuration.train.clip.precision import Precision, autocast
+from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.engines.gradient_injection import GradientInjector
 from murmuration.train.engines.plain_copy import PlainCopy
@@ -35,10 +36,12 @@ class PrivateForward(nn.Module):
         self.sums = ExactSums(self.shapes, device)
         self.kept_from_swap = self.sums.keep_from_swap()
 
-    def forward(self, inputs: dict[str, Tensor] | None = None, present: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: dict[str, Tensor] | None = None, present: Tensor | None = None, rule: ClipRule | None = None
+    ) -> Tensor:  # fmt: skip
         if inputs is None or present is None:
             return self.handover(self.sums.totals)
-        self.observed = self.clip.add_clipped(self.model, inputs, present, self.sums)
+        self.observed = self.clip.add_clipped(self.model, inputs, present, self.sums, rule)
         return torch.zeros((), device=present.device)
 
     def observation(self) -> Observation:
@@ -57,7 +60,8 @@ class PlainForward(nn.Module):
         self.shapes = trainable_shapes(model)
         self.observed: Tensor | None = None
 
-    def forward(self, inputs: dict[str, Tensor], present: Tensor) -> Tensor:
+    def forward(self, inputs: dict[str, Tensor], present: Tensor, rule: ClipRule | None = None) -> Tensor:
+        """Nothing is clipped, whatever the rule."""
         with autocast(self.precision, present.device):
             losses = self.model(inputs)
         kept = torch.where(present, losses, torch.zeros_like(losses))

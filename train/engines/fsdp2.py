@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.engine import Observation, assert_exact_matmul
+from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums
 from murmuration.train.config.section import COLLECTIVE_SECONDS
 from murmuration.train.distributed.process import describe_process
@@ -190,9 +191,9 @@ class FSDP2Engine:
             )
         prove_numbering(self._layout, {name: s.numel() for name, s in self.shapes.items()}, self._units.gathered)
 
-    def accumulate(self, batch: MicroBatch) -> None:
+    def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
         batch = batch.to(self.device)
-        loss = self._forward(batch.inputs, batch.present)
+        loss = self._forward(batch.inputs, batch.present, rule)
         if not isinstance(self._forward, PrivateForward):
             loss.backward()
 

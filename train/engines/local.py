@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.engine import Observation, assert_exact_matmul
+from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Alone, Ranks
@@ -49,9 +50,9 @@ class LocalEngine:
             forward.begin(self.device)
         optimizer.bind(self._layout, None)
 
-    def accumulate(self, batch: MicroBatch) -> None:
+    def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
         batch = batch.to(self.device)
-        loss = self._forward(batch.inputs, batch.present)
+        loss = self._forward(batch.inputs, batch.present, rule)
         if not isinstance(self._forward, PrivateForward):
             loss.backward()
 

@@ -1,7 +1,7 @@
-"""The clipping norm of each step, where it adapts: set before the step opens, moved by the share that was released.
+"""The clipping norm of each step, where it adapts: fixed before the step opens, moved by the share that was released.
 
-The rule and its arithmetic are in `accounting/adaptive.py`, where the ledger's reader checks them; here C_t reaches the
-three that act by it: the clip engine, the noise and the count.
+The rule and its arithmetic are in `accounting/adaptive.py`, where the ledger's reader checks them. Here C_t becomes the
+clipping rule and the noise of one step. Both are passed to the parts that act by them; none of these keeps them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from murmuration.accounting.adaptive import METRIC
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.clip.engine import ClipEngine
-from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.noise.aes import Noise
-from murmuration.train.noise.metrics import MetricRelease
 
 RELEASED = f"noised_{METRIC}"
 
@@ -19,24 +18,25 @@ RELEASED = f"noised_{METRIC}"
 class AdaptiveNorm:
     """Equal on all ranks: it depends on the plan and on released shares alone. `norm` is C of the next step."""
 
-    def __init__(
-        self, plan: PrivacyPlan, norm: float, clip: ClipEngine, noise: Noise, metrics: MetricRelease
-    ) -> None:  # fmt: skip
+    def __init__(self, plan: PrivacyPlan, norm: float) -> None:
         if plan.adaptive is None:
             raise ClipError("the plan's clipping norm is fixed")
         self._rule, self._sigma = plan.adaptive, plan.noise_multiplier
-        self._clip, self._noise, self._metrics = clip, noise, metrics
         self.norm = norm
-        self._set(norm)
+
+    def clipping(self, fixed: ClipRule) -> ClipRule:
+        return fixed.at(self.norm)
+
+    def noise(self, fixed: Noise) -> Noise:
+        return fixed.at(self._sigma * self.norm)
 
     def advance(self, share: float) -> dict[str, float]:
-        """After a step, with its share as it stands in the ledger; gives what may be published of both."""
+        """Called after a step, with its share as the ledger states it; returns what may be published of both."""
         told = {RELEASED: share, "clip_norm": self.norm}
-        self._set(self._rule.following(self.norm, share))
+        self.norm = self._rule.following(self.norm, share)
         return told
 
-    def _set(self, norm: float) -> None:
-        self.norm = norm
-        self._clip.rule = self._clip.rule.at(norm)
-        self._noise.std = self._sigma * norm
-        self._metrics.clip_bound = self._clip.rule.bound
+
+def next_rule(clip: ClipEngine, norm: AdaptiveNorm | None) -> ClipRule:
+    """The rule that the next step clips by."""
+    return clip.rule if norm is None else norm.clipping(clip.rule)

@@ -7,8 +7,9 @@ and ZeRO stage, replicas agree without talking, and a resumed step repeats its n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -29,16 +30,14 @@ NOISE_CHUNK = 1 << 20
 
 
 class Noise(Protocol):
-    """N(0, std²) for every element of the clipped sum; the sum is then divided by the constant.
-
-    `std` may be set between steps: a clipping norm that adapts takes its noise along.
-    """
+    """N(0, std²) for every element of the clipped sum; the sum is then divided by the constant."""
 
     @property
     def std(self) -> float: ...
 
-    @std.setter
-    def std(self, std: float) -> None: ...
+    def at(self, std: float) -> Noise:
+        """The same draws with another deviation, for a step whose clipping norm is not the first one."""
+        ...
 
     @property
     def divisor(self) -> float: ...
@@ -74,6 +73,11 @@ class NoiseMechanism:
         self._key = by_step(key)
         self.std = std
         self.divisor = divisor
+
+    def at(self, std: float) -> Self:
+        other = copy(self)
+        other.std = std
+        return other
 
     def prepare(self, step: int) -> None:
         """Nothing: drawn when it is asked for."""

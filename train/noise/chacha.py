@@ -55,6 +55,9 @@ class ChaChaNoise:
     def grid(self) -> float:
         return 0.0
 
+    def at(self, std: float) -> ChaChaNoise:
+        return ChaChaNoise(self._key_of, std, self.divisor)
+
     def prepare(self, step: int) -> None:
         """Nothing: drawn when it is asked for."""
 

@@ -27,11 +27,10 @@ class MetricRelease:
     """The noised metrics of one logical step at a time; without planned metrics it does nothing."""
 
     def __init__(
-        self, key: bytes | StepKey, plan: PrivacyPlan, clip_bound: float, ranks: Ranks,
+        self, key: bytes | StepKey, plan: PrivacyPlan, ranks: Ranks,
         make: Callable[[bytes | StepKey, PlannedMetric, PrivacyPlan], NoiseMechanism] = NoiseMechanism.of_metric,
     ) -> None:  # fmt: skip
         self._ranks = ranks
-        self.clip_bound = clip_bound
         self._divisor = plan.divisor
         self._planned = plan.metrics
         self._held_out = plan.held_out or 0.0
@@ -45,13 +44,13 @@ class MetricRelease:
             for metric, noise in zip(self._planned, self._noise, strict=True)
         )
 
-    def add(self, present: Tensor, observed: Observation) -> None:
-        """A micro-batch of this rank."""
+    def add(self, present: Tensor, observed: Observation, bound: float) -> None:
+        """A micro-batch of this rank, with the norm to which its gradients were clipped."""
         for index, metric in enumerate(self._planned):
             if metric.name == ACCURACY:
                 continue  # of other records: see `count_right`
             lowest = -metric.bound if metric.name == METRIC else 0.0
-            self._sums[index] += _bounded_sum(self._values(metric, observed), present, lowest, metric.bound)
+            self._sums[index] += _bounded_sum(self._values(metric, observed, bound), present, lowest, metric.bound)
 
     def count_right(self, right: Tensor) -> None:
         """Held-out records of a micro-batch of this rank about which the model was right; each counts once."""
@@ -61,11 +60,11 @@ class MetricRelease:
         """How many of a step's records a metric is expected to be of: a public constant, like q·n."""
         return self._divisor * (self._held_out if metric.name == ACCURACY else 1 - self._held_out)
 
-    def _values(self, metric: PlannedMetric, observed: Observation) -> Tensor:
+    def _values(self, metric: PlannedMetric, observed: Observation, bound: float) -> Tensor:
         if metric.name == "loss":
             return observed.losses
         assert observed.norms is not None, "a private phase measures gradient norms"
-        clipped = (observed.norms > self.clip_bound).double()
+        clipped = (observed.norms > bound).double()
         if metric.name != METRIC:
             return clipped
         return torch.where(torch.isfinite(observed.norms), clipped - 0.5, math.nan)

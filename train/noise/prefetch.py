@@ -28,12 +28,13 @@ class NoiseAhead:
     """
 
     def __init__(
-        self, mechanism: NoiseMechanism, fragments: Sequence[Fragment], threads: int = 1, most_bytes: int = MOST_BYTES
-    ) -> None:
-        self._mechanism = mechanism
+        self, mechanism: NoiseMechanism, fragments: Sequence[Fragment], threads: int = 1, most_bytes: int = MOST_BYTES,
+        pool: ThreadPoolExecutor | None = None,
+    ) -> None:  # fmt: skip
+        self._mechanism, self._fragments = mechanism, fragments
         self._plan = list(in_chunks(fragments))
-        self._room = most_bytes
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="noise")
+        self._room = self._most_bytes = most_bytes
+        self._pool = pool or ThreadPoolExecutor(threads, thread_name_prefix="noise")
         self._step: int | None = None
         self._waiting: deque[Fragment] = deque()
         self._drawing: dict[Fragment, Future[np.ndarray]] = {}
@@ -42,11 +43,12 @@ class NoiseAhead:
     def std(self) -> float:
         return self._mechanism.std
 
-    @std.setter
-    def std(self, std: float) -> None:
-        if std != self._mechanism.std:
-            self.cancel()  # drawn with another deviation
-            self._mechanism.std = std
+    def at(self, std: float) -> NoiseAhead:
+        """With the threads of this one, which forgets what it has drawn."""
+        if std == self.std:
+            return self
+        self.cancel()
+        return NoiseAhead(self._mechanism.at(std), self._fragments, most_bytes=self._most_bytes, pool=self._pool)
 
     @property
     def generator(self) -> str:
@@ -78,7 +80,7 @@ class NoiseAhead:
 
     def close(self) -> None:
         self.cancel()
-        self._pool.shutdown(wait=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def chunks(
         self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64

@@ -23,6 +23,7 @@ from murmuration.train.clip.engine import ClipEngine, clipped_totals
 from murmuration.train.config.root import ZeroShot
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import ShardedEngine, evaluating
+from murmuration.train.noise.adaptive_norm import AdaptiveNorm, next_rule
 from murmuration.train.recipe.ready_phase import ReadyPhase
 
 SIGNAL_RECORDS = 256
@@ -53,11 +54,11 @@ def public_loss(batches: Iterable[MicroBatch], losses: Callable[[MicroBatch], to
 class PublicEvaluator:
     def __init__(
         self, phase: ReadyPhase, engine: ShardedEngine, ranks: Ranks, micro_batch: int, mask_key: bytes,
-        clip: ClipEngine | None, plan: PrivacyPlan | None,
+        clip: ClipEngine | None, plan: PrivacyPlan | None, norm: AdaptiveNorm | None = None,
     ) -> None:  # fmt: skip
         assert phase.held_out is not None and phase.settings.evaluation is not None
         self.engine, self.ranks, self.micro_batch = engine, ranks, micro_batch
-        self.clip, self.plan = clip, plan
+        self.clip, self.plan, self.norm = clip, plan, norm
         self.phase = phase
         self.records = min(phase.settings.evaluation.records, phase.held_out.records)
         # Step 0 at every call: the same masks each time, so that the curve shows the weights alone.
@@ -104,17 +105,18 @@ class PublicEvaluator:
     def _signal_to_noise(self, clip: ClipEngine, plan: PrivacyPlan) -> float:
         """Norm of the mean clipped gradient of public records over the norm of the noise on a step's mean."""
         records = min(SIGNAL_RECORDS, self.records)
+        rule = next_rule(clip, self.norm)
         sums: dict[str, torch.Tensor] = {}
         for batch in self._batches(records):
             inputs = self._model_inputs(batch)
-            totals, _ = clipped_totals(clip, self.engine.model, inputs, batch.present, self.engine.shapes)
+            totals, _ = clipped_totals(clip, self.engine.model, inputs, batch.present, self.engine.shapes, rule)
             for name, gradient in totals.items():
                 sums[name] = sums.get(name, torch.zeros_like(gradient)) + gradient
         squares = 0.0
         for gradient in sums.values():
             squares += float(self.ranks.add(gradient).double().square().sum())
         signal = math.sqrt(squares) / records
-        noise = plan.noise_multiplier * clip.rule.sensitivity * math.sqrt(self.engine.trainable_elements) / plan.divisor
+        noise = plan.noise_multiplier * rule.sensitivity * math.sqrt(self.engine.trainable_elements) / plan.divisor
         return signal / noise
 
     def _batches(self, records: int) -> Iterator[MicroBatch]:

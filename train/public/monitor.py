@@ -19,6 +19,7 @@ from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import ShardedEngine, evaluating
+from murmuration.train.noise.adaptive_norm import AdaptiveNorm, next_rule
 from murmuration.train.public.curvature import Curvature, PublicLoss, Vector, inner, measure
 from murmuration.train.public.evaluation import whole_model
 from murmuration.train.public.prediction import (
@@ -45,11 +46,12 @@ class MonitorReading(NamedTuple):
 class LossMonitor:
     def __init__(
         self, phase: ReadyPhase, engine: ShardedEngine, ranks: Ranks, micro_batch: int, mask_key: bytes,
-        clip: ClipEngine | None, plan: PrivacyPlan | None,
+        clip: ClipEngine | None, plan: PrivacyPlan | None, norm: AdaptiveNorm | None = None,
     ) -> None:  # fmt: skip
         assert phase.monitored is not None and phase.settings.monitor is not None
         self.settings = phase.settings.monitor
         self.phase, self.engine, self.ranks, self.clip, self.plan = phase, engine, ranks, clip, plan
+        self.norm = norm
         self.micro_batch = self.settings.micro_batch or max(1, micro_batch // 4)
         self.records = min(self.settings.records, phase.monitored.records)
         # Step 0 at every call: the same masks each time. No augmentation, for the same reason.
@@ -85,9 +87,10 @@ class LossMonitor:
         records; and how well their clipped mean gradient is aligned with the mean gradient."""
         if self.clip is None or self.plan is None:
             return Mechanism(float(self.phase.settings.batch or 1)), 1.0
+        rule = next_rule(self.clip, self.norm)
         factors, clipped = 0.0, {name: torch.zeros_like(part) for name, part in mean.items()}
         for batch in self._batches():
-            totals, seen = clipped_totals(self.clip, model, batch.inputs, batch.present)
+            totals, seen = clipped_totals(self.clip, model, batch.inputs, batch.present, rule=rule)
             factors += float(seen.factors[batch.present].double().sum())
             for name, part in totals.items():
                 clipped[name] += part.view_as(clipped[name])
@@ -96,7 +99,7 @@ class LossMonitor:
         factor = sum(self.ranks.gather(factors)) / present
         lengths = math.sqrt(inner(mean, mean) * inner(clipped, clipped))
         alignment = inner(mean, clipped) / lengths if lengths > 0 else math.nan
-        noise = self.plan.noise_multiplier * self.clip.rule.sensitivity
+        noise = self.plan.noise_multiplier * rule.sensitivity
         return Mechanism(self.plan.divisor, self.plan.sampling_rate, noise, factor), alignment
 
     def _values(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.model.build import build
 from murmuration.train.clip.engine import Observation
+from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard
 from murmuration.train.noise.update import Update, UpdateError
@@ -32,7 +33,7 @@ class StillEngine:
         self.model, self.device = model.to(device).eval(), device
         self.shapes: dict[str, torch.Size] = {}
 
-    def accumulate(self, batch: MicroBatch) -> None:
+    def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
         raise UpdateError("a phase without steps was given a micro-batch")
 
     def update(self, update: Update, learning_rate: float) -> AppliedUpdate:

@@ -23,6 +23,7 @@ from murmuration.train.distributed.memory import forbid_dumps, keep_from_swap
 from murmuration.train.engines.base import ShardedEngine
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PlainForward
+from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.private import Computation, PrivateCore, clipping_engine
 from murmuration.train.public.evaluation import PublicEvaluator
@@ -91,7 +92,7 @@ def train_privately(
         step = core.step(number, run.journal, records, run.stop, stepping=mixing or built.engine, first_norm=first_norm)
         at_end.callback(core.close)
         _restore(loaded, resumed, built.engine, settings.optimizer.carry)
-        watching = watching_of(run, phase, built.engine, derive, built.clip, plan)
+        watching = watching_of(run, phase, built.engine, derive, built.clip, plan, step.norm)
         trainer_of(run, phase, step, built.engine, pace, watching, plan, rule.bound, done).run(done)
 
 
@@ -185,10 +186,11 @@ def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segme
 
 def watching_of(
     run: RunContext, phase: ReadyPhase, engine: ShardedEngine, derive: Derive,
-    clip: ClipEngine | None, plan: PrivacyPlan | None,
+    clip: ClipEngine | None, plan: PrivacyPlan | None, norm: AdaptiveNorm | None = None,
 ) -> Watching:  # fmt: skip
     """What is measured on public records at checkpoints."""
-    parts = phase, engine, run.ranks, run.config.train_micro_batch_size_per_gpu, derive("public-masks"), clip, plan
+    micro_batch, masks = run.config.train_micro_batch_size_per_gpu, derive("public-masks")
+    parts = phase, engine, run.ranks, micro_batch, masks, clip, plan, norm
     return Watching(
         PublicEvaluator(*parts) if phase.held_out is not None else None,
         LossMonitor(*parts) if phase.monitored is not None else None,

@@ -21,7 +21,7 @@ from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.model.safety import CouplingError, coupling_probe, refuse_coupling
 from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
-from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import ShardedEngine, digests_of, evaluating
 from murmuration.train.noise.aes import Noise
@@ -167,18 +167,14 @@ def _clipping_binds(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch) 
     rule, alone = clip.rule, torch.zeros_like(batch.present)
     alone[0] = True
 
-    def size() -> float:
-        return _norm(clipped_totals(clip, engine.model, batch.inputs, alone, engine.shapes)[0].values())
+    def size(rule: ClipRule) -> float:
+        return _norm(clipped_totals(clip, engine.model, batch.inputs, alone, engine.shapes, rule)[0].values())
 
-    try:
-        clip.rule = replace(rule, kind="flat", bound=1e30)
-        whole = size()
-        ratios = []
-        for kind in ("flat", rule.kind):
-            clip.rule = replace(rule, kind=kind, bound=whole / 10)
-            ratios.append(size() / clip.rule.sensitivity if whole else math.inf)
-    finally:
-        clip.rule = rule
+    whole = size(replace(rule, kind="flat", bound=1e30))
+    ratios = []
+    for kind in ("flat", rule.kind):
+        tight = replace(rule, kind=kind, bound=whole / 10)
+        ratios.append(size(tight) / tight.sensitivity if whole else math.inf)
     if not all(ratio <= 1.0 for ratio in ratios):
         raise SelfTestError(f"one record moved the sum by {max(ratios):.3f} times the bound; clipping does not hold")
 
