@@ -146,7 +146,7 @@ def test_files_of_an_older_version_stay_and_are_named(tmp_path: Path) -> None:
     assert "are of an older version and are not used; delete them if no older version needs them" in said[-1]
     said.clear()
     made(tmp_path / "fresh", alone(), Pictures(), said=said.append)
-    assert len(said) == 1 and "23 are to be made" in said[0]
+    assert len(said) == 1 and "23 to be computed" in said[0]
 
 
 def stepped(kind: str, rules: list[ParameterRule], steps: int = 1) -> list[torch.Tensor]:

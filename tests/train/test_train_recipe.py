@@ -113,7 +113,7 @@ def test_captions_are_not_looked_for_in_single_images(loaded: Callable[..., Conf
     change = [put("phases.0.data.path", str(single_images)), put("phases.0.batch", 2)]
     change.append(put("phases.1.data.expected_records", 3))
     config = loaded(*change, put("phases.1.data.path", str(single_images)))
-    with pytest.raises(RecipeError, match=r"phases.1.data.path holds single images, which have no captions"):
+    with pytest.raises(RecipeError, match=r"phases.1.data.path has single images, which have no captions"):
         prepare(config)
 
 

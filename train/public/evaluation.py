@@ -30,8 +30,8 @@ SIGNAL_RECORDS = 256
 
 
 def whole_model(phase: ReadyPhase, engine: ShardedEngine) -> nn.Module:
-    """A model that each rank can call on its own, as often as its own outputs require; a partitioned model cannot be,
-    since every call is collective."""
+    """A model that each rank can call on its own, as often as its own outputs require. Calls of a partitioned model are
+    collective, so its weights are copied into a whole one."""
     if not engine.partitioned:
         return engine.model
     whole = build(phase.shape, phase.settings.objective)

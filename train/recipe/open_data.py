@@ -62,7 +62,7 @@ def open_records(
     _check_expected(index, data, where)
     if objective == "caption" and isinstance(index, FolderIndex):
         raise RecipeError(
-            f"{where}.path holds single images, which have no captions; train with objective 'mae', or put images "
+            f"{where}.path has single images, which have no captions; train with objective 'mae', or put images "
             "and captions into tar shards"
         )
     if data.weight is not None and isinstance(index, FolderIndex):

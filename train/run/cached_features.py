@@ -99,7 +99,7 @@ def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader:
 def _announce(run: RunContext, phase: ReadyPhase, folder: FeatureFolder, missing: int) -> None:
     whose = "public" if phase.settings.data.public else "private, like the records"
     run.board.say(
-        f"{phase.name}  features of {folder.records:,} records in {folder.path} ({whose}); {missing:,} are to be made"
+        f"{phase.name}  features of {folder.records:,} records in {folder.path} ({whose}); {missing:,} to be computed"
     )
     if run.ranks.main and (names := older_files(folder.path.parent)):
         run.board.say(

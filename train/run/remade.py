@@ -1,4 +1,4 @@
-"""Checked before steps after the last durable checkpoint are made again: their records are still the ones then read."""
+"""Before steps after the last durable checkpoint are made again: a check that their records have not changed since."""
 
 from __future__ import annotations
 
