@@ -47,7 +47,7 @@ def test_phases_open_their_data(real: Callable[..., Config]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ([put("phases.1.data.expected_records", 400)], "is 400, but the index holds 40 records, more than 1 % off"),
+        ([put("phases.1.data.expected_records", 400)], "is 400, but the index has 40 records, more than 1 % off"),
         ([put("phases.1.data.tokenizer", "nothing.json")], r"phases.1.data.tokenizer: .*no tokenizer here"),
         ([put("model.vocabulary", 8)], r"more than model.vocabulary = 8; set model.vocabulary to at least"),
         ([put("phases.1.evaluation.path", "private")], r"phases.1.evaluation.path: .* belongs to the private records"),
