@@ -153,4 +153,4 @@ def test_resume_must_and_never_are_obeyed(launch: Make) -> None:
     (run_dir / "ledger.jsonl").touch()
     job.arguments = ["--resume", "never"]
     code, output = job.run()
-    assert code == 5 and "holds a run already" in output, output
+    assert code == 5 and "has a run already" in output, output

@@ -258,7 +258,7 @@ def test_what_does_not_go_with_adaptive_clipping_is_refused() -> None:
             settings({**clip, "adaptive": {}})
     phase = settings({"adaptive": {}}, {"noise_floor": 1e-6})
     assert phase.privacy is not None
-    with pytest.raises(RecipeError, match="noise moves with C"):
+    with pytest.raises(RecipeError, match="noise changes with C"):
         make_plan(phase, phase.privacy, 1000, "phases.0")
 
 

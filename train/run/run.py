@@ -1,4 +1,4 @@
-"""One run: its directory and key, its phases in order, and what remains when the last is done."""
+"""One run: its directory and key, its phases in order, and what is left to do after the last one."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run_all(
 
 
 def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
-    """What is left of all phases; the reason if the budget ended them."""
+    """Trains what is left of all phases; returns the reason if the budget ended them."""
     if run.key.debug:
         run.board.say("NOT PRIVATE (debug): the keys come from run.debug_seed")
 
@@ -100,7 +100,8 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
 
 
 def _trained_before(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
-    """Of a finished run; its certificate and report are written again, as it was trained."""
+    """Checks a finished run before its certificate and report are written again, as it was trained; returns the reason
+    if the budget ended it."""
     run.board.say(f"{run.name} is finished; writing its certificate and report again")
     run.ranks.on_main(lambda: _require_same_run(run, phases))
     run.ranks.on_main(run.recover_checkpoints)
@@ -109,10 +110,10 @@ def _trained_before(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | 
 
 
 def _conclude(run: RunContext, phases: list[ReadyPhase]) -> None:
-    """Certificate and report; then nothing is left to do for the key."""
+    """Writes the certificate and the report; after that, nothing needs the key any more."""
     latest = run.checkpoints.latest()
     if latest is None:
-        raise raised_on_all_ranks(CheckpointError(f"{run.checkpoints.folder} holds no checkpoint; restore it"))
+        raise raised_on_all_ranks(CheckpointError(f"{run.checkpoints.folder} contains no checkpoint; restore one"))
     if latest.position.phase >= len(phases):
         raise LedgerError("the config has fewer phases than the run; give the config that it was trained with")
     if not run.ranks.main:
@@ -131,7 +132,7 @@ def _conclude(run: RunContext, phases: list[ReadyPhase]) -> None:
 
 
 def tell_state(run: RunContext, **state: object) -> None:
-    """What scripts ask for; any rank may call it."""
+    """Writes the state that scripts read; any rank may call it."""
     if run.journal is not None:
         last = run.journal.history.last_checkpoint()
         where = {"phase": last.phase if last else None, "step": last.step if last else None}
@@ -139,13 +140,14 @@ def tell_state(run: RunContext, **state: object) -> None:
 
 
 def _settle_times(run: RunContext) -> None:
-    """Checkpoints have their times already, and what was copied somewhere need not be copied again."""
+    """Sets public times on all files but the checkpoints, which have theirs already: with new times, backups would copy
+    them again."""
     if run.ranks.main:
         run.checkpoints.times.stamp_all(run.folder.root, but=(run.folder.checkpoints.name,))
 
 
 def _declare_choices(run: RunContext) -> None:
-    """Before the first step, so that a search whose cost cannot be computed is refused while it costs nothing."""
+    """Runs before the first step, so that a search whose cost cannot be computed is refused while it costs nothing."""
     settings = run.config.run
     if settings.keep_best is not None:
         run.writer.declare_choice(settings.keep_best)
@@ -159,7 +161,7 @@ def _declare_choices(run: RunContext) -> None:
 
 
 def _require_same_run(run: RunContext, phases: list[ReadyPhase]) -> None:
-    """What is written about a finished run is written from the config that it was trained with."""
+    """The pages of a finished run are written only from the config that it was trained with."""
     history = run.writer.history
     for phase in phases:
         segments = history.segments_of(phase.number)
@@ -174,7 +176,7 @@ def _require_same_run(run: RunContext, phases: list[ReadyPhase]) -> None:
 
 
 def _ended_early(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
-    """A phase may also have ended by its plateau or by hand, which is no fault."""
+    """BudgetSpent if a phase is short of its last step, unless its plateau rule or a person may have ended it."""
     history = run.writer.history
     chosen = {p.number for p in phases if p.settings.plateau is not None or asked_for(run.folder.end_file, p.name)}
     short = any(
@@ -182,7 +184,7 @@ def _ended_early(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | Non
         for phase, plan in history.plans.items()
         if phase not in chosen
     )
-    return BudgetSpent("the run had ended before its last step, its budget spent") if short else None
+    return BudgetSpent("the run ended before its last step, because its budget was spent") if short else None
 
 
 def _versions() -> dict[str, str]:
