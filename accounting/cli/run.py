@@ -111,7 +111,7 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
     if (records := arguments.records_per_person) is None or not private:
         return values, text
     if asked.events is None:
-        raise PlanError(f"--records-per-person needs the steps that were made, but only this is known: {asked.holds_for}")
+        raise PlanError(f"--records-per-person needs the steps that were made, but was given {asked.holds_for}")
     events, delta = asked.events, asked.delta
     values |= {
         "records_per_person": records,
