@@ -1,8 +1,7 @@
 """The only home of n, q, C, sigma, T and delta.
 
 Everything that must agree for an epsilon to be true is frozen here, once, before the first private batch. No other
-object stores these numbers; the sampler, the clip engine and the noise receive a plan and report to the ledger what
-they did.
+object stores these numbers; the parts that act on them receive a plan and report to the ledger what they did.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def _check_unsigned(certificate: dict[str, Any], expected: dict[str, Any]) -> No
     for part in ("claim", "limits", "ledger"):
         stated, recomputed = certificate[part], json.loads(json.dumps(expected[part]))
         if _texts(stated) != _texts(recomputed):
-            raise CertificateError(f"the certificate's {part} holds words that nobody signed; write it anew")
+            raise CertificateError(f"the certificate's {part} contains words that nobody signed; write it again")
 
 
 def _texts(value: Any) -> Any:

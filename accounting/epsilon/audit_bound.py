@@ -1,4 +1,4 @@
-"""From right and wrong guesses about canaries to a lower bound on epsilon (Steinke, Nasr and Jagielski 2023).
+"""Turns right and wrong guesses about canaries into a lower bound on epsilon (Steinke, Nasr and Jagielski 2023).
 
 m records are each put in or left out by a fair coin; an auditor sees one run and guesses some of the coins. If the
 run is (epsilon, delta)-DP for one record in or out, then v right guesses out of r are at most as likely as in

@@ -1,4 +1,4 @@
-"""From right and wrong guesses about canaries to a refuted trade-off curve.
+"""Decides from right and wrong guesses about canaries whether a trade-off curve is refuted.
 
 The setting is that of `audit_bound`: m fair coins, r of them guessed, c correctly. Mahloujifar, Melis and Chaudhuri
 ("Auditing f-differential privacy in one run", 2024) ask which trade-off curves make c too unlikely. What is computed

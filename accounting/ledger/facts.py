@@ -1,4 +1,4 @@
-"""What sampler, clip engine and noise report to the ledger about a step: what each did, not what a config says."""
+"""Facts about a step that the parts which make it report to the ledger: what each did, not what a config says."""
 
 from __future__ import annotations
 
