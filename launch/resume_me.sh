@@ -2,8 +2,8 @@
 state() { cat "$run_dir/run_state.json" 2>/dev/null || true; }
 state_before=$(state)
 
-# resume_me CODE: whether this start of the run ended so that the same command continues it. A start that was refused may
-# have written no state: then the file still says how an earlier one ended. Every state that is written is another text.
+# resume_me CODE: whether this start of the run ended in such a way that the same command continues it. A start that was
+# refused may have written no state: the file then still says how an earlier one ended. No two written states are equal.
 resume_me() {
     case "$1" in 0 | 2 | 3 | 4 | 5) return 1 ;; esac
     state_now=$(state)
