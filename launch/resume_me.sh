@@ -8,6 +8,7 @@ resume_me() {
     case "$1" in 0 | 2 | 3 | 4 | 5) return 1 ;; esac
     state_now=$(state)
     [ "$state_now" != "$state_before" ] || return 1
-    case "$state_now" in *'"stopped, resume me"'*) return 0 ;; esac
+    # The second is written when training begins: a start that was killed had no time to write another.
+    case "$state_now" in *'"stopped, resume me"'* | *'"training; resume me if killed"'*) return 0 ;; esac
     return 1
 }

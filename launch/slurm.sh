@@ -34,7 +34,7 @@ srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" sh -c '
 # srun returns the largest code of all ranks; that of a rank that died exceeds the 75 of those that noticed.
 if resume_me "$code"; then
     if [ "$(lines)" -gt "$before" ]; then
-        echo "stopped (code $code): queued again, to go on from the last checkpoint"
+        echo "stopped (code $code): queued again, to continue from the last checkpoint"
         scontrol requeue "$SLURM_JOB_ID"
         exit 75
     fi

@@ -48,6 +48,8 @@ def test_stopped_and_resumed_ends_where_it_would_have(finished: tuple[Path, str]
     else:
         (run_dir / "stop").touch()
     output, _ = process.communicate(timeout=120)
+    if how == "SIGKILL":
+        assert state_of(run_dir) == "training; resume me if killed"
     if how.startswith("stop file"):
         assert process.returncode == 75 and "start the same command again" in output, output
         assert state_of(run_dir) == "stopped, resume me"

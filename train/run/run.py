@@ -29,6 +29,8 @@ from murmuration.train.storage.open_run import open_run
 from murmuration.train.storage.run_dir import RunDir
 
 RESUMABLE, CERTIFYING = "stopped, resume me", "trained; its certificate is not written"
+TRAINING, FAILED = "training; resume me if killed", "failed"
+OTHER = "another rank than the main one"
 
 
 def run_all(
@@ -48,7 +50,7 @@ def run_all(
     )  # fmt: skip
     if run.journal is not None and settings.witness is not None:
         run.journal.witnesses["witness"] = Witness(settings.witness, run.board.say)
-    state = {"status": "failed"}
+    state = {"status": FAILED}
     try:
         spent = _trained_before(run, phases) if run.secret is None else _train(run, phases)
         state = {"status": CERTIFYING}
@@ -56,7 +58,7 @@ def run_all(
         state = {"status": RESUMABLE}
         raise
     except BaseException as error:
-        state = {"status": RESUMABLE if lost_rank(error) else "failed", "error": type(error).__name__}
+        state = {"status": RESUMABLE if lost_rank(error) else FAILED, "error": type(error).__name__}
         raise
     finally:
         with contextlib.suppress(OSError):  # a full disk has its own error, which this must not hide
@@ -79,7 +81,9 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
     def stalled(reason: str) -> None:
         tell_state(run, status=RESUMABLE, error=reason)
 
-    watchdog = watch(run.ranks, run.config.run.stall_seconds, stalled)
+    tell_state(run, status=TRAINING)
+    watchdog = watch(run.ranks, run.config.run.stall_seconds, stalled, asked=lambda: run.stop.reason)
+    parted = False
     try:
         for phase in phases:
             if phase.private:
@@ -90,11 +94,15 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
             done = (-1, 0) if loaded is None else (loaded.position.phase, loaded.position.step)
             if done < (phase.number, phase.settings.steps):
                 train_phase(run, phase, loaded)
-    except BudgetSpent as error:
+        parted = True
+    except (BudgetSpent, Stopped) as error:
+        parted = True
+        if isinstance(error, Stopped):
+            raise
         run.board.say(f"{error}")
         return error
     finally:
-        watchdog.stop()
+        watchdog.stop(parted)
         run.stop.end_listening()
     return None
 
@@ -132,11 +140,18 @@ def _conclude(run: RunContext, phases: list[ReadyPhase]) -> None:
 
 
 def tell_state(run: RunContext, **state: object) -> None:
-    """Writes the state that scripts read; any rank may call it."""
+    """Writes the state that scripts read. Any rank may call it; of those beside the main one, only a failure counts.
+
+    A rank that fails takes the others along, and these call themselves resumable: its own state must stand.
+    """
     if run.journal is not None:
+        if state["status"] == RESUMABLE and "error" in state and run.folder.state().get("by") == OTHER:
+            return
         last = run.journal.history.last_checkpoint()
         where = {"phase": last.phase if last else None, "step": last.step if last else None}
         run.folder.write_state(run=run.name, **state, **where)
+    elif state["status"] == FAILED:
+        run.folder.write_state(run=run.name, **state, by=OTHER)
 
 
 def _settle_times(run: RunContext) -> None:

@@ -116,8 +116,16 @@ class RunDir:
     def write_state(self, **state: object) -> None:
         """Writes the state with a random id, so that launch scripts can tell it from the state of an earlier start."""
         state["id"] = secrets.token_hex(8)
-        with atomic(self.root / "run_state.json", one_writer=True) as file:
+        with atomic(self.root / "run_state.json") as file:
             file.write(json.dumps(state, indent=2).encode() + b"\n")
+
+    def state(self) -> dict[str, object]:
+        """What was written last; empty if it cannot be read."""
+        try:
+            found = json.loads((self.root / "run_state.json").read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 def open_private(path: Path):
