@@ -201,7 +201,7 @@ def test_files_that_cannot_serve_are_refused(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "late.txt").write_text("a\n[PAD]\n[UNK]\n[CLS]\n[SEP]\n")
     with pytest.raises(ValueError, match="stands twice"):
         TextEncoder(tmp_path / "twice.txt", 9)
-    with pytest.raises(ValueError, match="the first as 0"):
+    with pytest.raises(ValueError, match="the first with id 0"):
         TextEncoder(tmp_path / "late.txt", 9)
     clip_vocabulary._merges.cache_clear()
     monkeypatch.setattr(clip_vocabulary, "_SHA256", "0" * 64)
