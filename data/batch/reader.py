@@ -2,8 +2,8 @@
 
 Shapes and counts never depend on the data: padding fills the last micro-batch and idle ranks, because ranks
 that disagree about the number of collectives hang, and because |S_t| is private. A bad record keeps its slot
-with `present` False and zero inputs; a replacement record could count twice. The slot of an excluded record is as empty
-as padding: nothing is read for it.
+with `present` False and zero inputs; another record in its place would count twice. The slot of an excluded record is
+as empty as padding: nothing is read for it.
 """
 
 from __future__ import annotations

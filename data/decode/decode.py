@@ -59,7 +59,7 @@ def parsing(what: str) -> Iterator[None]:
     """Turn any error in the block into BadRecord: parsers do no I/O, so an error is about the content.
 
     They raise nearly everything on hostile bytes (OSError, SyntaxError, struct.error, IndexError ...), and one
-    record must not end a run. The exception is MemoryError, because memory may be available next time.
+    record must not end a run. Only MemoryError passes through, because memory may be available next time.
     """
     try:
         yield

@@ -17,7 +17,7 @@ from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex
 
-# This many of the shards without a drawn record are compared as well, chosen anew each time.
+# This many of the shards without a drawn record are compared as well; the choice is random each time.
 SAMPLED = 2
 
 

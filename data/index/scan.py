@@ -161,7 +161,7 @@ def record_offsets(read: Read, size: int, what: str, census: Census) -> np.ndarr
             seen.add(key)
             starts.append(member.start)
         if parts[1] in suffixes:
-            raise ShardError(f"{what}: '{shown(member.name)}' occurs twice; write the shard anew")
+            raise ShardError(f"{what}: '{shown(member.name)}' occurs twice; rewrite the shard")
         suffixes.add(parts[1])
     census.count(suffixes)
     return np.array([*starts, end], dtype="<u8")

@@ -56,7 +56,7 @@ def expand(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -
     if not is_url(text) and os.path.isdir(text):
         found = sorted(Path(text).glob("*.tar"))
         if not found:
-            raise ShardError(f"{text}: no *.tar in this folder; name the folder that holds the shards")
+            raise ShardError(f"{text}: no *.tar in this folder; name the folder that contains the shards")
         return list[Place](found)
     return [each if is_url(each) else Path(each) for each in _braces(text)]
 

@@ -155,8 +155,7 @@ def _header(read: Read, at: int, size: int, extension: _Extension | None, what: 
         raise ShardError(f"{what}: cut off, the member at byte {at} needs {end} bytes and {size} are there")
     if kind in _EXTENSIONS and length > LONGEST_EXTENSION:
         raise ShardError(
-            f"{what}: the extension header at byte {at} has {length} bytes, more than any name needs; write the "
-            "shard anew"
+            f"{what}: the extension header at byte {at} has {length} bytes, more than any name needs; rewrite the shard"
         )
     return _Header(block, kind, at, at + BLOCK, length, end)
 
@@ -165,25 +164,25 @@ def _extension(read: Read, header: _Header, before: _Extension | None, what: str
     """The content of a PAX header or of GNU tar's long name; `before` is an extension still waiting for its member."""
     at, data, length = header.at, header.data, header.length
     if before is not None:  # given two names, readers believe different ones
-        raise ShardError(f"{what}: the extension header at byte {at} follows another one; write the shard anew")
+        raise ShardError(f"{what}: the extension header at byte {at} follows another one; rewrite the shard")
     if header.kind == b"x":
         found = _pax(read(data, length), at, what)
         return _Extension(found.get("path"), int(found["size"]) if "size" in found else None)
     block = read(data, header.end - data)
     name = _text(block[:length])
     if name != _text(block):  # tarfile would read the name from the whole block
-        raise ShardError(f"{what}: the name at byte {data} continues past its end; write the shard anew")
+        raise ShardError(f"{what}: the name at byte {data} continues past its end; rewrite the shard")
     return _Extension(name)
 
 
 def _check_global(read: Read, header: _Header, what: str) -> None:
     if {"path", "size"} & _pax(read(header.data, header.length), header.at, what).keys():
-        raise ShardError(f"{what}: a global header at byte {header.at} renames members; write the shard anew")
+        raise ShardError(f"{what}: a global header at byte {header.at} renames members; rewrite the shard")
 
 
 def _check_member(header: _Header, extension: _Extension | None, what: str) -> None:
     if extension is not None and extension.name == "":
-        raise ShardError(f"{what}: the member at byte {header.at} has an empty name; write the shard anew")
+        raise ShardError(f"{what}: the member at byte {header.at} has an empty name; rewrite the shard")
     if header.kind not in _REGULAR and header.kind not in _EMPTY:
         raise ShardError(f"{what}: the member at byte {header.at} is a link or of unknown type {header.kind!r}")
 
@@ -247,6 +246,6 @@ def _pax(raw: bytes, at: int, what: str) -> dict[str, str]:
                 raise ShardError(f"{what}: damaged PAX header at byte {at}")
             found["size"] = value.decode()
         elif key.startswith(b"GNU.sparse"):
-            raise ShardError(f"{what}: the member at byte {at} is sparse; write the shard anew")
+            raise ShardError(f"{what}: the member at byte {at} is sparse; rewrite the shard")
         begin = stop
     return found

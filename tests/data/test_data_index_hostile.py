@@ -538,7 +538,7 @@ def test_a_full_disk_is_told_with_the_file_and_the_fix_and_the_command_goes_on(
         assert done.returncode == 2, done.stdout
         (sentence,) = done.stderr.splitlines()
         assert "cannot be written (File too large); raise the limit" in sentence
-        assert "then give the same command again" in sentence
+        assert "then repeat the command" in sentence
         place = Path(sentence.removeprefix("prepare.py: ").partition(": cannot")[0])
         assert out in place.parents or place.name.endswith(".tar.idx")
         assert not [each for each in tmp_path.rglob("*.tmp") if each.is_file()] and not (out / "manifest.json").exists()
