@@ -60,7 +60,7 @@ def test_phases_open_their_data(real: Callable[..., Config]) -> None:
           put("phases.1.monitor", {"path": "private", "public": True})],
          r"phases.1.monitor.path: .* which are not declared public"),
         ([put("phases.0.batch", 17)], "phases.0.batch = 17 exceeds the 16 records"),
-        ([put("model.image_size", 33)], "model.image_size 33 does not divide"),
+        ([put("model.image_size", 33)], "model.image_size 33 is not divisible"),
     ],
 )  # fmt: skip
 def test_data_that_do_not_fit_are_refused(real: Callable[..., Config], changes: list[Change], message: str) -> None:
