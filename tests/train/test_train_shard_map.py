@@ -45,7 +45,7 @@ def test_slices_become_fragments_in_order(sliced: Any) -> None:
 def test_a_map_that_does_not_fit_the_weights_is_refused(sliced: Any) -> None:
     trainable, flat = sliced
     flat[5] += 1
-    with pytest.raises(ShardMapError, match="b: its shard does not hold its weights"):
+    with pytest.raises(ShardMapError, match="b: its shard does not contain its weights"):
         zero_slices(trainable, [flat])
 
 
