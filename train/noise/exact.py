@@ -183,7 +183,7 @@ def error_bound(radius: np.ndarray, std: float) -> np.ndarray:
 
 
 def nearest_whole(std: float, first: int, second: int, bits: int, sine: bool) -> int | None:
-    """[std·√(-2·ln U)·cos 2πV] (or sin) for all U and V that begin with these bits; None if they do not determine it."""
+    """[std·√(-2·ln U)·cos 2πV] (or sin) for all U and V that begin with these bits; None if they do not decide it."""
     if first == 0:
         return None
     places = bits + WORD
