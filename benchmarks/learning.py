@@ -205,9 +205,7 @@ def _show(name: str, seed: int, found: dict[str, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", choices=list(SETTINGS), default="cheap", help="nano is DP-Cap's, without arm `small`"
-    )
+    parser.add_argument("--model", choices=list(SETTINGS), default="cheap", help="nano is DP-Cap's, without `small`")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tune", action="store_true", help="choose the learning rates again, on a public stand-in")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
