@@ -1,8 +1,8 @@
 """Cost of clipped per-record sums against ordinary training: python benchmarks/clip.py --quick [--json] [--plot FILE]
 
-Each model in a process of its own; in it all engines share weights and are timed between non-private steps. A step is
-forward, backward and the addition to fp32 totals; noise and optimizer are no part of it. Without --quick: the published
-shapes, meant for a GPU (--device cuda --precision bf16).
+Each model runs in a process of its own, in which all engines share weights and are timed between non-private steps. A
+step is forward, backward and the addition to fp32 totals; noise and optimizer are not part of it. Without --quick: the
+published shapes, meant for a GPU (--device cuda --precision bf16).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# This folder for our own parts, the one above it for what is measured.
+# This folder for the benchmark's own parts, the one above it for the measured code.
 sys.path[:0] = [str(HERE.parent), str(HERE)]  # the package `data` before data.py beside this file
 
-# Written out, so that this process need not load what its children measure.
+# Listed here, so that this process need not import the code that its children measure.
 QUICK = ("mae_s", "captioner_s", "vit_s", "last_layer")
 FULL = (
     "vip_mae_base", "vip_mae_large", "vip_mae_huge", "dpcap_base_40", "dpcap_base_77", "dpcap_large_40",
@@ -37,7 +37,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="real widths and tokens, reduced depth; under 10 minutes")
     size.add_argument("--smoke", action="store_true", help="toy shapes: only shows that the program runs")
-    parser.add_argument("--json", action="store_true", help="JSON on stdout in the place of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout instead of a table")
     parser.add_argument("--plot", type=Path, help="also draw a picture")
     parser.add_argument("--save", type=Path, help="also write the JSON to this file")
     parser.add_argument("--models", type=_names, help="comma-separated; default: all")
@@ -86,7 +86,7 @@ def _work(asked: argparse.Namespace, name: str, engines: list[str]) -> int:
 
 
 def _in_own_process(given: list[str], name: str) -> dict[str, Any] | None:
-    """What the process prints (peers do) goes to stderr, so that stdout is the result alone."""
+    """The process's own output (peers print) goes to stderr, so that stdout contains only the result."""
     print(f"{name} …", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "result.json"

@@ -1,6 +1,6 @@
 """The engines that are compared: each turns a micro-batch into an addition to fp32 totals of clipped gradients.
 
-Peers are used as their documents say, with noise and optimizer left out. Every engine works on its own copy of the
+Peers are used as their documentation says, without noise and optimizer. Every engine works on its own copy of the
 model, whose parameters share their storage with all others.
 """
 
@@ -25,7 +25,7 @@ from murmuration.train.clip.sums import Float32Sums, trainable_shapes
 
 
 class Contender(Protocol):
-    """`note` says in what the task was made easier for it."""
+    """`note` says how the task was made easier for this engine."""
 
     note: str
     model: nn.Module
@@ -103,7 +103,7 @@ class OwnEngine:
 
 
 class OwnFaster(OwnEngine):
-    """Keeps gradients per record where that is faster and the memory is there: pays for small models."""
+    """Keeps per-record gradients where that is faster and memory allows: pays for small models."""
 
     note = "may use 1.5 times the memory"
 
@@ -123,7 +123,7 @@ class Reference(OwnEngine):
 
 
 class Peer(ABC):
-    """Shared by the peers: their model has plain layers alone, and their totals lie on the parameters."""
+    """Shared by the peers: their model has only plain layers, and their totals are stored on the parameters."""
 
     attribute = "summed_grad"
 
@@ -172,7 +172,7 @@ class Opacus(Peer):
 
 
 class OpacusGhost(Peer):
-    """Norms without gradients, by a first backward; the second, of the weighted losses, gives the sum."""
+    """Norms without gradients, from a first backward pass; the second, of the weighted losses, gives the sum."""
 
     def attach(self, bound: float) -> None:
         from opacus.grad_sample import GradSampleModuleFastGradientClipping
@@ -203,7 +203,7 @@ class OpacusGhost(Peer):
 
 
 class FastDP(Peer):
-    """fastDP's book-keeping, where that package can be imported; it draws (zero) noise in the first micro-batch."""
+    """fastDP's book-keeping, if that package can be imported; it draws (zero) noise in the first micro-batch."""
 
     attribute = "summed_clipped_grad"
 

@@ -1,8 +1,8 @@
-"""What the clipped sum must cost at least, counted from the shapes of one record's forward pass.
+"""A lower bound on the cost of the clipped sum, counted from the shapes of one record's forward pass.
 
 Non-private: every product once forward, once for its input's gradient (where that is needed) and once for its weight's
-gradient (where that is trained); attention once forward and 2.5 times backward. Private by Gram matrices, besides: for
-T tokens and a weight [p, d], 2·T²·(p + d) (T = 1: a closed form without T² terms).
+gradient (where that is trained); attention once forward and 2.5 times backward. Private, by Gram matrices: in addition,
+2·T²·(p + d) for T tokens and a weight [p, d] (T = 1: a closed form without T² terms).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Shapes(TorchFunctionMode):
 
 
 def cost_of(model: nn.Module, one: Inputs) -> Cost:
-    """`one` holds a single record; the model uses fused attention."""
+    """`one` contains a single record; the model uses fused attention."""
     assert all(len(tensor) == 1 for tensor in one.values())
     with _Shapes() as shapes:
         model(one)

@@ -1,4 +1,4 @@
-"""Is it right at all? Totals against brute force, and what a single record can add, for each engine that is timed."""
+"""Checks each timed engine's correctness: totals against brute force, and the largest addition of a single record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Judge:
 
     def __init__(self, workload: Workload, model: nn.Module, device: torch.device) -> None:
         self.inputs = workload.batch(workload.judged, device, seed=2)
-        # Larger and smaller records: norms of random inputs are too much alike.
+        # Makes some records larger: norms of random inputs are too similar.
         for tensor in self.inputs.values():
             if tensor.is_floating_point():
                 tensor[::3] *= 2

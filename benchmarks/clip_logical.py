@@ -1,7 +1,7 @@
-"""Whole logical steps of many micro-batches: their cost per record must not depend on how many there are.
+"""Whole logical steps of many micro-batches: their cost per record must not depend on the number of micro-batches.
 
-Measured at the low end. At the high end it is counted: a micro-batch calls the same operators and reaches the same peak
-of memory whether it is the first or the last, so a step of 2²⁰ records costs 2²⁰ / micro-batch times one.
+It is measured at the low end. At the high end it is counted: a micro-batch calls the same operators and reaches the
+same memory peak whether it is the first or the last, so a step of 2²⁰ records costs 2²⁰ / micro-batch times one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def logical_steps(workload: Workload, baseline: Contender, ours: Contender, devi
         plain, here = seconds_of(whole(baseline, count), device), seconds_of(whole(ours, count), device)
         record = {"logical_batch": count * size, "micro_batches": count, "seconds_per_record": here / (count * size)}
         rows.append(record | {"time_ratio": here / plain})
-    # The totals now hold the longest step; one more micro-batch finds them so.
+    # The totals now contain the longest step; one more micro-batch is measured on top of it.
     last = calls_of(one(batches[0])), peak_bytes(one(batches[0]), device)
     ours.clear()
     return {

@@ -1,7 +1,7 @@
-"""Peak memory of one step above what lay there before it: parameters, totals and inputs are not counted.
+"""Peak memory of one step above the level before it: parameters, totals and inputs are not counted.
 
-On a GPU the allocator keeps the peak. On the CPU nobody does, so the profiler's record of every allocation and release
-is added up; it sees scratch space inside operators too.
+On a GPU the allocator records the peak. On a CPU nothing does, so the profiler's record of every allocation and release
+is added up; this includes scratch space inside operators.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Memory:
 
     @property
     def largest_batch(self) -> int:
-        """How many records fit into BUDGET, by the straight line through both peaks."""
+        """Number of records that fit into BUDGET, by the straight line through both peaks."""
         fixed = self.peak_large - self.per_record * self.large
         return max(0, int((BUDGET - fixed) // max(self.per_record, 1.0)))
 

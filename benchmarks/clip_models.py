@@ -1,6 +1,6 @@
 """The workloads of the clip benchmark: models and random inputs at the shapes of the published recipes.
 
-Quick workloads keep widths, token counts and aspect ratios and reduce the depth; smoke ones only prove that the
+Quick workloads keep widths, token counts and aspect ratios but reduce the depth; smoke ones only show that the
 program runs.
 """
 
@@ -34,10 +34,10 @@ class Workload:
     inputs: Callable[[int, torch.Generator], Inputs]
     micro_batch: int
     judged: int = 3
-    # Whole logical steps: of so many micro-batches of this size (0: as above).
+    # Whole logical steps: numbers of micro-batches, and their size (0: as above).
     logical: tuple[int, ...] = (8,)
     logical_micro_batch: int = 0
-    # Engines that are of interest for this model alone.
+    # Engines that are of interest only for this model.
     also: tuple[str, ...] = ()
 
     def model(self, device: torch.device) -> nn.Module:
@@ -172,9 +172,10 @@ class Weights:
         return copy.deepcopy(self.model, shared)
 
     def plain_layers_only(self) -> nn.Module:
-        """For peers, which know layers alone: free tokens are frozen, the patch projection is a Linear on its weights.
+        """For peers, which support only layers: free tokens are frozen, and the patch projection is a Linear on its
+        weights.
 
-        Both favour the peers a little: they have less to do, and a layer that they have a fast rule for.
+        Both favour the peers a little: they have less to do, and a layer for which they have a fast rule.
         """
         model = self.copy()
         for module in list(model.modules()):

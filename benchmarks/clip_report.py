@@ -1,4 +1,4 @@
-"""The benchmark's results as a table and as a picture."""
+"""The benchmark's results as a table and as a plot."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Time of a step as a ratio to non-private steps just before and just after it, in one process, order shuffled.
+"""Time of a step as a ratio to the non-private steps just before and after it, in one process, in shuffled order.
 
-A machine's speed drifts and its neighbours disturb; a ratio within a second or two is hardly touched by that.
+A machine's speed drifts, and other programs disturb it; a ratio within a second or two is hardly affected.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 Step = Callable[[], None]
-# One more than this, since every step has run once before it is timed.
+# The real number is one more, since every step has already run once before it is timed.
 WARM_UPS = 1
-# Seconds that are worth a reading of the clock.
+# Shortest time, in seconds, that is worth reading the clock for.
 SHORTEST, MOST_REPEATS = 0.1, 20
 
 
@@ -38,7 +38,7 @@ class Timing:
 
 
 def seconds_of(step: Step, device: torch.device) -> float:
-    """Process time on the CPU (what other processes take does not count), events on a GPU."""
+    """Process time on a CPU (other processes do not count), events on a GPU."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -62,7 +62,7 @@ def repeated(step: Step, times: int) -> Step:
 def interleaved(baseline: Step, others: Mapping[str, Step], rounds: int, device: torch.device) -> dict[str, Timing]:
     """One round: each of the others once, in shuffled order, with a non-private step between any two.
 
-    Under the name "" stand the non-private steps themselves, each against the ones before and after it.
+    The name "" has the non-private steps themselves, each against the ones before and after it.
     """
     plain = _long_enough(baseline, device)
     timed = {name: _long_enough(step, device) for name, step in others.items()}
@@ -81,7 +81,7 @@ def interleaved(baseline: Step, others: Mapping[str, Step], rounds: int, device:
 
 
 def _long_enough(step: Step, device: torch.device) -> Callable[[], float]:
-    """Warms up, and gives a clock of one step that runs short ones several times."""
+    """Warms up, and returns a function that times one step; it repeats short steps several times."""
     repeated(step, WARM_UPS)()
     times = max(1, min(MOST_REPEATS, int(SHORTEST / max(seconds_of(step, device), 1e-9))))
     return lambda: seconds_of(repeated(step, times), device) / times

@@ -1,4 +1,4 @@
-"""Measures one workload in this process: judged first, then timed, then weighed, then whole logical steps."""
+"""Measures one workload in this process: first correctness, then time, then memory, then whole logical steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure of a workload; no micro-batches given means the workload's own."""
+    """What to measure of a workload; without micro-batch sizes, the workload's own is used."""
 
     model: str
     engines: Sequence[str]
@@ -68,7 +68,7 @@ def measure(name: str, workload: Workload, request: Request) -> Row:
     for engine in (BASELINE, *(e for e in request.engines if e != BASELINE and available(e))):
         rows[engine] = {"model": name, "engine": engine}
         _guarded(rows[engine], lambda engine=engine: _judged(engine, judge, weights, request, rows, ready))
-    # Brute-force records in fp64 are larger than everything else together.
+    # Brute-force records in fp64 are larger than everything else combined.
     bound, judge.records = judge.bound, []
     cost = cost_of(ready[BASELINE].model, workload.batch(1, device))
     measured = [
@@ -92,7 +92,7 @@ def _judged(engine: str, judge: Judge, weights: Weights, request: Request, rows:
 
 
 def _guarded(row: Row, act: Callable[[], None]) -> bool:
-    """An engine that fails is a result too: its row says how."""
+    """A failing engine is a result too: its row says how it failed."""
     try:
         act()
     except Exception as error:
@@ -114,7 +114,7 @@ def _at(
     if BASELINE not in alive:
         return list(rows.values())
     for e in steps.keys() - alive.keys():
-        # Out of memory, as a rule: it will not fit with more records either, and what it holds must go.
+        # Usually out of memory: it will not fit with more records either, and its memory must be freed.
         judged[e]["failed"] = rows[e]["failed"]
         del ready[e], steps[e]
     gc.collect()

@@ -1,9 +1,9 @@
-"""The data plane against plain webdataset streaming, its parts, and ranges over a slow network.
+"""The data plane against plain webdataset streaming, its parts, and range requests over a slow network.
 
 python benchmarks/data.py --quick --out benchmarks/results/data.json
 
-Ours and webdataset read the same shards, make the same pictures with as many worker processes, and take turns
-within one process; only ratios of medians mean anything where other programs share the machine.
+Both read the same shards, make the same pictures with equally many worker processes, and take turns within one process;
+where other programs share the machine, only ratios of medians are meaningful.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from murmuration.data.index.shard_index import ShardIndex, build  # noqa: E402
 
 KEY, SIDE, BATCH = b"k" * 32, 224, 64
 PICTURES = PictureMaker(SIDE, "random_resized_crop", KEY)
-WAITING = 6  # batches that either loader may have had ready when its turn began; they are not counted
+WAITING = 6  # batches that a loader may have ready when its turn begins; they are not counted
 
 
 def make_shards(folder: Path, shards: int, records: int) -> ShardIndex:
@@ -67,7 +67,7 @@ def make_shards(folder: Path, shards: int, records: int) -> ShardIndex:
 
 
 def streamed(index: ShardIndex, workers: int) -> Iterator[int]:
-    """webdataset as its documentation has it; yields batch sizes for ever."""
+    """webdataset used as its documentation shows; yields batch sizes forever."""
     urls = [str(index.place(number)) for number in range(len(index.shards))]
 
     def make(sample: dict[str, Any]) -> np.ndarray:
@@ -79,14 +79,14 @@ def streamed(index: ShardIndex, workers: int) -> Iterator[int]:
     scale, shift = (each.astype(np.float32).reshape(3, 1, 1) for each in (scale, shift))
     for pixels in batches:
         images = np.empty((len(pixels), 3, SIDE, SIDE), np.float32)
-        for image, picture in zip(images, pixels, strict=True):  # as ours does it
+        for image, picture in zip(images, pixels, strict=True):  # as our reader does
             np.multiply(picture.transpose(2, 0, 1), scale, out=image, dtype=np.float32)
             image += shift
         yield len(torch.from_numpy(images))
 
 
 def sampled(index: ShardIndex, workers: int, reader: BatchReader, rate: float) -> Iterator[int]:
-    """Poisson draws at random places of all shards."""
+    """Poisson draws at random positions in all shards."""
     sampler = PoissonSampler(KEY, KEY, index.records, round(rate * LANES))
     loader = Loader(reader, sampler, 0, 1, BATCH, last=10**9)
     for step in range(1, 10**9):
@@ -135,7 +135,7 @@ def compare(index: ShardIndex, workers: int, turns: int, records: int) -> dict[s
 
 
 def per_record(act: Callable[[int], Any], records: list[int], clock: Callable[[], float]) -> float:
-    """Milliseconds per record: the median over ten parts, of which a busy machine spoils some."""
+    """Milliseconds per record: the median over ten parts, some of which a busy machine may spoil."""
     parts = []
     for part in np.array_split(np.array(records), 10):
         began = clock()
@@ -146,7 +146,7 @@ def per_record(act: Callable[[int], Any], records: list[int], clock: Callable[[]
 
 
 def io_share(index: ShardIndex, count: int) -> dict[str, float]:
-    """What reading costs beside making the picture; cold means that the page cache was told to forget."""
+    """The cost of reading against that of making the picture; cold means that the page cache was dropped first."""
     rng = np.random.default_rng(1)
     records = rng.choice(index.records, count, replace=False).tolist()
     reader = ShardReader(index)

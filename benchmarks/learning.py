@@ -1,14 +1,14 @@
 """What private training teaches an encoder at toy size: linear probes of captioner, masked autoencoder and small batch.
 
-    python benchmarks/learning.py --tune --seeds 4 --jobs 2 --out benchmarks/results/learning.json   # .png beside it
+    python benchmarks/learning.py --tune --seeds 4 --jobs 2 --out benchmarks/results/learning.json   # and a .png
 
-Each seed warms a captioner up on synthetic shapes before grey, and trains it on at ε = 8 on private captioned shapes
-before colours. From the same warm encoder go a private masked autoencoder of equal cost (FLOPs per record by
+For each seed, a captioner is warmed up on synthetic shapes on grey, then trained at ε = 8 with private captioned shapes
+on colours. From the same warm encoder start a private masked autoencoder of equal cost (FLOPs per record by
 `train.planner.cost`, at the same expected batch), and the captioner with a logical batch 16 times smaller at the same
-number of sampled records (not of nano); each with the noise calibrated to it. Linear probes on public labelled
-pictures then tell colours and shapes apart. Runs go through `launch/train.py` with keys from the operating system; a
-seed is that of the initial weights. `--tune` chooses learning rates on another draw of shapes, which stands in for the
-private one, by records that are not tested.
+number of sampled records (not for nano); each has its own calibrated noise. Linear probes on public labelled pictures
+then classify colours and shapes. Runs use `launch/train.py` with keys from the operating system; a seed only sets the
+initial weights. `--tune` chooses learning rates on another draw of shapes, which stands in for the private one, by
+records that are not used for testing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from murmuration.train.storage.checkpoint import Checkpoints  # noqa: E402
 
 TUNING_SEEDS, TUNING_DRAW = (1000,), 404
 FIRST_SEED = 10
-"""Of those that count. By seeds 0 to 3 and 1000 on, the setting was found: they would flatter it."""
+"""First of the seeds that count. The setting was found with seeds 0 to 3 and from 1000 on, which would flatter it."""
 
 
 def prepare(folder: Path, size: Size) -> None:
@@ -76,7 +76,7 @@ def prepare_stand_in(folder: Path, size: Size, side: int) -> None:
 
 
 def train(folder: Path, name: str, raw: dict[str, Any]) -> Path:
-    """One finished run; one that is there already is not trained again."""
+    """One finished run; an existing one is not trained again."""
     run_dir, path = Path(raw["run"]["dir"]), folder / f"{name}.json"
     state = run_dir / "run_state.json"
     if state.is_file() and json.loads(state.read_text())["status"] == "done":
@@ -84,7 +84,7 @@ def train(folder: Path, name: str, raw: dict[str, Any]) -> Path:
     path.write_text(json.dumps(raw, indent=1))
     began = time.perf_counter()
     environment = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    # One thread: two get in each other's way in models this small.
+    # One thread: in models this small, two threads get in each other's way.
     done = subprocess.run(
         [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(path)],
         env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
@@ -96,7 +96,7 @@ def train(folder: Path, name: str, raw: dict[str, Any]) -> Path:
 
 
 def encoder_of(setting: Setting, run_dir: Path | None, seed: int) -> Encoder:
-    """With the weights of the run's end, or of a random start."""
+    """The encoder with the run's final weights, or with random ones."""
     settings = Config.model_validate(config(setting.model, [warm_phase(setting, Path("."))], Path("."), seed))
     encoder = build(settings.model, "mae")
     if run_dir is not None:
@@ -107,7 +107,7 @@ def encoder_of(setting: Setting, run_dir: Path | None, seed: int) -> Encoder:
 
 
 class Experiment:
-    """`jobs` runs at a time, each a process of its own with one thread."""
+    """Executes `jobs` runs at a time, each in a process of its own with one thread."""
 
     def __init__(self, folder: Path, setting: Setting, jobs: int, tuning: bool) -> None:
         self.data, self.stand_in, self.runs = folder / "data", folder / "tuning", folder / "runs"
@@ -120,7 +120,7 @@ class Experiment:
         self.judge = Judge(self.data / "held_out", side, (size.fitted, size.chosen_on, size.tested))
 
     def seeds(self, seeds: Iterable[int], peaks: dict[str, float]) -> list[dict[str, dict[str, Any]]]:
-        """By seed and arm."""
+        """Results by seed and arm."""
         seeds, own = list(seeds), arms(self.setting, peaks)
         warm = [partial(self.warm, seed) for seed in seeds]
         self._at_once([*warm, *(partial(self.private, name, arm, seed) for seed in seeds for name, arm in own.items())])
@@ -140,7 +140,7 @@ class Experiment:
             found[name] = self.judge(self._encoder(self.warm(seed) if name == "warm" else None, seed))
 
     def tune(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """The peak of each arm that is best on the stand-in, on average, and everything that was tried."""
+        """The peak of each arm that is best on average on the stand-in, and everything that was tried."""
         todo = [
             (name, arms(self.setting, {name: peak})[name], seed)
             for name, peaks in self.setting.tried.items() for peak in peaks for seed in TUNING_SEEDS
@@ -159,7 +159,7 @@ class Experiment:
         return {name: max(own, key=lambda peak: own[peak]) for name, own in scores.items()}, tried
 
     def warm(self, seed: int) -> Path:
-        with self._warming[seed]:  # private runs that start from it wait here
+        with self._warming[seed]:  # private runs that start from this warm start wait here
             return self._train(f"warm-{seed}", [warm_phase(self.setting, self.data)], seed)
 
     def private(self, name: str, arm: Arm, seed: int, shards: Path | None = None) -> Path:
@@ -184,7 +184,7 @@ class Experiment:
 
 
 def _promised(run_dir: Path) -> dict[str, float]:
-    """What the run's own ledger says of it, verified."""
+    """What the run's own ledger says about it, verified."""
     verdict = verify(run_dir)
     if verdict.objection is not None or not 0 < verdict.epsilon <= EPSILON:
         raise RuntimeError(f"{run_dir}: ε = {verdict.epsilon}, {verdict.objection or 'beyond the budget'}")
@@ -207,10 +207,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(SETTINGS), default="cheap", help="nano is DP-Cap's, without `small`")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tune", action="store_true", help="choose the learning rates anew, on a public stand-in")
+    parser.add_argument("--tune", action="store_true", help="choose the learning rates again, on a public stand-in")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
-    parser.add_argument("--work", type=Path, default=None, help="keeps data and runs, and goes on where they end")
-    parser.add_argument("--out", type=Path, default=None, help="writes this JSON and a PNG beside it")
+    parser.add_argument("--work", type=Path, default=None, help="keep data and runs here, and reuse what is there")
+    parser.add_argument("--out", type=Path, default=None, help="write this JSON and a PNG next to it")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     setting, seeds = SETTINGS[arguments.model], range(FIRST_SEED, FIRST_SEED + arguments.seeds)

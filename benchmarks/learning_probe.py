@@ -1,4 +1,4 @@
-"""Linear probes of the learning benchmark: of all labels, and of a few of each class."""
+"""Linear probes of the learning benchmark: with all labels, and with a few of each class."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from murmuration.model.encoder import Encoder
 
 CLASSES = {"label": len(COLOURS) * len(SHAPES), "colour": len(COLOURS), "shape": len(SHAPES)}
 CHANCE = {f"{name}{labels}": 1 / count for labels in ("", "_few") for name, count in CLASSES.items()}
-"""By what is reported: a probe fitted to all records for fitting, and one fitted to a few of them."""
+"""Chance accuracy by reported name, for a probe fitted to all records for fitting and for one fitted to a few."""
 SHOTS, DRAWS, FEW_PENALTY = 5, 10, 1e-2
-"""Of the probe that has few labels: so many of each class, drawn so many times."""
+"""For the probe with few labels: labels per class, number of draws, penalty."""
 
 
 class Judge:
-    """On public labelled pictures. Those by which learning rates are chosen are not those that are tested."""
+    """Probes on public labelled pictures. Learning rates are chosen by other pictures than those that are tested."""
 
     def __init__(self, held_out: Path, side: int, counts: tuple[int, int, int]) -> None:
-        """`counts`: records to fit probes to, to choose rates by, and to test."""
+        """`counts`: numbers of records for fitting probes, for choosing learning rates, and for testing."""
         fitted, chosen_on, tested = counts
         spec = DataSpec(image_size=side, augment="center", labels=tuple(CLASSES))
         batch = BatchReader(ShardIndex.open(held_out), spec).read(np.arange(sum(counts)), 0)
@@ -53,7 +53,7 @@ class Judge:
         return found
 
     def _few(self, features: Tensor, name: str, judged: slice) -> float:
-        """Mean over draws that are the same for every encoder."""
+        """Mean accuracy over draws that are the same for every encoder."""
         labels, found = self.labels[name], []
         for draw in range(DRAWS):
             order = torch.randperm(self.fitted, generator=torch.Generator().manual_seed(draw))

@@ -1,4 +1,4 @@
-"""Means, spreads and differences of the learning benchmark, as numbers, as a table and as a picture."""
+"""Means, spreads and differences of the learning benchmark, as numbers, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ARMS = {
     "small": "+ private captioner, batch / 16", "caption": "+ private captioner",
 }  # fmt: skip
 CLAIMS = {"beats_warm_start": "warm", "beats_mae_of_equal_cost": "mae", "large_batch_beats_small": "small"}
-"""What the captioner is to be better than."""
+"""For each claim, the arm that the captioner should beat."""
 DECIDES = "colour_few"
-"""The axis on which claims are tested, and by which learning rates are chosen; others are told beside it.
+"""The axis on which claims are tested and by which learning rates are chosen; the others are also reported.
 
-Few labels, as DP-Cap reports: with many, a probe makes up for much that the encoder did not learn."""
+Few labels, as DP-Cap reports: with many, a probe compensates for much that the encoder did not learn."""
 
 Runs = list[dict[str, dict[str, float]]]
 
@@ -30,9 +30,9 @@ def spread(runs: Runs, axes: Iterable[str]) -> dict[str, dict[str, dict[str, flo
 
 
 def compared(runs: Runs, axes: Iterable[str], tested: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Claim -> axis -> difference of the captioner to the other, seed by seed since they share a warm start.
+    """Claim -> axis -> difference between the captioner and the other, seed by seed, since both share a warm start.
 
-    `tested` records were probed: all seeds share them, so what so few leave undecided does not average out over seeds.
+    `tested` records were probed: all seeds share them, so their sampling error does not average out over seeds.
     """
     return {
         claim: {
@@ -45,7 +45,7 @@ def compared(runs: Runs, axes: Iterable[str], tested: int) -> dict[str, dict[str
 
 
 def verdicts(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, str]:
-    """Claim -> in one sentence, whether it was shown on the axis that decides, and on which others."""
+    """Claim -> one sentence: whether it was shown on the deciding axis, and on which others."""
     sentences = {}
     for claim, axes in found.items():
         beside = [axis for axis, difference in axes.items() if difference["holds"] and axis != DECIDES]
@@ -60,7 +60,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 def _difference(ours: list[float], theirs: list[float], tested: int) -> dict[str, float]:
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    # As if the two were probed on different records, which overstates it: a spread over few seeds may come out small.
+    # As if the two were probed on different records, which overstates it; the spread over few seeds may be too small.
     sampling = math.sqrt(sum(p * (1 - p) for p in map(statistics.mean, (ours, theirs))) / tested)
     error = _std(differences) / math.sqrt(len(differences))
     apart = statistics.mean(differences) / math.hypot(error, sampling)
@@ -71,7 +71,7 @@ def _difference(ours: list[float], theirs: list[float], tested: int) -> dict[str
 
 
 def least_apart(seeds: int) -> float:
-    """Standard errors from which a difference counts: Student's t, once in twenty if nothing differs."""
+    """Standard errors from which a difference counts: Student's t, exceeded once in twenty times if nothing differs."""
     return float(student.ppf(0.95, seeds - 1)) if seeds > 1 else math.inf
 
 
@@ -113,7 +113,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             place.barh(row, found["mean"], xerr=found["std"], color="#4c72b0" if arm == "caption" else "#b0b8c8")
             place.plot([run[arm][axis] for run in runs], [row] * len(runs), "k.", markersize=4)
         values = [run[arm][axis] for run in runs for arm in arms]
-        # From near the lowest on, or the bars look alike; chance may lie below.
+        # Starts near the lowest value, or the bars would look alike; chance may be below.
         place.set_xlim(0.95 * min(values), min(1.0, 1.02 * max(values)))
         place.set_xlabel(f"{name} (chance {setting['chance'][axis]:.2f})")
     places[0].set_yticks(range(len(arms)), list(arms.values()))

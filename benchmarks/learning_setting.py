@@ -20,11 +20,11 @@ NANO = {"family": "captioner", "size": "nano", "image_size": 32, "patch_size": 8
 
 @dataclass(frozen=True)
 class Size:
-    """Of the experiment."""
+    """Sizes of the experiment."""
 
     private: int = 100_000
     tint: float = 60
-    """Private shapes stand before colours, public ones before greys."""
+    """Private shapes are on coloured backgrounds, public ones on grey."""
     batch: int = 2000
     steps: int = 50
     public: int = 20_000
@@ -43,7 +43,7 @@ class Setting:
     tried: dict[str, tuple[float, ...]]
     """Peak learning rates that `--tune` tries, by arm."""
     chosen: dict[str, float]
-    """What it chose; used without `--tune`."""
+    """The rates that it chose; used without `--tune`."""
 
 
 SETTINGS = {
@@ -52,7 +52,7 @@ SETTINGS = {
         {"caption": (2.5e-3, 5e-3, 1e-2), "mae": (2e-2, 4e-2, 8e-2), "small": (1e-3, 2e-3, 4e-3)},
         {"caption": 5e-3, "mae": 4e-2, "small": 2e-3},
     ),
-    # DP-Cap's nano, and the masked autoencoder of ViP's that has its encoder.
+    # DP-Cap's nano, and ViP's masked autoencoder with the same encoder.
     "nano": Setting(
         NANO, Size(batch=1000, steps=40, warm_steps=200, warm_peak=5e-4),
         {"caption": (5e-4, 7e-4, 1.5e-3), "mae": (3e-4, 1e-3, 3e-3)},
@@ -67,11 +67,11 @@ class Arm:
     batch: float
     steps: int
     peak: float
-    """Of the learning rate."""
+    """Peak learning rate."""
 
 
 def arms(setting: Setting, peaks: dict[str, float]) -> dict[str, Arm]:
-    """Those that have a learning rate. The masked autoencoder gets as many steps as its FLOPs per record allow."""
+    """The arms that have a learning rate. The masked autoencoder's steps are chosen for equal cost in FLOPs."""
     size, model = setting.size, setting.model
     equal_cost = round(size.steps * flops(model, "caption") / flops(model, "mae"))
     sizes = {
@@ -98,7 +98,7 @@ def phase(arm: Arm, data: Path, shards: Path) -> dict[str, Any]:
 
 
 def warm_phase(setting: Setting, data: Path) -> dict[str, Any]:
-    """On synthetic captioned shapes, like `dpcap_init_pairs.json`."""
+    """A warm start on synthetic captioned shapes, like `dpcap_init_pairs.json`."""
     size, model = setting.size, setting.model
     return {
         "name": "warm-start", "objective": "caption", "batch": size.warm_batch, "steps": size.warm_steps,
@@ -119,7 +119,7 @@ def config(model: dict[str, Any], phases: list[dict[str, Any]], run_dir: Path, s
 
 
 def flops(model: dict[str, Any], objective: str) -> float:
-    """Of one record in a private step: both passes and the clipping."""
+    """FLOPs of one record in a private step: both passes and the clipping."""
     settings = Config.model_validate(
         config(model, [phase(Arm(objective, 8, 1, 1.0), Path("."), Path("."))], Path("."), 0)
     )

@@ -1,10 +1,10 @@
-"""Rate of noise, in elements per second of one core, and what drawing it ahead costs the training beside it.
+"""Rate of noise, in elements per second on one core, and what drawing it ahead costs concurrent training.
 
     OMP_NUM_THREADS=1 python benchmarks/noise.py [--elements N] [--rounds N] [--json FILE]
 
-Options are timed in turn, round after round, by the processor time of the thread that draws; medians are reported.
-`libm` draws the same numbers by numpy's log, sin and cos, as a plain program would. `ahead` runs matrix products with
-and without a thread that draws beside them, in turn, and needs a second free core to mean anything.
+Options are timed in turn, round after round, by the processor time of the drawing thread; medians are reported.
+`libm` draws the same numbers with numpy's log, sin and cos, as a plain program would. `ahead` runs matrix products with
+and without a concurrent drawing thread, in turn, and is meaningful only with a second free core.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def rates(elements: int, rounds: int) -> dict[str, float]:
 
 
 def relative(found: dict[str, float]) -> dict[str, float]:
-    """To the noise that a run draws if nothing else is asked for."""
+    """Rates relative to the noise that a run draws by default."""
     return {name: rate / found["aes_float64"] for name, rate in found.items() if name.startswith("exact")}
 
 
 def beside_training(elements: int, rounds: int) -> dict[str, float]:
-    """A stand-in for a logical step: products for about twice as long as the noise takes."""
+    """Times a stand-in for a logical step: matrix products for about twice as long as the noise takes."""
     fragments = [Fragment("w", 0, 0, elements, 0)]
     noise, ahead = NoiseMechanism(KEY, 1.0, 1.0), NoiseAhead(NoiseMechanism(KEY, 1.0, 1.0), fragments)
     left, right = torch.randn(384, 384), torch.randn(384, 384)
@@ -122,7 +122,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--elements", type=int, default=1 << 22)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the report here as well")
+    parser.add_argument("--json", type=Path, help="also write the report to this file")
     chosen = parser.parse_args(given)
     torch.set_num_threads(1)
     found = rates(chosen.elements, chosen.rounds)

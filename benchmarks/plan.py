@@ -2,11 +2,11 @@
 
     python benchmarks/plan.py --out benchmarks/results/plan.json
 
-First the ranks measure what a plan has to be told, all at the same time and with the threads that they train with: the
-plain fp32 products of the layers' sizes (--tflops), an all-reduce (--link) and the noise (--noise-rate). Then a masked
-autoencoder and a captioner are trained for some steps, and the median of the time between two steps, as the run's own
-private board tells it, is compared with the forecast's step: once with the measured products, and once with the rate
-that the run itself found on synthetic records before its first step (--rate). Nothing is fitted, and the ratios are
+First the ranks measure the planner's inputs, all at the same time and with the threads with which they train: plain
+fp32 products of the layers' sizes (--tflops), an all-reduce (--link) and the noise (--noise-rate). Then a masked
+autoencoder and a captioner are trained for some steps, and the median time between two steps, as recorded on the run's
+own private board, is compared with the forecast's step: once with the measured products, and once with the rate that
+the run itself measured on synthetic records before its first step (--rate). Nothing is fitted, and the ratios are
 reported as they are.
 """
 
@@ -46,13 +46,14 @@ if TYPE_CHECKING:
 RECORDS, DROPPED, ROUNDS, EXCHANGED = 4000, 3, 5, 2_000_000
 """Records on disk; steps that warm up; rounds of each measurement; fp64 numbers in an all-reduce."""
 BATCHES, STEPS, MICRO_BATCH = {"mae": 240.0, "captioner": 80.0}, 12, 16
-"""Half way between two numbers of rows, where nearly all draws need the same, so that the median is the mean."""
+"""Expected batches halfway between two numbers of rows, where nearly all draws need the same number, so that the median
+equals the mean; steps; micro-batch."""
 MODEL = {
     "image_size": 32, "patch_size": 4, "width": 384, "depth": 4, "heads": 6, "qkv_bias": True,
     "mae_decoder_width": 192, "mae_decoder_depth": 1, "mae_decoder_heads": 3,
 }  # fmt: skip
 TEXT = {"decoder_width": 384, "decoder_depth": 2, "decoder_heads": 6, "text_length": 16, "vocabulary": 64}
-"""As wide as two cores can train in minutes: in narrow models, what is no product takes most of the time."""
+"""As wide as two cores can train in minutes: in narrow models, operations other than products take most of the time."""
 
 
 def config(name: str, data: Path, run_dir: Path, batch: float | None = None, steps: int = STEPS) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def launched(ranks: int, *script: str) -> str:
     return done.stdout
 
 
-# What a plan has to be told: run by every rank.
+# The planner's inputs, measured by every rank.
 
 
 def machine() -> None:
@@ -106,7 +107,7 @@ def machine() -> None:
     own["link_gb_per_s"] = link(ranks)
     found = ranks.gather(own)
     if ranks.main:
-        # A step waits for the slowest.
+        # A step waits for the slowest rank.
         print("RESULTS " + json.dumps({name: min(each[name] for each in found) for name in own}), flush=True)
     ranks.barrier()
     leave(DONE)
@@ -133,7 +134,7 @@ def layers(name: str) -> list[tuple[int, int, int]]:
 
 
 def sustained_tflops(sizes: list[tuple[int, int, int]]) -> float:
-    """Of the three products that a linear layer needs forwards and backwards."""
+    """Sustained rate of the three products that a linear layer needs, forward and backward."""
     operands = [(torch.randn(r, i), torch.randn(o, i), torch.randn(r, o)) for r, i, o in sizes]
     times = []
     for _ in range(ROUNDS + 1):
@@ -147,7 +148,7 @@ def sustained_tflops(sizes: list[tuple[int, int, int]]) -> float:
 
 
 def link(ranks: Ranks) -> float:
-    """GB/s of one rank's sends, by the planner's own idea of a ring."""
+    """GB/s that one rank sends, by the planner's own model of a ring."""
     if ranks.world == 1:
         return 1.0
     numbers, times = torch.ones(EXCHANGED, dtype=torch.float64), []
@@ -165,7 +166,7 @@ def machine_of(ranks: int) -> dict[str, float]:
     return json.loads(next(line for line in output.splitlines() if line.startswith("RESULTS "))[8:])
 
 
-# What a run took.
+# The time that a run took.
 
 
 def prepare(folder: Path, records: int = RECORDS) -> Path:
@@ -183,7 +184,7 @@ def train(raw: dict[str, Any], folder: Path, ranks: int) -> RunDir:
 
 
 def step_seconds(run: RunDir) -> list[float]:
-    """Between one step's values on the private board and the next one's; the first steps are dropped."""
+    """Times between the values of consecutive steps on the private board; the first steps are dropped."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run.private_board))
@@ -193,7 +194,7 @@ def step_seconds(run: RunDir) -> list[float]:
 
 
 def rate_of(run: RunDir, ranks: int) -> float:
-    """Records per second of one rank, timed on synthetic ones by the run's self-test."""
+    """Records per second of one rank, measured on synthetic records by the run's self-test."""
     return (
         next(line["samples_per_second"] for line in whole_lines(run.public_log) if "samples_per_second" in line) / ranks
     )
@@ -237,7 +238,7 @@ def main() -> None:
         folder = Path(place)
         data, told = prepare(folder / "data"), {}
         for name in BATCHES:
-            # Anew before each run: what a shared machine sustains changes within minutes.
+            # Repeated before each run: the speed of a shared machine changes within minutes.
             told[name] = machine_of(arguments.ranks)
             raw = config(name, data, folder / f"{name}-run", steps=arguments.steps)
             run = train(raw, folder, arguments.ranks)

@@ -2,10 +2,10 @@
 
     python benchmarks/step.py [--quick] [--json] [--out benchmarks/results/step.json]
 
-Compute and reading are timed on a number of samples and scaled by count (with the nano model it is shown that they are
-proportional to it); everything else happens once per logical step and is timed in full. The figures are of this
-machine; the shares matter. Reading counts as if it did not overlap with compute, the noise as if it were not drawn
-ahead: both are upper bounds on what a run sees.
+Compute and reading are timed on a number of samples and scaled by count (the nano model shows that compute is
+proportional to it); everything else happens once per logical step and is timed in full. The absolute figures are of
+this machine; the shares matter. Reading counts as if it did not overlap with compute, and noise as if it were not drawn
+ahead: both are upper bounds for a real run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def launch(world: int, model: str, samples: list[int], stages: list[int]) -> dic
         str(ROOT / "benchmarks" / "step_worker.py"), "--model", model, "--samples", *map(str, samples),
         "--stages", *map(str, stages),
     ]  # fmt: skip
-    # Threads beside the main one ask the environment how many they may use.
+    # Threads other than the main one take their thread limit from the environment.
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     line = next((line for line in done.stdout.splitlines() if line.startswith("RESULTS ")), None)
     if line is None:
@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer samples, stages 1 and 3")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, default=None, help="writes this JSON and a PNG beside it")
+    parser.add_argument("--out", type=Path, default=None, help="write this JSON and a PNG next to it")
     arguments = parser.parse_args()
     samples, stages = ([64], [1, 3]) if arguments.quick else ([256], [0, 1, 2, 3])
     rows, parameters = [], 0

@@ -1,4 +1,4 @@
-"""Run under `deepspeed` by step.py: one world size, all stages; prints one JSON line of seconds per part."""
+"""Run under `deepspeed` by step.py: one world size, all stages; prints one JSON line with the seconds of each part."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def measured(ranks: Ranks, stage: int, model_name: str, samples: list[int], read
     rule, model = ClipRule("flat", 1.0, 0.0), build(shape, "caption")
     built = clipping_engine(model, rule, Optimizer(), 0.0, settings, ranks, Computation())
     engine, stepping = built.engine, Clock()
-    # These come after the engine's own hook, which adds the noise.
+    # These run after the engine's own hook, which adds the noise.
     built.optimizer.register_step_pre_hook(lambda *_: stepping.start())
     built.optimizer.register_step_post_hook(lambda *_: stepping.stop())
     noise = NoiseMechanism(b"n" * 32, 1.0, 1.0)
@@ -145,7 +145,7 @@ def measured(ranks: Ranks, stage: int, model_name: str, samples: list[int], read
 
 
 def draw_seconds(batch: int) -> float:
-    """Of a draw that expects `batch` records of DP-Cap's 233.8 million."""
+    """Seconds of a draw that expects `batch` records of DP-Cap's 233.8 million."""
     plan = PrivacyPlan(
         records=RECORDS_TO_DRAW, threshold=threshold_for(RECORDS_TO_DRAW, batch), clip_norm=1.0, noise_multiplier=1.0,
         steps=1, delta=1e-9, epsilon_budget=1e9,

@@ -1,7 +1,7 @@
 """Pictures per second and core of the procedural generators: python benchmarks/synthetic.py [--size 224] [--json FILE]
 
-CPU time, one thread, families interleaved, medians over rounds; JPEG encoding apart, because the loader needs none.
-With a GPU also pictures per second of wall time there, in batches of 64.
+CPU time, one thread, families interleaved, medians over rounds; JPEG encoding is timed separately, because the loader
+needs none. With a GPU, also pictures per second of wall time there, in batches of 64.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/utility.py --seeds 4 --out benchmarks/results/utility.json
 
 Opacus runs as its users run it: GradSampleModule, DPOptimizer around torch's AdamW, its own Poisson sampler and its own
-noise, each with its own seed. This trainer runs by `launch/train.py`, with keys from the operating system. A seed is
-also the seed of the initial weights. Both are then asked the same zero-shot questions about the same held-out pictures.
+noise, each with its own seed. This trainer runs through `launch/train.py`, with keys from the operating system. A seed
+also sets the initial weights. Both then get the same zero-shot questions about the same held-out pictures.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def by_this_trainer(data: Path, folder: Path, seed: int, steps: int) -> dict[str
 
 
 def by_opacus(data: Path, folder: Path, seed: int, steps: int) -> dict[str, float]:
-    """The whole Poisson batch at once: no virtual steps, so that nothing but Opacus decides."""
+    """The whole Poisson batch at once: no virtual steps, so that only Opacus's own code matters."""
     from opacus.grad_sample import GradSampleModule
     from opacus.optimizers import DPOptimizer
     from opacus.utils.uniform_sampler import UniformWithReplacementSampler
@@ -155,7 +155,7 @@ def compared(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> di
     found = {}
     for name in ("public_loss", *(f"zero_shot_{axis}" for axis in AXES)):
         a, b = [run[name] for run in ours], [run[name] for run in theirs]
-        # A spread that happens to come out near zero over few seeds would make any difference large.
+        # A spread that happens to be near zero over few seeds would make any difference large.
         error = math.sqrt((statistics.variance(a) + statistics.variance(b)) / len(a) + 1e-6)
         apart = (statistics.mean(a) - statistics.mean(b)) / error
         found[name] = {

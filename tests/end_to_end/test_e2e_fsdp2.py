@@ -26,7 +26,7 @@ STOPPED = {
     "shifted": NOT_THE_SUM,
     "step skipped": "UpdateError: the optimizer did not take exactly one step",
     "no noise on a shard": "UpdateError: ",
-    "rows swapped": "ShardMapError: blocks.0.norm1.bias: what layers are given is not what the shards hold",
+    "rows swapped": "ShardMapError: blocks.0.norm1.bias: layers do not receive what the shards contain",
 }
 
 

@@ -142,7 +142,7 @@ def test_a_stream_is_refused_for_private_records(launch: Make, small_data: Path)
 
     run, run_dir = launch("refused", change, launcher="python")
     code, output = run.run()
-    assert code == 2 and "a stream is shuffled, and the accounting holds for Poisson samples alone" in output, output
+    assert code == 2 and "a stream is shuffled, and the accounting holds only for Poisson samples" in output, output
     assert not run_dir.exists()
 
     def copied(config: dict[str, Any]) -> None:

@@ -212,11 +212,11 @@ def test_what_is_missing_is_named(loaded: Callable[..., Config], key: str, messa
         ([put("phases.1.name", "warm")], "two phases have the same name"),
         (
             [put("zero_optimization.stage", 3), put("run.clip_engine", "reference")],
-            "needs whole weights on every rank, which ZeRO-3 and FSDP2 have not",
+            "needs whole weights on every rank, and ZeRO-3 and FSDP2 shard them",
         ),
         (
             [put("run.engine", "fsdp2"), put("run.clip_engine", "reference")],
-            "needs whole weights on every rank, which ZeRO-3 and FSDP2 have not",
+            "needs whole weights on every rank, and ZeRO-3 and FSDP2 shard them",
         ),
         (
             [put("run.engine", "fsdp2"), put("zero_optimization.offload_optimizer", {"device": "cpu"})],
@@ -224,7 +224,7 @@ def test_what_is_missing_is_named(loaded: Callable[..., Config], key: str, messa
         ),
         (
             [put("phases.0.evaluation", {"path": "x", "public": True, "zero_shot": {"axes": {"a": ["b"]}}})],
-            "phase 'warm' writes no captions, so it cannot be asked for zero-shot labels",
+            "phase 'warm' writes no captions, so it has no zero-shot labels to score",
         ),
     ],
 )  # fmt: skip
@@ -237,7 +237,7 @@ def test_sections_that_contradict_each_other_are_refused(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not valid JSON"), ("[]", "must hold one JSON object"), ("3", "must hold one JSON object"),
+        ("{", "is not valid JSON"), ("[]", "must contain one JSON object"), ("3", "must contain one JSON object"),
         ('{"run": {}, "run": {}}', "the key 'run' appears twice in one object"),
         ('{"phases": [{"privacy": {"epsilon": 8, "epsilon": 1}}]}', "the key 'epsilon' appears twice"),
         ('{"a": NaN}', "NaN is not a number"),

@@ -88,4 +88,4 @@ def test_features_of_a_body_that_drops_are_refused(loaded: Callable[..., Config]
             put("phases.1.data.label", "cls"), put("phases.1.features", {}), drop("phases.1.evaluation")]  # fmt: skip
     assert loaded(*head).phases[1].features is not None
     message = refusal(loaded, *head, put("model.dropout", 0.1))
-    assert "keeps features, which would be others at each step with model.drop_path or model.dropout" in message
+    assert "keeps features, which would change at each step with model.drop_path or model.dropout" in message

@@ -160,5 +160,5 @@ def test_a_dry_run_goes_without_what_is_not_at_hand(sets: Path) -> None:
 
 
 def test_a_list_without_labels_means_nothing(sets: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trains on no labels, so data\.classes means nothing there"):
+    with pytest.raises(ConfigError, match=r"does not train on labels, so data\.classes would have no effect"):
         config_of(sets, {"model.family": "mae", "phases.0.objective": "mae", "phases.1.objective": "mae"})

@@ -159,8 +159,8 @@ NODE = {"node_shards": "/x"}
 @pytest.mark.parametrize(
     ("data", "phase", "message"),
     [
-        ({"source": "webdataset"}, {}, "a stream is shuffled, and the accounting holds for Poisson samples alone"),
-        ({"source": "webdataset"}, {"batch": 4, "epochs": 2.0, "steps": 0}, "how many records a stream has is not kn"),
+        ({"source": "webdataset"}, {}, "a stream is shuffled, and the accounting holds only for Poisson samples"),
+        ({"source": "webdataset"}, {"batch": 4, "epochs": 2.0, "steps": 0}, "the number of records in a stream is not"),
         ({"source": "webdataset", "reading": {"cache_dir": "/x"}}, {"batch": 4}, "a stream has no index"),
         ({"source": "webdataset", "reading": NODE}, {"batch": 4}, "a stream has no index"),
         ({"public_fraction": 0.5, "reading": NODE}, {}, "public_fraction takes records of all shards"),

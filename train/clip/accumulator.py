@@ -1,7 +1,7 @@
-"""The books of one micro-batch: pieces as the backward pass brings them, norms at once, and the weighted sums.
+"""The books of one micro-batch: it collects pieces from the backward pass, measures norms, and writes weighted sums.
 
-A parameter's norm is taken as soon as its last use has reported, while its tensors are still in the caches. The
-products with the clip factors wait until the norms of all parameters are known; each frees its tensors as it is made.
+A parameter's norm is computed as soon as its last use has reported, while its tensors are still in the caches. The
+products with the clip factors wait until the norms of all parameters are known; each product then frees its tensors.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from murmuration.train.clip.per_record import (
 from murmuration.train.clip.rule import ClipError, stretches
 from murmuration.train.clip.sums import GradientSums
 
-# Squared norms may be wrong by this much of themselves before they are taken again (`rule.FACTOR_ROUNDING` has room for
-# it); outside the range, squares may have overflown or vanished in fp32.
+# Relative error of a squared norm above which it is computed again (`rule.FACTOR_ROUNDING` allows for it). Outside the
+# range, squares may have overflowed or vanished in fp32.
 TOLERANCE = 1e-2
 SMALLEST, LARGEST = 1e-24, 1e24
-# Of the elements of a bf16 operand that carries the clip factor.
+# Relative rounding error of the elements of a bf16 operand that carries the clip factor.
 BF16_ROUNDING = 2.0**-8
 
 
 @dataclass
 class Terms:
-    """What the norms of one group are added up from, [B] each. Added at the end: on a GPU, a kernel for every layer
-    would take longer than the numbers."""
+    """The terms of one group's norms, [B] each. They are summed at the end: on a GPU, launching a kernel for every
+    layer would take longer than the additions."""
 
     squares: list[Tensor] = field(default_factory=list)
     roots: list[Tensor] = field(default_factory=list)
-    """Lengths whose squares belong to the sum."""
+    """Lengths whose squares are part of the sum."""
     doubts: list[Tensor] = field(default_factory=list)
     lengths: list[Tensor] = field(default_factory=list)
 
     def added(self, none: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Squares, doubts, squares of what rounding of operands adds to the norm; `none` is a sum of no terms."""
+        """Squares, doubts, and squares of what rounding of operands adds to the norm; `none` is the empty sum."""
         square = by_pairs(self.squares, none)
         if self.roots:
             square = square + _halved(torch.stack(self.roots).double().square())
-        # Elements that round alike, or cancel unrounded, add up: by lengths, not by squares.
+        # Errors of elements that round alike, or that cancel unrounded, add up: by lengths, not by squares.
         rounding = _halved((BF16_ROUNDING * torch.stack(self.lengths)).square()) if self.lengths else none
         return square, by_pairs(self.doubts, none), rounding
 
@@ -63,8 +63,8 @@ def by_pairs(terms: list[Tensor], none: Tensor) -> Tensor:
 
 
 def _halved(rows: Tensor) -> Tensor:
-    """[N, B] -> [B]. Element by element, so that a record's sum does not depend on its place among the records, as the
-    order of a reduction may."""
+    """[N, B] -> [B], summed elementwise, so that a record's sum does not depend on its position among the records, as
+    it may in a reduction."""
     while len(rows) > 1:
         half = len(rows) // 2
         folded = rows[:half] + rows[half : 2 * half]
@@ -73,9 +73,9 @@ def _halved(rows: Tensor) -> Tensor:
 
 
 class NormAccumulator:
-    """`group_of` says which parameters are clipped together; `hold` how large a gradient per record may be, beside
-    the activations that it replaces, to be kept instead of them; `rounded`, that weighted bf16
-    operands are rounded to bf16."""
+    """`group_of` says which parameters are clipped together; `hold`, how large a per-record gradient may be, relative
+    to the activations that it replaces, to be kept instead of them; `rounded`, whether weighted bf16 operands are
+    rounded to bf16."""
 
     def __init__(
         self, group_of: Mapping[str, int], records: int, hold: float, rounded: bool, device: torch.device
@@ -126,7 +126,8 @@ class NormAccumulator:
             terms.lengths.append(found.length)
 
     def _is_affine(self, pieces: list[PerRecordGradient], uses: Mapping[str, int]) -> bool:
-        """A weight and its bias, used once, by one token of each record, and clipped together: lengths are shared."""
+        """Whether these are a weight and its bias, each used once, by one token per record, and clipped together: then
+        they share lengths."""
         if len(pieces) != 2:
             return False
         weight, bias = pieces
@@ -147,19 +148,19 @@ class NormAccumulator:
         return piece.elements <= self._hold * piece.tokens * (piece.rows + piece.columns)
 
     def norms(self, eligible: Tensor) -> Tensor:
-        """[groups, B], fp64; and settles which records are kept: all that are `eligible` and have a norm. Theirs is
-        right to within half of TOLERANCE as far as products go, and as far as convolutions and functions without a rule
-        round independently."""
+        """[groups, B], fp64. Also decides which records are kept: all that are `eligible` and have a norm. Their norms
+        are right to within half of TOLERANCE for products, and for convolutions and functions without a rule if their
+        rounding errors are independent."""
         for name in self._pieces.keys() - self._measured:  # some use never reached the loss
             self._measure(name)
         found = [terms.added(self._none) for terms in self._terms]
         squares, doubts, roundings = (torch.stack(each) for each in zip(*found, strict=True))
-        # Beside NaN nothing is true, and a doubt that is infinite exceeds any norm in range.
+        # Comparisons with NaN are false, and an infinite doubt exceeds any norm in range.
         sure = (squares > SMALLEST) & (squares < LARGEST) & (doubts <= TOLERANCE * squares)
         doubtful = (eligible & ~sure).any(0)
         norms = self._norms(squares, roundings)
         self.keep = eligible & (norms < math.inf).all(0)
-        # One question, since on a GPU the host waits for each answer; only where some slot is empty, two.
+        # One query in the usual case, since on a GPU the host waits for each answer; two only where some slot is empty.
         self._keeps_all = bool((self.keep & ~doubtful).all())
         if not self._keeps_all and bool(doubtful.any()):
             self.doubtful = doubtful
@@ -178,10 +179,10 @@ class NormAccumulator:
         return norms + roundings.sqrt() if self._rounded else norms
 
     def write_sums(self, factors: Tensor, sums: GradientSums) -> None:
-        """Sums with `factors` [groups, B] into the totals, over the records to keep; nothing is left in the book.
+        """Adds the sums with `factors` [groups, B] over the kept records to the totals, and empties the book.
 
-        An exact norm of a sum that is then rounded differently is no norm of it: of doubtful records, the very numbers
-        that were measured are added, apart from the products of the others.
+        An exact norm does not hold for a sum that is then rounded differently: for doubtful records, the very numbers
+        that were measured are added, separately from the products of the other records.
         """
         apart, keep = None, self.keep
         if self.doubtful is not None:
@@ -210,7 +211,7 @@ class NormAccumulator:
 
 
 def add_in_stretches(piece: PerRecordGradient, weights: ClipWeights, sums: GradientSums) -> None:
-    """Each one's sum is an addition to the totals of its own (`rounding_allowance`)."""
+    """Adds each stretch's sum to the totals separately (`rounding_allowance`)."""
     parts = stretches(piece.records)
     if len(parts) == 1:
         piece.add_weighted(weights, sums)
@@ -220,6 +221,6 @@ def add_in_stretches(piece: PerRecordGradient, weights: ClipWeights, sums: Gradi
 
 
 def _only_written(piece: PerRecordGradient) -> bool:
-    """Nothing is known of what its gradient is added up from, so what is measured must be what is added."""
+    """Whether the terms of its gradient are unknown, so that what is added must be exactly what was measured."""
     inner = piece.inner if isinstance(piece, ViaReparametrisation) else piece
     return isinstance(inner, Recomputed) and inner.terms is None

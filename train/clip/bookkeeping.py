@@ -1,8 +1,9 @@
-"""The book-keeping clip engine: one forward, one backward that computes activation gradients only, one product each.
+"""The book-keeping clip engine: one forward pass, one backward pass for activation gradients only, one product per
+weight.
 
-The backward pass keeps what each weight gradient would be made from. From that come the norms of all records, from
-those the clip factors, and only then one product per weight, with the factors inside: the clipped sum at the cost of
-an ordinary weight gradient. No second forward, and no gradient per record in memory.
+The backward pass keeps the operands of each weight gradient. They yield the norms of all records, the norms yield the
+clip factors, and only then is one product per weight computed, with the factors inside: the clipped sum costs as much
+as an ordinary weight gradient. There is no second forward pass, and no per-record gradient in memory.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.clip.sums import GradientSums
 from murmuration.train.clip.tracker import ParameterTracker
 
-# Largest gradient per record that is kept, in units of the activations and output gradients that it replaces. At 1
-# that costs no memory.
+# Size of the largest per-record gradient that is kept, in units of the activations and output gradients that it
+# replaces. At 1, keeping it costs no memory.
 HOLD: dict[Literal["lean", "fast"], float] = {"lean": 1.0, "fast": 1.6}
 
 
 @dataclass(frozen=True)
 class Held:
-    """The tensors of a model, found by one walk over its modules: small micro-batches would feel one each."""
+    """The tensors of a model, found by one walk over its modules: a walk per micro-batch would slow small ones down."""
 
     model: nn.Module
     places: Sequence[tuple[Mapping[str, Tensor | None], str, Tensor, bool]]
     """Where each tensor was found, and whether it is trained."""
     lengths: Sequence[tuple[Sized, int]]
-    """Of all these places: a tensor that was not there before makes one longer."""
+    """The length of each of these places, which a new tensor increases."""
     parameters: dict[str, nn.Parameter]
     constants: list[Tensor]
     _group_of: dict[Grouping, dict[str, int]]
 
     @staticmethod
     def by(model: nn.Module) -> Held:
-        # What named_parameters() and buffers() look into.
+        # The dictionaries that named_parameters() and buffers() read.
         owners = [place for module in model.modules() for place in (module._parameters, module._buffers)]
         places = [
             (place, name, tensor, tensor.requires_grad)
@@ -66,7 +67,7 @@ class Held:
         return self._group_of[grouping]
 
     def changed(self, model: nn.Module) -> bool:
-        """Also where an engine put other tensors in the place of these, as FSDP2 does while a layer runs."""
+        """Also true where an engine replaced these tensors, as FSDP2 does while a layer runs."""
         return (
             model is not self.model
             or any(len(place) != size for place, size in self.lengths)
@@ -79,7 +80,7 @@ class Held:
 
 class BookKeepingClip:
     """`round_operands`: in bf16, whether the operand that carries the factor is rounded back to bf16, for products at
-    full speed; what that may add is taken off each record's factor. None: on GPUs alone, where it pays."""
+    full speed; each record's factor is reduced by what that may add. None: only on GPUs, where it pays."""
 
     def __init__(
         self, rule: ClipRule, precision: Precision = "fp32", hold: float = HOLD["lean"],
@@ -96,7 +97,7 @@ class BookKeepingClip:
         return LOSS_SCALE[self.precision]
 
     def prepare(self, model: nn.Module) -> None:
-        """Nothing is changed in the model; it must only be one whose gradients can be clipped."""
+        """Checks that the model's gradients can be clipped; changes nothing in the model."""
         trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         if not trainable:
             raise ClipError("the model has no trainable parameter; unfreeze a part of it")
@@ -142,7 +143,7 @@ class BookKeepingClip:
         return Clipped(losses, norm, factor, rule.sensitivity, accumulator.doubtful)
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
-        """Losses [B]; afterwards the book holds the pieces of every trainable parameter."""
+        """Losses [B]; afterwards the book contains the pieces of every trainable parameter."""
         with _uncompiled(), tracker, torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
             losses = model(inputs)
         if losses.shape != (tracker.records,):
@@ -155,14 +156,14 @@ class BookKeepingClip:
             self._checked = True
         tracker.counting = False
         seed = torch.full_like(losses, self._scale)
-        # Below `torch.autograd.backward`, which would leave the mode: checkpointed layers run again, and are watched.
+        # Not `torch.autograd.backward`, which would leave the mode: checkpointed layers run again and must be watched.
         with _uncompiled(), tracker:
             _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
         return losses
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """Compiled code calls no function that could be watched: meanwhile it runs as it was written."""
+    """Disables compiled code, which calls no function that could be watched; the model runs as written instead."""
     if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it would take seconds
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
@@ -179,7 +180,7 @@ def _refuse_unused(tracker: ParameterTracker) -> None:
 
 
 def _refuse_unseen(tracker: ParameterTracker, losses: Tensor) -> None:
-    """No trainable parameter was used in a way that no rule saw: none is a leaf of the graph."""
+    """Refuses trainable parameters that were used in a way that no rule saw: these are leaves of the graph."""
     own = {id(p): name for name, p in tracker.parameters.items()}
     waiting, seen = [losses.grad_fn], set()
     while waiting:

@@ -1,18 +1,19 @@
-"""A clip engine against the definition, on the live model: single records by plain autograd.
+"""Checks a clip engine against the definition, on the live model: single records by plain autograd.
 
-Engines are fast because they reason about layers. A model may do something that no rule foresaw; then norms are wrong,
-and with them the promise. A few records at the start of a run show it, whatever the cause.
+Engines are fast because they reason about layers. If a model does something that no rule foresaw, norms are wrong, and
+with them the privacy guarantee. A few records at the start of a run reveal this, whatever the cause.
 
-In half precision three comparisons take the place of one, so that no tolerance has to cover how kernels round:
+In half precision, three comparisons replace the single one, so that no tolerance has to cover how kernels round:
 
-- in fp32, on the same live model, with the gradient of the record alone: what an engine does with layers is the same
-  in all precisions;
-- the norm by which a record is clipped with the size of what is added for it, both of the engine: the same numbers, to
-  fp32, whatever was rounded before;
-- what is added for it with the gradient in the same precision and the same micro-batch, hence by the same kernels. What
-  is left is that autograd rounds gradients of weights to half precision, where engines keep fp32: by 2^-8 of an
-  element in bf16, by 2^-11 in fp16. Some models make more of any rounding (deep ResNets multiply it by hundreds), so
-  that two honest computations differ: how much they do is measured by plain autograd alone, in half precision and fp32.
+- in fp32, on the same live model, with the gradient of the record alone: an engine treats layers in the same way in
+  all precisions;
+- the norm by which the engine clips a record with the size of what it adds for that record: the same numbers, to fp32,
+  whatever was rounded before;
+- what the engine adds for a record with the gradient in the same precision and the same micro-batch, hence by the same
+  kernels. The remaining difference is that autograd rounds weight gradients to half precision, where engines keep
+  fp32: by 2^-8 of an element in bf16, by 2^-11 in fp16. Some models amplify any rounding (deep ResNets multiply it by
+  hundreds), so that two correct computations differ: by how much is measured by plain autograd alone, in half
+  precision and fp32.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast
 from murmuration.train.clip.rule import ClipError, ClipRule
 
 EXACT = 1e-3
-# Five times the most that rounding the gradient of a weight can change: a weight that is used more than once is
-# rounded each time, and products may be added up in another order.
+# Five times the largest change from rounding a weight gradient once: a weight that is used more than once is rounded
+# each time, and products may be added up in another order.
 ROUNDED = 5 * 2.0**-8
 
 
@@ -53,10 +54,11 @@ def check_gradients(
     clip: ClipEngine, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, records: int = 3, *,
     plain: nn.Module | None = None, shapes: Mapping[str, torch.Size] | None = None,
 ) -> None:  # fmt: skip
-    """Norms and unclipped contributions of the first records that are present; ClipError if one is not its gradient.
+    """Compares norms and unclipped contributions of the first present records with their gradients; ClipError if one
+    differs.
 
-    Where parameters are sharded, plain autograd does not see them whole: then `plain` is a copy that is whole, and all
-    ranks call this alike; without one there is nothing to compare with.
+    Where parameters are sharded, plain autograd does not see them whole: then `plain` is an unsharded copy, and all
+    ranks must call this; without a copy there is nothing to compare with.
     """
     reference = model if plain is None else plain
     if not all(p.numel() for p in reference.parameters() if p.requires_grad):
@@ -72,7 +74,7 @@ def check_gradients(
                 found.append(_compared(clip, model, reference, *few, row, shapes, alone=True))
         for row in rows.tolist() if clip.precision != "fp32" else []:
             found.append(_compared(clip, model, reference, inputs, present, row, shapes, alone=False))
-    # Only now: where calling the model is an act of all ranks, one that stopped earlier would leave the others alone.
+    # Only now: where calling the model is a collective operation, a rank that stopped earlier would hang the others.
     for apart in found:
         if not apart.fits:
             raise ClipError(
@@ -85,7 +87,7 @@ def _compared(
     clip: ClipEngine, model: nn.Module, reference: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, row: int,
     shapes: Mapping[str, torch.Size] | None, alone: bool,
 ) -> _Apart:  # fmt: skip
-    """`alone`: with the gradient of the record by itself; otherwise of the micro-batch that it lies in."""
+    """`alone`: compares with the gradient of the record by itself; otherwise, computed within its micro-batch."""
     only = torch.zeros_like(present)
     only[row] = True
     totals, seen = clipped_totals(clip, model, inputs, only, shapes, _unclipped(clip.rule))
@@ -118,7 +120,7 @@ def _gradient(
 
 
 def _unclipped(rule: ClipRule) -> ClipRule:
-    """One group and a bound that never acts: the contribution is the gradient itself."""
+    """One group and a bound that is never reached: the contribution is the gradient itself."""
     return replace(rule, kind="flat", bound=1e30, grouping="all")
 
 

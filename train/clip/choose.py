@@ -1,4 +1,4 @@
-"""The clip engine that a config names."""
+"""Makes the clip engine that a config names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def make_clip(name: str, rule: ClipRule, precision: Precision, memory: Literal["
     if name == "reference":
         return ReferenceClip(rule)
     if name == "opacus":
-        # Opacus is for checking alone, and takes seconds to import.
+        # Opacus is only for checking, and takes seconds to import.
         from murmuration.train.clip.opacus import OpacusClip
 
         return OpacusClip(rule)

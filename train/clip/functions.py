@@ -1,8 +1,7 @@
-"""Layers that compute as usual and, in the backward pass, pass on the input gradient alone.
+"""Layers that compute as usual but, in the backward pass, return only the input gradient.
 
-What the gradient of their own parameters would have been made from (activations, output gradients) is reported as
-pieces instead. The anchor is a leaf that makes every such layer part of the graph, also where its input needs no
-gradient; nothing flows into it.
+The operands of their parameter gradients (activations, output gradients) are reported as pieces instead. The anchor is
+a leaf that makes every such layer part of the graph, even where its input needs no gradient; no gradient flows into it.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from torch.autograd import Function
 
 @dataclass(frozen=True)
 class Affine:
-    """The parameters of one use of a layer, outside autograd, and where their pieces go.
+    """The parameters of one use of a layer, outside autograd, and the callback for their pieces.
 
-    `report` takes what is needed for the pieces: (activation, output gradient) in the layer's own layout.
+    `report` takes the operands of the pieces: (activation, output gradient) in the layer's own layout.
     """
 
     weight: Tensor
@@ -29,7 +28,7 @@ class Affine:
     report: Callable[[Any, Tensor], None]
 
     def tell(self, activation: Tensor | Standardised, gradient: Tensor) -> None:
-        """What is done with them is no use of a parameter, and need not pass through the watch."""
+        """Reports both operands. Handling them is not a use of a parameter, so the tracker need not see it."""
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             self.report(activation, gradient)
 
@@ -100,7 +99,7 @@ class Embedding(Function):
 
 @dataclass(frozen=True)
 class Geometry:
-    """Of a convolution in any number of dimensions, transposed ones excepted."""
+    """Settings of a convolution in any number of dimensions, except transposed convolutions."""
 
     stride: list[int]
     padding: list[int]
@@ -117,11 +116,11 @@ class Geometry:
         return self._backward(x, weight, gradient, [True, False, False])[0]
 
     def weight_gradient(self, x: Tensor, shape: torch.Size, gradient: Tensor) -> Tensor:
-        """Summed over the records given."""
+        """The weight gradient, summed over the given records."""
         return self._backward(x, x.new_empty(shape), gradient, [False, True, False])[1]
 
     def terms(self, x: Tensor, kernel: torch.Size, gradient: Tensor) -> Tensor:
-        """[N] in fp64: over all positions, |what the kernel saw there|² · |output gradient there|²."""
+        """[N] in fp64: |input patch|² · |output gradient|², summed over all positions."""
         energy = x.double().square().sum(1, keepdim=True)
         straight = [0] * len(self.stride)
         ones = energy.new_ones(1, 1, *kernel)
@@ -179,7 +178,7 @@ class GenericFunction(Function):
 
 
 class PerRecord(Function):
-    """A free parameter as one copy for each record, [B, *shape], without memory for the copies."""
+    """Expands a free parameter to one copy per record, [B, *shape], without memory for the copies."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, records: int, report: Callable[[Tensor], None]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,8 +1,9 @@
-"""The Gram form of squared norms as one kernel for GPUs: Σ (AAᵀ ∘ GGᵀ) of every record, and the diagonals of both.
+"""The Gram form of squared norms as one GPU kernel: Σ (AAᵀ ∘ GGᵀ) of every record, and the diagonals of both.
 
-As separate operations, two matrices [T, T] per record go to memory and come back three times, which costs more than
-their arithmetic. Here a pair of tiles stays in registers until it is one number. Tiles above the diagonal are left
-out, since both matrices are symmetric. Sums are taken in a fixed order, so that a replayed step finds the same bits.
+As separate operations, two matrices [T, T] per record go to memory and back three times, which costs more than
+their arithmetic. Here a pair of tiles stays in registers until it is reduced to one number. Tiles above the diagonal
+are skipped, since both matrices are symmetric. Sums are taken in a fixed order, so that a replayed step reproduces the
+same bits.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ WARPS, STAGES = 4, 3
 def _products(  # pyright: ignore
     base, own, other, tokens, width, stride, TILE: tl.constexpr, DEPTH: tl.constexpr, PART: tl.constexpr
 ):
-    """[TILE, TILE]: products of the rows `own` and `other` of one matrix. Tensor cores accumulate over PART columns at
-    most, since they cut off what they cannot hold; the parts are added up as fp32 numbers are."""
+    """[TILE, TILE]: products of the rows `own` and `other` of one matrix. Tensor cores accumulate over at most PART
+    columns, since they truncate low-order bits; the parts are added up in ordinary fp32."""
     total = tl.zeros([TILE, TILE], tl.float32)
     for first in range(0, width, PART):
         part = tl.zeros([TILE, TILE], tl.float32)
@@ -46,7 +47,7 @@ def _tile_pair(  # pyright: ignore
     left_record, left_token, right_record, right_token,
     TILE: tl.constexpr, DEPTH: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """One program takes one pair of tiles (own ≥ other) of one record."""
+    """Each program handles one pair of tiles (own ≥ other) of one record."""
     record, pair, pairs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) * 0.5).to(tl.int32)
     # The root may be rounded to the wrong side of a whole number.
@@ -70,14 +71,14 @@ def _finish(  # pyright: ignore
     SHARE: tl.constexpr, ADDED: tl.constexpr, LOST_LEFT: tl.constexpr, LOST_RIGHT: tl.constexpr,
     PAIRS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program takes one record: its square, doubt and length in fp64, from what the pairs of tiles left."""
+    """Each program handles one record: its square, doubt and length in fp64, from the results of its pairs of tiles."""
     record, records = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     pair, token = tl.arange(0, PAIRS), tl.arange(0, TOKENS)
     parts = tl.load(inner + record * pairs + pair, mask=pair < pairs, other=0.0).to(tl.float64)
     left = tl.load(left_sizes + record * tokens + token, mask=token < tokens, other=0.0).to(tl.float64)
     right = tl.load(right_sizes + record * tokens + token, mask=token < tokens, other=0.0).to(tl.float64)
     terms = left * right
-    # Sums of squares are not negative. Where a number is none, so is the length, whatever the largest ones are.
+    # Sums of squares are not negative. If any number is NaN, so is the length, whatever the maxima are.
     length = tl.sum(tl.sqrt(terms), 0)
     square = tl.sum(parts, 0)
     added = ADDED * length
@@ -89,10 +90,10 @@ def _finish(  # pyright: ignore
 
 
 def gram(left: Tensor, right: Tensor, part: int, bounds: tuple[float, float, float, float]) -> tuple[Tensor, ...]:
-    """left [B, T, rows], right [B, T, columns] -> three times [B] in fp64: Σ (AAᵀ ∘ GGᵀ); how far it may be off, by
+    """left [B, T, rows], right [B, T, columns] -> three tensors [B] in fp64: Σ (AAᵀ ∘ GGᵀ); its error bound, from
     `bounds` (`norms.Bounds`); and the summed lengths |a||g|.
 
-    `part`, a multiple of 64: over how many columns tensor cores accumulate.
+    `part`, a multiple of 64, is the number of columns over which tensor cores accumulate.
     """
     left, right = (x if x.stride(2) == 1 else x.contiguous() for x in (left, right))
     records, tokens = right.shape[:2]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Literal
 
-# The last: patterns of names, each with its budget in proportion to the others'.
+# Patterns of names, each with its budget in proportion to the others.
 Budgets = tuple[tuple[str, float], ...]
 Grouping = Literal["all", "block", "layer"] | Budgets
 
@@ -20,7 +20,8 @@ class GroupError(ValueError):
 
 
 def group_of(name: str, grouping: Literal["all", "block", "layer"]) -> str:
-    """`blocks.3.attn.qkv.weight` belongs to `blocks.3` and to `blocks.3.attn.qkv`; what is in no block is a group."""
+    """`blocks.3.attn.qkv.weight` belongs to `blocks.3` by block and to `blocks.3.attn.qkv` by layer; the parameters
+    outside all blocks form one group."""
     if grouping == "all":
         return ""
     parts = name.split(".")
@@ -31,7 +32,7 @@ def group_of(name: str, grouping: Literal["all", "block", "layer"]) -> str:
 
 
 def groups_of(names: Iterable[str], grouping: Grouping) -> dict[str, int]:
-    """Parameter -> number of its group: in the order in which the model names them, or of the patterns."""
+    """Parameter -> number of its group, in the order in which the model names them, or in that of the patterns."""
     if isinstance(grouping, str):
         numbers: dict[str, int] = {}
         return {name: numbers.setdefault(group_of(name, grouping), len(numbers)) for name in names}
@@ -39,11 +40,13 @@ def groups_of(names: Iterable[str], grouping: Grouping) -> dict[str, int]:
     for name in names:
         fitting = [number for number, (pattern, _) in enumerate(grouping) if fnmatchcase(name, pattern)]
         if not fitting:
-            raise GroupError(f"privacy.clip.groups has no pattern for {name}; add one that fits it, such as '*'")
+            raise GroupError(f"privacy.clip.groups has no pattern for {name}; add one that matches it, such as '*'")
         found[name] = fitting[0]
     idle = [pattern for number, (pattern, _) in enumerate(grouping) if number not in found.values()]
     if idle:
-        raise GroupError(f"privacy.clip.groups: no parameter is left for {idle[0]!r}, and its budget would be lost")
+        raise GroupError(
+            f"privacy.clip.groups: no parameter is left for {idle[0]!r}, so its budget would be lost; remove it"
+        )
     return found
 
 

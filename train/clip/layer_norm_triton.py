@@ -1,8 +1,8 @@
 """Per-record gradients of a LayerNorm's scale and shift in one pass over its input and its output gradient, on GPUs.
 
 As separate operations, five passes over activations in fp32 take longer than the layer itself. Each program adds up the
-tokens of one record in a fixed order, so a record's sums do not depend on its neighbours, and a replayed step finds the
-same bits.
+tokens of one record in a fixed order, so a record's sums do not depend on its neighbours, and a replayed step
+reproduces the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COLUMNS, ROWS = 128, 16
 def _record_sums(  # pyright: ignore
     x, gradient, mean, inverse, scale, shift, tokens, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """One program takes some columns of one record: Σ g·(x - mean)·inverse and Σ g over its tokens."""
+    """Each program handles some columns of one record: Σ g·(x - mean)·inverse and Σ g over its tokens."""
     record = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     scales, shifts = tl.zeros([COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
@@ -33,7 +33,7 @@ def _record_sums(  # pyright: ignore
         middle = tl.load(mean + row, mask=token < tokens, other=0.0)
         spread = tl.load(inverse + row, mask=token < tokens, other=0.0)
         normal = (value - middle[:, None]) * spread[:, None]
-        # A column that is not there would bring 0·(0 - mean): nothing, unless the mean is no number.
+        # A column out of range would add 0·(0 - mean): nothing, unless the mean is NaN.
         scales += tl.sum(tl.where(there, normal * upstream, 0.0), 0)
         shifts += tl.sum(upstream, 0)
     tl.store(scale + record * width + column, scales, mask=column < width)

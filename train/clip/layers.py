@@ -1,6 +1,7 @@
-"""Which of PyTorch's functions use weights, and how each is run so that per-record gradients can be had.
+"""Which of PyTorch's functions use weights, and how each is run so that per-record gradients can be computed.
 
-Rows of a record lie together: an activation leads with B, or with B·m where every record has m rows in sequence.
+The rows of a record are contiguous: an activation's first dimension is B, or B·m where every record has m consecutive
+rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from murmuration.train.clip.per_record import PerRecordGradient, wide
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.tracker import ParameterTracker, TrackedTensor, swapped, tensors_in
 
-# PyTorch's own multi-head attention, written in functions that take weights one at a time.
+# PyTorch's multi-head attention, written as functions that take one weight at a time.
 #
 # PyTorch runs it as a single function of all its weights, with records in the second dimension. The products are those
 # of `torch.nn.functional.multi_head_attention_forward`.
@@ -79,7 +80,7 @@ def multi_head_attention(
 def _projected(
     query: Tensor, key: Tensor, value: Tensor, weights: list[Tensor], bias: Tensor | None
 ) -> Sequence[Tensor]:
-    """Each [B, tokens, width], from [tokens, B, width]; `weights` are three, or one of all three stacked."""
+    """Each [B, tokens, width], from [tokens, B, width]; `weights` has three weights, or one with all three stacked."""
     same = query is key and key is value
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     if same and len(weights) == 1:
@@ -90,7 +91,7 @@ def _projected(
 
 
 def _mask(q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
-    """One additive mask [B or 1, heads or 1, queries or 1, keys] of both."""
+    """Combines both into one additive mask [B or 1, heads or 1, queries or 1, keys]."""
     both = None
     if attn_mask is not None:
         both = _additive(attn_mask, q.dtype)
@@ -187,7 +188,7 @@ def layer_norm(
 def _scale_and_shift(
     normal: Standardised, gradient: Tensor, records: int, shape: list[int], scaled: bool
 ) -> tuple[Tensor, Tensor]:
-    """[B, *shape]: each record's gradients of both; of the scale, only where it is asked for."""
+    """[B, *shape]: each record's gradients of both; the scale's only where it is trained."""
     halves_or_fp32 = max(normal.x.dtype.itemsize, gradient.dtype.itemsize) <= 4
     if gradient.device.type in norms.KERNEL_DEVICES and halves_or_fp32 and (kernel := _record_sums()) is not None:
         x, mean, inverse = normal
@@ -214,7 +215,7 @@ def group_norm(
     tracker: ParameterTracker, input: Tensor, num_groups: int, weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Without its scale and shift, which are then free parameters of the channels."""
+    """Runs it without its scale and shift, which are then free parameters of the channels."""
     out = F.group_norm(input, num_groups, None, None, eps)
     along = (1, -1, *[1] * (input.dim() - 2))
     with tracker:
@@ -268,7 +269,7 @@ def convolution(
     stride, dilation, kernel = _each(stride, dims), _each(dilation, dims), list(weight.shape[2:])
     if isinstance(padding, str) and padding == "same":
         total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        # Uneven padding: the longer side comes last, as PyTorch has it.
+        # Uneven padding: the longer side comes last, as in PyTorch.
         x = F.pad(x, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
     padding = [0] * dims if isinstance(padding, str) else _each(padding, dims)
     geometry = Geometry(stride, padding, dilation, groups)
@@ -306,7 +307,7 @@ def convolution(
 
 
 def _patches(tracker: ParameterTracker, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: list[int]) -> Tensor:
-    """A patch embedding: pieces that do not overlap, so that one product does it."""
+    """A patch embedding: the patches do not overlap, so one product suffices."""
     grid = [size // k for size, k in zip(x.shape[2:], kernel, strict=True)]
     for dim, (cells, k) in enumerate(zip(grid, kernel, strict=True)):
         x = x.narrow(2 + dim, 0, cells * k)
@@ -352,7 +353,7 @@ def _each(value: Any, dims: int) -> list[int]:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """As autocast would do inside the function that is replaced."""
+    """Casts as autocast would inside the function that is replaced."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
 
@@ -380,7 +381,7 @@ LAYER_RULES = {
 
 # Any function of weights and activations that has no rule: exact per-record gradients by torch.func, with a notice.
 #
-# It writes out the gradients of some records at a time and runs the function again: right, and slower than a rule.
+# It writes out the gradients of some records at a time and runs the function again: correct, but slower than a rule.
 
 _noticed: set[str] = set()
 

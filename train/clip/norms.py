@@ -1,10 +1,10 @@
-"""Squared gradient norms of every record, from pieces; and how far rounding may have led them astray.
+"""Squared gradient norms of every record, from pieces, with a bound on their rounding error.
 
 ||AᵀG||² = Σ (AAᵀ ∘ GGᵀ) needs no per-record gradient, and is cheap where tokens are few. But it is a sum of terms of
-either sign: where the tokens' gradients cancel, rounding of the large terms remains, in the norm and again,
-differently, in the weighted product. `doubt` bounds that error, so that doubtful records can be treated apart.
+either sign: where the tokens' gradients cancel, the rounding errors of the large terms remain, in the norm and again,
+differently, in the weighted product. `doubt` bounds that error, so that doubtful records can be handled separately.
 
-Of products the bound holds for any record. Errors of different pairs of tokens cannot be taken for independent: where
+For products, the bound holds for any record. Errors of different pairs of tokens cannot be assumed independent: where
 tokens repeat, so does the rounding of their products, and it adds up as the lengths |a||g| of the tokens do.
 """
 
@@ -30,32 +30,33 @@ from murmuration.train.clip.per_record import (
     wide,
 )
 
-# From this many tokens on, the Gram matrices are taken in strips, which leaves out most of their upper half.
+# From this many tokens on, the Gram matrices are computed in strips, which skips most of their upper half.
 STRIPS_FROM, STRIPS = 96, 4
 STRIP_SHARE = 0.5 + 0.5 / STRIPS
-# Of gradients that are written out by convolutions and other functions, errors are counted as independent: a sum of n
-# terms is within 4·√n·u of its size.
+# For gradients that are written out by convolutions and other functions, errors count as independent: a sum of n terms
+# is within 4·√n·u of its size.
 DEVIATIONS = 4.0
-# Long sums are taken in blocks, whose errors grow no further; or else a large vocabulary made every record doubtful.
+# Long sums are taken in blocks, whose errors grow no further; otherwise a large vocabulary would make every record
+# doubtful.
 MOST_UNIT = 128.0
-# Where a piece does not say over how many terms it sums.
+# The assumed number of terms where a piece does not state it.
 UNKNOWN_WIDTH = 4096
-# Dot products of tokens are added up over so many columns at a time, and these parts then: the bound of what rounding
-# does grows with the longest chain of additions.
+# Dot products of tokens are added up over this many columns at a time, and then these parts: the bound on rounding
+# grows with the longest chain of additions.
 PART = 64
-# Where the Gram form is one kernel.
+# Devices on which the Gram form is one kernel.
 KERNEL_DEVICES = ("cuda",)
 
 
 class Bounds(NamedTuple):
-    """Of how far a record's square may be off."""
+    """Coefficients of the bound on the error of a record's square."""
 
     share: float
-    """Of the square of its tokens' summed lengths |a||g|, by the rounding of products."""
+    """For the rounding of products, in units of the square of its tokens' summed lengths |a||g|."""
     added: float
-    """Of those lengths, by the rounding of what is added to the sums."""
+    """For the rounding of what is added to the sums, in units of those lengths."""
     lost_left: float
-    """Of the largest |a|², by what vanishes in fp32; and of the largest |g|²."""
+    """For what vanishes in fp32, in units of the largest |a|²; `lost_right`, of the largest |g|²."""
     lost_right: float
 
 
@@ -63,9 +64,10 @@ Gram = Callable[[Tensor, Tensor, int, Bounds], tuple[Tensor, ...]]
 
 
 class Squares(NamedTuple):
-    """[B] each, fp64: squared norms, the error that they may have, and the summed lengths of their terms.
+    """[B] each, fp64: squared norms, the bound on their error, and the summed lengths of their terms.
 
-    No error: what is measured is what is added. No lengths: nobody asked for them, or nothing is rounded.
+    The error is None where exactly what is measured is added; lengths are None where nobody asked for them or nothing
+    is rounded.
     """
 
     square: Tensor
@@ -74,7 +76,7 @@ class Squares(NamedTuple):
 
 
 def measure(pieces: list[PerRecordGradient], lengths: bool = True) -> Squares:
-    """Of the gradient of one parameter, which is the sum of its pieces."""
+    """Measures the gradient of one parameter, which is the sum of its pieces."""
     outers = [piece for piece in pieces if isinstance(piece, OuterProduct)]
     if len(outers) < len(pieces) or (len(pieces) == 1 and not gram_is_cheaper(outers[0])):
         return _written_out(pieces, lengths)
@@ -87,7 +89,7 @@ def measure(pieces: list[PerRecordGradient], lengths: bool = True) -> Squares:
     for number, later in enumerate(outers):
         for earlier in outers[:number]:
             square = square + 2 * _cross(earlier, later)
-    # Alone, a single token has nothing to cancel with; beside another use it has.
+    # A single token has nothing to cancel with, unless there is another use.
     lone = [_share(piece) * own.square if piece.tokens == 1 else 0.0 for piece, own in zip(outers, found, strict=True)]
     doubts = [own.doubt + more for own, more in zip(found, lone, strict=True) if own.doubt is not None]
     added = _total(
@@ -98,17 +100,17 @@ def measure(pieces: list[PerRecordGradient], lengths: bool = True) -> Squares:
 
 
 def measure_affine(weight: OuterProduct, lengths: bool = True) -> Squares:
-    """Of a weight and its bias together, used by one token of each record: |left|² · (|right|² + 1)."""
+    """Measures a weight and its bias together, used by one token of each record: |left|² · (|right|² + 1)."""
     return _one_token(weight, _wide(weight.left), _wide(weight.right), lengths, biased=True)
 
 
 def gram_is_cheaper(piece: OuterProduct) -> bool:
-    """By operations, from the shape alone, so that a replayed step takes the same way."""
+    """Compares operation counts, from the shape alone, so that a replayed step takes the same path."""
     return piece.sparse or piece.tokens == 1 or gram_cost(piece.tokens, piece.rows, piece.columns) < piece.elements
 
 
 def gram_cost(tokens: int, rows: int, columns: int) -> float:
-    """Per token, in products, beside rows · columns for writing the gradient out."""
+    """Products per token, to compare with rows · columns for writing the gradient out."""
     return (STRIP_SHARE if tokens >= STRIPS_FROM else 1.0) * tokens * (rows + columns)
 
 
@@ -118,7 +120,7 @@ def squared(value: Tensor) -> Tensor:
 
 
 def _together(doubts: list[Tensor]) -> Tensor:
-    """Uses may cancel each other as tokens may: errors count by the sizes before that."""
+    """Uses may cancel each other, as tokens may: errors count by the sizes before cancellation."""
     return doubts[0] if len(doubts) == 1 else torch.stack([doubt.sqrt() for doubt in doubts]).sum(0).square()
 
 
@@ -145,7 +147,7 @@ def _written_out(pieces: list[PerRecordGradient], lengths: bool) -> Squares:
     others = [_unit(piece) * piece.spread() for piece in pieces if not isinstance(piece, OuterProduct)]
     doubt = _together(others) if others else torch.zeros_like(square)
     own = [_length(piece) for piece in outers]
-    # As many additions as tokens, and one for each other piece.
+    # One addition for each token, and one for each other piece.
     depth = sum(piece.tokens for piece in outers) + len(pieces)
     written = depth * _roundoff(first) * sum(own, torch.zeros_like(square))
     added = sum((_added(piece) * length for piece, length in zip(outers, own, strict=True)), torch.zeros_like(square))
@@ -154,18 +156,18 @@ def _written_out(pieces: list[PerRecordGradient], lengths: bool) -> Squares:
 
 
 def _added(piece: OuterProduct) -> float:
-    """By how much of the summed lengths of its tokens a record's share of the weighted product may be off, since its
-    tokens are added up one after the other there. Twice the unit roundoff: tensor cores cut off."""
+    """Error bound of a record's share of the weighted product, in units of the summed lengths of its tokens, which are
+    added up there one after the other. Twice the unit roundoff, since tensor cores truncate."""
     return piece.tokens * torch.finfo(wide(piece.dtype)).eps
 
 
 def _lengthened(square: Tensor, error: Tensor) -> Tensor:
-    """What an error of that length may do to a squared length."""
+    """The largest change of a squared length that an error of that length can cause."""
     return (2 * square.clamp(min=0.0).sqrt() + error) * error
 
 
 def _length(piece: OuterProduct) -> Tensor:
-    """[B]: sum over tokens of |left|·|right|, which bounds what rounding of every element of one of them can do."""
+    """[B]: sum over tokens of |left|·|right|, which bounds the effect of rounding every element of one of them."""
     right = squared_length(piece.right)
     return (right if piece.sparse else squared_length(piece.left) * right).sqrt().sum(1)
 
@@ -188,8 +190,8 @@ def _own(piece: OuterProduct) -> Squares:
 
 
 def chain(width: int, unit: float) -> float:
-    """How far the product of two rows of so many numbers may be from the true one, in units of the product of their
-    lengths, if additions within a part err by `unit` of the largest sum and those of parts round.
+    """Error bound of the product of two rows of `width` numbers, in units of the product of their lengths, if additions
+    within a part err by `unit` of the largest sum and the additions of parts are rounded.
 
     In whichever order the numbers of a part are added, each addition errs by at most `unit` of a sum that is no larger
     than the product of the lengths of the two rows' parts. Over the parts, these products add up to at most that of the
@@ -202,16 +204,17 @@ def chain(width: int, unit: float) -> float:
 
 
 def cut_off(width: int) -> float:
-    """Of the kernel. Tensor cores align the products of a step to the largest one and cut off what is below: up to eps
-    of it for each number."""
+    """`chain` for the kernel. Tensor cores align the products of a step to the largest one and truncate the bits below:
+    up to eps of it for each number."""
     return chain(width, torch.finfo(torch.float32).eps)
 
 
 def product_error(left: float, right: float) -> float:
-    """Of Σ (AAᵀ ∘ GGᵀ), in units of (Σ |a||g|)² over the tokens, if products of rows err by so much of their lengths.
+    """Error bound of Σ (AAᵀ ∘ GGᵀ), in units of (Σ |a||g|)² over the tokens, if products of rows err by at most `left`
+    and `right` of their lengths.
 
     Entry by entry, |LR - L'R'| ≤ ((1 + left)(1 + right) - 1)·|a||a'|·|g||g'|, and their product is rounded once more.
-    The sum is in fp64. A hundredth more covers that lengths are measured, too.
+    The sum is in fp64. One percent more covers the rounding of the lengths themselves, which are measured too.
     """
     return 1.01 * ((1 + left) * (1 + right) - 1 + torch.finfo(torch.float32).eps)
 
@@ -226,7 +229,7 @@ def _roundoff(piece: PerRecordGradient) -> float:
 
 
 def _kernel_for(piece: OuterProduct) -> Gram | None:
-    """In half precision alone: in fp32 the products take longer than what the kernel saves."""
+    """In half precision only: in fp32 the products take longer than the kernel saves."""
     halves = not piece.sparse and piece.left.dtype.itemsize == piece.right.dtype.itemsize == 2
     return _kernel() if halves and piece.tokens > 1 and piece.right.device.type in KERNEL_DEVICES else None
 
@@ -242,7 +245,7 @@ def _kernel() -> Gram | None:
 
 
 def _one_token(piece: OuterProduct, left: Tensor, right: Tensor, lengths: bool, biased: bool = False) -> Squares:
-    """|left|²·|right|²: no matrix of tokens, nothing to cancel."""
+    """|left|²·|right|²: there is no matrix of tokens, and nothing cancels."""
     right_sizes = squared_length(right).squeeze(1)
     left_sizes = torch.ones_like(right_sizes) if piece.sparse else squared_length(left).squeeze(1)
     square = left_sizes * right_sizes
@@ -257,7 +260,7 @@ def _whole(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _in_strips(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Both Gram matrices are symmetric: a strip of rows meets only the columns up to its own end."""
+    """Both Gram matrices are symmetric: a strip of rows needs only the columns up to its own end."""
     tokens = right.shape[1]
     inner = torch.zeros(len(right), dtype=torch.float64, device=right.device)
     left_sizes, right_sizes = [], []
@@ -275,14 +278,14 @@ def _in_strips(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _products(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of the rows of both; of row numbers, whether they are equal."""
+    """Products of the rows of both; for row numbers, whether they are equal."""
     if one.is_floating_point():
         return _in_parts(one, other)
     return (one.unsqueeze(2) == other.unsqueeze(1)).to(dtype)
 
 
 def _in_parts(one: Tensor, other: Tensor) -> Tensor:
-    """one·otherᵀ, as `chain` has it."""
+    """one·otherᵀ, summed in the parts that `chain` assumes."""
     other = other.transpose(1, 2)
     if one.dtype == torch.float64:
         return one @ other
@@ -306,14 +309,14 @@ def _cross(one: OuterProduct, other: OuterProduct) -> Tensor:
 
 
 def _lost(piece: OuterProduct, left: Tensor, right: Tensor) -> Tensor:
-    """[B], from the largest squared lengths of both sides."""
+    """[B]: error from vanishing products, from the largest squared lengths of both sides."""
     of_left, of_right = _vanishing(piece)
     return torch.add(of_right * right, left, alpha=of_left)
 
 
 def _vanishing(piece: OuterProduct) -> tuple[float, float]:
-    """Products that vanish in fp32 matter only where the other side can lift them: by so much of the largest squared
-    length of the left side, and of the right one."""
+    """Products that vanish in fp32 matter only where the other side can lift them. Returns the bounds, in units of the
+    largest squared length of the left side and of the right side."""
     format = torch.finfo(wide(piece.dtype))
     unit = format.tiny * format.eps * piece.tokens**2
     return unit * piece.columns, unit * piece.rows

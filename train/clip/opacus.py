@@ -1,6 +1,6 @@
-"""Per-record gradients by Opacus's hooks: an independent engine, to check ours on models of plain layers.
+"""Per-record gradients from Opacus's hooks: an independent engine, to check ours on models of plain layers.
 
-It holds all gradients of all records, and refuses what Opacus does not know: bare parameters, tied weights.
+It keeps all gradients of all records in memory, and refuses what Opacus cannot handle: bare parameters, tied weights.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class OpacusClip:
     def _add(
         self, found: Mapping[str, Tensor], losses: Tensor, present: Tensor, sums: GradientSums, rule: ClipRule
     ) -> Clipped:  # fmt: skip
-        """In fp64 throughout: speed is no aim here."""
+        """In fp64 throughout: speed does not matter here."""
         samples = {name: g.double() for name, g in found.items()}
         parts = [g.reshape(len(g), -1) for g in samples.values()]
         norms = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dim=1) for g in parts]), dim=0)

@@ -1,8 +1,8 @@
-"""Per-record gradients of one parameter, in the form in which a backward pass finds them.
+"""Per-record gradients of one parameter, in the form in which the backward pass produces them.
 
-A piece knows the gradient of every record of the micro-batch without (where it can) writing it out: a product of two
-matrices, a convolution, a plain tensor. It can write out the gradients of chosen records, and add the weighted sum of
-all of them to the totals.
+A piece represents the gradient of every record of the micro-batch, without writing it out where possible: a product of
+two matrices, a convolution, a plain tensor. It can write out the gradients of chosen records, and add the weighted sum
+of all of them to the totals.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from murmuration.train.clip.sums import GradientSums
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Where sums are taken: never below fp32."""
+    """The type in which sums are taken: never below fp32."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def flat(x: Tensor) -> Tensor:
-    """[B, …] -> [B, elements]; a lone number has one."""
+    """[B, …] -> [B, elements]; a scalar has one element."""
     return x.reshape(len(x), -1)
 
 
 # Elements of per-record gradients that are written out at a time, where they are not kept.
 CHUNK = 1 << 23
-# Squares are added one after the other in fp32 along stretches of this length alone: over millions, errors grow.
+# Squares are added one after the other in fp32 only along stretches of this length: over millions, errors would grow.
 STRETCH = 1 << 11
 
 
 def squared_length(x: Tensor) -> Tensor:
-    """Of the last dimension, in fp64."""
+    """Squared length along the last dimension, in fp64."""
     whole, rest = _stretches(x)
     total = rest.double().square()
     return total if whole is None else whole.double().square().sum(-1) + total
@@ -47,7 +47,7 @@ def lengths_of_stretches(x: Tensor) -> list[Tensor]:
 
 
 def _stretches(x: Tensor) -> tuple[Tensor | None, Tensor]:
-    """[…, stretches] and […]: lengths of the whole stretches, if there are any, and of what is left."""
+    """[…, stretches] and […]: lengths of the whole stretches, if there are any, and of the remainder."""
     whole = x.shape[-1] // STRETCH * STRETCH
     if not whole:
         return None, torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype))
@@ -57,23 +57,23 @@ def _stretches(x: Tensor) -> tuple[Tensor | None, Tensor]:
 
 @dataclass(frozen=True)
 class ClipWeights:
-    """A factor for each record, and which records may be touched at all (None: every one).
+    """A factor for each record, and which records may be used at all (None: all).
 
-    A factor of 0 does not silence a record that is not finite, since 0·inf is NaN; such records are replaced by zeros,
+    A factor of 0 does not remove a record that is not finite, since 0·inf is NaN; such records are replaced by zeros,
     in both operands of a product.
     """
 
     factors: Tensor
     keep: Tensor | None
     rounded: bool = False
-    """Whether a bf16 operand that carries the factor goes back to bf16, for the products of GPUs."""
+    """Whether a bf16 operand that carries the factor is rounded back to bf16, for fast products on GPUs."""
 
     def apply(self, value: Tensor) -> Tensor:
-        """`value` [B, …] with every record scaled by its factor, in fp32 or better."""
+        """Scales every record of `value` [B, …] by its factor, in fp32 or better."""
         return self.mask(value) * self._over(value)
 
     def operand(self, value: Tensor) -> Tensor:
-        """The same for a matrix product. Never in fp16, in which small numbers would vanish."""
+        """Like `apply`, for a matrix product. Never in fp16, in which small numbers would vanish."""
         if not (self.rounded and value.dtype == torch.bfloat16):
             return self.apply(value)
         # In one pass: multiplied in fp32, written in bf16.
@@ -97,7 +97,7 @@ class PerRecordGradient(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the parameter."""
+        """The name of the parameter."""
         ...
 
     @property
@@ -105,12 +105,12 @@ class PerRecordGradient(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the backward pass found it."""
+        """The type in which the backward pass produced it."""
         ...
 
     @property
     def elements(self) -> int:
-        """Of one record's gradient."""
+        """Number of elements of one record's gradient."""
         ...
 
     def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
@@ -118,12 +118,12 @@ class PerRecordGradient(Protocol):
         ...
 
     def part(self, rows: slice) -> PerRecordGradient:
-        """Of these records alone."""
+        """The piece of only these records."""
         ...
 
     def spread(self) -> Tensor:
-        """[B], fp64: squares of the terms that a record's gradient is added up from. Where they cancel, the gradient is
-        much smaller than their rounding."""
+        """[B], fp64: the sum of the squared terms of a record's gradient. Where terms cancel, the gradient is much
+        smaller than their rounding error."""
         ...
 
     def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None: ...
@@ -131,7 +131,7 @@ class PerRecordGradient(Protocol):
 
 @dataclass(frozen=True)
 class Dense:
-    """Written out: [B, *shape of the parameter]. For parameters that are small beside their layer's activations."""
+    """Written out: [B, *shape of the parameter]. For parameters that are small next to their layer's activations."""
 
     name: str
     value: Tensor
@@ -167,7 +167,7 @@ class Dense:
 class OuterProduct:
     """leftᵀ·right for each record: [B, T, rows]ᵀ [B, T, columns], the parameter seen as [rows, columns].
 
-    Where `left` is a table of row numbers ([B, T], integers) it stands for their one-hot rows: an embedding.
+    Where `left` is a table of row numbers ([B, T], integers), it represents their one-hot rows: an embedding.
     """
 
     name: str
@@ -236,10 +236,11 @@ class OuterProduct:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """By a function that writes out the gradients of chosen records, and one that adds up weighted output gradients.
+    """Computed by one function that writes out the gradients of chosen records and another that adds up weighted output
+    gradients: for convolutions, and everything that has no rule of its own.
 
-    `inputs` [B, …] and the output gradients `upstream` [B, …] are what both are given: convolutions, and everything
-    that has no rule of its own. `terms` gives the squares of what a record's gradient is added up from, if known.
+    Both take `inputs` [B, …] and the output gradients `upstream` [B, …]. `terms` gives the sum of the squared terms of
+    a record's gradient, if known.
     """
 
     name: str
@@ -315,7 +316,7 @@ class ViaReparametrisation:
         return replace(self, inner=self.inner.part(rows))
 
     def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
-        """Written out once more, by the same steps as for the norm."""
+        """Writes the gradients out once more, by the same steps as for the norm."""
         for rows in self.stretches():
             written = self.instances(rows, wide(self.dtype))
             keep = None if weights.keep is None else weights.keep[rows]

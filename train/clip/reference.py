@@ -1,7 +1,7 @@
 """The reference clip engine: every record's whole gradient, by vmap, then norms, factors and the weighted sum.
 
-It holds B gradients at once and so is for small models and for checking faster engines. What it computes can be
-read off the definition.
+It keeps B gradients in memory, so it is for small models and for checking faster engines. It follows the definition
+literally.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.rule import LONGEST_ROW, ClipError, ClipRule, stretches
 from murmuration.train.clip.sums import GradientSums
 
-# Outside these, squares may overflow or vanish in fp32 and the norm is taken again in fp64.
+# Outside this range, squares may overflow or vanish in fp32, and the norm is computed again in fp64.
 SMALLEST, LARGEST = 1e-12, 1e12
 
 
@@ -29,7 +29,7 @@ class ReferenceClip:
         self.precision: Precision = "fp32"
 
     def prepare(self, model: nn.Module) -> None:
-        """Fused attention has no vmap rule on CPU: correct, but slower than the written-out form."""
+        """Turns fused attention off: without a vmap rule on CPU it is correct, but slower than the written-out form."""
         use_fused(model, False)
         self.rule.require_groups([name for name, p in model.named_parameters() if p.requires_grad])
         longest = max(p.shape[-1] for p in model.parameters() if p.requires_grad and p.dim())
@@ -61,8 +61,8 @@ class ReferenceClip:
                     for number in range(max(group_of.values()) + 1)
                 ]
             )
-            # A record that is absent, or whose loss or gradient is not finite, contributes exactly zero:
-            # by its factor, and where its gradient is not finite by its gradient too, since 0·inf is NaN.
+            # A record that is absent, or whose loss or gradient is not finite, contributes exactly zero: its factor is
+            # zero, and so is its gradient where that is not finite, since 0·inf is NaN.
             broken = ~torch.isfinite(norms).all(0)
             usable = present & ~broken & torch.isfinite(losses)
             precise = torch.float64 if losses.dtype == torch.float64 else torch.float32
@@ -78,7 +78,7 @@ class ReferenceClip:
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:
-    """L2 norm over all parameters: fp32 along the last dimension, fp64 from there on and wherever fp32 is too small."""
+    """L2 norm over all parameters: fp32 along the last dimension, fp64 beyond it and wherever fp32 lacks range."""
     rows = [g.flatten(1, -2) if g.dim() > 2 else g.view(len(g), -1) for g in gradients]
     parts = [torch.linalg.vector_norm(g, dim=-1).double() for g in rows]
     norms = torch.linalg.vector_norm(torch.cat([part.reshape(len(part), -1) for part in parts], dim=1), dim=1)

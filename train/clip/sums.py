@@ -1,6 +1,6 @@
-"""Where a clip engine adds what it computed: one running total per trainable parameter, by name.
+"""The totals to which a clip engine adds: one running total per trainable parameter, by name.
 
-The clip engine never sees how totals are kept or how they reach the sharded engine; the totals never see a record.
+The clip engine does not know how totals are stored or how they reach the sharded engine; the totals never see a record.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class GradientSums(Protocol):
         ...
 
     def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
-        """leftᵀ @ right, computed with fp32 accumulation, is added to the parameter seen as [rows, columns].
+        """Adds leftᵀ @ right, computed with fp32 accumulation, to the parameter seen as [rows, columns].
 
-        `left` is [k, rows], `right` is [k, columns]; operands may be bf16, the product leaves in fp32.
+        `left` is [k, rows], `right` is [k, columns]; operands may be bf16, the product is in fp32.
         """
         ...
 
 
 class ExactSums:
-    """fp64 on each rank and across the ranks: one flat buffer, seen as one total per parameter.
+    """fp64 on each rank and across the ranks: one flat buffer, viewed as one total per parameter.
 
     Neighbouring data sets differ in one record, hence in one stretch of a micro-batch on one rank. All other products
-    are the same numbers in both worlds. Each of N additions in fp64 errs by at most 2⁻⁵³ of a total that is at most B·C
-    long: for a million records, 128 at a time, 2e-6·C at worst in both worlds together. What rounding can move is the
-    product of that one stretch: its bound (in `rule.py`) does not grow with the logical batch.
+    are the same numbers for both. Each of N additions in fp64 errs by at most 2⁻⁵³ of a total whose norm is at most
+    B·C: for a million records, 128 at a time, 2e-6·C at worst for both together. Beyond that, rounding can move only
+    the product of that one stretch, and its bound (in `rule.py`) does not grow with the logical batch.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
@@ -56,19 +56,19 @@ class ExactSums:
         self.add(name, product(left, right).view_as(self.totals[name]))
 
     def reduce(self, ranks: Ranks) -> None:
-        """Over all ranks, in one collective."""
+        """Sums over all ranks, in one collective."""
         ranks.add(self._flat)
 
     def clear(self) -> None:
         self._flat.zero_()
 
     def keep_from_swap(self) -> bool:
-        """As far as the system allows; whether it does."""
+        """Locks the totals in memory if the system allows it; returns whether it does."""
         return keep_from_swap(self._flat)
 
 
 class Float32Sums:
-    """Plain fp32 totals, made at the first use of each name: for probes and measurements."""
+    """Plain fp32 totals, created at the first use of each name: for probes and measurements."""
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         self._shapes = shapes
@@ -93,12 +93,12 @@ class Float32Sums:
 
 
 def trainable_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Only before any engine shards the parameters: afterwards they may have lost their shapes."""
+    """Call this before an engine shards the parameters: afterwards they may have lost their shapes."""
     return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """leftᵀ @ right, accumulated in fp32 and left in fp32 (fp64 stays fp64), whatever the operands are."""
+    """leftᵀ @ right, accumulated and returned in fp32 (fp64 stays fp64), whatever the operands' types."""
     if left.dtype == right.dtype and left.dtype in (torch.float32, torch.float64):
         return left.t() @ right
     if left.is_cuda and left.dtype == right.dtype:

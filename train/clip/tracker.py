@@ -1,8 +1,8 @@
-"""Sees every use of a trainable parameter while a model runs, without a change to the model.
+"""Sees every use of a trainable parameter while a model runs, without changing the model.
 
-PyTorch hands each of its functions to a TorchFunctionMode before it runs. Parameters are known by identity, so
-modules are called as always (hooks that gather sharded weights fire, checkpointing and fused attention work), tied
-weights are seen wherever they are used, and a parameter used in an unforeseen way meets the fallback, not silence.
+PyTorch passes each of its functions to a TorchFunctionMode before it runs. Parameters are recognised by identity, so
+modules are called as usual (hooks that gather sharded weights fire, checkpointing and fused attention work), tied
+weights are seen wherever they are used, and a parameter used in an unforeseen way goes to the fallback, not unnoticed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from murmuration.train.clip.functions import PerRecord
 from murmuration.train.clip.per_record import Dense, OuterProduct, PerRecordGradient, Recomputed, ViaReparametrisation
 from murmuration.train.clip.rule import ClipError
 
-# Where a tensor that holds weights comes from: a parameter, a view of one, or something computed from parameters.
+# Where a tensor of weights comes from: a parameter, a view of one, or something computed from parameters.
 #
-# Pieces of per-record gradients are found for the tensor that a layer used; a source turns them into pieces of the
+# Pieces of per-record gradients are found for the tensor that a layer used; its source turns them into pieces of the
 # parameters behind it.
 
 
 @dataclass(frozen=True)
 class TrackedTensor:
-    """`view` says how the tensor lies in its only parameter; None means that it was computed, by autograd's record.
+    """`view` says how the tensor is laid out in its only parameter; None means that it was computed, as autograd
+    recorded.
 
     `leaves` are the parameters behind it, detached from the model, by name.
     """
@@ -40,12 +41,13 @@ class TrackedTensor:
 
     @property
     def value(self) -> Tensor:
-        """What layers compute with. A parameter stays itself: its data may be elsewhere until they are needed."""
+        """The tensor that layers compute with. A parameter is returned as it is: its data may be elsewhere until they
+        are needed."""
         return self.tensor if isinstance(self.tensor, torch.nn.Parameter) else self.tensor.detach()
 
     @property
     def shape(self) -> torch.Size:
-        """As it was when the layer ran; a sharded parameter lets its data go afterwards."""
+        """The shape when the layer ran; a sharded parameter releases its data afterwards."""
         whole = next(iter(self.leaves.values())) if isinstance(self.tensor, torch.nn.Parameter) else self.tensor
         return whole.shape
 
@@ -82,7 +84,7 @@ class TrackedTensor:
         return self._through(Recomputed("", inputs, upstream, self.shape, write, total, terms))
 
     def _through(self, inner: PerRecordGradient) -> list[PerRecordGradient]:
-        """Also for views, whose record by autograd is kept as well."""
+        """Works for views too, since their autograd record is also kept."""
         return [ViaReparametrisation(name, inner, self.tensor, leaf) for name, leaf in self.leaves.items()]
 
 
@@ -93,7 +95,7 @@ IN_ORDER = {
 }  # fmt: skip
 TRANSPOSING = {"t", "T", "mT", "transpose", "swapaxes", "swapdims", "adjoint"}
 SPREADING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
-# Functions of no value: they look at a tensor, or cut it from its gradient.
+# Functions that compute nothing: they inspect a tensor, or detach it from its gradient.
 LOOKING = {
     "detach", "detach_", "data", "grad", "grad_fn", "is_leaf", "requires_grad", "size", "dim", "numel", "stride",
     "is_floating_point", "is_contiguous", "shape", "ndim", "dtype", "device", "is_cuda", "data_ptr", "__len__",
@@ -109,7 +111,8 @@ Handler = Callable[..., Any]
 class ParameterTracker(TorchFunctionMode):
     """For one forward and backward pass of `records` records. `report` takes pieces, and how often each weight is used.
 
-    Nothing that it holds may lead back to it: what waits for Python's garbage collector keeps a micro-batch in memory.
+    Nothing that it references may refer back to it: a cycle that waits for Python's garbage collector keeps a
+    micro-batch in memory.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class ParameterTracker(TorchFunctionMode):
         self.parameters = parameters
         self._sources: dict[int, TrackedTensor] = {}
         self._constants = {id(tensor) for tensor in constants}
-        # Where an engine takes a parameter's memory away after use, what autograd keeps of it must be a copy.
+        # Where an engine reclaims a parameter's memory after use, autograd must save a copy of it.
         lent = any(getattr(p, "lent", False) for p in parameters.values())
         self._kept = saved_tensors_hooks(_copy, lambda x: x) if lent else nullcontext()
 
@@ -159,46 +162,46 @@ class ParameterTracker(TorchFunctionMode):
         return self._fallback(self, func, args, kwargs)
 
     def source(self, tensor: Tensor) -> TrackedTensor | None:
-        """What a tensor holds of the trainable parameters; None for everything else."""
+        """The trainable parameters behind a tensor; None if there are none."""
         found = self._sources.get(id(tensor))
-        # A sharded parameter has its shape only while its layer runs; what was seen of it before is no use.
+        # A sharded parameter has its shape only while its layer runs; an entry from before is useless.
         stale = found is not None and found.tensor is tensor and found.shape != tensor.shape
         if id(tensor) in self._names and (found is None or stale):
-            # A leaf of its own: what is computed from weights alone is recorded apart from the records' graph.
+            # A leaf of its own: what is computed from weights alone is recorded outside the records' graph.
             leaf = tensor.detach().requires_grad_()
             found = TrackedTensor(tensor, {self._names[id(tensor)]: leaf}, "same")
             self._sources[id(tensor)] = self._sources[id(leaf)] = found
         return found
 
     def use(self, source: TrackedTensor) -> None:
-        """Counts the pieces that the backward pass will bring; a checkpoint's second forward counts nothing."""
+        """Counts the pieces that the backward pass will report; a checkpoint's second forward pass counts nothing."""
         if self.counting:
             for name in source.leaves:
                 self.used[name] = self.used.get(name, 0) + 1
 
     def report(self, pieces: list[PerRecordGradient]) -> None:
-        # What is done with pieces is no use of a parameter, and need not pass through here.
+        # Handling pieces is not a use of a parameter, so it need not pass through here.
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             self._report(pieces, self.used)
 
     def per_record(self, source: TrackedTensor) -> Tensor:
-        """[B, *shape]: ordinary autograd goes on from here, record by record."""
+        """[B, *shape]: ordinary autograd continues from here, record by record."""
         self.use(source)
         return PerRecord.apply(
             self.anchor, source.value.detach(), self.records, lambda gradient: self.report(source.whole(gradient))
         )
 
     def times(self, leading: int, what: str) -> int:
-        """How many rows belong to each record where tensors lead with `leading` rows, all of one record together."""
+        """Rows per record, where the first dimension has `leading` rows and those of a record are contiguous."""
         if leading % self.records:
             raise ClipError(
-                f"{what} was applied to rows whose number is no multiple of the records, which cannot be told apart; "
-                "keep records in the first dimension of every activation"
+                f"{what} was applied to rows whose number is not a multiple of the number of records, which cannot be "
+                "told apart; keep records in the first dimension of every activation"
             )
         return leading // self.records
 
     def _unweighted(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A function of no weights. What it makes of fixed numbers alone (a table of positions) is fixed, too."""
+        """A function without weights. Results of fixed numbers alone (a table of positions) are fixed, too."""
         out = func(*args, **kwargs)
         fixed = not any(self.varies(x) for x in tensors_in(args, kwargs))
         if fixed or _name(func).endswith("_"):
@@ -212,13 +215,13 @@ class ParameterTracker(TorchFunctionMode):
         return any(id(x) in self._names or id(x) in self._sources for x in _flat(args, kwargs))
 
     def varies(self, tensor: Tensor) -> bool:
-        """Whether a tensor may differ between records: neither weights nor made without a look at records."""
+        """Whether a tensor may differ between records: it is neither a weight nor computed without the records."""
         if tensor.dim() == 0 or id(tensor) in self._constants or self.source(tensor) is not None:
             return False
         return not getattr(tensor, "same_for_all_records", False)
 
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """From weights and constants alone: recorded, so that gradients find their way back to the parameters."""
+        """Runs a function of weights and constants alone, and records it, so that gradients reach the parameters."""
         known = [source for x in tensors_in(args, kwargs) if (source := self.source(x)) is not None]
         first, name = known[0], _name(func)
         if name in SPREADING and (spread := self._spread(first, func, args, kwargs)) is not None:
@@ -254,7 +257,7 @@ class ParameterTracker(TorchFunctionMode):
         return _rows(copies, times)
 
     def elementwise(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """With activations: as one copy for each record, broadcast as the parameter itself would be."""
+        """Combines weights with activations: as one copy per record, broadcast as the parameter itself would be."""
         result = torch.broadcast_shapes(*(x.shape for x in tensors_in(args, kwargs)))
         times = self.times(result[0], "a free parameter")
 

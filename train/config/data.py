@@ -16,7 +16,7 @@ _AUGMENT = (
 )
 _CLASSES = (
     "Public file that numbers the classes: one name per line, or a JSON list. Class folders and names in .cls files "
-    "are looked up in it, in all phases alike. Required for private class folders."
+    "are looked up in it, identically in all phases. Required for private class folders."
 )
 _READING = "How records are fetched and decoded."
 _PUBLIC = "Your word that nobody's privacy depends on these records."
@@ -31,18 +31,18 @@ class ReadingSettings(Section):
         description="Decoding processes per rank; null: the free cores; 0: decodes inside the trainer, not isolated.",
     )
     in_flight: int | None = Field(
-        default=None, gt=0, description="Records read at a time; null: 64 from a URL, else workers + 2."
+        default=None, gt=0, description="Records read concurrently; null: 64 from a URL, else workers + 2."
     )
     timeout_seconds: float = Field(default=30.0, gt=0, description="Limit for one request to a remote store.")
     cache_dir: str | None = Field(default=None, description="Local folder that keeps remote records, unencrypted.")
-    cache_gib: float = Field(default=100.0, gt=0, description="The most that all ranks of a node keep together.")
+    cache_gib: float = Field(default=100.0, gt=0, description="Largest total size of the cache of a node's ranks.")
     cache_keep: Literal["records", "shards"] = Field(
         default="records", description="shards: whole shards, checked against the SHA-256 of the manifest."
     )
     node_shards: str | None = Field(
         default=None,
-        description="Folder in which each node holds copies of some of the shards; $VARIABLES are filled in. A record "
-        "is then computed where it lies. The draw stays the same.",
+        description="Folder in which each node holds copies of some of the shards; $VARIABLES are expanded. A record "
+        "is then processed on a node that holds it. The draw stays the same.",
     )
 
 
@@ -56,11 +56,11 @@ class ShardData(Section):
         default=None,
         gt=0,
         lt=1,
-        description="Splits the records in two, alike in every run: a phase with `public` takes this share, a phase "
-        "without it the rest, whose number is its n.",
+        description="Splits the records in two, identically in every run: a phase with `public` takes this share; a "
+        "phase without it takes the rest, whose number is its n.",
     )
     expected_records: int | None = Field(
-        default=None, gt=0, description="n for --dry-run and the planner where the data are not at hand."
+        default=None, gt=0, description="n for --dry-run and the planner where the data are not available."
     )
     augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = Field(
         default="none", description=_AUGMENT
@@ -85,14 +85,14 @@ class ShardData(Section):
 
 
 class SyntheticData(Section):
-    """Pictures made by rule while training: nobody's, so for phases that are not private."""
+    """Pictures generated during training. They belong to nobody, so they are for phases that are not private."""
 
     source: Literal["synthetic"] = Field(description="Names this kind of data.")
-    kind: Kind = Field(default="mixed", description="What the pictures show; only shapes have captions.")
+    kind: Kind = Field(default="mixed", description="What the pictures show; only `shapes` have captions.")
     records: int = Field(default=100_000, gt=0, description="Number of pictures; an epoch shows each of them once.")
-    seed: int = Field(default=1, ge=0, description="Decides the pictures.")
+    seed: int = Field(default=1, ge=0, description="Seed from which the pictures are generated.")
     size: int | None = Field(
-        default=None, ge=8, description="Side in pixels before augmentation; null: that of the model."
+        default=None, ge=8, description="Side in pixels before augmentation; null: the model's image size."
     )
     augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = Field(
         default="none", description=_AUGMENT
@@ -107,25 +107,25 @@ class SyntheticData(Section):
     @model_validator(mode="after")
     def _makes_sense(self) -> SyntheticData:
         if self.tokenizer is not None and self.kind != "shapes":
-            raise ValueError(f"{self.kind} have no captions; `shapes` do, or leave the tokenizer away")
+            raise ValueError(f"{self.kind} have no captions; use `shapes`, which do, or leave the tokenizer out")
         if self.reading.node_shards is not None:
-            raise ValueError("pictures made by rule lie on no node; leave reading.node_shards out")
+            raise ValueError("synthetic pictures are stored on no node; leave reading.node_shards out")
         return self
 
 
 class CheckpointData(Section):
-    """Weights to start from, in the place of records: a run directory, an export, or a file of released weights."""
+    """Weights to start from, instead of records: a run directory, an export, or a file of released weights."""
 
     source: Literal["checkpoint"] = Field(description="Names this kind of data.")
     path: str = Field(description="A run directory, an export, or a file or folder of released weights.")
     public: bool = Field(
-        description="Your word that nobody's privacy depends on these weights, or that a promise of their own covers "
-        "it, which the certificate repeats; false marks the run NOT PRIVATE.",
+        description="Your word, which the certificate repeats, that nobody's privacy depends on these weights, or that "
+        "a promise of their own covers it; false marks the run NOT PRIVATE.",
     )
     take_head: bool | None = Field(
         default=None,
-        description="Whether a classifier takes its head from there too, if that has as many classes; null: only from "
-        "this project's own runs and exports. false: the head starts by model.head_scale and model.head_bias.",
+        description="Whether a classifier also takes its head from there, if the number of classes matches; null: only "
+        "from this project's own runs and exports. false: model.head_scale and model.head_bias initialise the head.",
     )
 
     @model_validator(mode="before")
@@ -146,17 +146,17 @@ class HeldOutData(Section):
 
 
 class StreamData(Section):
-    """Tar shards that webdataset streams in shuffled epochs, without an index: for phases that are not private."""
+    """Tar shards that webdataset streams in shuffled epochs, without an index; for phases that are not private."""
 
     source: Literal["webdataset"] = Field(description="Names this kind of data.")
     path: str = Field(description="A folder, one tar, or a brace pattern, local or behind a URL.")
     public: bool = Field(default=False, description=_PUBLIC)
-    buffer: int = Field(default=1000, gt=0, description="Records of each lane that are shuffled among each other.")
+    buffer: int = Field(default=1000, gt=0, description="Size of each lane's shuffle buffer, in records.")
     lanes: int = Field(
         default=8,
         gt=0,
-        description="Streams among which the shards are divided and from which each step takes equally many records: "
-        "at least one per rank, at most one per shard.",
+        description="Number of streams among which the shards are divided; each step takes equally many records from "
+        "each. At least one per rank, at most one per shard.",
     )
     augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = Field(
         default="none", description=_AUGMENT
@@ -176,7 +176,7 @@ class StreamData(Section):
     @model_validator(mode="after")
     def _makes_sense(self) -> StreamData:
         if self.reading.node_shards is not None or self.reading.cache_dir is not None:
-            raise ValueError("a stream has no index to find records by; leave node_shards and cache_dir out of reading")
+            raise ValueError("a stream has no index of its records; leave node_shards and cache_dir out of reading")
         return self
 
 

@@ -1,4 +1,4 @@
-"""From a file and `--set` overrides to a checked Config, or to one plain sentence per fault."""
+"""Turns a file and `--set` overrides into a checked Config, or reports one plain sentence per fault."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from murmuration.train.config.root import Config
 
 PATH_KEYS = {"path", "tokenizer", "folder", "dir", "classes"}
 NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
-"""What JSON does not take for one: .48 and 1."""
+"""Numbers that JSON does not accept, such as `.48` and `1.`"""
 UNUSABLE = re.compile("[\0\ud800-\udfff]")
 
 
 class ConfigError(RunError, ValueError):
-    """The config cannot be used; every fault is one line."""
+    """The config cannot be used; the message has one line per fault."""
 
 
 def load(path: Path, overrides: list[str]) -> Config:
@@ -40,14 +40,14 @@ def load(path: Path, overrides: list[str]) -> Config:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read as a config: {error}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must hold one JSON object")
+        raise ConfigError(f"{path} must contain one JSON object")
     _absolute_paths(raw, path.resolve().parent)
     for override in overrides:
         _override(raw, override)
     try:
         require_shallow(raw)
     except JsonError as error:
-        raise ConfigError(f"{path} with what --set adds {error}") from None
+        raise ConfigError(f"{path} with the --set overrides {error}") from None
     _require_text(raw)
     _objectives_of_starts(raw.get("phases"))
     refused = find_refusals(raw)
@@ -55,16 +55,18 @@ def load(path: Path, overrides: list[str]) -> Config:
         raise ConfigError("\n".join(printable(sentence) for sentence in refused))
     raw = without_harmless(raw, {field.alias or name for name, field in Config.model_fields.items()})
     try:
-        # As JSON and strict: "8" is no number, 2.0 no count, true no 1.
+        # As JSON and strict: "8" is not a number, 2.0 is not a count, true is not 1.
         return Config.model_validate_json(json.dumps(raw), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(printable(_sentence(fault)) for fault in error.errors())) from None
 
 
 def _require_text(value: Any, where: str = "the config") -> None:
-    """Neither a file's name nor a page can hold a zero byte or half a character."""
+    """Neither a file name nor a page can contain a zero byte or half a character."""
     if isinstance(value, str) and UNUSABLE.search(value):
-        raise ConfigError(f"{printable(where)} holds {value!r:.60}, a zero byte or half a character; write plain text")
+        raise ConfigError(
+            f"{printable(where)} contains {value!r:.60}, with a zero byte or half a character; write plain text"
+        )
     if isinstance(value, dict):
         for key, item in value.items():
             _require_text(key, where)
@@ -87,7 +89,7 @@ def _absolute_paths(value: Any, folder: Path) -> None:
 
 
 def _objectives_of_starts(phases: Any) -> None:
-    """A phase that only loads weights needs no objective of its own: they are for the phase after it."""
+    """A phase that only loads weights needs no objective of its own: it takes that of the next phase that names one."""
     found = [phase for phase in phases if isinstance(phase, dict)] if isinstance(phases, list) else []
     for number, phase in enumerate(found):
         data = phase.get("data")
@@ -125,7 +127,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
     if not isinstance(holder, dict):
         raise ConfigError(f"--set {printable(dotted)}: only keys of an object can be set")
     if parts[-1] == "privacy" and new is None and isinstance(holder.get("privacy"), dict):
-        # The non-private twin of a recipe keeps its batch.
+        # The non-private variant of a recipe keeps its batch size.
         expected = holder["privacy"].get("expected_batch")
         holder.setdefault("batch", round(expected) if isinstance(expected, int | float) else expected)
     holder[parts[-1]] = new
@@ -133,7 +135,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
 
 def _sentence(fault: Any) -> str:
     location = [part for part in fault["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
-    # The name of a source stands in the location as if it were a key.
+    # pydantic puts the name of a source into the location as if it were a key.
     where = ".".join(str(part) for part in location if part not in DATA_SECTIONS)
     if fault["type"] == "extra_forbidden":
         known = _known_keys(location[:-1])

@@ -1,4 +1,5 @@
-"""The config's sections on optimizers and learning rates. What a type does not use is refused, not ignored."""
+"""The config's sections on optimizers and learning rates. Settings that a type does not use are refused, not
+ignored."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ TAKES: dict[OptimizerType, set[str]] = {
 
 
 class ParameterRule(Section):
-    """What is different for some parameters. Every rule that fits a parameter acts, and factors multiply."""
+    """Exceptions for some parameters. Every rule that matches a parameter applies, and factors multiply."""
 
     parameters: str = Field(
         default="*", description="Pattern of parameter names, as in a shell: `encoder.*`, `*.bias`, `*norm*`."
@@ -49,22 +50,22 @@ class OptimizerParams(Section):
         description="AdamW: decoupled; LAMB: added to the direction; SGD and LARS: added to the gradient.",
     )
     bias_correction: bool = Field(
-        default=True, description="false: moments are used as they are, small in the first steps."
+        default=True, description="false: moments are not corrected, so they are small in the first steps."
     )
     noise_floor: float | None = Field(
         default=None,
         gt=0,
-        description="DP-AdamBC: the known variance of the noise is subtracted from the second moment, which stays "
-        "above this number; its root is the denominator, without eps.",
+        description="DP-AdamBC: the known variance of the noise is subtracted from the second moment, and the result "
+        "is clamped to at least this number; its root is the denominator, without eps.",
     )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD, LARS.")
     nesterov: bool = Field(default=False, description="SGD, LARS: Nesterov's momentum.")
     trust_coefficient: float = Field(default=0.001, gt=0, description="LARS: its eta.")
     weight_norm_bounds: tuple[float, float] | None = Field(
-        default=None, description="LAMB: least and greatest norm of the weights in its phi."
+        default=None, description="LAMB: lower and upper bound of the weight norm in its phi."
     )
     trust_bounds: tuple[float, float] | None = Field(
-        default=None, description="LAMB, LARS: least and greatest trust ratio."
+        default=None, description="LAMB, LARS: lower and upper bound of the trust ratio."
     )
     ema_decay: float | None = Field(
         default=None, gt=0, lt=1, description="Keeps a moving average of the weights, saved with the checkpoint."
@@ -72,10 +73,10 @@ class OptimizerParams(Section):
     gradient_norm: float | None = Field(
         default=None,
         gt=0,
-        description="A longer mean gradient is scaled down to this norm. In a private phase that happens after the "
-        "noise and bounds no record's part, which privacy.clip does.",
+        description="A mean gradient with a larger norm is scaled down to this norm. In a private phase that happens "
+        "after the noise and does not bound any record's contribution; privacy.clip does.",
     )
-    rules: list[ParameterRule] = Field(default=[], description="What differs for some parameters.")
+    rules: list[ParameterRule] = Field(default=[], description="Exceptions for some parameters.")
 
     @field_validator("betas")
     @classmethod
@@ -101,11 +102,11 @@ class OptimizerParams(Section):
 class Optimizer(Section):
     type: OptimizerType = Field(default="AdamW", description="The update rule.")
     params: OptimizerParams = Field(
-        default=OptimizerParams(), description="Its settings; one that the type does not use is refused."
+        default=OptimizerParams(), description="Its settings; those that the type does not use are refused."
     )
     carry: Carry = Field(
         default="none",
-        description="State taken over from the phase before. second-moment: as in Bu et al., with the first moment "
+        description="State taken over from the previous phase. second-moment: as in Bu et al., with the first moment "
         "zeroed and the step count kept.",
     )
 
@@ -116,7 +117,9 @@ class Optimizer(Section):
         if self.params.gradient_norm is not None and self.params.noise_floor is not None:
             raise ValueError("noise_floor subtracts the noise as it was drawn, and gradient_norm scales it; drop one")
         if self.carry != "none" and self.params.noise_floor is not None:
-            raise ValueError("noise_floor subtracts the noise of every step, and carried moments have none of it")
+            raise ValueError(
+                "noise_floor subtracts the noise of every step, which carried moments do not contain; drop one"
+            )
         foreign = sorted(self.params.model_fields_set - TAKES[self.type])
         if foreign:
             raise ValueError(f"{self.type} has no {', '.join(foreign)}; it takes {', '.join(sorted(TAKES[self.type]))}")
@@ -124,7 +127,7 @@ class Optimizer(Section):
 
 
 class Schedule(Section):
-    """Learning rate of step t = 1, 2, …: the lesser of a warm-up from `start` and a shape down to `floor`."""
+    """Learning rate of step t = 1, 2, …: the smaller of a warm-up from `start` and a shape that falls to `floor`."""
 
     peak: float = Field(gt=0, description="Learning rate after the warm-up.")
     warmup: int = Field(
@@ -152,7 +155,7 @@ class Schedule(Section):
         description="Number of the first step in the warm-up; 0, as in DP-Cap's code: its rate is `start`.",
     )
     hold: int = Field(
-        default=1, gt=0, description="Steps for which a rate is kept; the steps of an epoch give one rate per epoch."
+        default=1, gt=0, description="Steps for which a rate is kept; the length of an epoch gives one rate per epoch."
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The section of the config that describes one phase of a run: what is trained on what, how, and until when."""
+"""The config's section on one phase of a run: what is trained, on which data, how, and for how long."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from murmuration.train.config.section import Section, word_given
 class Monitor(Section):
     """Public records on which the loss's slope and curvature are measured at checkpoints."""
 
-    path: str = Field(description="Tar shards or a folder of images, indexed; no record that a private phase protects.")
+    path: str = Field(
+        description="Tar shards or a folder of images, indexed; must contain no record that a private phase protects."
+    )
     public: Literal[True] = Field(
         description="Your word that nobody's privacy depends on these records; the certificate repeats it."
     )
     records: int = Field(
-        default=256, ge=2, description="How many records; each costs about 20 + 30·probes forward passes."
+        default=256, ge=2, description="Number of records; each costs about 20 + 30·probes forward passes."
     )
-    every: int = Field(default=1, gt=0, description="Checkpoints from one measurement to the next.")
+    every: int = Field(default=1, gt=0, description="Number of checkpoints from one measurement to the next.")
     probes: int = Field(default=4, gt=0, description="Random vectors for each of the two traces.")
     micro_batch: int | None = Field(
-        default=None, gt=0, description="Records measured at a time; null: a quarter of the training's micro-batch."
+        default=None, gt=0, description="Records measured at a time; null: a quarter of the training micro-batch."
     )
 
     @model_validator(mode="before")
@@ -40,24 +42,24 @@ MOST_STEPS = 10**9
 
 
 class ZeroShot(Section):
-    """Labels scored as the next words of a caption; the records' .json holds the true number under the axis's name."""
+    """Labels scored as the next words of a caption; a record's .json has the true label's number by the axis's name."""
 
     prompt: str = Field(default="a photo of a", description="How the caption begins.")
     axes: dict[str, Annotated[list[str], Field(min_length=1)]] = Field(
         min_length=1,
-        description="Labels by the name of the field that holds the true one; asked in order, each after the words "
+        description="Labels by the name of the field that contains the true one; scored in order, each after the words "
         "found so far.",
     )
 
 
 class Evaluation(Section):
-    """Public held-out records, measured at checkpoints only: nothing leaves before the weights are durable."""
+    """Public held-out records, measured only at checkpoints: no result is published before the weights are durable."""
 
     path: str = Field(description="Tar shards or a folder of images, indexed.")
     public: Literal[True] = Field(
         description="Your word that nobody's privacy depends on these records; the certificate repeats it."
     )
-    records: int = Field(default=512, gt=0, description="How many of the records are measured.")
+    records: int = Field(default=512, gt=0, description="Number of records that are measured.")
     zero_shot: ZeroShot | None = Field(
         default=None, description="Scores labels as the next words of a caption; only with objective caption."
     )
@@ -69,16 +71,16 @@ class Evaluation(Section):
 
 
 class Plateau(Section):
-    """Ends the phase once the loss on the public held-out records stops falling. A private phase that may end so
+    """Ends the phase once the loss on the public held-out records stops falling. A private phase that may end this way
     claims its planned budget."""
 
-    patience: int = Field(default=3, gt=0, description="Checkpoints in a row without improvement.")
-    min_delta: float = Field(default=0.0, ge=0, description="A loss that falls by less has not improved.")
-    not_before: int = Field(default=0, ge=0, description="Steps that are made in any case, before the phase may end.")
+    patience: int = Field(default=3, gt=0, description="Consecutive checkpoints without improvement.")
+    min_delta: float = Field(default=0.0, ge=0, description="A loss that falls by less counts as no improvement.")
+    not_before: int = Field(default=0, ge=0, description="Smallest number of steps before the phase may end.")
 
 
 class Mixing(Section):
-    """Public gradients beside the noised ones: alpha · public + (1 - alpha) · private, after the noise."""
+    """Mixes public gradients with the noised ones: alpha · public + (1 - alpha) · private, after the noise."""
 
     data: ShardData | SyntheticData = Field(description="Public records, of source shards or synthetic.")
     batch: int = Field(gt=0, description="Public records per step, drawn by a sampler of their own.")
@@ -100,9 +102,9 @@ class Mixing(Section):
         if not self.data.public:
             raise ValueError("the data to mix in are not declared public; their gradients get no noise")
         if self.data.reading.node_shards is not None:
-            raise ValueError("data to mix in are read by all ranks alike; leave reading.node_shards out")
+            raise ValueError("every rank reads all of the data to mix in; leave reading.node_shards out")
         if self.shape in ("cosine", "linear", "switch") and self.end is None:
-            raise ValueError(f"shape {self.shape!r} needs `end`, the alpha it goes to")
+            raise ValueError(f"shape {self.shape!r} needs `end`, the final alpha")
         if self.shape == "switch" and self.steps is None:
             raise ValueError("shape 'switch' needs `steps`, after which alpha is `end`")
         given = sorted(
@@ -124,18 +126,18 @@ class Mixing(Section):
 
 
 class Features(Section):
-    """Outputs of the frozen part of the model for every record, computed once and kept, for training only a head."""
+    """Outputs of the frozen part of the model for every record, computed once and stored, to train only a head."""
 
     folder: str | None = Field(
         default=None,
-        description="Where features are kept; null: RUN_DIR/secret. Features of private records are private, like the "
-        "records.",
+        description="Where features are stored; null: RUN_DIR/secret. Features of private records are as private as "
+        "the records.",
     )
 
 
 class Phase(Section):
     name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9-]*$", description="Name in ledger, logs and plots; no two phases share one."
+        pattern=r"^[a-z0-9][a-z0-9-]*$", description="Name in ledger, logs and plots; unique among the phases."
     )
     data: Data = Field(description="Which records the phase reads.")
     objective: Literal["mae", "caption", "classify"] = Field(
@@ -166,15 +168,15 @@ class Phase(Section):
         default=None, gt=0, le=1e6, description="Passes over the records: epochs · n / batch steps, rounded up."
     )
     until_budget: bool = Field(
-        default=False, description="As many steps as epsilon pays for at the given noise_multiplier."
+        default=False, description="As many steps as epsilon allows at the given noise_multiplier."
     )
     plateau: Plateau | None = Field(default=None, description="Ends the phase early; needs `evaluation`.")
     evaluation: Evaluation | None = Field(default=None, description="Public records measured at checkpoints.")
-    monitor: Monitor | None = Field(default=None, description="Measures what a step is worth, on public records.")
+    monitor: Monitor | None = Field(default=None, description="Measures what a step gains, on public records.")
 
     @property
     def trains(self) -> bool:
-        """Whether it has steps: a checkpoint to start from and a mere evaluation have none."""
+        """Whether the phase has steps: one that loads a checkpoint or only evaluates has none."""
         return not isinstance(self.data, CheckpointData | HeldOutData)
 
     @property
@@ -211,7 +213,9 @@ class Phase(Section):
         if self.privacy is not None and self.data.public:
             return "has `privacy`, but its data are declared public; drop one of them"
         if self.until_budget and (self.privacy is None or self.privacy.noise_multiplier is None):
-            return "trains until_budget, for which it needs privacy.noise_multiplier: epsilon alone fixes no number"
+            return (
+                "trains until_budget and needs privacy.noise_multiplier: epsilon alone does not fix a number of steps"
+            )
         if self.until_budget and self.privacy is not None and self.privacy.tan is not None:
             return "simulates another run with privacy.tan, so it needs that run's number of `steps`"
         if self.mixing is not None and self.optimizer.params.noise_floor is not None:
@@ -223,13 +227,13 @@ class Phase(Section):
     def _of_streams(self) -> str | None:
         if self.privacy is not None:
             return (
-                "has `privacy`, but a stream is shuffled, and the accounting holds for Poisson samples alone; index "
+                "has `privacy`, but a stream is shuffled, and the accounting holds only for Poisson samples; index "
                 "the shards (launch/prepare.py index) and use source 'shards'"
             )
         if self.epochs is not None or self.schedule.warmup_epochs is not None:
-            return "counts in epochs, but how many records a stream has is not known; give steps and warmup"
+            return "counts in epochs, but the number of records in a stream is not known; give steps and warmup"
         if self.features is not None:
-            return "keeps features, for which records need numbers that a stream has not; use source 'shards'"
+            return "keeps features, which need numbered records, and a stream has none; use source 'shards'"
         return None
 
     def _of_features(self) -> str | None:
@@ -240,9 +244,9 @@ class Phase(Section):
         if getattr(self.data, "augment", "none") not in ("none", "center"):
             return "keeps features and augments its pictures, which change from step to step; drop one of them"
         if isinstance(self.data, ShardData) and self.data.reading.node_shards is not None:
-            return "keeps features, which every rank reads of every record; leave data.reading.node_shards out"
+            return "keeps features, for which every rank reads every record; leave data.reading.node_shards out"
         if self.weight is not None:
-            return "keeps features, beside which no weights of records are kept; drop one of them"
+            return "keeps features and has data.weight, but no record weights are stored with features; drop one"
         if self.mixing is not None:
             return "keeps features and mixes in public pictures; drop one of them"
         if self.monitor is not None:
@@ -256,14 +260,14 @@ class Phase(Section):
         }  # fmt: skip
         odd = sorted(name for name in self.model_fields_set & forbidden if getattr(self, name))
         if odd:
-            return f"trains nothing, so {', '.join(odd)} mean nothing there; leave them out"
+            return f"trains nothing, so {', '.join(odd)} would have no effect; leave them out"
         if isinstance(self.data, HeldOutData) and self.evaluation is None:
             return "only evaluates and needs `evaluation`"
         return None
 
     @property
     def label(self) -> str | None:
-        """What a classifier is to say, by the name that the records have for it."""
+        """The field of a record that contains a classifier's label."""
         return (
             self.data.label if isinstance(self.data, ShardData | StreamData) and self.objective == "classify" else None
         )
@@ -275,17 +279,17 @@ class Phase(Section):
 
     def _of_objective(self) -> str | None:
         if self.objective == "classify" and self.trains and self.label is None:
-            return "trains on labels and needs data.label, the field of a record that holds them"
+            return "trains on labels and needs data.label, the field of a record that contains them"
         if self.label is None and getattr(self.data, "classes", None) is not None:
-            return "trains on no labels, so data.classes means nothing there; leave it out"
+            return "does not train on labels, so data.classes would have no effect; leave it out"
         if self.label is not None and self.mixing is not None and isinstance(self.mixing.data, SyntheticData):
-            return "trains on labels, which pictures made by rule have not; mix in shards"
+            return "trains on labels, which synthetic pictures do not have; mix in shards"
         if self.objective == "caption" and self.trains and self.tokenizer is None:
             return "trains on captions and needs data.tokenizer"
         if self.objective == "caption" and self.evaluation is not None and self.tokenizer is None:
             return "measures captions and needs data.tokenizer; source 'held-out' takes one"
         if self.objective != "classify" and self.privacy is not None and self.privacy.held_out is not None:
-            return "answers no questions about labels, so it has no accuracy to release"
+            return "does not predict labels, so it has no accuracy to release; use objective 'classify'"
         if self.objective != "caption" and self.evaluation is not None and self.evaluation.zero_shot is not None:
-            return "writes no captions, so it cannot be asked for zero-shot labels"
+            return "writes no captions, so it has no zero-shot labels to score; leave evaluation.zero_shot out"
         return None

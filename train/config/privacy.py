@@ -1,4 +1,4 @@
-"""Sections of the config that say what is promised: budget, clipping, released metrics, tuning."""
+"""The config's sections on the privacy guarantee: budget, clipping, released metrics, tuning."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from murmuration.train.config.section import Section
 
 
 class AdaptiveClip(Section):
-    """C follows a quantile of the gradients' norms, by a noised count that is charged with the gradient."""
+    """C follows a quantile of the gradient norms, by means of a noised count that is charged with the gradient."""
 
     quantile: float = Field(
         default=0.5,
         gt=0,
         lt=1,
-        description="Share of gradients that are not longer than C, so that they pass unclipped.",
+        description="Target share of gradients whose norm is at most C, so that they pass unclipped.",
     )
-    learning_rate: float = Field(default=0.2, gt=0, le=10, description="The most that log C changes in one step.")
+    learning_rate: float = Field(default=0.2, gt=0, le=10, description="Largest change of log C in one step.")
     noise_multiplier: float | None = Field(
         default=None,
         gt=0,
@@ -50,9 +50,9 @@ class Clip(Section):
     )
     groups: Literal["all", "block", "layer"] | Annotated[list[ClipGroup], Field(min_length=1)] = Field(
         default="all",
-        description="What is clipped together: all parameters, or each block or layer to an equal share, the squares "
-        "of which sum to C²; or a list of groups with budgets of their own, where a parameter belongs to the first "
-        "group that matches its name.",
+        description="What is clipped together: all parameters; or each block or layer, to equal shares whose squares "
+        "sum to C²; or a list of groups with budgets of their own, where a parameter belongs to the first group that "
+        "matches its name.",
     )
 
     @property
@@ -72,8 +72,8 @@ class ReleasedMetric(Section):
     """Published with noise at every step, and charged as one event with the gradient."""
 
     name: Literal["loss", "clipped", "accuracy"] = Field(
-        description="Metric to publish: the mean training loss, the share of clipped records, or the share of right "
-        "answers about held-out private records (objective classify)."
+        description="Metric to publish: the mean training loss, the share of clipped records, or the accuracy on "
+        "held-out private records (objective classify)."
     )
     bound: float = Field(default=1.0, gt=0, description="Each record adds a number between 0 and this bound.")
     noise_multiplier: float = Field(gt=0, description="Noise on the sum, in units of the bound.")
@@ -81,13 +81,14 @@ class ReleasedMetric(Section):
         default=None,
         gt=0,
         le=0.5,
-        description="Of accuracy: the share of the private records that are held out. They are drawn like all others "
-        "and not trained on in this phase.",
+        description="For accuracy: the share of the private records that are held out. They are drawn like all others "
+        "but not trained on in this phase.",
     )
 
 
 class Tan(Section):
-    """Tune at small cost: batch and noise are divided alike. The ε reported is the true, far larger one of this run."""
+    """Tune at low cost: batch and noise are divided by the same number. The ε reported is that of this run itself,
+    which is far larger."""
 
     scale: float = Field(gt=1, description="Number by which expected_batch and the noise multiplier are divided.")
 
@@ -101,9 +102,9 @@ class Privacy(Section):
     )
     clip: Clip = Field(default=Clip(), description="How each record's gradient is bounded.")
     noise_multiplier: float | None = Field(
-        default=None, ge=0.1, description="σ; null: calibrated from epsilon by PLD and rounded up."
+        default=None, ge=0.1, description="σ; null: calibrated to epsilon by PLD and rounded up."
     )
-    tan: Tan | None = Field(default=None, description="Simulates this phase at small cost; NOT PRIVATE at `epsilon`.")
+    tan: Tan | None = Field(default=None, description="Simulates this phase at low cost; NOT PRIVATE at `epsilon`.")
     release: list[ReleasedMetric] = Field(
         default=[], description="Metrics of private records that are published with noise, at most one of each."
     )
@@ -129,9 +130,9 @@ class Privacy(Section):
 
 
 class Tuning(Section):
-    """What was chosen by looking at outputs of private runs on these records; it is written into the certificate."""
+    """Declares what was chosen by looking at outputs of private runs on these records; the certificate includes it."""
 
-    statement: str = Field(min_length=1, description="What was tried, and which outputs decided.")
+    statement: str = Field(min_length=1, description="What was tried, and which outputs decided the choice.")
     mean: float | None = Field(
         default=None, ge=1, description="Average number of runs; null: nothing is charged, and the run is NOT PRIVATE."
     )

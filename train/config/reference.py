@@ -19,7 +19,7 @@ HEADER = """\
 # Config reference
 
 Every key of a config, generated from the schema: do not edit this page by hand. [config.md](config.md) explains how the
-file is read and what belongs together. After a change of the schema, write both files again:
+file is read and which keys belong together. After a change of the schema, regenerate both files:
 
     python -m murmuration.train.config.reference > docs/config-reference.md
     python -m murmuration.train.config.reference --schema > ds_configs/schema.json
@@ -46,7 +46,7 @@ class Reference:
         return "\n".join(parts)
 
     def _name_sections(self, path: str, section: Node) -> None:
-        """Each section is called by the path of the first key that holds it."""
+        """Names each section by the path of the first key that contains it."""
         for key, field in section["properties"].items():
             for name, listed in self._sections_in(field):
                 if name in self._titles:
@@ -89,7 +89,7 @@ class Reference:
         return _limited(field)
 
     def _list(self, field: Node) -> str:
-        """A list of a fixed length has a type for each place."""
+        """A list of fixed length has a type for each position."""
         if "prefixItems" in field:
             return f"[{', '.join(self._type(item) for item in field['prefixItems'])}]"
         least, most = field.get("minItems", 0), field.get("maxItems")
@@ -98,7 +98,7 @@ class Reference:
 
 
 def _limited(field: Node) -> str:
-    """A number or text, and what is allowed of it."""
+    """The type of a number or text, with its limits."""
     if field.get("minimum") is not None and field.get("minimum") == field.get("maximum"):
         return f"`{field['minimum']}`"
     limits = [f"{word} {_number(field[limit])}" for limit, word in LIMITS.items() if limit in field]
@@ -114,7 +114,7 @@ def _number(value: float) -> str:
 def _default(field: Node, required: bool) -> str:
     if required:
         return "required"
-    # The default of a section is that of each of its keys, which have a table of their own.
+    # A section's default is made of the defaults of its keys, which have a table of their own.
     return "its defaults" if isinstance(field["default"], dict) else f"`{json.dumps(field['default'])}`"
 
 
@@ -123,7 +123,7 @@ def _meaning(field: Node) -> str:
 
 
 def _anchor(title: str) -> str:
-    """As GitHub makes one of a heading."""
+    """The anchor that GitHub derives from a heading."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 

@@ -1,5 +1,5 @@
-"""Keys that DeepSpeed would take and that would break, fake or publish something private, and what was taken away:
-refused with the reason."""
+"""Keys that DeepSpeed would accept but that would break, fake or publish something private, and settings that were
+removed: refused with the reason."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def _not(*allowed: Any) -> Callable[[Any], bool]:
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "gradient_clipping": (
         _not(0, 0.0),
-        "it would clip the noised mean, after the noise; per-record clipping is phases[].privacy.clip, and a bound on "
-        "the mean phases[].optimizer.params.gradient_norm, so set it to 0",
+        "it would clip the noised mean, after the noise; set it to 0 and use phases[].privacy.clip for per-record "
+        "clipping or phases[].optimizer.params.gradient_norm for a bound on the mean",
     ),
     "gradient_accumulation_steps": (
         _not(1),
-        "Poisson batches differ in size, so the trainer accumulates by itself; set it to 1 and give "
+        "Poisson batches vary in size, so the trainer does its own accumulation; set it to 1 and give "
         "phases[].privacy.expected_batch",
     ),
     "train_batch_size": (
         _always,
         "the logical batch is phases[].privacy.expected_batch (or phases[].batch); "
-        "give train_micro_batch_size_per_gpu alone",
+        "give only train_micro_batch_size_per_gpu",
     ),
     "fp16": (
         _enabled,
@@ -72,31 +72,31 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "zero_optimization.round_robin_gradients": (
         _not(False),
-        "it reorders the shards so that noise and weights no longer meet; set it to false",
+        "it reorders the shards so that noise and weights no longer match; set it to false",
     ),
     "zero_optimization.stage": (
         _not(0, 1, 2, 3),
-        "DeepSpeed has the stages 0 to 3; use stage 1",
+        "DeepSpeed has stages 0 to 3; use stage 1",
     ),
     "zero_optimization.offload_optimizer.ratio": (
         _not(1, 1.0),
-        "DeepSpeed steps the other part by an optimizer of its own, without noise; leave it out",
+        "DeepSpeed would update the rest with an optimizer of its own, without noise; leave it out",
     ),
     "zero_optimization.offload_param": (
         _always,
-        "it is not proved to keep the weights and their noise together; leave it out",
+        "it has not been shown to keep the weights and their noise together; leave it out",
     ),
     "zero_optimization.zero_quantized_gradients": (_enabled, "quantised gradients change the clipped sum"),
     "run.noise": (
         lambda value: value == "philox",
         "Philox is not a cryptographic generator and was removed; set it to 'chacha20', which is one and also draws on "
-        "the device (a run that began with Philox goes on in a new segment)",
+        "the device (a run that began with Philox continues in a new segment)",
     ),
 }
 
 PHASE_REFUSED: dict[str, str] = {
-    "sampler": "records are drawn by the Poisson sampler alone, the accounting holds for no other",
-    "shuffle": "records are drawn by the Poisson sampler alone, the accounting holds for no other",
+    "sampler": "records are drawn only by the Poisson sampler, and the accounting holds for no other",
+    "shuffle": "records are drawn only by the Poisson sampler, and the accounting holds for no other",
     "mixup": "it mixes records, so that no gradient belongs to one of them",
     "cutmix": "it mixes records, so that no gradient belongs to one of them",
     "seed": "a known seed makes sampling and noise predictable; keys come from the operating system",
@@ -104,7 +104,7 @@ PHASE_REFUSED: dict[str, str] = {
 
 
 def find_refusals(raw: dict[str, Any]) -> list[str]:
-    """One sentence for each key of the file that is refused whatever else it says."""
+    """One sentence for each key of the file that is refused, whatever else the file says."""
     found: list[str] = []
     for dotted, (refused, reason) in REFUSED.items():
         present, value = _get(raw, dotted)
@@ -116,7 +116,7 @@ def find_refusals(raw: dict[str, Any]) -> list[str]:
             if not isinstance(section, dict):
                 continue
             prefix = "" if section is phase else "data." if section is phase.get("data") else "privacy."
-            # Pictures made by rule are nobody's: their seed decides nothing that must stay secret.
+            # Synthetic pictures belong to nobody: nothing that follows from their seed must stay secret.
             allowed = {"seed"} if section.get("source") == "synthetic" else set[str]()
             found += [
                 f"phases.{index}.{prefix}{key} is refused: {reason}"
@@ -127,7 +127,7 @@ def find_refusals(raw: dict[str, Any]) -> list[str]:
 
 
 def without_harmless(raw: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    """A section that DeepSpeed knows and that is switched off (`"fp16": {"enabled": false}`) says nothing."""
+    """Drops sections that DeepSpeed knows but that are switched off (`"fp16": {"enabled": false}`)."""
     return {key: value for key, value in raw.items() if key in known or key not in REFUSED}
 
 

@@ -1,7 +1,7 @@
-"""The one JSON that describes a run, and nothing that it does not say.
+"""The one JSON file that describes a run completely.
 
-DeepSpeed's own keys stay at top level (those that cannot weaken the promise); ours are `about`, `model`, `phases`
-and `run`. Unknown keys are refused here, keys that would break privacy in `refusals.py`, both before any compute.
+DeepSpeed's own keys stay at top level (those that cannot weaken the guarantee); ours are `about`, `model`, `phases`
+and `run`. Unknown keys are refused here, keys that would break privacy in `refused.py`, both before any compute.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class About(Section):
     """For people: what the recipe is, what it costs, what to expect. Not part of the run's identity."""
 
     command: str = Field(default="", description="The command that starts this recipe.")
-    hardware: str = Field(default="", description="The hardware that it is planned for.")
-    cost: str = Field(default="", description="What it costs in time.")
+    hardware: str = Field(default="", description="The hardware that it is intended for.")
+    cost: str = Field(default="", description="The time that it takes.")
     expect: str = Field(default="", description="The result to expect.")
-    source: str = Field(default="", description="The paper or the idea that it comes from.")
+    source: str = Field(default="", description="The paper or idea that it comes from.")
     data: str = Field(default="", description="What the private records are and where they come from; certified.")
     owner: str = Field(default="", description="Who is responsible for the data and this training; certified.")
 
 
 class Offload(Section):
-    """Optimizer state in the main memory of the host; all of it, since DeepSpeed steps a part by its own optimizer."""
+    """Optimizer state in host memory: all of it, since DeepSpeed would update the rest with an optimizer of its own."""
 
-    device: Literal["cpu"] = Field(default="cpu", description="Where optimizer state lies: in host memory.")
+    device: Literal["cpu"] = Field(default="cpu", description="Where optimizer state is kept: in host memory.")
     pin_memory: bool = Field(default=False, description="Keeps that memory page-locked, for faster copies.")
     adam: Literal["torch", "deepspeed"] = Field(
         default="torch",
-        description="deepspeed: the kernel of DeepSpeedCPUAdam steps AdamW; it is compiled at the first run.",
+        description="deepspeed: AdamW runs on the kernel of DeepSpeedCPUAdam, which is compiled at the first run.",
     )
 
 
@@ -52,14 +52,16 @@ class ZeroOptimization(Section):
     stage: Literal[0, 1, 2, 3] = Field(
         default=1, description="What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."
     )
-    reduce_bucket_size: int = Field(default=50_000_000, gt=0, description="Elements that one reduction takes at most.")
-    allgather_bucket_size: int = Field(default=50_000_000, gt=0, description="Elements that one gather takes at most.")
-    contiguous_gradients: bool = Field(default=True, description="Copies gradients into one buffer as they are made.")
+    reduce_bucket_size: int = Field(default=50_000_000, gt=0, description="Most elements that one reduction takes.")
+    allgather_bucket_size: int = Field(default=50_000_000, gt=0, description="Most elements that one gather takes.")
+    contiguous_gradients: bool = Field(
+        default=True, description="Copies gradients into one buffer as they are computed."
+    )
     overlap_comm: Literal[False] = Field(
         default=False, description="Refused otherwise: it would reduce while micro-batches still arrive."
     )
     round_robin_gradients: Literal[False] = Field(
-        default=False, description="Refused otherwise: it reorders shards, so that noise and weights no longer meet."
+        default=False, description="Refused otherwise: it reorders shards, so that noise and weights no longer match."
     )
     offload_optimizer: Offload | None = Field(
         default=None, description="Keeps optimizer state in host memory; null: on the device."
@@ -80,19 +82,19 @@ class Run(Keeping):
     )
     clip_engine: Literal["book-keeping", "reference", "opacus"] = Field(
         default="book-keeping",
-        description="reference and opacus hold one gradient per record: for checking small models.",
+        description="reference and opacus keep one gradient per record in memory: for checking small models.",
     )
     clip_memory: Literal["lean", "fast"] = Field(
-        default="lean", description="fast: small models keep some gradients per record, for up to 1.5 times the memory."
+        default="lean", description="fast: small models keep some per-record gradients, at up to 1.5 times the memory."
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
-        description="Precision of the products in layers; weights, norms and sums are never in half precision.",
+        description="Precision of matrix products in layers; weights, norms and sums are never in half precision.",
     )
     noise: NoiseKind = Field(
         default="aes",
         description="exact: whole multiples of a grid, drawn exactly, so that no floating-point rounding shapes the "
-        "noise; about half as fast. chacha20: drawn on the device where it is added, which takes no cores of the host "
+        "noise; about half as fast. chacha20: drawn on the device where it is added, so that it needs no host cores "
         "and no transfer; it has not run on a GPU yet.",
     )
     dir: str | None = Field(
@@ -100,27 +102,27 @@ class Run(Keeping):
     )
     registry: str | None = Field(
         default=None,
-        description="A folder that keeps the log of runs on private records, too; for data that are mounted read-only.",
+        description="A second folder for the log of runs on private records; for data that are mounted read-only.",
     )
     witness: str | None = Field(
         default=None,
-        description="URL or command that is told the ledger's length and head at every checkpoint, so that nobody can "
-        "rewrite it later. It learns when checkpoints were made.",
+        description="URL or command that receives the ledger's length and head at every checkpoint, so that nobody can "
+        "rewrite the ledger later. The witness learns when checkpoints were made.",
     )
     log_every: int = Field(default=10, gt=0, description="Steps from one line on the console to the next.")
     private_curves: bool = Field(
         default=False,
         description="Keeps curves of private records without noise (loss, norms, batch sizes, times) for the owner; "
-        "decisions taken by them are outside the claim, and the certificate says so.",
+        "decisions based on them are outside the claim, and the certificate says so.",
     )
     keep_key: bool = Field(
         default=False,
-        description="Keeps the secret file after the final certificate is written, as it then is: it can sign another "
-        "certificate, and holds no key of a step whose weights were released (except in segments that version 0.1 "
-        "began).",
+        description="Keeps the secret file, in its final state, after the final certificate is written: it can sign "
+        "another certificate, and contains no key of a step whose weights were released (except in segments that "
+        "version 0.1 began).",
     )
     tuned_on_private_data: Tuning | None = Field(
-        default=None, description="Declares that settings were chosen by outputs of private runs on these records."
+        default=None, description="Declares that settings were chosen from outputs of private runs on these records."
     )
     debug_seed: int | None = Field(
         default=None, description="Derives all keys from this seed: repeatable, and NOT PRIVATE."
@@ -129,7 +131,7 @@ class Run(Keeping):
     @model_validator(mode="after")
     def _engine_fits(self) -> Run:
         if self.clip_engine != "book-keeping" and self.precision != "fp32":
-            raise ValueError(f'run.clip_engine = "{self.clip_engine}" works in fp32 alone; set run.precision to "fp32"')
+            raise ValueError(f'run.clip_engine = "{self.clip_engine}" works only in fp32; set run.precision to "fp32"')
         return self
 
 
@@ -145,7 +147,7 @@ class Config(Section):
     train_micro_batch_size_per_gpu: int = Field(gt=0, description="Rows of one micro-batch on one rank.")
     gradient_accumulation_steps: Literal[1] = Field(
         default=1,
-        description="Refused otherwise: Poisson batches differ in size, so the trainer accumulates by itself.",
+        description="Refused otherwise: Poisson batches vary in size, so the trainer does its own accumulation.",
     )
     gradient_clipping: float = Field(
         default=0.0, ge=0, le=0, description="Refused otherwise: it would clip the mean after the noise."
@@ -156,18 +158,20 @@ class Config(Section):
         default=ZeroOptimization(), description="How DeepSpeed shards the training."
     )
     model: ModelSettings = Field(description="What is trained.")
-    phases: list[Phase] = Field(min_length=1, description="What the run does, in this order.")
-    run: Run = Field(default=Run(), description="How the run computes, and how it is kept.")
+    phases: list[Phase] = Field(min_length=1, description="The phases of the run, in order.")
+    run: Run = Field(default=Run(), description="How the run computes, and how it is saved.")
 
     @model_validator(mode="after")
     def _phases_fit(self) -> Config:
         names = [phase.name for phase in self.phases]
         if len(set(names)) != len(names):
-            raise ValueError("two phases have the same name; names tell them apart in the ledger and the plots")
+            raise ValueError(
+                "two phases have the same name; give each its own, since names tell them apart in ledger and plots"
+            )
         for before, phase in pairwise([None, *self.phases]):
             assert phase is not None
             if before is not None and not phase.trains and isinstance(phase.data, CheckpointData):
-                raise ValueError(f"phase {phase.name!r} would replace what {before.name!r} trained; let it come first")
+                raise ValueError(f"phase {phase.name!r} would replace what {before.name!r} trained; put it first")
             if phase.optimizer.carry != "none" and (
                 before is None or not before.trains or before.objective != phase.objective
                 or before.optimizer.type != phase.optimizer.type or before.trainable != phase.trainable
@@ -186,7 +190,7 @@ class Config(Section):
                 )
             if phase.features is not None and (self.model.drop_path or self.model.dropout):
                 raise ValueError(
-                    f"phase {phase.name!r} keeps features, which would be others at each step with model.drop_path or "
+                    f"phase {phase.name!r} keeps features, which would change at each step with model.drop_path or "
                     "model.dropout; set both to 0, or leave features out"
                 )
             if phase.mixing is not None and self._shards_weights():
@@ -195,8 +199,8 @@ class Config(Section):
                 )
         if self._shards_weights() and self.run.clip_engine != "book-keeping":
             raise ValueError(
-                f"run.clip_engine = {self.run.clip_engine!r} needs whole weights on every rank, which ZeRO-3 and FSDP2 "
-                "have not; use 'book-keeping', or DeepSpeed at another stage"
+                f"run.clip_engine = {self.run.clip_engine!r} needs whole weights on every rank, and ZeRO-3 and FSDP2 "
+                "shard them; use 'book-keeping', or DeepSpeed at another stage"
             )
         if self.run.engine != "deepspeed" and self.zero_optimization.offload_optimizer is not None:
             name = "FSDP2" if self.run.engine == "fsdp2" else "The local engine"
@@ -221,17 +225,18 @@ class Config(Section):
         return self
 
     def digest(self, phase: int, contents: dict[str, str]) -> str:
-        """Identity of everything that shapes what a phase releases: replay is allowed only while it stands.
+        """Identity of everything that shapes what a phase releases; replay is allowed only while it is unchanged.
 
-        `contents` holds digests in the place of paths. World size, engine and ZeRO settings do not shape it.
+        `contents` has digests in place of paths. World size, engine and ZeRO settings do not shape a release.
         """
         places = {"path": True, "tokenizer": True, "reading": True, "classes": True}
         out = {"data": places, "mixing": {"data": places}, "features": {"folder"}}
-        # What is measured decides nothing, unless the phase may end by it.
+        # Evaluation decides nothing, unless the phase may end by it.
         watches = self.phases[phase].plateau is not None
         out["evaluation"] = {"path", "public"} if watches else True
         out["monitor"] = True
-        # No weight, no bound, no share and a rate of 0 are what a run had that began before there were any; it goes on.
+        # A run that began before these settings existed has no weight, no bound, no share and rates of 0: unset, they
+        # are left out, so that such a run can continue.
         if self.phases[phase].optimizer.params.gradient_norm is None:
             out["optimizer"] = {"params": {"gradient_norm"}}
         if (privacy := self.phases[phase].privacy) is not None and privacy.held_out is None:
@@ -256,7 +261,7 @@ class Config(Section):
 
 
 def json_schema() -> dict[str, Any]:
-    """For editors; checked in as ds_configs/schema.json and kept equal by a test."""
+    """For editors; checked in as ds_configs/schema.json, which a test compares with this."""
     return Config.model_json_schema(by_alias=True)
 
 

@@ -1,4 +1,4 @@
-"""What every section of the config has in common: unknown keys are refused, and nothing changes once it is read."""
+"""The base of every section of the config: unknown keys are refused, and a section is immutable."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from murmuration.accounting.errors import RunError
 
-# What is wrong with a phase, found before or while it is set up.
+# A fault in a phase, found before or during its setup.
 
 
 class RecipeError(RunError, ValueError):
-    """A phase cannot run as configured; the message names the key and the mend."""
+    """A phase cannot run as configured; the message names the key and the fix."""
 
 
 class Section(BaseModel):
@@ -20,7 +20,7 @@ class Section(BaseModel):
 
 
 def word_given(given: Any, what: str, otherwise: str = "") -> Any:
-    """Nothing counts as public because nobody said anything; for validators that see a section as it was written."""
+    """Nothing counts as public by default: `public` must be given. For validators that see a section as written."""
     said = given.get("public") if isinstance(given, dict) else given.public
     if said is not True and not (otherwise and said is False):
         raise ValueError(
@@ -30,9 +30,9 @@ def word_given(given: Any, what: str, otherwise: str = "") -> Any:
     return given
 
 
-# Section of the config that says how a run is kept: how often it is saved, what stays, and when it ends by itself.
+# The section on how a run is saved: how often, what is kept, and when the run ends by itself.
 
-# After which the process group itself gives up; a hang must be told of before.
+# The process group's own timeout; the watchdog must report a hang before that.
 COLLECTIVE_SECONDS = 1800
 
 
@@ -43,9 +43,9 @@ class Keeping(Section):
     checkpoint_lag: int = Field(
         default=1, ge=0, description="Steps that training continues while a checkpoint is written; 0: it waits."
     )
-    keep_checkpoints: int = Field(default=2, gt=0, description="How many of the newest checkpoints are kept.")
+    keep_checkpoints: int = Field(default=2, gt=0, description="Number of most recent checkpoints that are kept.")
     keep_every: int | None = Field(
-        default=None, gt=0, description="Checkpoints whose step is a multiple of this are kept for good."
+        default=None, gt=0, description="Checkpoints whose step is a multiple of this are kept permanently."
     )
     keep_best: str | None = Field(
         default=None,

@@ -1,8 +1,8 @@
-"""Secrets stay in memory: no core dump holds them, and no swap as far as the system allows.
+"""Secrets stay in memory: they reach no core dump and, as far as the system allows, no swap.
 
 A limit of 0 on core files is not enough: where the kernel pipes dumps to a program (`kernel.core_pattern`), it ignores
 the limit. A process that is not dumpable is not dumped at all, and no other process of the same user may read its
-memory, debuggers and samplers such as py-spy included.
+memory, including debuggers and samplers such as py-spy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
 
 
 def forbid_dumps() -> bool:
-    """Whether no core file of this process will ever be written. Forks inherit it, programs that they start do not."""
+    """Forbids core files of this process; returns whether that worked. Forks inherit this; programs that they start do
+    not."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     prctl = _of_libc("prctl")
     if prctl is None:
@@ -26,9 +27,9 @@ def forbid_dumps() -> bool:
 
 
 def keep_from_swap(held: bytes | bytearray | Tensor) -> bool:
-    """Locks the pages that hold it; False where the system does not allow that many (RLIMIT_MEMLOCK).
+    """Locks the memory pages of `held`; False where the system does not allow that many (RLIMIT_MEMLOCK).
 
-    What lies on a device is not swapped. Copies that others make are not covered.
+    Device memory is not swapped. Copies made elsewhere are not covered.
     """
     if isinstance(held, Tensor):
         if held.device.type != "cpu":
@@ -37,13 +38,13 @@ def keep_from_swap(held: bytes | bytearray | Tensor) -> bool:
     elif isinstance(held, bytearray):
         address, length = ctypes.addressof((ctypes.c_char * len(held)).from_buffer(held)), len(held)
     else:
-        address, length = id(held), held.__sizeof__()  # in CPython an object's bytes lie behind its head
+        address, length = id(held), held.__sizeof__()  # in CPython an object's bytes follow its header
     mlock = _of_libc("mlock")
     return length == 0 or (mlock is not None and mlock(ctypes.c_void_p(address), ctypes.c_size_t(length)) == 0)
 
 
 def _of_libc(name: str):
-    """None on a system that has no such call."""
+    """The function of libc, or None on a system without it."""
     try:
         return getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):

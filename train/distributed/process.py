@@ -1,4 +1,4 @@
-"""The process that a launcher started: its device, its threads, and libraries that talk too much."""
+"""The process that a launcher started: its device, its threads, and the verbosity of libraries."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from murmuration.train.distributed.ranks import Ranks
 
 
 class DeviceError(RunError, RuntimeError):
-    """This process cannot have the device that it was meant to have."""
+    """This process cannot use the device that was meant for it."""
 
 
 def quiet_libraries() -> None:
-    """To be called before DeepSpeed is imported: it guesses the accelerator with a warning otherwise."""
+    """Call this before DeepSpeed is imported: otherwise it guesses the accelerator, with a warning."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    # torch looks for ninja on the PATH, where it is not unless the environment was activated.
+    # torch looks for ninja on the PATH, which lacks it unless the environment was activated.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     for name in ("torch.utils.cpp_extension", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -34,7 +34,7 @@ def quiet_libraries() -> None:
 
 
 def describe_process() -> torch.device:
-    """Fills in what a launcher would have set, and gives this process its device and its share of the cores."""
+    """Sets variables that a launcher would have set, and gives this process its device and its share of the cores."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
@@ -47,26 +47,26 @@ def describe_process() -> torch.device:
     if torch.version.cuda is not None:
         refuse_idle_gpus(Path("/"))
     if "OMP_NUM_THREADS" not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
-        # Without this, every rank starts one thread per core and they fight; torchrun pins each to one thread.
+        # Without this, every rank starts one thread per core, and they compete; torchrun limits each to one thread.
         here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
     return torch.device("cpu")
 
 
 def device_number(local_rank: int, seen: int) -> int:
-    """Slurm's --gpus-per-task and containers show each process its own GPU alone, as number 0."""
+    """Slurm's --gpus-per-task and containers show each process only its own GPU, as number 0."""
     if local_rank < seen:
         return local_rank
     if seen == 1:
-        return 0  # NCCL refuses two ranks that mean the same one
+        return 0  # NCCL refuses two ranks that use the same GPU
     raise DeviceError(
         f"this is process {local_rank} of its machine (LOCAL_RANK), but it sees {seen} GPUs; start one process for "
-        "each GPU (of a GPU that is cut by MIG, CUDA sees one part alone)"
+        "each GPU (of a GPU that is split by MIG, CUDA sees only one part)"
     )
 
 
 def refuse_idle_gpus(root: Path) -> None:
-    """A driver that is older than PyTorch's CUDA leaves the GPUs unused, and PyTorch says so in a warning at most."""
+    """Refuses GPUs left unused by a driver that is older than PyTorch's CUDA; PyTorch only warns, if at all."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
     if hidden or not any((root / "dev").glob("nvidia[0-9]*")):
         return
@@ -79,16 +79,16 @@ def refuse_idle_gpus(root: Path) -> None:
 
 
 def own_cores(ranks: Ranks, mask: Collection[int] | None = None) -> int:
-    """How many cores this rank may fill: those that it may run on, each shared with the ranks that may, too. Some
-    launchers bind each rank to cores of its own, and others let all of them run everywhere; what they say in variables
-    does not tell which."""
+    """How many cores this rank may fill: those that it may run on, each shared with the other ranks that may run on it.
+    Some launchers bind each rank to cores of its own, others let all ranks run everywhere; the variables that they set
+    do not show which."""
     here = (_machine(), frozenset(os.sched_getaffinity(0) if mask is None else mask))
     takers = Counter(core for machine, cores in ranks.gather(here) if machine == here[0] for core in cores)
     return max(1, int(sum((Fraction(1, takers[core]) for core in here[1]), Fraction(0))))
 
 
 def _machine() -> str:
-    """Containers of one machine have names of their own, and the same cores."""
+    """Identity of the machine: its containers have host names of their own but share the cores."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

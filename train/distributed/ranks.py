@@ -1,4 +1,4 @@
-"""The few collective acts that the trainer itself needs, so that every rank takes the same decision."""
+"""The few collective operations that the trainer itself needs, so that every rank makes the same decision."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class Disagreement(RunError, RuntimeError):
-    """Ranks hold different values where they must hold the same."""
+    """Ranks have different values where they must have the same."""
 
     exit_code = REFUSED
 
 
 def raised_on_all_ranks(error: Exception) -> Exception:
-    """Marks an error that every rank has: one may speak for all."""
+    """Marks an error that every rank raises: one may report it for all."""
     error.everywhere = True  # pyright: ignore[reportAttributeAccessIssue]
     return error
 
@@ -71,7 +71,7 @@ class Ranks:
             )
 
     def on_main(self, act: Callable[[], T]) -> T:
-        """Runs on rank 0 and gives every rank its result, or its error: nobody is left waiting."""
+        """Runs on rank 0 and gives every rank its result or its error: no rank is left waiting."""
         outcome: list[Any] = [None, None]
         if self.main:
             try:
@@ -85,14 +85,14 @@ class Ranks:
         return outcome[0]
 
     def keep_on_main(self, act: Callable[[], T]) -> T | None:
-        """Like `on_main`, for what cannot travel: the result stays on rank 0."""
+        """Like `on_main`, for results that cannot be sent: the result stays on rank 0."""
         kept: list[T] = []
         self.on_main(lambda: kept.append(act()))
         return kept[0] if self.main else None
 
 
 class Alone(Ranks):
-    """One process without a process group: what all ranks would do together, it does by itself."""
+    """One process without a process group: it performs collective operations by itself."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(0, 1, device)
@@ -121,7 +121,7 @@ class Alone(Ranks):
 
 
 def on_all(ranks: Ranks, act: Callable[[], T], *errors: type[Exception]) -> T:
-    """What the act gives on this rank; where it fails so on one, every rank has its error and nobody waits."""
+    """The result of `act` on this rank; if it raises one of `errors` on any rank, all ranks raise it and none waits."""
     kept: list[T] = []
     trouble = None
     try:
@@ -135,12 +135,12 @@ def on_all(ranks: Ranks, act: Callable[[], T], *errors: type[Exception]) -> T:
 
 
 def lost_rank(error: BaseException) -> bool:
-    """Whether a collective act failed because another rank is gone."""
+    """Whether a collective operation failed because another rank is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 def rendezvous_store(ranks: Ranks) -> Store | None:
-    """Where the ranks of a process group found each other; None for whoever is alone."""
+    """The store through which the ranks of a process group found each other; None for a single process."""
     # The private name is the only way to the store: the process group is not made by us.
     return dist.distributed_c10d._get_default_store() if ranks.world > 1 and dist.is_initialized() else None
 
@@ -148,6 +148,6 @@ def rendezvous_store(ranks: Ranks) -> Store | None:
 def watch(
     ranks: Ranks, stall_seconds: float, ended: Callable[[str], None], asked: Callable[[], str | None]
 ) -> Watchdog:  # fmt: skip
-    """Started; the ranks tell each other through the store that they live."""
+    """Starts a watchdog; through the store, the ranks show each other that they are alive."""
     store = rendezvous_store(ranks) or dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     return Watchdog(ranks.rank, ranks.world, ranks.pulse, store, stall_seconds, ended, asked).start()

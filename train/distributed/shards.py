@@ -1,4 +1,4 @@
-"""A piece of one parameter in a flat tensor: the unit in which noise is drawn, shards are mapped and saved."""
+"""A piece of one parameter in a flat tensor: the unit in which noise is drawn and shards are mapped and saved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, start + length) of one parameter, at `position` of a flat tensor of this rank."""
+    """Elements [start, start + length) of one parameter, at `position` in a flat tensor of this rank."""
 
     name: str
     parameter: int
@@ -27,5 +27,5 @@ class Fragment:
 
 
 def whole_parameters(trainable: Mapping[str, nn.Parameter]) -> dict[int, tuple[Tensor, list[Fragment]]]:
-    """Without sharding the optimizer holds the parameters themselves."""
+    """Without sharding, the optimizer has the parameters themselves."""
     return {id(p): (p, [Fragment(name, index, 0, p.numel(), 0)]) for index, (name, p) in enumerate(trainable.items())}

@@ -1,8 +1,8 @@
 """Reasons to stop early, agreed between ranks so that nobody is left waiting in a collective.
 
-Meeting before every micro-batch would make each wait for the slowest rank of that moment. So where micro-batches are no
-collective acts, ranks meet once, behind the last one: whoever has a reason goes there at once, and tells the others
-through the rendezvous store, so that they follow within seconds instead of finishing the step.
+Meeting before every micro-batch would make each wait for the slowest rank of that moment. So where micro-batches are
+not collective operations, ranks meet once, after the last one: a rank that has a reason goes there at once and notifies
+the others through the rendezvous store, so that they follow within seconds instead of finishing the step.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class StopRequest:
 
     def __init__(self, stop_file: Path, after_minutes: float | None = None) -> None:
         self.reason: str | None = None
-        # Never by the clock on the wall, which may jump.
+        # Not the wall clock, which may jump.
         self._deadline = time.monotonic() + 60 * after_minutes if after_minutes is not None else math.inf
         self._stop_file = stop_file
         self._parents = _ancestors()
-        # Ranks make the same requests in the same order, so that all of them name one alike.
+        # Ranks make the same requests in the same order, so they all use the same key.
         self._key = f"murmuration/stop/{next(_numbers)}"
         self._listening = False
         self._over = threading.Event()
         self._before: dict[signal.Signals, Any] = {}
         self._wake: _Wake | None = None
-        if threading.current_thread() is threading.main_thread():  # Python lets no other thread handle signals
+        if threading.current_thread() is threading.main_thread():  # in Python only this thread can set handlers
             self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
             self._wake = _Wake(self._note)
 
@@ -62,7 +62,7 @@ class StopRequest:
             self.reason = signal.Signals(number).name
 
     def restore(self) -> None:
-        """Signals do again what they did before: for programs that live on after a training."""
+        """Restores the signal handlers, for programs that continue after training."""
         self.end_listening()
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -72,7 +72,7 @@ class StopRequest:
             self._wake = None
 
     def ask(self, reason: str) -> None:
-        """From within: this rank cannot go on."""
+        """For requests from inside the program: this rank cannot continue."""
         self.reason = self.reason or reason
 
     def raised(self) -> str | None:
@@ -81,13 +81,13 @@ class StopRequest:
         if self.reason is None and time.monotonic() >= self._deadline:
             self.reason = "run.stop_after_minutes"
         if self.reason is None and _ancestors() != self._parents:
-            # A launcher that dies leaves its ranks behind; training on unseen would keep the run directory locked.
+            # A launcher that dies leaves its ranks behind; training on unseen, they would keep the folder locked.
             self.reason = "the launcher's death"
         return self.reason
 
     def until_asked(self, micro_batches: Iterable[T], ranks: Ranks, each: bool) -> Iterator[T]:
-        """A step's micro-batches; Stopped on every rank where one of them has a reason. `each`: using one is a
-        collective act, so that all ranks must leave at the same place."""
+        """A step's micro-batches; raises Stopped on every rank if one of them has a reason. `each`: processing one is a
+        collective operation, so all ranks must leave at the same point."""
         if not each:
             self._listen(ranks)
         for micro_batch in micro_batches:
@@ -107,13 +107,13 @@ class StopRequest:
             threading.Thread(target=self.listen, args=(store,), name="stop", daemon=True).start()
 
     def end_listening(self) -> None:
-        """Before the ranks part: the store ends with the first of them."""
+        """Call this before the ranks exit: the store ends with the first of them."""
         self._over.set()
 
     def listen(self, store: Store, every: float = HEARING) -> None:
-        """Until there is a reason: tells the other ranks of this one's, or takes over theirs."""
+        """Waits until there is a reason: reports this rank's to the others, or takes over theirs."""
         while not self._over.wait(every):
-            with contextlib.suppress(RuntimeError):  # a store that is gone is the watchdog's business
+            with contextlib.suppress(RuntimeError):  # the watchdog deals with a store that is gone
                 if (reason := self.raised()) is not None:
                     store.set(self._key, reason)
                     return
@@ -122,7 +122,7 @@ class StopRequest:
                     return
 
     def check(self, ranks: Ranks) -> None:
-        """Raises Stopped on every rank as soon as one of them has a reason. All ranks call it at the same place."""
+        """Raises Stopped on every rank as soon as one of them has a reason. All ranks call it at the same point."""
         reason = self.raised()
         if ranks.any(reason is not None):
             raise Stopped(next(each for each in ranks.gather(reason) if each is not None))
@@ -158,9 +158,9 @@ def _ancestors() -> tuple[int, int]:
     try:
         command = Path(f"/proc/{parent}/cmdline").read_bytes()
         fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # gone while we looked, or hidden from us
+    except OSError:  # gone meanwhile, or hidden from us
         command, fields = b"", []
     if b"deepspeed.launcher.launch" in command:
         return parent, int(fields[1])
-    # Without a launcher the parent is a shell, whose end is no reason to stop (nohup).
+    # Without a launcher the parent is a shell, and its end is no reason to stop (nohup).
     return (parent, 0) if "TORCHELASTIC_RUN_ID" in os.environ else (0, 0)

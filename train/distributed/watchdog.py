@@ -1,8 +1,8 @@
-"""Ends the job with a clear message where it would hang: a dead, frozen or cut-off rank, a read without an end.
+"""Ends the job with a clear message where it would hang: a dead, frozen or cut-off rank, or a read that never ends.
 
-A thread looks whether the main thread gets on; another tells the others through the rendezvous store that this process
-lives, and asks for them once it waits too long. Both work under any backend, since a collective act that never ends
-leaves threads running. Only monotonic time is used.
+One thread checks whether the main thread makes progress; another reports through the rendezvous store that this process
+is alive, and looks for the other ranks once this one waits too long. Both work under any backend, since threads keep
+running during a collective operation that never ends. Only monotonic time is used.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Protocol
 from murmuration.accounting.errors import RESUME_ME
 
 # Seconds between two signs of life: a dead rank is known before launchers kill the others, 30 s after SIGTERM.
-LONGEST_PERIOD = 4.0
+LONGEST_PERIOD = 6.0
 # So many periods without a sign of life are silence.
 SILENT = 2.5
 PARTED = "parted"
 
 
 class Pulse:
-    """How far the main thread got. Ranks have as many micro-batches and meetings, so that one with fewer beats than
-    others holds them up."""
+    """The progress of the main thread. All ranks have equally many micro-batches and meetings, so one with fewer beats
+    than the others holds them up."""
 
     def __init__(self) -> None:
         self.beats = 0
@@ -45,7 +45,7 @@ class Pulse:
 
 
 class Store(Protocol):
-    """What the watchdog needs of torch's rendezvous store."""
+    """The part of torch's rendezvous store that the watchdog needs."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -56,7 +56,7 @@ class Store(Protocol):
 
 @dataclass
 class Seen:
-    """What another rank last said of itself, when it said so first, and when it was last seen to make progress."""
+    """Another rank's last message, when it was new, and when the rank was last seen to make progress."""
 
     said: bytes
     at: float
@@ -106,7 +106,7 @@ class Watchdog:
         count = 0
         while not self._over.wait(self.period):
             count += 1
-            # A store that is gone is no reason to end: only a lack of progress is, which may name it.
+            # A store that is gone is no reason to end; only a lack of progress is, and its message may name the store.
             with contextlib.suppress(RuntimeError):
                 self.store.set(_key(self.rank), f"{count} {self.pulse.beats}")
                 if self._idle() > self.stall_seconds / 2 or self._asked() is not None:
@@ -139,7 +139,7 @@ class Watchdog:
                 self._seen.clear()
 
     def _others_get_on(self) -> bool:
-        """Between two meetings, ranks have micro-batches of their own, and some are faster than others."""
+        """Whether another rank makes progress: between two meetings, some ranks process their micro-batches faster."""
         late = time.monotonic() - self.stall_seconds
         return any(seen.moved is not None and seen.moved > late for seen in list(self._seen.values()))
 
@@ -150,13 +150,13 @@ class Watchdog:
             self.ended(reason)
         if self.rank == min(set(range(self.world)) - set(silent)):
             print(
-                f"error (rank {self.rank}): {reason}; start the same command again to continue from the last "
-                "checkpoint", file=sys.stderr, flush=True,
+                f"error (rank {self.rank}): {reason}; start the same command again to resume from the last checkpoint",
+                file=sys.stderr, flush=True,
             )  # fmt: skip
         os._exit(RESUME_ME)
 
     def _silent(self) -> list[int]:
-        """Ranks whose processes said nothing new while they were being asked."""
+        """Ranks whose processes reported nothing new while this rank was looking for them."""
         if self._asked_since is None or time.monotonic() - self._asked_since < SILENT * self.period:
             return []
         late = time.monotonic() - SILENT * self.period

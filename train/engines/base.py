@@ -1,4 +1,4 @@
-"""What the trainer needs of whatever shards the model: `engine_deepspeed.py` or `engine_fsdp2.py`."""
+"""What the trainer needs from an engine: `deepspeed_zero.py`, `fsdp2.py` or `local.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from murmuration.train.noise.update import Update
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """A flat fp32 tensor of this rank's optimizer, the parameters in it, and its optimizer state by name."""
+    """A flat fp32 tensor of this rank's optimizer, its parameter fragments, and its optimizer state by name."""
 
     weights: Tensor
     fragments: Sequence[Fragment]
@@ -37,30 +37,31 @@ class AppliedUpdate:
 class ShardedEngine(Protocol):
     device: torch.device
     model: nn.Module
-    """The per-sample-loss model. Calling it is a collective act where the parameters themselves are sharded."""
+    """The model, which returns per-record losses. Calling it is a collective operation where the parameters themselves
+    are sharded."""
     shapes: dict[str, torch.Size]
-    """Of the trainable parameters."""
+    """Shapes of the trainable parameters."""
     trainable_elements: int
     partitioned: bool
-    """Whether no rank holds the whole model (ZeRO-3, FSDP2)."""
+    """Whether no rank has the whole model (ZeRO-3, FSDP2)."""
 
     def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
-        """Adds the micro-batch's sum to the logical step; nothing leaves the process.
+        """Adds the micro-batch's sum to the logical step; in a private phase, no gradient leaves the process.
 
-        `rule` is the step's clipping rule, where C adapts; without one the clip engine's own.
+        `rule` is the step's clipping rule, where C adapts; without one, the clip engine's own applies.
         """
         ...
 
     def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
-        """Reduces once, lets `update` finish the gradient, steps the optimizer, and checks that it all happened."""
+        """Reduces once, lets `update` finish the gradient, steps the optimizer, and checks that all of it happened."""
         ...
 
     def discard(self) -> None:
-        """Drops what the open step has summed, on all ranks, and leaves the engine fit to be saved."""
+        """Drops the partial sum of the open step, on all ranks, and leaves the engine in a state that can be saved."""
         ...
 
     def observe(self) -> Observation:
-        """Of the last micro-batch, as it entered the sum."""
+        """The observation of the last micro-batch, as it entered the sum."""
         ...
 
     def shards(self) -> list[OptimizerShard]: ...
@@ -74,14 +75,14 @@ class ShardedEngine(Protocol):
         ...
 
     def plain_model(self) -> nn.Module | None:
-        """Where weights are sharded, a whole copy of the private model that no engine has changed; on every rank."""
+        """Where weights are sharded, an unsharded copy of the private model, unchanged by any engine, on every rank."""
         ...
 
     def close(self) -> None: ...
 
 
 class EngineAround:
-    """An engine that does one thing differently: everything else goes through to the one inside."""
+    """Base of engines that do one thing differently: everything else is forwarded to the inner engine."""
 
     def __init__(self, inner: ShardedEngine) -> None:
         self.inner = inner
@@ -119,7 +120,7 @@ class EngineAround:
         self.inner.close()
 
 
-# Hashes of tensors, for telling whether two are the same bit by bit.
+# Hashes of tensors, for checking whether two are identical bit for bit.
 
 
 def digest_of(tensor: Tensor) -> str:
@@ -131,16 +132,16 @@ def digests_of(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Of any type, bf16 too, which NumPy does not know."""
+    """Works for any type, including bf16, which NumPy does not support."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-# Training mode and evaluation mode: what is measured drops nothing, what is trained does.
+# Training mode and evaluation mode: nothing is dropped in a measurement, only in training.
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode meanwhile; afterwards the mode that each module had, also after an error."""
+    """Switches to evaluation mode; afterwards restores the mode of each module, even after an error."""
     outer, before = model.training, modes_of(model)
     model.eval()
     try:
@@ -148,9 +149,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for name, module in model.named_modules():
             module.training = before.get(name, module.training)
-        model.training = outer  # FSDP2's view of a model is none of the modules that it shows
+        model.training = outer  # FSDP2's view of a model is not among the modules that it lists
 
 
 def modes_of(model: nn.Module) -> dict[str, bool]:
-    """Which modules are in training mode. A frozen part may be in evaluation mode beside others that are not."""
+    """Which modules are in training mode. A frozen part may be in evaluation mode while others are not."""
     return {name: module.training for name, module in model.named_modules()}

@@ -1,4 +1,5 @@
-"""Which engine holds the model: `run.engine`. An engine is imported once it is chosen, so none needs the others'."""
+"""Chooses the engine that holds the model: `run.engine`. An engine is imported only once it is chosen, so none needs
+the libraries of the others."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 class EngineSettings:
     name: Literal["deepspeed", "fsdp2", "local"] = "local"
     micro_batch: int = 1
-    """Of one rank; DeepSpeed wants to know it."""
+    """Records per rank; DeepSpeed requires it."""
     zero: ZeroOptimization = field(default_factory=ZeroOptimization)
-    """Of DeepSpeed alone."""
+    """Used only by DeepSpeed."""
 
     @staticmethod
     def of(config: Config) -> EngineSettings:
@@ -40,7 +41,7 @@ class EngineSettings:
 
 
 def start_ranks(engine: str) -> Ranks:
-    """Joins the process group that the launcher describes; alone, without one, a group of one is made."""
+    """Joins the process group that the launcher describes; without a launcher, makes a group of one."""
     if engine == "local":
         from murmuration.train.engines import local
 

@@ -1,11 +1,11 @@
 """What DeepSpeed's communication operation for CPUs leaves on a machine: compiled code, locks, shared memory.
 
-It is compiled at the first start, under a lock that torch never gives up for dead, and it talks through named shared
-memory that it never removes. Both outlive a run that was killed; neither may harm the next one.
+It is compiled at the first start, under a lock that torch never considers stale, and it communicates through named
+shared memory that it never removes. Both outlive a killed run; neither may harm the next one.
 
-torch compiles all environments of a home into one folder, and ninja compiles anew where a command has changed. The
-commands name the folders of the environment, so two checkouts would undo each other's work at every start. Each
-environment, compiler and processor therefore has a folder of its own here.
+torch compiles for all environments of a home directory into one folder, and ninja recompiles where a command has
+changed. The commands name the folders of the environment, so two checkouts would undo each other's work at every start.
+Therefore each environment, compiler and processor has a folder of its own here.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pathlib import Path
 
 import torch
 
-# Of other machines that share the cache, nobody here can tell whether they still compile; it takes about 50 s.
+# Whether other machines that share the cache are still compiling cannot be seen from here; it takes about 50 s.
 MOST_COMPILING = 300.0
-# Per rank, for buffers; with less, a rank would die of SIGBUS in its first collective act.
+# Per rank, for buffers; with less, a rank would die of SIGBUS in its first collective operation.
 SHARED_BYTES = 66 << 20
 SHARED = Path("/dev/shm")
 
 
 def make_ready() -> None:
-    """Before DeepSpeed joins ranks."""
+    """Call this before DeepSpeed joins the ranks."""
     cache = own_cache()
     os.environ["TORCH_EXTENSIONS_DIR"] = str(cache)
     if torch.cuda.is_available():
@@ -38,7 +38,7 @@ def make_ready() -> None:
     require_shared_memory(SHARED)
     if (
         os.environ["LOCAL_RANK"] == "0"
-    ):  # one alone: a second one might take the living lock of the first for a dead one
+    ):  # only one rank: a second might mistake the live lock of the first for a stale one
         drop_dead_locks(cache, _alone())
     if os.environ["RANK"] == "0" and not any(cache.rglob("deepspeed_shm_comm*.so")):
         print("DeepSpeed compiles one small operation now (about 50 s, once per environment) …", flush=True)
@@ -55,9 +55,9 @@ def require_shared_memory(folder: Path) -> None:
 
 
 def drop_dead_locks(cache: Path, alone: bool) -> None:
-    """A process that was killed while it compiled leaves its lock, for which every later start would wait for ever.
+    """Removes the locks of processes that were killed while compiling: every later start would wait for them forever.
 
-    A living holder keeps the file open, so one that nobody has open is dead, or on another machine.
+    A live holder keeps the file open, so a lock that nobody has open belongs to a dead process or to another machine.
     """
     for lock in cache.glob("**/lock"):
         try:
@@ -66,21 +66,22 @@ def drop_dead_locks(cache: Path, alone: bool) -> None:
                 lock.unlink()
                 print(f"removed {lock}, which a killed process had left there", flush=True)
         except FileNotFoundError:
-            continue  # given back meanwhile, or another rank was quicker
+            continue  # released meanwhile, or another rank was quicker
 
 
 def free_shared_names() -> None:
-    """After all ranks met: DeepSpeed's buffers lose their names, and live on as mapped.
+    """Removes the names of DeepSpeed's buffers once all ranks have met; the buffers stay mapped.
 
-    It leaves 66 MiB per rank in /dev/shm at every run, ended or killed; and the next run at the same port would open
-    what the last one left there.
+    DeepSpeed leaves 66 MiB per rank in /dev/shm at every run, ended or killed, and the next run at the same port would
+    open what the previous one left there.
     """
     name = f"deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
     (SHARED / f"{name}_{os.environ['RANK']}").unlink(missing_ok=True)
 
 
 def own_cache() -> Path:
-    """The user's TORCH_EXTENSIONS_DIR, or a folder for all that shapes the compiled code and ninja's commands."""
+    """The user's TORCH_EXTENSIONS_DIR, or a folder keyed by everything that shapes the compiled code and ninja's
+    commands."""
     if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(given)
     from torch.utils.cpp_extension import get_default_build_root
@@ -94,7 +95,7 @@ def own_cache() -> Path:
 
 
 def _processor() -> str:
-    """What DeepSpeed's `-march=native` goes by: a home may be shared by machines of several kinds."""
+    """What DeepSpeed's `-march=native` depends on: machines of several kinds may share a home directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -104,7 +105,7 @@ def _processor() -> str:
 
 
 def _alone() -> bool:
-    """Whether all ranks of the run are on this machine; DeepSpeed's launcher and torchrun name that differently."""
+    """Whether all ranks of the run are on this machine; DeepSpeed's launcher and torchrun use different variables."""
     here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"]
     return here == os.environ["WORLD_SIZE"]
 
@@ -114,7 +115,7 @@ def _open_somewhere(file: Path) -> bool:
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             found = descriptor.stat()
-        except OSError:  # gone meanwhile, or not ours to see
+        except OSError:  # gone meanwhile, or hidden from us
             continue
         if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
             return True

@@ -1,10 +1,10 @@
 """The model sharded by stock DeepSpeed. The only file that imports it.
 
-Clipped gradients are totalled in fp64 beside DeepSpeed and handed to it once per logical step, as an ordinary
-gradient. The noise enters through a step pre-hook on the stock optimizer, which sees the reduced fp32 gradient of
-exactly this rank's shard. There the exact total takes its place, after both were found to agree: an independent proof,
-at every step, that nothing was lost, scaled or put elsewhere. DeepSpeed has ways to lose such a hook, or to skip a
-step, without an error; therefore the hook demands a one-shot update and every step is checked afterwards.
+Clipped gradients are totalled in fp64 outside DeepSpeed and handed to it once per logical step, as an ordinary
+gradient. The noise enters through a step pre-hook on our optimizer, which sees the reduced fp32 gradient of exactly
+this rank's shard. There the exact total replaces it, after both were found to agree: independent evidence, at every
+step, that nothing was lost, scaled or misplaced. DeepSpeed can lose such a hook, or skip a step, without an error;
+therefore the hook demands a one-shot update and every step is checked afterwards.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.adam import AdamW, Kernel
 from murmuration.train.optim.base import FlatOptimizer
 
-# DeepSpeed's fp32 reduction of a sum against the exact one, relative to the largest element of the fragment; and what
-# fp32 may lose where the sums of the ranks cancel, relative to the largest element of the shard.
+# Tolerance between DeepSpeed's fp32 reduction of a sum and the exact one, relative to the largest element of the
+# fragment; and what fp32 may lose where the sums of the ranks cancel, relative to the largest element of the shard.
 AGREEMENT, ROUNDING = 1e-4, 1e-5
-# ZeRO-3 steps the optimizer once per group of at most so many elements, and puts a linear function of its own in the
-# place of the one that clip engines watch.
+# ZeRO-3 steps the optimizer once per group of at most `sub_group_size` elements, and replaces the linear function that
+# clip engines watch by one of its own.
 STAGE_3 = {"sub_group_size": 1 << 40, "memory_efficient_linear": False}
 
 
 def start_ranks() -> Ranks:
-    """Joins the process group that the launcher describes; alone, without one, a group of one is made."""
+    """Joins the process group that the launcher describes; without a launcher, makes a group of one."""
     device = describe_process()
     make_ready()
     deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timedelta(seconds=COLLECTIVE_SECONDS), verbose=False)
@@ -72,7 +72,7 @@ class DeepSpeedEngine:
         self._pending: Update | None = None
         self._zero = zero
         require_fp32(self._forward)
-        # It warns of every optimizer but its own; ours is compared with the textbook at every stage.
+        # DeepSpeed warns about every optimizer but its own; ours is tested against the textbook at every stage.
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         self._engine: Any = deepspeed.initialize(
             model=forward, optimizer=optimizer, config=deepspeed_config(zero, micro_batch)
@@ -86,7 +86,7 @@ class DeepSpeedEngine:
             forward.begin(self.device)
             if zero.stage == 3:
                 self._announce_taps(forward)
-        # ZeRO-3 has no way to ask for a sum.
+        # ZeRO-3 has no option to reduce by a sum.
         self._scale = ranks.world if zero.stage == 3 else 1
         require_fp32(self._forward)
         self._require_own_optimizer()
@@ -98,7 +98,7 @@ class DeepSpeedEngine:
         self._hook = optimizer.register_step_pre_hook(self._before_optimizer_step)
 
     def _announce_taps(self, forward: PrivateForward) -> None:
-        """A tap uses parameters of another module, which ZeRO-3 must be told to gather for it."""
+        """A tap uses parameters of another module, so they are registered for ZeRO-3 to gather."""
         for tap in forward.handover.taps:
             for parameter in tap.taken:  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
                 deepspeed.zero.register_external_parameter(tap, parameter)
@@ -112,7 +112,7 @@ class DeepSpeedEngine:
             return zero_slices(trainable, flats)
         layout = partitioned_parameters(trainable, self._engine.optimizer, self.ranks.rank)
         for flat, fragments in layout.values():
-            for name, parameter in trainable.items():  # every rank gathers each in turn, whoever holds a part of it
+            for name, parameter in trainable.items():  # every rank gathers each in turn, whichever ranks hold it
                 with deepspeed.zero.GatheredParameters([parameter]):
                     prove_slice(flat, [f for f in fragments if f.name == name], {name: parameter})
         return layout
@@ -143,7 +143,7 @@ class DeepSpeedEngine:
         if isinstance(self._forward, PrivateForward):
             self._forward.sums.clear()
         self._engine.zero_grad()
-        # ZeRO-3 frees some weights only after a backward pass of its own, which this step will not have any more.
+        # ZeRO-3 frees some weights only after a backward pass of its own, which this step will no longer have.
         self._engine.empty_partition_cache()
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -161,7 +161,7 @@ class DeepSpeedEngine:
                 flat.grad.copy_(total)
 
     def _total(self, reduced: Tensor, fragments: list[Fragment]) -> Tensor:
-        """The sum over all ranks for this flat tensor: fp64 in a private phase, after DeepSpeed's agrees with it."""
+        """The sum over all ranks for this flat tensor; in a private phase in fp64, checked against DeepSpeed's sum."""
         if self._scale != 1:
             reduced.mul_(self._scale)
         if not isinstance(self._forward, PrivateForward):
@@ -176,14 +176,14 @@ class DeepSpeedEngine:
             apart = (fragment.of(reduced) - total).abs().max()
             if not bool(apart <= AGREEMENT * total.abs().max() + rounding):
                 raise UpdateError(
-                    f"what DeepSpeed reduced for {fragment.name} is not the sum that was handed to it; its shards do "
-                    "not lie where the shard map says, or something scales gradients"
+                    f"what DeepSpeed reduced for {fragment.name} is not the sum that was handed to it; its shards are "
+                    "not where the shard map says, or something scales gradients"
                 )
         return exact
 
     def _check(self, update: Update) -> AppliedUpdate:
-        """What DeepSpeed may lose in silence: the hook, the step, elements; and weights that stopped being numbers."""
-        # Of weights alone: padding behind them is memory that nobody ever wrote.
+        """Checks for what DeepSpeed may silently lose (the hook, the step, elements), and that weights are finite."""
+        # Weights only: the padding behind them is memory that was never written.
         finite = all(bool(torch.isfinite(f.of(flat)).all()) for flat, parts in self._layout.values() for f in parts)
         applied = bool(self._engine.was_step_applied())
         elements = self.ranks.sum(update.elements)
@@ -216,11 +216,11 @@ class DeepSpeedEngine:
         return self._base.steps_done
 
     def set_optimizer_step(self, step: int) -> None:
-        """Prepares the optimizer state to be filled by a checkpoint, or forgets it at step 0."""
+        """Prepares the optimizer state to be filled from a checkpoint, or clears it at step 0."""
         self._base.restart(step)
 
     def _add_up(self, sums: Tensor) -> Tensor:
-        """Over the ranks, wherever the optimizer's state lies."""
+        """Adds up over the ranks, wherever the optimizer's state is kept."""
         return self.ranks.add(sums.to(self.device)).to(sums.device)
 
     def whole_weights(self) -> dict[str, Tensor]:
@@ -228,7 +228,7 @@ class DeepSpeedEngine:
         state = dict(self.model.state_dict())
         if self._zero.stage < 3:
             return state
-        # A clipped pass that no update followed, as measurements make it, leaves weights gathered.
+        # A clipped pass without an update, as in measurements, leaves weights gathered.
         self._engine.empty_partition_cache()
         for name, parameter in self.model.named_parameters():
             with deepspeed.zero.GatheredParameters([parameter]):
@@ -246,7 +246,7 @@ class DeepSpeedEngine:
 
 
 def deepspeed_config(zero: ZeroOptimization, micro_batch: int) -> dict[str, Any]:
-    """The whole of what DeepSpeed is told; the user's file cannot reach past it."""
+    """The complete config that DeepSpeed receives; the user's file cannot add to it."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": 1,
@@ -262,7 +262,7 @@ def deepspeed_config(zero: ZeroOptimization, micro_batch: int) -> dict[str, Any]
 
 
 def _cpu_adam(optimizer: AdamW) -> Kernel:
-    """DeepSpeedCPUAdam's kernel on stretches of our flat tensors, so that rates and decay may differ among them."""
+    """DeepSpeedCPUAdam's kernel, run on stretches of our flat tensors, so that rates and decay may vary among them."""
     params = optimizer.params
     stock = DeepSpeedCPUAdam([torch.zeros(1)], betas=params.betas, eps=params.eps)
 

@@ -1,4 +1,4 @@
-"""What a sharded engine wraps: the model with what turns its per-record losses into a sum of gradients."""
+"""The module that a sharded engine wraps: the model, and the part that turns per-record losses into gradient sums."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from murmuration.train.noise.update import UpdateError
 
 
 class PrivateForward(nn.Module):
-    """Called with a micro-batch, it adds clipped gradients to its totals; called without, it hands the totals over.
+    """Called with a micro-batch, it adds clipped gradients to its totals; called without one, it hands the totals over.
 
-    The scalar that the second call returns has the totals as its gradient, so the engine's own hooks carry them.
+    The scalar that the second kind of call returns has the totals as its gradient, so the engine's own hooks carry
+    them.
     """
 
     def __init__(self, model: nn.Module, clip: ClipEngine) -> None:
@@ -51,7 +52,7 @@ class PrivateForward(nn.Module):
 
 
 class PlainForward(nn.Module):
-    """Of a non-private phase: the sum of the losses of the records that are present."""
+    """For a non-private phase: returns the sum of the losses of the present records."""
 
     def __init__(self, model: nn.Module, precision: Precision = "fp32") -> None:
         super().__init__()

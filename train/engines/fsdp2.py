@@ -1,10 +1,10 @@
-"""The model sharded by PyTorch's own FSDP2 (`fully_shard`); needs no DeepSpeed.
+"""The model sharded by PyTorch's own FSDP2 (`fully_shard`), without DeepSpeed.
 
-In a private phase FSDP2 only gathers weights. Clipped gradients are totalled in fp64 beside it and added up over the
+In a private phase FSDP2 only gathers weights. Clipped gradients are totalled in fp64 outside it and added up over the
 ranks by one all-reduce per logical step, the only reduction; every rank then finishes and applies the rows that it
-holds. Nothing of FSDP2 touches a gradient on the way, so what could go wrong is that an update does not reach what the
-model computes with: that is proved when the engine is made, and looked for after every step. In a phase without
-privacy gradients are ordinary ones, which FSDP2 sums and shares out after every micro-batch, in fp32.
+holds. FSDP2 never touches a gradient on the way, so the one remaining risk is that an update does not reach the weights
+with which the model computes: that is ruled out when the engine is made, and checked after every step. In a phase
+without privacy, gradients are ordinary ones, which FSDP2 sums and shards after every micro-batch, in fp32.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from murmuration.train.engines.shard_map import ShardMapError, prove_numbering, 
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import FlatOptimizer
 
-# A model cut up for FSDP2: which parts are gathered together, and the model as those see it who know its parameters.
+# A model divided for FSDP2: which parts are gathered together, and a view of the model with its whole parameters.
 #
-# Between calls a rank holds its rows of every parameter, and nothing else. While a part runs, forwards or backwards,
-# its parameters are whole on every rank; they are let go of as soon as it is done.
+# Between calls a rank holds only its rows of every parameter. While a part runs, forward or backward, its parameters
+# are whole on every rank; they are released as soon as the part is done.
 
 
 class Units:
-    """The parts of a sharded model. What they do together is a collective act."""
+    """The parts of a sharded model. Their operations are collective."""
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0:
                 raise ShardMapError(
-                    f'{name} has no rows to share out; give it the shape [1], or use run.engine "deepspeed"'
+                    f'{name} has no rows to shard; give it the shape [1], or use run.engine "deepspeed"'
                 )
         mesh = init_device_mesh(ranks.device.type, (ranks.world,))
         self.model = model
         self._parts = [fully_shard(part, mesh=mesh, reshard_after_forward=True) for part in parts_of(model)]
         for part in self._parts:
-            # Sums, not means, of what non-private phases reduce.
+            # Non-private phases reduce to sums, not means.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
     def gathered(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter under each of its names, whole while the caller looks at it; go through to the end."""
+        """Every parameter under each of its names, whole while the caller uses it; iterate to the end."""
         for part in self._parts:
             part.unshard()
             for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -67,7 +67,7 @@ class Units:
             part.reshard()
 
     def let_go(self) -> None:
-        """Of whatever is whole."""
+        """Releases all gathered parameters."""
         for part in self._parts:
             part.reshard()
 
@@ -85,10 +85,10 @@ class Units:
 
 
 class GatheredModel(nn.Module):
-    """The sharded model, its parameters being the whole ones with which its layers compute.
+    """The sharded model, with the whole parameters with which its layers compute.
 
-    FSDP2 puts these in place while a layer runs, always the same, and gives them memory only then. Clip engines know
-    parameters by identity, so this is the model that they are shown.
+    FSDP2 puts these parameters in place while a layer runs, always the same objects, and gives them memory only then.
+    Clip engines recognise parameters by identity, so they are given this model.
     """
 
     def __init__(self, units: Units) -> None:
@@ -98,7 +98,7 @@ class GatheredModel(nn.Module):
         for parameter in self._whole.values():
             parameter.lent = True  # pyright: ignore[reportAttributeAccessIssue]  # its memory, while a layer runs
         if any(self._whole[name] is not parameter for name, parameter in units.gathered()):
-            raise ShardMapError("FSDP2 makes whole parameters anew at each gathering; this version is not supported")
+            raise ShardMapError("FSDP2 makes new whole parameters at each gathering; this version is not supported")
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         return self._sharded[0](inputs)
@@ -118,9 +118,10 @@ class GatheredModel(nn.Module):
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
-    """Repeated blocks, each a part of its own; last the model, which takes the rest.
+    """Repeated blocks, each a part of its own, and last the model, which takes the rest.
 
-    A block that shares a parameter with something outside is left to the model: it must be whole in both places.
+    A block that shares a parameter with something outside is left to the model: the parameter must be whole in both
+    places.
     """
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     parts = []
@@ -142,7 +143,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def start_ranks() -> Ranks:
-    """Joins the process group that the launcher describes; alone, without one, a group of one is made."""
+    """Joins the process group that the launcher describes; without a launcher, makes a group of one."""
     device = describe_process()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
@@ -169,9 +170,9 @@ class FSDP2Engine:
         self.model: nn.Module = GatheredModel(self._units)
         forward.model = self.model
         if digests_of(self.whole_weights()) != before:
-            raise ShardMapError("sharding changed the weights; what layers are given is not what the model had")
+            raise ShardMapError("sharding changed the weights; layers do not receive the weights that the model had")
         if isinstance(forward, PrivateForward):
-            del forward.handover  # its taps keep the weights from before; sums need not pass through FSDP2
+            del forward.handover  # its taps keep the unsharded weights; sums need not pass through FSDP2
             forward.begin(self.device)
         (group,) = optimizer.param_groups
         group["params"] = [flat for flat, _ in self._layout.values()]
@@ -181,13 +182,13 @@ class FSDP2Engine:
         return {name: local for name, local in self._units.local().items() if name in self.shapes}
 
     def _prove(self) -> None:
-        """Each element lies in one shard, and there alone."""
+        """Checks that each element is in exactly one shard."""
         if list(self._trained) != list(self.shapes):
             raise ShardMapError("sharding changed the names or the order of parameters, by which noise is drawn")
         held = self.ranks.sum(sum(f.length for _, fragments in self._layout.values() for f in fragments))
         if held != self.trainable_elements:
             raise ShardMapError(
-                f"the shards hold {held} of {self.trainable_elements} elements; some lie in two, or in none"
+                f"the shards contain {held} of {self.trainable_elements} elements; some are in two shards, or in none"
             )
         prove_numbering(self._layout, {name: s.numel() for name, s in self.shapes.items()}, self._units.gathered)
 
@@ -231,7 +232,7 @@ class FSDP2Engine:
         return found
 
     def discard(self) -> None:
-        """Sums, gradients, and gathered weights that a pass left behind."""
+        """Drops sums, gradients, and gathered weights that a pass left behind."""
         if isinstance(self._forward, PrivateForward):
             self._forward.sums.clear()
         self._units.let_go()
@@ -241,9 +242,9 @@ class FSDP2Engine:
             flat.grad = None
 
     def _check(self, update: Update, applied: bool) -> AppliedUpdate:
-        """What may be lost in silence: elements, the step, the tie between shards and model, finite weights."""
+        """Checks what may be lost silently: elements, the step, the link between shards and model, finite weights."""
         own = all(_is(local, self._trained[name]) for name, local in self._trained_rows().items())
-        # Of weights alone: padding behind them is memory that nobody ever wrote.
+        # Weights only: the padding behind them is memory that was never written.
         finite = all(bool(torch.isfinite(f.of(flat)).all()) for flat, parts in self._layout.values() for f in parts)
         said = torch.tensor([update.elements, int(applied), int(own), int(finite)], device=self.device)
         elements, steps, owners, healthy = self.ranks.add(said).tolist()
@@ -271,7 +272,7 @@ class FSDP2Engine:
         return self._optimizer.steps_done
 
     def set_optimizer_step(self, step: int) -> None:
-        """Prepares the optimizer state to be filled by a checkpoint, or forgets it at step 0."""
+        """Prepares the optimizer state to be filled from a checkpoint, or clears it at step 0."""
         self._optimizer.restart(step)
 
     def _add_up(self, sums: Tensor) -> Tensor:
@@ -292,7 +293,7 @@ class FSDP2Engine:
 
 
 def _same_everywhere(model: nn.Module, ranks: Ranks) -> None:
-    """Every rank starts from the main rank's weights."""
+    """Copies the main rank's weights to every rank."""
     for tensor in model.state_dict().values():
         given = tensor.detach().to(ranks.device, copy=True)
         dist.broadcast(given, src=0)
@@ -300,24 +301,24 @@ def _same_everywhere(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _is(one: Tensor, other: Tensor) -> bool:
-    """The same memory."""
+    """Whether both are the same memory."""
     return one.shape == other.shape and one.data_ptr() == other.data_ptr()
 
 
-# One collective adds the totals of all ranks; another, of a few numbers, shows that it did.
+# One collective adds the totals of all ranks; another, of a few numbers, verifies the result.
 #
-# Each rank weighs its totals before they are added up: two numbers per parameter, which know where elements lie. What
-# the ranks' weights add up to must be the weight of the sum. So a rank that was left out, a scale, or a shift within a
-# parameter is an error, not a wrong gradient.
+# Before the totals are added up, each rank computes a checksum of its own: two numbers per parameter that depend on the
+# positions of elements. The checksums of the ranks must add up to the checksum of the sum. So a rank that was left out,
+# a scale, or a shift within a parameter is an error, not a wrong gradient.
 
-# Of fp64 sums over all elements of a parameter, relative to the sum of their sizes.
+# Tolerance of fp64 sums over all elements of a parameter, relative to the sum of their absolute values.
 AGREEMENT = 1e-9
-# Elements weighed at a time.
+# Elements weighted at a time.
 WEIGHED_AT_ONCE = 1 << 20
 
 
 def reduce_and_prove(sums: ExactSums, ranks: Ranks) -> None:
-    """`sums.reduce`, checked; every rank comes to the same verdict."""
+    """`sums.reduce`, verified; every rank reaches the same verdict."""
     expected, size = ranks.add(_weigh(sums.totals))
     sums.reduce(ranks)
     apart = (_weigh(sums.totals)[0] - expected).abs()
@@ -325,21 +326,22 @@ def reduce_and_prove(sums: ExactSums, ranks: Ranks) -> None:
     if ranks.any(bool(wrong.any())):
         names = [name for name, bad in zip(sums.totals, wrong.tolist(), strict=True) if bad] or ["another rank"]
         if not bool(torch.isfinite(size).all()):
-            raise UpdateError(f"the sum of clipped gradients of {names[0]} is no number; a clip engine let one through")
+            raise UpdateError(
+                f"the sum of clipped gradients of {names[0]} is not finite; the clip engine let a bad record through"
+            )
         raise UpdateError(
-            f"what was reduced for {names[0]} is not the sum over the ranks; collective operations cannot be relied "
-            "upon here"
+            f"what was reduced for {names[0]} is not the sum over the ranks; collective operations are unreliable here"
         )
 
 
 def _weigh(totals: Mapping[str, Tensor]) -> Tensor:
-    """[2, parameters]: each parameter's sum and sum of sizes, elements weighing from 1 to 2 along it."""
+    """[2, parameters]: each parameter's sum and sum of absolute values, with weights from 1 to 2 along its elements."""
     found = [torch.stack([part.sum(), part.abs().sum()]) for part in map(_weighed, totals.values())]
     return torch.stack(found, dim=1)
 
 
 def _weighed(total: Tensor) -> Tensor:
-    """In one number per piece and sign: the positive and the negative part."""
+    """The weighted sum of each piece, as two numbers: its positive and its negative part."""
     flat, step = total.view(-1), 1.0 / max(1, total.numel())
     parts = []
     for start in range(0, len(flat), WEIGHED_AT_ONCE):

@@ -1,8 +1,8 @@
-"""How a finished sum enters the sharded engine: as the gradient of a scalar, once per logical step.
+"""Passes a finished sum to the sharded engine: as the gradient of a scalar, once per logical step.
 
 The engine's own hooks on the parameters fire as after any backward pass, so it reduces and shards the sum as it would
 an ordinary gradient. There is one tap per module that owns parameters, so that an engine that shards the parameters
-themselves (ZeRO-3) need gather no more than one module's at a time.
+themselves (ZeRO-3) need not gather those of more than one module at a time.
 """
 
 from __future__ import annotations
@@ -52,5 +52,5 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        del grad_output  # engines scale the loss by what they think a batch is; a sum is not scaled
+        del grad_output  # engines scale the loss by their idea of a batch size; a sum is not scaled
         return None, *(total.to(torch.float32) for total in ctx.totals)

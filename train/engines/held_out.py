@@ -2,7 +2,7 @@
 
 A held-out record that is drawn moves the count by at most 1 and the gradient not at all; any other record moves the
 gradient by at most C and the count not at all, because the count is taken with the weights from before the step. So
-what a draw releases is still one vector, and each record moves one of its parts. The ledger charges it as if a record
+a draw still releases one vector, and each record moves one of its parts. The ledger charges it as if a record
 could move all parts at once, which is more.
 """
 
@@ -28,35 +28,35 @@ class HeldOutAccuracy:
     def __init__(self, engine: ShardedEngine, release: MetricRelease) -> None:
         if engine.partitioned:
             raise RecipeError(
-                "accuracy on held-out records asks the whole model, and this engine has it nowhere; use ZeRO 0, 1 or 2"
+                "accuracy on held-out records needs the whole model, which this engine shards; use ZeRO 0, 1 or 2"
             )
         if not isinstance(engine.model, Classifier):
-            raise RecipeError("privacy.release: accuracy is that of classifiers; use the objective classify")
+            raise RecipeError("privacy.release: only classifiers have an accuracy; use the objective classify")
         self._model, self._device, self._release = engine.model, engine.device, release
 
     def around(self, micro_batches: MicroBatches) -> MicroBatches:
-        """The same micro-batches, in which held-out records are absent."""
+        """The same micro-batches, with held-out records marked absent."""
 
         def rest(ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
             for batch in micro_batches(ids, step):
-                yield self._count(batch) if batch.inputs else batch  # one that could not be read has none
+                yield self._count(batch) if batch.inputs else batch  # a batch that could not be read has no inputs
 
         return rest
 
     def _count(self, batch: MicroBatch) -> MicroBatch:
-        # A KeyError here is a reader that marks nothing: training on held-out records would be no failure to see.
+        # A KeyError here means a reader that marks nothing: training on held-out records would go unnoticed.
         inputs = dict(batch.inputs)
         held = inputs.pop(HELD_OUT).to(batch.present.device)
         asked = batch.present & held
         right = self._right(inputs)
         self._release.count_right((right & asked.to(right.device)).sum())
-        # From here on a held-out record is like an empty slot: nothing of it stands among the inputs.
+        # From here on a held-out record is like an empty slot: the inputs contain nothing of it.
         rest = {name: torch.where(_along(held.to(t.device), t), torch.zeros_like(t), t) for name, t in inputs.items()}
         return MicroBatch(rest, batch.present & ~held)
 
     @torch.no_grad()
     def _right(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Per row, of all rows: how many are held out must not change a kernel's shapes."""
+        """Per row, for all rows: the number of held-out records must not change a kernel's shapes."""
         here = {name: tensor.to(self._device) for name, tensor in inputs.items()}
         with evaluating(self._model):
             logits = self._model.head(here["features"]) if "features" in here else self._model.logits(here["images"])

@@ -1,7 +1,7 @@
 """One process, plain PyTorch: the whole model on one device, no launcher, no process group, nothing compiled.
 
 Clipped gradients are totalled in fp64 by the clip engine; noise is added to these totals, and the optimizer gets the
-result in fp32. In a phase without privacy gradients are ordinary ones.
+result in fp32. In a phase without privacy, gradients are ordinary ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from murmuration.train.optim.base import FlatOptimizer
 def start_ranks() -> Ranks:
     if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise RecipeError(
-            f'run.engine = "local" is one process, but {world} were started; start it by python alone, or choose '
+            f'run.engine = "local" is one process, but {world} were started; start it with plain python, or choose '
             '"deepspeed" or "fsdp2"'
         )
     return Alone(describe_process())
@@ -46,7 +46,7 @@ class LocalEngine:
         self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
         self._layout = whole_parameters(self._trained)
         if isinstance(forward, PrivateForward):
-            del forward.handover  # for engines that reduce gradients; here the totals are at hand
+            del forward.handover  # for engines that reduce gradients; here the totals are used directly
             forward.begin(self.device)
         optimizer.bind(self._layout, None)
 
@@ -94,7 +94,7 @@ class LocalEngine:
         own = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if own.keys() != self._trained.keys() or any(own[name] is not p for name, p in self._trained.items()):
             raise UpdateError(
-                "the model's parameters are no longer those that the optimizer updates; something moved them"
+                "the model's parameters are no longer those that the optimizer updates; something replaced them"
             )
         if not all(bool(torch.isfinite(parameter).all()) for parameter in self._trained.values()):
             raise UpdateError("the weights are no longer finite; resume with a lower learning rate and --new-segment")
@@ -113,7 +113,7 @@ class LocalEngine:
         return self._optimizer.steps_done
 
     def set_optimizer_step(self, step: int) -> None:
-        """Prepares the optimizer state to be filled by a checkpoint, or forgets it at step 0."""
+        """Prepares the optimizer state to be filled from a checkpoint, or clears it at step 0."""
         self._optimizer.restart(step)
 
     def whole_weights(self) -> dict[str, Tensor]:

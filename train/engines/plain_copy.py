@@ -1,4 +1,4 @@
-"""The model as one process would hold it, beside an engine that shards it: for comparing with plain autograd."""
+"""An unsharded copy of a model that an engine shards, for comparing with plain autograd."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from murmuration.train.noise.update import UpdateError
 
 
 class PlainCopy:
-    """Made before the engine touches the model, without the weights, which it gets when it is needed."""
+    """Made before the engine touches the model, without the weights, which are filled in when it is needed."""
 
     def __init__(self, model: nn.Module) -> None:
-        # In the memo stands what stands for a weight: nothing is copied, and what is shared stays shared.
+        # The memo maps each weight to an empty placeholder: nothing is copied, and shared weights stay shared.
         memo = {id(p): nn.Parameter(p.detach().new_empty(0), p.requires_grad) for p in model.parameters()}
         self._empty: nn.Module | None = None
         try:
             self._empty = copy.deepcopy(model, memo)  # pyright: ignore[reportArgumentType]
-        except Exception as error:  # whatever a module of the user's own may hold
+        except Exception as error:  # a module of the user's own may contain anything
             self._why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
     def filled(self, weights: Mapping[str, Tensor], modes: Mapping[str, bool], device: torch.device) -> nn.Module:
-        """A model of its own, which goes with the last reference to it."""
+        """A new model, which is freed with the last reference to it."""
         if self._empty is None:
             raise UpdateError(
                 f"the model cannot be copied ({self._why}), so no gradient can be compared where weights are sharded; "

@@ -1,13 +1,13 @@
-"""Which elements of which parameter every flat tensor of this rank's optimizer holds; proved, not assumed.
+"""Which elements of which parameter each flat tensor of this rank's optimizer contains; verified, not assumed.
 
-DeepSpeed ZeRO-1/2 keep one flat fp32 slice per parameter group and leave the addresses on the parameters; ZeRO-3 cuts
-every parameter into equal parts, one per rank, and lays a rank's parts into one flat tensor. The attributes are
-semi-private, so they are read here alone and checked against the weights before anything uses them. (Two parameters
-with equal sizes and weights could still be confounded; the engine compares gradients at every step, which they do not
-share.) Supported and tested: DeepSpeed 0.19.8 (the range is in pyproject.toml).
+DeepSpeed ZeRO-1/2 keep one flat fp32 slice per parameter group and store the addresses on the parameters; ZeRO-3 splits
+every parameter into equal parts, one per rank, and puts a rank's parts into one flat tensor. The attributes are
+semi-private, so they are read only here and checked against the weights before anything uses them. (Two parameters
+with equal sizes and weights could still be confused; but the engine compares gradients at every step, and these
+differ.) Supported and tested: DeepSpeed 0.19.8 (the range is in pyproject.toml).
 
-FSDP2 cuts every parameter along its first dimension and moves no gradient of a private phase, so its map is proved
-once and for all: each element gets a number, and what layers gather must count through.
+FSDP2 splits every parameter along its first dimension and moves no gradient of a private phase, so its map is verified
+once: each element gets a number, and the parameters that layers gather must contain these numbers in order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from murmuration.accounting.errors import SELF_TEST_FAILED, RunError
 from murmuration.train.distributed.shards import Fragment
 
-# fp32 holds every integer below it.
+# fp32 represents every integer below this exactly.
 DIGIT = 1 << 24
 
 
 class ShardMapError(RunError, RuntimeError):
-    """The layout of the shards is not the one that noise and checkpoints rely on."""
+    """The layout of the shards is not the one on which noise and checkpoints rely."""
 
     exit_code = SELF_TEST_FAILED
 
@@ -55,7 +55,7 @@ def zero_slices(
 def partitioned_parameters(
     trainable: Mapping[str, nn.Parameter], zero: Any, rank: int
 ) -> dict[int, tuple[Tensor, list[Fragment]]]:
-    """ZeRO-3: this rank's part of each parameter, in the flat tensor of its group. Not proved yet: see the caller."""
+    """ZeRO-3: this rank's part of each parameter, in the flat tensor of its group. The caller must verify it."""
     flats: list[Tensor] = zero.fp32_partitioned_groups_flat
     layout: dict[int, tuple[Tensor, list[Fragment]]] = {id(flat): (flat, []) for flat in flats}
     for index, (name, parameter) in enumerate(trainable.items()):
@@ -78,14 +78,14 @@ def prove_slice(flat: Tensor, fragments: list[Fragment], trainable: Mapping[str,
         weights = trainable[fragment.name].detach().reshape(-1)[fragment.start : fragment.start + fragment.length]
         if end > flat.numel() or not torch.equal(fragment.of(flat.detach()), weights.to(flat.dtype)):
             raise ShardMapError(
-                f"{fragment.name}: its shard does not hold its weights; the layout is not the known one"
+                f"{fragment.name}: its shard does not contain its weights; the layout is not the known one"
             )
 
 
 def row_slices(
     locals_: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], rank: int, world: int
 ) -> dict[int, tuple[Tensor, list[Fragment]]]:
-    """FSDP2: rank r holds the rows from r·⌈rows / world⌉ on, as many again or what is left; maybe none."""
+    """FSDP2: rank r holds up to ⌈rows / world⌉ rows, starting at row r·⌈rows / world⌉; maybe none."""
     layout: dict[int, tuple[Tensor, list[Fragment]]] = {}
     for index, (name, local) in enumerate(locals_.items()):
         rows, *row = shapes[name]
@@ -107,9 +107,9 @@ def prove_numbering(
     sizes: Mapping[str, int],
     gathered: Callable[[], Iterable[tuple[str, Tensor]]],
 ) -> None:
-    """Numbers all elements of all shards through, and looks at the whole parameters that layers are given.
+    """Numbers all elements of all shards consecutively, and inspects the whole parameters that layers receive.
 
-    In two passes, for numbers of two digits. The weights are put back; every rank comes to the same verdict.
+    Takes two passes, for numbers of two digits. The weights are restored; every rank reaches the same verdict.
     """
     first = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     kept = [flat.clone() for flat, _ in layout.values()]
@@ -125,7 +125,7 @@ def prove_numbering(
         for (flat, _), weights in zip(layout.values(), kept, strict=True):
             flat.copy_(weights)
     if wrong:
-        raise ShardMapError(f"{min(wrong)}: what layers are given is not what the shards hold, in the known order")
+        raise ShardMapError(f"{min(wrong)}: layers do not receive what the shards contain, in the known order")
 
 
 def _counts(whole: Tensor, first: int, digit: int) -> bool:

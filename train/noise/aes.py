@@ -1,7 +1,7 @@
 """Gaussian noise as a pure function of (key of the step, step, parameter, element), from an AES-256-CTR keystream.
 
-Because the draw does not depend on who asks, each element of the model gets the same one draw at any world size
-and ZeRO stage, replicas agree without talking, and a resumed step repeats its noise bit by bit.
+Because a draw does not depend on the rank that makes it, each element of the model gets the same single draw at any
+world size and ZeRO stage, replicas agree without communication, and a resumed step repeats its noise bit for bit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.box_muller import direction_in_place, radius_in_place
 
 BLOCK_BYTES = 16  # one AES block: two 64-bit uniforms, hence two normals
-# The scratch of a chunk fits the second-level cache: 94 million normals per second of one core of an AMD EPYC with
+# The scratch of a chunk fits into the second-level cache: 94 million normals per second on one core of an AMD EPYC with
 # AVX-512, where numpy's own log, sin and cos give 38 million (python benchmarks/noise.py).
 CHUNK_BLOCKS = 1 << 14
 NOISE_CHUNK = 1 << 20
-"""Elements handed out at a time, so that the noise of a large embedding never lies in memory as a whole."""
+"""Elements yielded at a time, so that the noise of a large embedding is never in memory as a whole."""
 
 
 class Noise(Protocol):
@@ -36,7 +36,7 @@ class Noise(Protocol):
     def std(self) -> float: ...
 
     def at(self, std: float) -> Noise:
-        """The same draws with another deviation, for a step whose clipping norm is not the first one."""
+        """The same draws with another standard deviation, for a step whose clipping norm is not the first one."""
         ...
 
     @property
@@ -44,32 +44,32 @@ class Noise(Protocol):
 
     @property
     def generator(self) -> str:
-        """Where the random bits come from; it stands in the ledger."""
+        """The source of the random bits, as recorded in the ledger."""
         ...
 
     @property
     def grid(self) -> float:
-        """Of exact noise, which is counted in multiples of it; 0 for noise that is added as it is."""
+        """The grid of exact noise, which is counted in multiples of it; 0 for noise that is added as it is."""
         ...
 
     def prepare(self, step: int) -> None:
-        """This step's noise will be asked for next: it may be drawn already."""
+        """Announces that this step's noise is needed next: it may be drawn in advance."""
         ...
 
     def chunks(
         self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64
     ) -> Iterator[tuple[Fragment, Tensor]]:
-        """The fragments in order, cut where they are long, each with its noise on the device."""
+        """The fragments in order, split where they are long, each with its noise on the device."""
         ...
 
 
 class NoiseMechanism:
-    """The cryptographic noise: whoever cannot break AES-256 cannot tell it from true randomness."""
+    """Cryptographic noise: anyone who cannot break AES-256 cannot distinguish it from true randomness."""
 
     generator = "aes-256-ctr"
 
     def __init__(self, key: bytes | StepKey, std: float, divisor: float) -> None:
-        """A key of bytes is the key of all steps."""
+        """A `key` of bytes is used for all steps."""
         self._key = by_step(key)
         self.std = std
         self.divisor = divisor
@@ -80,7 +80,7 @@ class NoiseMechanism:
         return other
 
     def prepare(self, step: int) -> None:
-        """Nothing: drawn when it is asked for."""
+        """Does nothing: noise is drawn when it is needed."""
 
     @property
     def grid(self) -> float:
@@ -120,7 +120,7 @@ class NoiseMechanism:
         return out
 
     def _keystream(self, step: int, parameter: int, block: int, count: int):
-        """40 bits of step, 24 of parameter, 64 of block: no two draws of a key share a counter."""
+        """40 bits for the step, 24 for the parameter, 64 for the block: no two draws of a key share a counter."""
         if not (0 <= step < 2**40 and 0 <= parameter < 2**24 and 0 <= block < 2**64 - count):
             raise ValueError(f"step {step} or parameter {parameter} does not fit the noise counter")
         counter = (step << 88 | parameter << 64 | block).to_bytes(BLOCK_BYTES, "big")
@@ -128,17 +128,17 @@ class NoiseMechanism:
 
 
 class Scratch:
-    """Memory of one draw, used again for every chunk of it."""
+    """Memory of one draw, reused for every chunk of it."""
 
     def __init__(self, blocks: int) -> None:
         self.zeros = bytes(blocks * BLOCK_BYTES)
-        self.words = bytearray(blocks * BLOCK_BYTES + BLOCK_BYTES)  # the cipher asks for room for a block more
+        self.words = bytearray(blocks * BLOCK_BYTES + BLOCK_BYTES)  # the cipher requires room for one more block
         self.normal = np.empty((blocks, 2))
         self.floats = np.empty((6, blocks))
-        """The first row holds the radii of the last draw."""
+        """The first row contains the radii of the last draw."""
 
     def word_pair(self, at: int) -> tuple[int, int]:
-        """What the last draw made a pair of normals of."""
+        """The words from which the last draw made a pair of normals."""
         first, second = np.frombuffer(self.words, "<u8", count=2, offset=at * BLOCK_BYTES).tolist()
         return first, second
 

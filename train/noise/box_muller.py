@@ -1,9 +1,9 @@
-"""Box-Muller on 64-bit words by sums, products, quotients and square roots alone.
+"""Box-Muller on 64-bit words by only sums, products, quotients and square roots.
 
-IEEE rounds each of these in one way on every machine, while the `log` and `sin` of a library depend on processor and
-version. So with numpy, replicas on unlike machines, and a step resumed on another one, draw the same noise bit by bit.
-`ops` is numpy or torch (whose square root is a library's: there the last bit may differ): the functions use what both
-spell alike, and work in place in the caller's scratch.
+IEEE rounds each of these in the same way on every machine, while the `log` and `sin` of a library depend on processor
+and version. So with numpy, replicas on different machines, and a step resumed on another one, draw the same noise bit
+for bit. `ops` is numpy or torch (whose square root is a library's: there the last bit may differ): the functions use
+names that both share, and work in place in the caller's scratch memory.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ SINE_TERMS = (
 MANTISSA_BITS = 52
 BITS_OF_ROOT_HALF = 0x3FE6A09E667F3BCD
 FURTHEST = math.sqrt(2 * 64 * math.log(2))
-"""No draw is further out, in standard deviations: 9.42."""
+"""The largest possible draw, in standard deviations: 9.42."""
 
 
 def radius_in_place(ops: Any, words: Any, scratch: tuple[Any, Any, Any], std: float) -> None:
-    """Unsigned 64-bit words, given as floats, become std·sqrt(-2·log((word + 1) / 2^64))."""
+    """Turns unsigned 64-bit words, given as floats, into std·sqrt(-2·log((word + 1) / 2^64))."""
     power, small, series = scratch
     integers = ops.int64
     bits, exponent, shifted = words.view(integers), power.view(integers), series.view(integers)
     ops.add(words, 1.0, out=words)
     ops.multiply(words, 2.0**-64, out=words)
-    # u = 2^k·m with m in [√½, √2): the logarithm of m is a short series.
+    # u = 2^k·m with m in [√½, √2): a short series gives the logarithm of m.
     ops.subtract(bits, BITS_OF_ROOT_HALF, out=exponent)
     ops.bitwise_right_shift(exponent, MANTISSA_BITS, out=exponent)
     ops.bitwise_left_shift(exponent, MANTISSA_BITS, out=shifted)
@@ -56,7 +56,7 @@ def radius_in_place(ops: Any, words: Any, scratch: tuple[Any, Any, Any], std: fl
 
 
 def direction_in_place(ops: Any, turns: Any, cosine: Any, scratch: tuple[Any, Any]) -> None:
-    """Signed 64-bit words, given as floats, become the sine of 2π·word/2^64; its cosine goes to `cosine`."""
+    """Turns signed 64-bit words, given as floats, into the sine of 2π·word/2^64; the cosine goes to `cosine`."""
     square, series = scratch
     ops.multiply(turns, 2.0**-64 * (math.pi / 2), out=turns)  # a quarter of the angle, within ±π/4
     ops.multiply(turns, turns, out=square)
@@ -68,7 +68,7 @@ def direction_in_place(ops: Any, turns: Any, cosine: Any, scratch: tuple[Any, An
     ops.multiply(square, -1.0, out=cosine)
     ops.add(cosine, 1.0, out=cosine)
     ops.sqrt(cosine, out=cosine)
-    for _ in range(2):  # from a quarter of the angle to a half, and to the whole
+    for _ in range(2):  # from a quarter of the angle to a half, then to the whole
         ops.multiply(turns, cosine, out=series)
         ops.multiply(turns, turns, out=square)
         ops.multiply(series, 2.0, out=turns)
@@ -77,7 +77,7 @@ def direction_in_place(ops: Any, turns: Any, cosine: Any, scratch: tuple[Any, An
 
 
 def _polynomial(ops: Any, at: Any, terms: tuple[float, ...], out: Any) -> None:
-    """Horner; product and sum are two acts, so that no machine fuses them."""
+    """Horner's scheme; product and sum are separate operations, so that no machine fuses them."""
     ops.multiply(at, terms[0], out=out)
     for term in terms[1:-1]:
         ops.add(out, term, out=out)

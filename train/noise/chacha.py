@@ -1,9 +1,9 @@
 """Noise from ChaCha20, a cryptographic generator, drawn on the device that needs it.
 
 AES is fast on processors, which have instructions for it, and slow on GPUs, which have none. ChaCha20 (RFC 8439) adds,
-rotates and xors 32-bit words, which every device does well. So the noise is drawn where it is added: it takes no cores
-of the host and no transfer. Whoever cannot break ChaCha20 cannot tell it from true randomness. Every draw has its own
-counter (step, parameter, block) under a key of 256 bits that is derived from the step's, whatever the world size.
+rotates and xors 32-bit words, which every device does well. So the noise is drawn where it is added, without host
+cores or transfers. Anyone who cannot break ChaCha20 cannot distinguish it from true randomness. Every draw has its own
+counter (step, parameter, block) under a 256-bit key that is derived from the step's, whatever the world size.
 The integers are exact everywhere; the last bit of a draw depends on torch's square root, so replicas must run on one
 kind of device. Tested on CPUs, where it draws about a fifth as fast as AES (``benchmarks/noise.py``), and in Triton's
 interpreter; it has not run on a GPU yet, and AES stays the default.
@@ -33,7 +33,7 @@ CONSTANTS = b"expand 32-byte k"
 KEY_BYTES = 32
 DOUBLE_ROUNDS = 10
 PER_BLOCK = 8
-"""Normal numbers of one block of 64 bytes: a pair of two 64-bit words each time."""
+"""Normal numbers per block of 64 bytes: one pair from each two 64-bit words."""
 HALF = 0xFFFFFFFF
 KERNEL_DEVICES = ("cuda",)
 
@@ -41,12 +41,12 @@ Keystream = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ChaChaNoise:
-    """A `Noise` whose draws are made where they are added."""
+    """A `Noise` that is drawn on the device where it is added."""
 
     generator = "chacha20"
 
     def __init__(self, key: bytes | StepKey, std: float, divisor: float) -> None:
-        """A key of bytes is the key of all steps."""
+        """A `key` of bytes is used for all steps."""
         self._key_of = by_step(key)
         self.std = std
         self.divisor = divisor
@@ -59,7 +59,7 @@ class ChaChaNoise:
         return ChaChaNoise(self._key_of, std, self.divisor)
 
     def prepare(self, step: int) -> None:
-        """Nothing: drawn when it is asked for."""
+        """Does nothing: noise is drawn when it is needed."""
 
     @staticmethod
     def of(key: bytes | StepKey, plan: PrivacyPlan) -> ChaChaNoise:
@@ -71,7 +71,7 @@ class ChaChaNoise:
     def draw(
         self, step: int, parameter: int, start: int, length: int, dtype: type[np.floating] = np.float32
     ) -> np.ndarray:
-        """On the CPU, for tests and for whoever wants one stretch."""
+        """Draws one stretch on the CPU, for tests and other callers that need only that."""
         if length == 0:
             return np.empty(0, dtype)
         whole = Fragment("", parameter, start, length, 0)
@@ -81,7 +81,7 @@ class ChaChaNoise:
     def chunks(
         self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64
     ) -> Iterator[tuple[Fragment, Tensor]]:
-        """Small neighbours are drawn in one go: a launch per parameter would cost more than the numbers."""
+        """Draws small neighbours together: a launch per parameter would cost more than the numbers."""
         for group in _groups(in_chunks(fragments)):
             normals = self._normals(step, group, device).to(dtype)
             begin = 0
@@ -95,7 +95,7 @@ class ChaChaNoise:
             require_counter(step, chunk.parameter, chunk.start, chunk.length)
         counts = [_blocks(chunk) for chunk in group]
         ends = list(accumulate(counts))
-        # Little is sent, whatever the fragments' sizes: blocks are numbered on the device.
+        # Little is transferred, whatever the fragments' sizes: blocks are numbered on the device.
         table = torch.tensor(
             [
                 [chunk.start // PER_BLOCK - end + count for chunk, end, count in zip(group, ends, counts, strict=True)],
@@ -111,14 +111,14 @@ class ChaChaNoise:
 
 
 def require_counter(step: int, parameter: int, start: int, length: int) -> None:
-    """Whatever did not fit its words would share its draw with another step, parameter or element."""
+    """A number that did not fit its words would share its draw with another step, parameter or element."""
     last = (start + length - 1) // PER_BLOCK
     if not (0 <= step < 2**32 and 0 <= parameter < 2**32 and start >= 0 and last < 2**63):
         raise ValueError(f"step {step}, parameter {parameter} or element {start} does not fit the noise counter")
 
 
 def fixed_words(key: bytes, step: int, device: torch.device) -> Tensor:
-    """What all blocks of a step share: constants and key, and the step, the last word of the nonce."""
+    """The words that all blocks of a step share: constants, key, and the step, which is the last word of the nonce."""
     return torch.tensor(struct.unpack("<13i", CONSTANTS + key + struct.pack("<I", step)), dtype=torch.int32).to(device)
 
 
@@ -161,7 +161,8 @@ def _kernel() -> Keystream | None:
 
 
 def _pairs(words: Tensor, std: float) -> Tensor:
-    """In the order of the elements: of two 64-bit words, the first is the radius, the second the direction."""
+    """Normal pairs in the order of the elements: of two 64-bit words, the first gives the radius, the second the
+    direction."""
     parts = words.view(4, 4, -1)
     radius = _unsigned(parts[:, 1]).mul_(2.0**32).add_(_unsigned(parts[:, 0]))
     sine = parts[:, 3].double().mul_(2.0**32).add_(_unsigned(parts[:, 2]))
@@ -172,7 +173,7 @@ def _pairs(words: Tensor, std: float) -> Tensor:
 
 
 def _unsigned(words: Tensor) -> Tensor:
-    """Exact. A sum of two halves is then rounded once: to the nearest of the whole word."""
+    """Exact. The sum of two halves is then rounded only once, to the number nearest to the whole word."""
     return (words.long() & HALF).double()
 
 

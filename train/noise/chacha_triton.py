@@ -1,6 +1,6 @@
-"""ChaCha20 as one kernel for GPUs: each thread keeps the state of a block in registers and writes its words once.
+"""ChaCha20 as one GPU kernel: each thread keeps the state of a block in registers and writes its words once.
 
-As separate operations, each of the 20 rounds goes through memory many times. The words are the same bit by bit.
+As separate operations, each of the 20 rounds goes through memory many times. The words are the same bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _quarter(a, b, c, d):  # pyright: ignore
 
 @triton.jit
 def _row(fixed, ROW: tl.constexpr, BLOCKS: tl.constexpr):  # pyright: ignore
-    """Four words that all blocks share, as they are in each."""
+    """Four words that all blocks share, repeated for each block."""
     word = fixed + 4 * ROW + tl.zeros([BLOCKS], tl.int32)
     one, two = tl.load(word).to(tl.uint32, bitcast=True), tl.load(word + 1).to(tl.uint32, bitcast=True)
     return one, two, tl.load(word + 2).to(tl.uint32, bitcast=True), tl.load(word + 3).to(tl.uint32, bitcast=True)

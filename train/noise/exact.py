@@ -1,26 +1,26 @@
-"""Gaussian noise in whole multiples of a grid, drawn exactly: no rounding of the machine shapes its distribution.
+"""Gaussian noise in whole multiples of a grid, drawn exactly: no machine rounding shapes its distribution.
 
 What is released. S is the clipped sum, at most C away from the sum S' of a neighbour, in d elements; G is the grid, a
 power of two with G·√d ≤ g·C, where g = `plan.grid_growth` = 1e-6. With [x] for the nearest whole number and Y for d
 independent draws of N(0, (σC/G)²), the step releases ([S/G] + [Y])·G / (q·n).
 
-Why that is private. (1) [·] moves each element by at most ½, so [S/G] and [S'/G] lie at most C/G + √d ≤ (1 + g)·C/G
+Why that is private. (1) [·] moves each element by at most ½, so [S/G] and [S'/G] are at most C/G + √d ≤ (1 + g)·C/G
 apart, and noise σC/G on them has the noise multiplier σ / (1 + g), which is the one that is charged. (2) [S/G] is
-whole, so [S/G] + [Y] = [[S/G] + Y]: what is released is a function of [S/G] + Y, the Gaussian mechanism itself, on real
+whole, so [S/G] + [Y] = [[S/G] + Y]: the release is a function of [S/G] + Y, the Gaussian mechanism itself, on real
 numbers. Whatever holds for that holds for every function of it: for samples, compositions and groups, at every ε and δ.
-So the accountant (PLD, or any other) is asked about the Gaussian with σ / (1 + g), and nothing else is to be proved.
-This is why the noise is a rounded Gaussian and not the discrete one of Canonne, Kamath and Steinke (2020): what is
-proved of that is its RDP, from which ε is some percent larger, and which says nothing of groups.
+So the accountant (PLD, or any other) is asked about the Gaussian with σ / (1 + g), and nothing else needs a proof.
+This is why the noise is a rounded Gaussian and not the discrete one of Canonne, Kamath and Steinke (2020): the proved
+guarantee for that one is its RDP, from which ε is some percent larger, and which says nothing about groups.
 
-Why [Y] is drawn exactly. Bits of AES-256 in counter mode are taken for random bits, as all noise here takes them. The
-bits of one counter are the first of two numbers U, V in [0, 1) with infinitely many; Box-Muller makes two independent
-normal numbers of them, σC/G·√(-2·ln U)·cos 2πV and the same with sin. Only the whole numbers nearest to them are
-wanted. From the first 64 bits of U and V these are computed in fp64, with a bound of all that rounding and the missing
-bits can change (`error_bound`). Where no half lies within the bound, the nearest whole number is known. Elsewhere (one
-element in 20,000 for a million weights, in 4,000 for a hundred million) `nearest_whole` computes it with integers, from
-as many bits as it takes; that ends, because a half is hit with probability zero. So the result is a function of the
-bits alone, the same with any processor, library or margin, and P([Y] = k) = Φ((k+½)G/σC) - Φ((k-½)G/σC) to the last
-digit.
+Why [Y] is drawn exactly. Bits of AES-256 in counter mode are assumed to be random, as for all noise here. The bits of
+one counter are the first bits of two numbers U, V in [0, 1) with infinitely many; Box-Muller turns these into two
+independent normal numbers, σC/G·√(-2·ln U)·cos 2πV and the same with sin. Only the nearest whole numbers are needed.
+From the first 64 bits of U and V, the normal numbers are computed in fp64, with a bound on all that rounding and the
+missing bits can change (`error_bound`). Where no half lies within the bound, the nearest whole number is known.
+Elsewhere (one element in 20,000 for a million weights, in 4,000 for a hundred million) `nearest_whole` computes it with
+integers, from as many bits as it takes; that ends, because a half is hit with probability zero. So the result is a
+function of the bits alone, the same with any processor, library or margin, and
+P([Y] = k) = Φ((k+½)G/σC) - Φ((k-½)G/σC) to the last digit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from murmuration.train.noise.aes import BLOCK_BYTES, CHUNK_BLOCKS, NoiseMechanis
 UNIT = 2.0**-53
 """Largest relative error of one rounding to fp64."""
 ANGLE_ERROR, RADIUS_ERROR, FURTHEST = 64 * UNIT, 40 * UNIT, 4.55
-# Nearly every draw would need many digits beyond.
+# Beyond this, nearly every draw would need many digits.
 MOST_STD = 2.0**44
 WORD = 64
 
@@ -48,13 +48,13 @@ WORD = 64
 class ExactNoise(NoiseMechanism):
     """N(0, std²) in multiples of the grid, rounded to whole ones: each is one draw, keyed like any other noise here.
 
-    The grid is the largest power of two that is at most `fineness` times `std`: where C adapts, it goes along.
+    The grid is the largest power of two that is at most `fineness` times `std`: where C adapts, the grid follows.
     """
 
     generator = EXACT
 
     def __init__(self, key: bytes | StepKey, std: float, divisor: float, fineness: float) -> None:
-        """A key of bytes is the key of all steps."""
+        """A `key` of bytes is used for all steps."""
         self._master, self._fineness = by_step(key), fineness
         super().__init__(lambda step: _level_key(self._master(step), 0), std, divisor)
         if not self.std / self.grid <= MOST_STD:
@@ -65,7 +65,7 @@ class ExactNoise(NoiseMechanism):
 
     @staticmethod
     def of(key: bytes | StepKey, plan: PrivacyPlan, elements: int = 1) -> ExactNoise:
-        """For a gradient of so many elements."""
+        """For a gradient of `elements` elements."""
         return ExactNoise(
             key, plan.noise_std, plan.divisor, _fineness(plan.grid_growth, plan.clip_norm, plan.noise_std, elements)
         )
@@ -81,9 +81,9 @@ class ExactNoise(NoiseMechanism):
     def draw(
         self, step: int, parameter: int, start: int, length: int, dtype: type[np.floating] = np.float64
     ) -> np.ndarray:
-        """Whole numbers of grid steps for elements [start, start + length) of one parameter."""
+        """Whole numbers of grid steps, for elements [start, start + length) of one parameter."""
         if dtype is not np.float64:
-            raise ValueError("exact noise is whole numbers, which float32 would round; ask for float64")
+            raise ValueError("exact noise consists of whole numbers, which float32 would round; ask for float64")
         out = np.empty(length, np.float64)
         if length == 0:
             return out
@@ -103,7 +103,7 @@ class ExactNoise(NoiseMechanism):
         return out
 
     def _decided(self, step: int, parameter: int, block: int, words: tuple[int, int], std: float, sine: bool) -> int:
-        """By as many bits as it takes: those of one more key at the same counter, time after time."""
+        """Decides a draw with as many bits as it takes: each level adds those of one more key at the same counter."""
         first, second = words
         for level in range(1, 1000):
             found = nearest_whole(std, first, second, level * WORD, sine)
@@ -117,13 +117,13 @@ class ExactNoise(NoiseMechanism):
 
     @staticmethod
     def draw_bits(key: bytes, level: int, step: int, parameter: int, block: int) -> bytes:
-        """Of both uniforms of a block, bits 64·level to 64·level + 63."""
+        """Bits 64·level to 64·level + 63 of both uniforms of a block."""
         cipher = NoiseMechanism(_level_key(key, level), 1.0, 1.0)
         return cipher._keystream(step, parameter, block, 1).update(bytes(BLOCK_BYTES))
 
 
 def _fineness(growth: float, bound: float, std: float, elements: int) -> float:
-    """Grid / std at most; a little less than allowed, so that no rounding of this quotient passes it."""
+    """The largest grid / std; a little less than allowed, so that no rounding of this quotient exceeds the limit."""
     if not growth > 0:
         raise PlanError('the plan charges nothing for the grid of exact noise; its run.noise is not "exact"')
     fineness = growth * bound / (std * math.sqrt(elements)) * (1 - 1e-9)
@@ -136,7 +136,7 @@ def power_of_two_below(value: float) -> float:
 
 
 def _level_key(key: bytes, level: int) -> bytes:
-    """Not kept: what lies in a cache outlives the key that it is made of."""
+    """Not cached: a cached key would outlive the key from which it is derived."""
     info = f"murmuration/1|exact-gaussian|{level}".encode()
     return HKDF(SHA256(), len(key), salt=None, info=info).derive(key)
 
@@ -148,11 +148,11 @@ class _WholeScratch(Scratch):
 
 
 def nearly_whole(scratch: _WholeScratch, stream, count: int, std: float) -> tuple[np.ndarray, np.ndarray]:
-    """The whole numbers next to `count` pairs of normal ones, and at which places they may be the wrong ones."""
+    """The whole numbers nearest to `count` pairs of normal ones, and the indices at which they may be wrong."""
     normals = scratch.normals(stream, count, std)
     whole, apart = scratch.whole[: 2 * count], scratch.apart[: 2 * count]
     np.rint(normals, out=whole)
-    np.subtract(normals, whole, out=apart)  # exactly: the two are close
+    np.subtract(normals, whole, out=apart)  # exact, since the two are close
     np.abs(apart, out=apart)
     room = error_bound(scratch.floats[0, :count], std)
     np.subtract(0.5, room, out=room)
@@ -160,15 +160,15 @@ def nearly_whole(scratch: _WholeScratch, stream, count: int, std: float) -> tupl
 
 
 def error_bound(radius: np.ndarray, std: float) -> np.ndarray:
-    """How far std·√(-2·ln U)·cos 2πV can lie from what `box_muller` made of 64-bit words; `radius`: its first factor.
+    """How far std·√(-2·ln U)·cos 2πV can be from what `box_muller` made of 64-bit words; `radius`: its first factor.
 
     With u = 2^-53, w and v the words, counting every rounding of `radius_in_place` and `direction_in_place`:
     - U lies in [w, w+1)·2^-64, and (w+1)·2^-64 is rounded twice: ln U is off by 1/w + 2.1u before it is computed. The
-      series and the sum with k·ln 2 add 13u of its own size at most (that is at k = -1, where the two cancel most).
+      series and the sum with k·ln 2 add at most 13u of its own size (at k = -1, where the two cancel most).
       -2·std² and the root: 2.5u of the radius. Since |√a - √b| ≤ |a - b|/√a, the radius R (for std = 1) is off by at
       most 17u·R + (2/w + 4.2u)/R.
-    - The quarter angle is off by 2.5u, what V lacks included, and its sine by 4.3u as an angle; doubling twice makes it
-      17.3u. The roundings in between add 9.5u to sine or cosine, and their product with R one more.
+    - The quarter angle is off by 2.5u, including the missing bits of V, and its sine by 4.3u as an angle; doubling
+      twice makes it 17.3u. The roundings in between add 9.5u to sine or cosine, and their product with R one more.
     - Together (17 + 27 + 1)u·R + (2/w + 4.2u)/R. If R < FURTHEST, then w > 2^49 and 2/w < 32u.
     So 64u·R + 40u/R covers it, with room for the few roundings here. Further out, nothing is certain.
     """
@@ -179,7 +179,7 @@ def error_bound(radius: np.ndarray, std: float) -> np.ndarray:
     return bound
 
 
-# The same in whole numbers of any length: fixed point, with `places` bits behind it.
+# The same in whole numbers of any length: fixed point, with `places` bits behind the point.
 
 
 def nearest_whole(std: float, first: int, second: int, bits: int, sine: bool) -> int | None:
@@ -188,11 +188,11 @@ def nearest_whole(std: float, first: int, second: int, bits: int, sine: bool) ->
         return None
     places = bits + WORD
     square = 2 * (bits * _log(2, places) - _log(first + 1, places))
-    # Steps below round down, by less than one unit each; no sum of them reaches this.
+    # The steps below round down, by less than one unit each; no sum of these errors reaches this.
     slack = 8 * bits * places
     lowest = math.isqrt(max(0, square - slack) << places)
     highest = math.isqrt((square + slack + (2 << places) // first + 1) << places) + 1  # ln(1 + 1/w) < 1/w
-    # Twice the middle of what may be, and twice how far it may be off: V lacks 2π·2^-bits of an angle at most, and the
+    # Twice the middle of the possible range, and twice its error bound: V lacks at most 2π·2^-bits of an angle, and the
     # 0.7·2^-bits that make it 7 are far more than the roundings of the series.
     middle = (lowest + highest) * _turned(second, bits, places, sine)
     off = (highest - lowest << places) + highest * (14 << places - bits)
@@ -203,7 +203,7 @@ def nearest_whole(std: float, first: int, second: int, bits: int, sine: bool) ->
 
 
 def _turned(word: int, bits: int, places: int, sine: bool) -> int:
-    """cos or sin of 2π·word/2^bits, by its series within an eighth of a turn of the nearest quarter."""
+    """cos or sin of 2π·word/2^bits, by its series within an eighth of a turn from the nearest quarter turn."""
     quarter = 1 << bits - 2
     turns = (word + quarter // 2) // quarter
     angle = _pi(places) * (word - turns * quarter) // (2 * quarter)

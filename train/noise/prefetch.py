@@ -1,6 +1,6 @@
-"""The next step's noise, drawn by threads while the micro-batches compute; the same bits as drawn when asked for.
+"""The next step's noise, drawn by threads while the micro-batches compute; the same bits as if drawn on demand.
 
-AES and numpy let go of the interpreter lock, so drawing costs the training loop little as long as a core is free.
+AES and numpy release the interpreter lock, so drawing costs the training loop little as long as a core is free.
 Memory is bounded: at most `most_bytes` wait to be taken, and every piece taken makes room for the next one.
 """
 
@@ -21,10 +21,10 @@ MOST_BYTES = 1 << 30
 
 
 class NoiseAhead:
-    """A `Noise` around another: `prepare(step)` begins to draw, `chunks` hands out, drawing itself what is not ready.
+    """A `Noise` around another: `prepare(step)` starts drawing; `chunks` yields the noise, and draws what is not ready.
 
-    For one consumer, which takes the fragments in the order given here; any other order or step is right as well,
-    only not ahead. A step that is given up needs nothing: the next `prepare` forgets what was drawn for it.
+    For one consumer, which takes the fragments in the order given here; any other order or step is also correct, only
+    not drawn ahead. Abandoning a step needs no call: the next `prepare` discards what was drawn for it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class NoiseAhead:
         return self._mechanism.std
 
     def at(self, std: float) -> NoiseAhead:
-        """With the threads of this one, which forgets what it has drawn."""
+        """Uses the threads of this object, which discards what it has drawn."""
         if std == self.std:
             return self
         self.cancel()
@@ -63,14 +63,14 @@ class NoiseAhead:
         return self._mechanism.divisor
 
     def prepare(self, step: int) -> None:
-        """Begins to draw the noise of this step, and forgets any other."""
+        """Starts drawing the noise of this step, and discards any other."""
         self.cancel()
         self._step = step
         self._waiting.extend(self._plan)
         self._fill()
 
     def cancel(self) -> None:
-        """Forgets what is drawn; of what is being drawn at this moment, a piece per thread, the result is dropped."""
+        """Discards what is drawn; pieces that are being drawn now, one per thread, are finished and dropped."""
         self._step = None
         self._waiting.clear()
         for chunk, future in self._drawing.items():
@@ -93,12 +93,12 @@ class NoiseAhead:
                 yield chunk, torch.from_numpy(drawn).to(device=device, dtype=dtype)
 
     def _take(self, step: int, chunk: Fragment) -> np.ndarray | None:
-        """What was drawn ahead, once; the draw of a thread that failed fails here."""
+        """Takes a piece that was drawn ahead, once; an error in its thread is raised here."""
         if step != self._step:
             return None
         future = self._drawing.pop(chunk, None)
         if future is None:
-            if chunk in self._waiting:  # asked for out of order, or no piece fits the memory
+            if chunk in self._waiting:  # requested out of order, or no piece fits into memory
                 self._waiting.remove(chunk)
             return None
         drawn = future.result()
@@ -107,7 +107,7 @@ class NoiseAhead:
         return drawn
 
     def _fill(self) -> None:
-        """Pieces in order, as many as there is room for."""
+        """Submits pieces in order, as many as there is room for."""
         while self._waiting and self._step is not None and _bytes(self._waiting[0]) <= self._room:
             chunk = self._waiting.popleft()
             self._room -= _bytes(chunk)

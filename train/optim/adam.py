@@ -1,4 +1,4 @@
-"""AdamW and LAMB: the direction of Adam, with DP-AdamBC's correction if asked, scaled per parameter by LAMB.
+"""AdamW and LAMB: Adam's direction, optionally with DP-AdamBC's correction; LAMB scales it per parameter.
 
 Adam: Kingma and Ba (arXiv 1412.6980); AdamW: Loshchilov and Hutter (1711.05101); LAMB: You et al. (1904.00962),
 algorithm 2; DP-AdamBC: Tang et al. (2312.14334). Everything here acts on a gradient that already has its noise.
@@ -16,7 +16,8 @@ from murmuration.train.config.optimizer import OptimizerParams
 from murmuration.train.optim.base import Flat, FlatOptimizer, Policy, Stretch
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float], None]
-"""Weights, gradient, both moments, step, learning rate, weight decay: one step of AdamW in place, by other means."""
+"""Takes weights, gradient, both moments, step, learning rate, weight decay; another implementation of one step of
+AdamW, in place."""
 
 
 class AdamW(FlatOptimizer):
@@ -56,7 +57,7 @@ class AdamW(FlatOptimizer):
         if self.params.noise_floor is None:
             denominator = second.sqrt().div_(math.sqrt(scale_second)).add_(self.params.eps)
         else:
-            # In fp64: where noise is nearly all there is, little is left of the difference.
+            # In fp64: where noise dominates, the difference is small.
             noise = self._noise_variance * two / scale_second
             corrected = second.double().div_(scale_second).sub_(noise).clamp_(min=self.params.noise_floor)
             denominator = corrected.sqrt_().to(second.dtype)

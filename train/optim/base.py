@@ -1,8 +1,9 @@
-"""What every optimizer here shares: flat fp32 tensors that hold fragments of many parameters, on many ranks.
+"""The base of all optimizers here: flat fp32 tensors that contain fragments of many parameters, on many ranks.
 
-DeepSpeed puts flat slices in the place of the parameters, so an optimizer learns only afterwards, by `bind`, which
-elements belong to which parameter. Learning-rate factors and weight decay act per fragment, so that one flat tensor
-per rank stays; norms of whole parameters are sums over the ranks. Padding belongs to no fragment and never moves.
+DeepSpeed replaces the parameters by flat slices, so an optimizer learns only afterwards, through `bind`, which
+elements belong to which parameter. Learning-rate factors and weight decay apply per fragment, so that there is still
+one flat tensor per rank; norms of whole parameters are sums over the ranks. Padding belongs to no fragment and never
+moves.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from torch import Tensor, nn
 from murmuration.train.config.optimizer import OptimizerParams, ParameterRule
 from murmuration.train.distributed.shards import Fragment, whole_parameters
 
-# From the config's rules to what holds for each parameter: by its name and shape, before sharding hides both.
+# Turns the config's rules into a policy for each parameter, by its name and shape, before sharding hides both.
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Factor on the learning rate, weight decay, and whether a trust ratio acts."""
+    """Factor on the learning rate, weight decay, and whether a trust ratio applies."""
 
     learning_rate: float
     weight_decay: float
@@ -31,12 +32,12 @@ class Policy:
 
 
 def policies(params: OptimizerParams, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Policy]:
-    """A rule that fits no parameter is refused: it is a slip of the pen."""
+    """A rule that matches no parameter is refused: it must be a typing error."""
     named = list(parameters)
     for number, rule in enumerate(params.rules):
         if not any(_fits(rule, name, parameter) for name, parameter in named):
             raise ValueError(
-                f"optimizer.params.rules.{number} ({rule.parameters!r}) fits no trained parameter; the names look like "
+                f"optimizer.params.rules.{number} ({rule.parameters!r}) fits no trained parameter; names look like "
                 f"{named[0][0]!r}"
             )
     return {name: _policy(params, [r for r in params.rules if _fits(r, name, p)]) for name, p in named}
@@ -60,13 +61,13 @@ Layout = Mapping[int, tuple[Tensor, Sequence[Fragment]]]
 Add = Callable[[Tensor], Tensor]
 
 AVERAGE = "weights_ema"
-# Elements worked on at a time: bounds the memory of intermediate results, and on a CPU keeps them in its cache.
+# Elements processed at a time: bounds the memory of intermediate results and keeps them in a CPU's cache.
 CHUNK = {"cpu": 1 << 15}
 CHUNK_ON_DEVICES = 1 << 24
 
 
 class OptimizerError(RuntimeError):
-    """The optimizer was given tensors that it cannot tell apart, or no gradient; the message says what to do."""
+    """The optimizer was given unknown tensors, or no gradient; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Stretch:
     """Neighbouring elements of one flat tensor under one policy."""
 
     number: int
-    """Of the parameter among the trainable ones; the first one's where the stretch spans several."""
+    """Index of the parameter among the trainable ones; that of the first, where the stretch spans several."""
     position: int
     length: int
     policy: Policy
@@ -82,7 +83,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Flat:
-    """One flat tensor in a step: weights, gradient, moments, and the rate of its group."""
+    """One flat tensor in a step: weights, gradient, moments, and the learning rate of its group."""
 
     weights: Tensor
     gradient: Tensor
@@ -106,13 +107,14 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
 
     moments: tuple[str, ...] = ()
     by_parameter = False
-    """Whether fragments must be told apart; if not, neighbours under one policy are worked on together."""
+    """Whether fragments are processed separately; if not, neighbours under one policy are joined."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], policies: Mapping[str, Policy],
         ema_decay: float | None, most: float | None,
     ) -> None:  # fmt: skip
-        """`most`: no gradient is longer, all parameters together. It has its noise by now, so this promises nothing."""
+        """`most` bounds the norm of the gradient of all parameters together. The gradient already has its noise, so
+        this promises no privacy."""
         named = dict(parameters)
         super().__init__(list(named.values()), {"lr": 0.0})
         self._policies = dict(policies)
@@ -121,17 +123,18 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
         self.bind(whole_parameters(named), None)
 
     def bind(self, layout: Layout, add: Add | None) -> None:
-        """Once an engine has made its shards: what each flat tensor holds, by id, and the sum over ranks (in place).
+        """Call this once an engine has made its shards. `layout` has the fragments in each flat tensor, by id; `add`
+        sums over the ranks, in place.
 
-        `add` is None where every rank holds whole parameters: their norms are complete without talking.
+        `add` is None where every rank has whole parameters: their norms need no communication.
         """
         self._add = add
         self._stretches: dict[int, list[Stretch]] = {}
-        self._bound = [flat for flat, _ in layout.values()]  # an id means something only while its tensor lives
+        self._bound = [flat for flat, _ in layout.values()]  # an id is valid only while its tensor is alive
         for identity, (_, fragments) in layout.items():
             unknown = next((f.name for f in fragments if f.name not in self._numbers), None)
             if unknown is not None:
-                raise OptimizerError(f"the shard map holds {unknown}, which the optimizer was not made for")
+                raise OptimizerError(f"the shard map contains {unknown}, which the optimizer was not made for")
             self._stretches[identity] = self._joined(fragments)
 
     def _joined(self, fragments: Sequence[Fragment]) -> list[Stretch]:
@@ -173,7 +176,7 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
         return Flat(tensor, tensor.grad, moments, step, float(learning_rate), stretches)
 
     def _shorten(self, flats: Sequence[Flat], most: float) -> None:
-        """As torch.nn.utils.clip_grad_norm_, over the shards of all ranks; padding has no part in it."""
+        """Like torch.nn.utils.clip_grad_norm_, over the shards of all ranks, without padding."""
         pieces = [g for flat in flats for stretch in flat.stretches for _, g, _ in flat.chunks(stretch)]
         square = torch.zeros(1, dtype=torch.float64, device=flats[0].weights.device)
         for gradient in pieces:
@@ -188,9 +191,9 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
         """Moves the weights of all flat tensors of this rank by one step."""
 
     def norms(self, flats: Sequence[Flat], of: Callable[[Flat, Stretch], Iterator[tuple[Tensor, Tensor]]]) -> Tensor:
-        """Whole parameters' norms of the pairs that `of` yields in pieces: [2, parameters], in fp64.
+        """Norms over whole parameters of the pairs that `of` yields in pieces: [2, parameters], in fp64.
 
-        One reduction for all of them, in which a rank takes part that holds nothing but padding.
+        There is one reduction for all of them; a rank that has only padding takes part too.
         """
         sums = torch.zeros(2, len(self._numbers), dtype=torch.float64, device=flats[0].weights.device)
         for flat in flats:
@@ -206,7 +209,7 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
         return {"step": torch.tensor(float(step)), **fresh}
 
     def state_tensors(self, flat: Tensor) -> dict[str, Tensor]:
-        """By name, each shaped as the flat tensor; empty before the first step. The step is not among them."""
+        """State by name, each shaped like the flat tensor; empty before the first step. The step is not included."""
         return {name: tensor for name, tensor in self.state.get(flat, {}).items() if name != "step"}
 
     @property
@@ -217,8 +220,8 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
         return steps.pop() if steps else 0
 
     def restart(self, step: int) -> None:
-        """Zeroed state after so many steps, to be filled from a checkpoint; at step 0 all is forgotten."""
+        """Sets zeroed state at this step count, to be filled from a checkpoint; at step 0, clears all state."""
         self.state.clear()
         if step:
-            for flat in self._bound:  # not of the groups, which ZeRO-3 empties between steps
+            for flat in self._bound:  # not those of the groups, which ZeRO-3 empties between steps
                 self.state[flat] = self._fresh(flat, step)

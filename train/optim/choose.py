@@ -1,4 +1,4 @@
-"""The optimizer that a phase's config names, on flat shards."""
+"""Makes the optimizer that a phase's config names, on flat shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from murmuration.train.optim.sgd import LARS, SGD
 def make_optimizer(
     settings: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]], gradient_noise: float
 ) -> FlatOptimizer:
-    """Of the trainable parameters. `gradient_noise`: sigma·C/(q·n) of the plan, 0 in a phase without noise."""
+    """For the trainable parameters. `gradient_noise`: the plan's sigma·C/(q·n), 0 in a phase without noise."""
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     params, chosen = settings.params, policies(settings.params, named)
     if settings.type == "AdamW":

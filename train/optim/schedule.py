@@ -1,7 +1,7 @@
 """Learning rates as a pure function of the step.
 
 ViP (arXiv 2306.08842): shape cosine, shape_from first-step, warmup 1000: peak · min(t/1000, half-cosine of (t-1)/T).
-DP-Cap (2403.02506): shape cosine, warmup 2000, end 10000, first_step 0; its code's first update has rate 0, and with
+DP-Cap (2403.02506): shape cosine, warmup 2000, end 10000, first_step 0; its code's first update has rate 0; with
 first_step 1 the warm-up is one step ahead and wastes none. Mehta et al. (2205.02973): linear (LAMB), cosine (momentum).
 """
 
@@ -13,7 +13,7 @@ from murmuration.train.config.optimizer import Schedule
 
 
 def learning_rate(schedule: Schedule, steps: int, step: int) -> float:
-    """Of the given step, counted from 1, in a phase of so many steps."""
+    """The learning rate of the given step, counted from 1, in a phase of `steps` steps."""
     passed = (step - 1) // schedule.hold * schedule.hold
     warm = min(1.0, (passed + schedule.first_step) / schedule.warmup) if schedule.warmup else 1.0
     rising = schedule.start + (schedule.peak - schedule.start) * warm

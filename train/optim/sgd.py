@@ -1,4 +1,4 @@
-"""SGD with momentum, and LARS: momentum of gradients that are scaled per parameter (You et al., arXiv 1708.03888)."""
+"""SGD with momentum, and LARS: momentum over gradients scaled per parameter (You et al., arXiv 1708.03888)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from murmuration.train.optim.base import Flat, FlatOptimizer, Policy, Stretch
 
 
 class SGD(FlatOptimizer):
-    """The velocity is momentum·velocity + gradient + decay·weights; nesterov looks one such step ahead."""
+    """The velocity is momentum·velocity + gradient + decay·weights; with nesterov, one such step ahead."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], policies: Mapping[str, Policy], params: OptimizerParams
@@ -37,7 +37,7 @@ class SGD(FlatOptimizer):
 
 
 class LARS(SGD):
-    """Ratio trust_coefficient·|w| / (|g| + decay·|w| + eps), or 1 where a norm is 0; of whole parameters."""
+    """The ratio is trust_coefficient·|w| / (|g| + decay·|w| + eps) over whole parameters, or 1 where a norm is 0."""
 
     by_parameter = True
 

@@ -1,4 +1,4 @@
-"""What the self-test sends through the live engine in the place of private records, and how it looks at the result."""
+"""What the self-test sends through the live engine instead of private records, and how it inspects the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
 class Capture:
-    """Lets the real update work on the gradient, and keeps what it made of it."""
+    """Lets the real update finish the gradient, and keeps the result."""
 
     def __init__(self, inner: Update) -> None:
         self.inner = inner
@@ -35,7 +35,7 @@ class Capture:
 
 
 class Push:
-    """The same gradient everywhere."""
+    """Sets the same gradient everywhere."""
 
     def __init__(self) -> None:
         self.elements = 0
@@ -47,7 +47,7 @@ class Push:
 
 
 def arrived_evenly(shard: OptimizerShard, fragment: Fragment, kept: Tensor) -> bool:
-    """A first moment shows that one and the same gradient arrived everywhere, decay of the weights apart."""
+    """Whether the first moment shows that the same gradient arrived everywhere, apart from weight decay."""
     kind = next((name for name in FIRST_MOMENTS if name in shard.state), None)
     if kind is None:
         return True
@@ -63,12 +63,12 @@ def arrived_evenly(shard: OptimizerShard, fragment: Fragment, kept: Tensor) -> b
 
 @dataclass(frozen=True)
 class SyntheticRecords:
-    """Where the records of a self-test come from: random inputs of the right form, nothing of any data set."""
+    """The source of a self-test's records: random inputs of the right form, from no data set."""
 
     make: Callable[[int, int], dict[str, Tensor]]
-    """From a number of records and a seed to the model's inputs, each with one row per record."""
+    """Takes a number of records and a seed; returns the model's inputs, each with one row per record."""
     hostile: tuple[str, ...] | None = None
-    """Inputs in which a record may hold any number; None: all that are floating-point."""
+    """Inputs in which a record may contain any number; None: all that are floating-point."""
 
     @staticmethod
     def of(shape: Shape, objective: str) -> SyntheticRecords:
@@ -78,7 +78,7 @@ class SyntheticRecords:
         return MicroBatch(self.make(size, seed), torch.ones(size, dtype=torch.bool))
 
     def scaled(self, inputs: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-        """The inputs with those of the first record times the factor."""
+        """The inputs, with those of the first record multiplied by the factor."""
         names = self.hostile if self.hostile is not None else [k for k, t in inputs.items() if t.is_floating_point()]
         scaled = {name: inputs[name].clone() for name in names}
         for tensor in scaled.values():
@@ -87,7 +87,7 @@ class SyntheticRecords:
 
 
 def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> MicroBatch:
-    """Random inputs of the right form; nothing of any data set."""
+    """Random inputs of the right form, from no data set."""
     draw = torch.Generator().manual_seed(seed)
     inputs = {"images": torch.randn(size, 3, shape.image_size, shape.image_size, generator=draw)}
     if objective == "mae":

@@ -1,7 +1,7 @@
-"""Proof at every start, on the live engine with synthetic records: clipped, noised once, bounded, all trained.
+"""A check at every start, on the live engine with synthetic records: clipped, noised once, bounded, all trained.
 
-It runs before the first private record is read and leaves weights and optimizer as they were, bit by bit. Its
-noise comes from its own key. A run that fails it does not start.
+It runs before the first private record is read and leaves weights and optimizer unchanged, bit for bit. Its noise
+comes from its own key. A run that fails the check does not start.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, UpdateError
 from murmuration.train.self_test.probes import Capture, Push, SyntheticRecords, arrived_evenly
 
 SIGMA_TOLERANCE = 0.05
-# As many draws as make the tolerance more than six standard deviations wide: no honest run fails by chance.
+# Enough draws to make the tolerance more than six standard deviations wide, so that no correct run fails by chance.
 SIGMA_DRAWS = 1 << 13
 SUM_TOLERANCE = 1e-3
 HOSTILE = {"1e3": 1e3, "1e19": 1e19, "NaN": math.nan, "infinite": math.inf, "1e-25": 1e-25}
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class SelfTestError(RunError, RuntimeError):
-    """The machinery does not do what the ledger would say; the run must not start."""
+    """The training code does not do what the ledger would state; the run must not start."""
 
     exit_code = SELF_TEST_FAILED
 
@@ -51,14 +51,14 @@ class SelfTestReport:
     largest_hostile: float
     records_per_second: float
     written_out: float
-    """Share of the synthetic records whose norm took the slow way."""
+    """Share of the synthetic records whose norm took the slow path."""
 
 
 def self_test(
     engine: ShardedEngine, clip: ClipEngine, noise: Noise, replicated: bool, records: SyntheticRecords,
     micro_batch: int, ranks: Ranks,
 ) -> SelfTestReport:  # fmt: skip
-    """`noise` has the planned deviation and divisor but the self-test's key."""
+    """`noise` has the planned standard deviation and divisor, but the self-test's key."""
     batch = records.batch(micro_batch, seed=ranks.rank).to(engine.device)
     absent = MicroBatch(batch.inputs, torch.zeros_like(batch.present))
     if engine.optimizer_step():
@@ -91,7 +91,8 @@ def self_test(
 def _records_are_bounded(
     engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, records: SyntheticRecords, ranks: Ranks
 ) -> float:
-    """Records do not touch one another, and none moves the sum by more than C; how far the worst one moves it."""
+    """Checks that records do not affect one another and that none moves the sum by more than C; returns how far the
+    worst one moves it."""
     few = records.batch(3, seed=ranks.rank).to(engine.device)
     _agree(ranks, lambda: _coupling(engine, few))
     _agree(ranks, lambda: _clipping_binds(engine, clip, batch))
@@ -104,7 +105,7 @@ def _records_are_bounded(
 def _noise_is_as_planned(
     engine: ShardedEngine, clip: ClipEngine, noise: Noise, absent: MicroBatch, replicated: bool, ranks: Ranks
 ) -> float:
-    """On every element once, independent, and of the sigma that is returned."""
+    """Checks that noise is on every element once, independent, and of the planned sigma; returns the measured one."""
     drawn = [_empty_step(engine, noise, step, absent) for step in range(1, _steps(engine) + 1)]
     _every_element_once(engine, drawn[0], replicated, ranks)
     sigma = _measured_sigma(drawn, noise, clip, ranks)
@@ -115,8 +116,8 @@ def _noise_is_as_planned(
 def _sums_are_exact(
     engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, replicated: bool, ranks: Ranks
 ) -> float:
-    """What three micro-batches bring to the optimizer; the seconds that two of them took the slowest rank."""
-    with evaluating(engine.model):  # a path may be dropped from all records; here each weight gets its gradient
+    """Checks what three micro-batches bring to the optimizer; returns the seconds of two on the slowest rank."""
+    with evaluating(engine.model):  # a path may be dropped for all records; here each weight gets its gradient
         engine.accumulate(batch)
     started = time.monotonic()
     engine.accumulate(batch)
@@ -130,7 +131,7 @@ def _sums_are_exact(
 
 
 def _agree(ranks: Ranks, check: Callable[[], T]) -> T:
-    """A check of one rank's own things; what one finds stops all, so that nobody waits in a collective."""
+    """Runs a check of each rank's own state; an objection of one stops all, so that none waits in a collective."""
     found, objection = None, None
     try:
         found = check()
@@ -149,7 +150,7 @@ def _stop_all(ranks: Ranks, objection: str | None) -> None:
 def _coupling(engine: ShardedEngine, few: MicroBatch) -> None:
     try:
         refuse_coupling(engine.model)
-        # Kernels on a GPU may not be bitwise independent of the row; on a CPU they are.
+        # On a GPU, a kernel's result may depend on the row in the last bits; on a CPU it does not.
         coupling_probe(engine.model, few.inputs, tolerance=0.0 if engine.device.type == "cpu" else 1e-5)
     except CouplingError as error:
         raise SelfTestError(f"records are not independent: {error}") from None
@@ -163,7 +164,7 @@ def _gradients_are_true(engine: ShardedEngine, clip: ClipEngine, batch: MicroBat
 
 
 def _clipping_binds(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch) -> None:
-    """One record under a bound a tenth of its own norm: whatever C is, here the factor must act."""
+    """Clips one record to a tenth of its own norm: whatever C is, the factor must take effect here."""
     rule, alone = clip.rule, torch.zeros_like(batch.present)
     alone[0] = True
 
@@ -196,7 +197,7 @@ def _hostile(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, records
 
 
 def _steps(engine: ShardedEngine) -> int:
-    """Empty steps to draw: at least two, so that they can be told apart, and enough to measure sigma."""
+    """Empty steps to draw: at least two, so that they can be compared, and enough to measure sigma."""
     return max(2, math.ceil(SIGMA_DRAWS / engine.trainable_elements))
 
 
@@ -208,7 +209,7 @@ def _empty_step(engine: ShardedEngine, noise: Noise, step: int, absent: MicroBat
 
 
 def _every_element_once(engine: ShardedEngine, captured: Capture, replicated: bool, ranks: Ranks) -> None:
-    """The shards of all ranks tile every parameter: no element without noise, none with two draws."""
+    """Checks that the shards of all ranks tile every parameter: no element without noise, none with two draws."""
     parts = ranks.gather([(fragment.name, fragment.start, fragment.length) for fragment, _ in captured.found])
     for covering in parts if replicated else [[piece for part in parts for piece in part]]:
         ends = dict.fromkeys(engine.shapes, 0)
@@ -222,7 +223,7 @@ def _every_element_once(engine: ShardedEngine, captured: Capture, replicated: bo
 
 
 def _measured_sigma(drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks: Ranks) -> float:
-    """From empty steps: what reached the optimizer is noise and nothing else."""
+    """Measured in empty steps, in which only noise reaches the optimizer."""
     values = [values.double() for captured in drawn for _, values in captured.found]
     parts = ranks.gather((sum(v.numel() for v in values), sum(float(v.square().sum()) for v in values)))
     count, squares = sum(part[0] for part in parts), sum(part[1] for part in parts)
@@ -234,7 +235,8 @@ def _measured_sigma(drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks:
 
 
 def _streams_differ(drawn: list[Capture], replicated: bool, ranks: Ranks) -> None:
-    """Equal on replicas; otherwise no two parameters, ranks or steps begin with the same noise."""
+    """Checks that noise is equal on replicas, and that otherwise no two parameters, ranks or steps begin with the same
+    noise."""
     heads = [tuple(v[:HEAD].tolist()) for captured in drawn[:2] for _, v in captured.found if len(v) >= HEAD]
     whole = hashlib.sha256()
     for _, values in drawn[0].found:
@@ -260,7 +262,7 @@ def _sum_is_the_sum(
     engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, gradients: Capture, replicated: bool,
     ranks: Ranks,
 ) -> None:  # fmt: skip
-    """What the engine reduced over micro-batches and ranks against the clip engine's own sums: no mean, no scale."""
+    """Compares the engine's reduction over micro-batches and ranks with the clip engine's sums: no mean, no scale."""
     own, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present, engine.shapes)
     with evaluating(engine.model):
         first, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present, engine.shapes)
@@ -268,7 +270,7 @@ def _sum_is_the_sum(
     error = [values.double() - expected[f.name][f.start : f.start + f.length] for f, values in gradients.found]
     parts = ranks.gather(_norm(error) ** 2)
     off = math.sqrt(parts[0] if replicated else sum(parts)) / max(_norm(expected.values()), 1e-30)
-    # Every rank must see the same verdict: replicas are added up, too.
+    # Every rank must reach the same verdict; replicas are added up, too.
     if not max(ranks.gather(off if math.isfinite(off) else math.inf)) <= SUM_TOLERANCE:
         raise SelfTestError(
             f"the reduced sum differs from the sum of the clipped gradients by {off:.3g} of its size; "
@@ -279,12 +281,12 @@ def _sum_is_the_sum(
 def _nothing_left(captured: Capture) -> None:
     for fragment, values in captured.found:
         if bool((values != 0).any()):
-            raise SelfTestError(f"{fragment.name} keeps a gradient of the step before")
+            raise SelfTestError(f"{fragment.name} keeps a gradient from the previous step")
 
 
 def _weights_move(engine: ShardedEngine, absent: MicroBatch, weights: list[Tensor], ranks: Ranks) -> None:
-    """One step at a real learning rate moves every element; then the weights are put back, on every rank."""
-    _agree(ranks, lambda: _forget_moments(engine))  # so that the first one shows the gradient that arrived
+    """Checks that one step at a real learning rate moves every element; then restores the weights, on every rank."""
+    _agree(ranks, lambda: _forget_moments(engine))  # so that the first moment shows the gradient that arrived
     engine.accumulate(absent)
     engine.update(Push(), learning_rate=PROOF_RATE)
     still = None
@@ -307,7 +309,7 @@ def _unchanged(engine: ShardedEngine, before: dict[str, str]) -> None:
     if after.keys() != before.keys():
         raise SelfTestError(
             f"the model keeps something of the records that it is given ({min(after.keys() ^ before.keys())}); "
-            "let forward() write into no buffer"
+            "forward() must not write into a buffer"
         )
     for name, digest in before.items():
         if after.get(name) != digest:
@@ -324,14 +326,14 @@ def _norm(gradients: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
 
 
-# The weights during a self-test: nothing hides behind zeros, and they are afterwards what they were, bit by bit.
+# The weights during a self-test: nothing hides behind zeros, and afterwards they are unchanged, bit for bit.
 
 
 def fill_zeros(engine: ShardedEngine, absent: MicroBatch, ranks: Ranks) -> None:
-    """Matrices of nothing but zeros get fixed numbers, until `put_back`.
+    """Gives matrices that are all zeros fixed numbers, until `put_back`.
 
-    A classifier's head starts at zero, and so does a LoRA's second matrix: what lies before them gets no gradient,
-    and would be neither seen to be trained nor to couple records.
+    A classifier's head starts at zero, and so does a LoRA's second matrix: the layers before them get no gradient, so
+    the test could see neither that they are trained nor whether they couple records.
     """
     filled = {f.name for shard in engine.shards() for f in shard.fragments if bool(f.of(shard.weights.detach()).any())}
     anywhere = set().union(*ranks.gather(filled))
@@ -350,14 +352,14 @@ def fill_zeros(engine: ShardedEngine, absent: MicroBatch, ranks: Ranks) -> None:
 
 
 def put_back(engine: ShardedEngine, weights: list[Tensor]) -> None:
-    """Into the shards; the model has them after the next update."""
+    """Restores the shards; the model gets them with the next update."""
     with torch.no_grad():
         for shard, kept in zip(engine.shards(), weights, strict=True):
             shard.weights.copy_(kept)
 
 
 def fingerprint(engine: ShardedEngine) -> dict[str, str]:
-    """Of the model as it computes, and of this rank's shards."""
+    """Digests of the model as it computes, and of this rank's shards."""
     tensors = engine.whole_weights()
     tensors |= {f"shard {i}": shard.weights.detach() for i, shard in enumerate(engine.shards())}
     return digests_of(tensors)
