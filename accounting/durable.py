@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, also after a power cut: written aside, synced, renamed."""
+"""Files that appear complete or not at all, even after a power cut: written aside, synced, renamed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO
 def atomic(path: Path, mode: int = 0o644, one_writer: bool = False) -> Iterator[IO[bytes]]:
     """A file object whose content replaces `path` when the block ends without an error.
 
-    `one_writer`: nobody else writes this file now, so what a killed process left aside can be written over.
+    `one_writer`: nobody else writes this file now, so a killed process's temporary file can be overwritten.
     """
     mark = "" if one_writer else f".{os.getpid()}"
     temporary = path.with_name(f".{path.name}{mark}.tmp")
@@ -29,7 +29,7 @@ def atomic(path: Path, mode: int = 0o644, one_writer: bool = False) -> Iterator[
 
 
 def sync(path: Path) -> None:
-    """A file's content; or a folder's names, without which a rename in it is not durable."""
+    """Makes a file's content durable; or a folder's names, without which a rename in it is not durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Exit codes of every command, on which scripts and schedulers act, and the errors that carry one."""
+"""Exit codes of every command, which scripts and schedulers act on, and the errors that carry them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Names and other texts from files, made harmless for the place where people read them.
+"""Makes names and other texts from files harmless wherever people read them.
 
-A run's name, a phase's or an axis's may hold anything: a line feed and an escape sequence in a name would write a
-verdict of its own on the screen, and Markdown or HTML in it would do so in a certificate.
+The name of a run, a phase or an axis may contain anything: a line feed and an escape sequence could write a forged
+verdict on the screen, and Markdown or HTML could write one into a certificate.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# Entities where a backslash helps in some dialects of Markdown only; the rest is escaped as all of them have it.
+# Entities where a backslash helps in some dialects of Markdown only; the rest is escaped as all dialects do.
 ENTITY = {each: f"&#{ord(each)};" for each in "|~$@:."} | {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 INLINE = re.compile(r"[\\`*\[\]&<>|~$@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.", re.IGNORECASE)
 LONGEST = 1000
@@ -17,14 +17,14 @@ AT_START = re.compile(r"^(\d*)([#+=-]|[.)](?=\s|$))")
 
 
 def printable(text: str) -> str:
-    """One line without control characters, changes of the writing direction or halves of characters."""
+    """One line without control characters, changes of the writing direction or lone surrogates."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def printable_lines(text: str) -> str:
-    """The same for a text whose line feeds are its own."""
+    """The same for a text that keeps its own line feeds."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
@@ -35,7 +35,7 @@ def sentence(error: object) -> str:
 
 
 def printable_leaves(value: Any) -> Any:
-    """Every text inside a JSON value."""
+    """A JSON value with every text in it, keys included, made printable."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
@@ -46,6 +46,6 @@ def printable_leaves(value: Any) -> Any:
 
 
 def markdown_text(text: str) -> str:
-    """What Markdown shows as exactly this line of text: no markup, no link, no HTML, no further cell of a table."""
+    """Markdown that shows exactly this line of text: no markup, no link, no HTML, no further table cell."""
     marked = INLINE.sub(lambda found: ENTITY.get(found[0], f"\\{found[0]}"), printable(text).strip())
     return AT_START.sub(r"\1\\\2", marked)

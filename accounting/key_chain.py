@@ -2,8 +2,8 @@
 
 A segment's chain begins with 32 bytes from the operating system, from which nothing else is derived. It moves one link
 at each step, so a key is a function of (first link, purpose, step) alone: the number of ranks, the times at which the
-run was stopped and those at which it was saved change no draw. Whoever obtains a link can continue from it, and not go
-back. What lies before the last durable checkpoint is forgotten: no step before it is made again in the same segment.
+run was stopped and those at which it was saved change no draw. Anyone who obtains a link can continue from it, but not
+go back. Links before the last durable checkpoint are forgotten: no step before it is repeated in the same segment.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from murmuration.accounting.keys import (
 )
 
 KEPT_AHEAD = 3
-"""Steps whose links and keys are at hand besides the first: the step in work, and those that are prepared."""
+"""How far from the step in work links and keys are kept, besides the first link: steps ahead are being prepared."""
 
 
 class KeyChain:
-    """The keys of one segment in memory, from a first step on; used by several threads."""
+    """The keys of one segment in memory, from a first step on; several threads may use it."""
 
     def __init__(self, link: Link, guard: Callable[[bytes | bytearray], object] = lambda held: None) -> None:
-        """`guard` may lock what it is given into memory."""
+        """`guard` may lock the bytes that it is given into memory."""
         self._segment, self._guard, self._lock = link.segment, guard, threading.Lock()
         self._first = link.step
         self._states: dict[int, bytearray] = {}
@@ -55,8 +55,8 @@ class KeyChain:
         with self._lock:
             if step < self._first:
                 raise KeyFileError(
-                    f"the keys of step {step} were forgotten when a checkpoint behind it became durable; no step may "
-                    "be made again from before it"
+                    f"the keys of step {step} were forgotten when a checkpoint after it became durable; no step "
+                    "before that checkpoint may be repeated"
                 )
             if (step, purpose) not in self._keys:
                 key = self._link(step).key(purpose)
@@ -66,7 +66,7 @@ class KeyChain:
             return self._keys[step, purpose]
 
     def forget(self, done: int) -> None:
-        """Up to the step `done`, for good: links are overwritten, keys dropped. (Python may have copied either.)"""
+        """Forgets steps up to `done` for good: overwrites links and drops keys. (Python may have copied either.)"""
         with self._lock:
             if done >= self._first:
                 self._link(done + 1)
@@ -80,12 +80,12 @@ class KeyChain:
             self._drop(lambda step: True)
 
     def held(self) -> list[bytes]:
-        """All secrets that this object still has; for tests, and for whoever wants to look."""
+        """All secrets that this object still has; for tests and inspection."""
         with self._lock:
             return [*(bytes(state) for state in self._states.values()), *self._keys.values()]
 
     def _link(self, step: int) -> Link:
-        """From the nearest one before it."""
+        """The link of a step, derived from the nearest known one up to it."""
         at = max(known for known in self._states if known <= step)
         link = Link(self._segment, at, bytes(self._states[at])).at(step)
         self._hold(link)
@@ -97,7 +97,7 @@ class KeyChain:
             self._guard(state)
 
     def _tidy(self, step: int) -> None:
-        """However rarely a run is saved, no more is kept than the steps at hand need; the first gives the rest."""
+        """However rarely a run is saved, only what nearby steps need is kept; the rest follows from the first link."""
         self._drop(lambda other: other != self._first and abs(other - step) > KEPT_AHEAD)
 
     def _drop(self, condition: Callable[[int], bool]) -> None:
@@ -110,7 +110,7 @@ class KeyChain:
 
 @dataclass(frozen=True)
 class PhaseKeys:
-    """A `Derive`: keys of private steps from the chain where there is one, and all others from what lasts."""
+    """A `Derive`: keys of private steps come from the chain if there is one, all others from the lasting secret."""
 
     lasting: Callable[[Purpose], bytes]
     chain: KeyChain | None
@@ -133,8 +133,8 @@ class PhaseKeys:
 def why_unusable(key: RunKey, segment: str, done: int, begun: bool) -> str | None:
     """Why the steps after `done` cannot have the keys that the segment gives them; None if they can.
 
-    `begun`: steps of the segment were opened. Before that, a chain that is not in the file was never used: a kill came
-    between the segment's line in the ledger and the file, and another chain may begin.
+    `begun`: steps of the segment were opened. Before that, a chain that is not in the file was never used: the process
+    was killed between writing the segment's line to the ledger and writing the file, and another chain may begin.
     """
     chain = key.chain
     if chain is None or chain.segment != segment:
@@ -145,7 +145,7 @@ def why_unusable(key: RunKey, segment: str, done: int, begun: bool) -> str | Non
 
 
 def enter(path: Path, segment: str, first: int, done: int, begun: bool) -> Link:
-    """The link to continue from after `done` steps, as the file has it. A segment's first one is made and stored."""
+    """The link to continue from after `done` steps, from the file. A segment's first link is created and stored."""
     key = load(path)
     if (fault := why_unusable(key, segment, done, begun)) is not None:
         raise KeyFileError(f"{fault}; restore the run key, the ledger and the checkpoints as they last were")
@@ -157,9 +157,9 @@ def enter(path: Path, segment: str, first: int, done: int, begun: bool) -> Link:
 
 
 def forget(path: Path, segment: str, done: int) -> None:
-    """In the file: the segment's steps up to `done`. Only after a checkpoint of `done` is durable and in the ledger.
+    """Forgets steps up to `done` in the file. Call only once a checkpoint of `done` is durable and in the ledger.
 
-    Nothing happens where that was done before, or where another segment has begun, which took the place of its chain.
+    Does nothing if that was done before, or if another segment has begun, whose chain has replaced this one.
     """
     key = load(path)
     if key.chain is not None and key.chain.segment == segment and key.chain.step <= done:

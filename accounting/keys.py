@@ -1,9 +1,10 @@
 """The run's secret file, and the keys that last as long as the run (HKDF-SHA256).
 
-The file lies in RUN_DIR/secret/, outside every checkpoint folder. It holds two secrets that tell nothing of each other:
-a lasting one, from which the signature, the self-test and the order of public records are derived, and one link of the
-chain from which the keys of private steps are derived (`key_chain`). The link is replaced at every durable checkpoint.
-Whoever holds it can redraw the noise of the steps that follow, so the file is destroyed with the final certificate.
+The file is in RUN_DIR/secret/, outside every checkpoint folder. It contains two secrets that reveal nothing about each
+other: a lasting one, from which the signature, the self-test and the order of public records are derived, and one link
+of the chain from which the keys of private steps are derived (`key_chain`). The link is replaced at every durable
+checkpoint. Anyone who has it can redraw the noise of the steps that follow, so the file is destroyed with the final
+certificate.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from murmuration.accounting.errors import REFUSED, RunError
 from murmuration.accounting.strict_json import parse
 
 StepPurpose = Literal["sampling", "sampling-digest", "noise", "augmentation", "masks", "dropout", "metric-noise"]
-"""What could be used to undo or to link the releases of private steps."""
+"""Purposes whose keys could be used to undo or to link the releases of private steps."""
 LastingPurpose = Literal["self-test", "public-order", "public-masks", "key-check", "signature"]
 Purpose = Literal[StepPurpose, LastingPurpose]
 Key = bytes | Callable[[int], bytes]
-"""The same for all steps, or a function of the step."""
+"""One key for all steps, or a function of the step."""
 KEY_BYTES = 32
 FORMAT = "murmuration-key/2"
 
 
 class Derive(Protocol):
-    """The keys of one phase by their purpose; what only private steps use may be a function of the step."""
+    """The keys of one phase by their purpose; keys that only private steps use may be a function of the step."""
 
     @overload
     def __call__(self, purpose: StepPurpose, /) -> Key: ...
@@ -47,18 +48,18 @@ class Derive(Protocol):
 
 
 class KeyFileError(RunError, ValueError):
-    """The run key is missing, foreign or readable by others, or a key is asked for that was forgotten."""
+    """The run key is missing, foreign or readable by others, or a forgotten key is asked for."""
 
     exit_code = REFUSED
 
 
 class KeyNotWritten(RunError, OSError):
-    """The disk did not take the new state of the secret file; the old one is whole."""
+    """The new state of the secret file could not be written; the old one is intact."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """The chain of a segment's keys at one step: it gives the keys of this step and of all that follow, of none before.
+    """The chain of a segment's keys at one step: it gives the keys of this step and all later ones, but of none before.
 
     The state of step s + 1 is HKDF(state of step s, "next step"); the key of a purpose at step s is HKDF(state of step
     s, "key", purpose).
@@ -91,7 +92,7 @@ class RunKey:
     secret: bytes = field(repr=False)
     debug: bool = False
     chain: Link | None = None
-    """Of the segment that was begun last; None before the first, and in a file of version 0.1."""
+    """The chain of the segment that was begun last; None before the first, and in a file of version 0.1."""
 
     @staticmethod
     def fresh() -> RunKey:
@@ -107,16 +108,16 @@ class RunKey:
         return hkdf(self.secret, f"murmuration/1|{purpose}|phase {phase}|segment {segment}")
 
     def check_value(self) -> str:
-        """Lets a ledger recognise its key without containing anything that helps to guess it."""
+        """Lets a ledger recognise its key, and contains nothing that helps to guess it."""
         return hmac.new(self.derive("key-check", 0, "-"), b"murmuration key check", hashlib.sha256).hexdigest()
 
     def without_chain(self) -> RunKey:
-        """What ranks keep for the whole run."""
+        """The key that ranks keep for the whole run."""
         return replace(self, chain=None)
 
     def first_link(self, segment: str, step: int) -> Link:
-        """A chain for a new segment, from the operating system: nothing that leaked before tells of it. From a debug
-        seed it is derived, so that runs can be repeated."""
+        """A chain for a new segment, random from the operating system: nothing that leaked earlier reveals it. A debug
+        key derives it from its seed, so that runs can be repeated."""
         fresh = hkdf(self.secret, f"murmuration/2|chain|{segment}") if self.debug else secrets.token_bytes(KEY_BYTES)
         return Link(segment, step, fresh)
 
@@ -142,10 +143,10 @@ def store(key: RunKey, path: Path) -> None:
 def rewrite(key: RunKey, path: Path) -> None:
     """Replaces the stored key: the new one is durable under its name before the old one's bytes are overwritten.
 
-    As far as a file system overwrites at all: snapshots, backups and flash memory may keep the old ones.
+    This holds as far as a file system overwrites at all: snapshots, backups and flash memory may keep the old bytes.
     """
     aside = _aside(path)
-    _overwrite_and_remove(aside)  # of a kill in the middle of this
+    _overwrite_and_remove(aside)  # left by a kill in the middle of this
     try:
         store(key, aside)
         with path.open("r+b") as old:
@@ -174,7 +175,7 @@ def load(path: Path) -> RunKey:
 
 
 def secrets_in(path: Path) -> list[bytes]:
-    """What must be found nowhere else."""
+    """The secrets in the file, which must be found nowhere else."""
     key = _of(path.read_bytes(), path)
     return [key.secret, *([key.chain.state] if key.chain is not None else [])]
 
@@ -182,11 +183,11 @@ def secrets_in(path: Path) -> list[bytes]:
 def _of(content: bytes, path: Path) -> RunKey:
     if content.startswith(b"{") and len(content) > KEY_BYTES:
         return _of_text(content, path)
-    # Of version 0.1: the bare secret.
+    # A file of version 0.1 is the bare secret.
     debug = content.startswith(b"debug:")
     secret = content.removeprefix(b"debug:")
     if len(secret) != KEY_BYTES:
-        raise KeyFileError(f"the run key {path} has {len(secret)} bytes in the place of {KEY_BYTES}")
+        raise KeyFileError(f"the run key {path} has {len(secret)} bytes instead of {KEY_BYTES}")
     return RunKey(secret, debug)
 
 
@@ -218,7 +219,7 @@ def _of_text(content: bytes, path: Path) -> RunKey:
 
 
 def _check(content: dict[str, Any]) -> str:
-    """Tells a damaged file from a whole one; whoever can read it can read the secrets beside it."""
+    """Distinguishes a damaged file from an intact one; anyone who can read it can read the secrets beside it."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""The one home of n, q, C, sigma, T and delta.
+"""The only home of n, q, C, sigma, T and delta.
 
-Everything that must agree for an epsilon to be true is frozen here, once, before the first private batch.
-No other object stores these numbers; the acting parts receive a plan and report to the ledger what they did.
+Everything that must agree for an epsilon to be true is frozen here, once, before the first private batch. No other
+object stores these numbers; the parts that act on them receive a plan and report to the ledger what they did.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ACCURACY = "accuracy"
 UNIT = "one record (an image, or an image with its caption)"
 ADJACENCY = "zero-out: one record is replaced by a record that is drawn alike and contributes exactly zero"
 GRID_GROWTH = 1e-6
-"""Where the noise is exact: by how much of C rounding to a grid may enlarge what one record does to a sum."""
+"""With exact noise: the share of C by which rounding to a grid may at most enlarge one record's effect on a sum."""
 
 
 class PlanError(RunError, ValueError):
@@ -28,7 +28,7 @@ class PlanError(RunError, ValueError):
 def threshold_for(records: int, expected_batch: float) -> int:
     """K with q = K / 2^32 nearest to expected_batch / records."""
     if records < 1:
-        raise PlanError(f"a private phase needs at least one record, the index holds {records}")
+        raise PlanError(f"a private phase needs at least one record, but the index has {records}")
     if not 0 < expected_batch <= records:
         raise PlanError(f"expected_batch must lie in (0, {records}], the number of records, but is {expected_batch:g}")
     return min(RATE_DENOMINATOR, max(1, round(expected_batch / records * RATE_DENOMINATOR)))
@@ -36,7 +36,7 @@ def threshold_for(records: int, expected_batch: float) -> int:
 
 @dataclass(frozen=True)
 class PlannedMetric:
-    """A number that is published with noise at every step: each record adds at most `bound` to it."""
+    """A number that is published with noise at every step; each record adds at most `bound` to it."""
 
     __pydantic_config__ = CLOSED
     name: str
@@ -50,7 +50,7 @@ class PlannedMetric:
 
 @dataclass(frozen=True)
 class StandIn:
-    """Of a TAN simulation: the budget of the run that it stands for, and what batch and noise were divided by."""
+    """For a TAN simulation: the budget of the run that it stands for, and what batch and noise were divided by."""
 
     __pydantic_config__ = CLOSED
     epsilon: float
@@ -76,17 +76,17 @@ class PrivacyPlan:
     adjacency: str = ADJACENCY
     metrics: tuple[PlannedMetric, ...] = ()
     adaptive: AdaptiveRule | None = None
-    """Clipping norms after the first; `clip_norm` is the first."""
+    """The rule for clipping norms after the first; `clip_norm` is the first."""
     stands_for: StandIn | None = None
-    """Set in a TAN simulation; all other numbers are of what is run."""
+    """Set in a TAN simulation; all other numbers are those of the run itself."""
     held_out: float | None = None
-    """Share of the records that are drawn and not trained on in this phase; the metric `accuracy` is of them."""
+    """Share of the records that are drawn but not trained on in this phase; the metric `accuracy` is about them."""
     grid_growth: float = 0.0
-    """Above 0 if and only if the noise is exact: sums are rounded to a grid before it, which may add this share of C
-    (and of a metric's bound) to what one record does. All noise multipliers are charged as that much smaller."""
+    """Above 0 if and only if the noise is exact: sums are rounded to a grid before the noise, which may add this share
+    of C (and of a metric's bound) to one record's effect. All noise multipliers are charged as that much smaller."""
 
     def __post_init__(self) -> None:
-        # A ledger holds them as JSON.
+        # Plans from a ledger have them as JSON.
         found = tuple(m if isinstance(m, PlannedMetric) else PlannedMetric(**m) for m in self.metrics)
         object.__setattr__(self, "metrics", found)
         if isinstance(self.adaptive, dict):
@@ -141,24 +141,24 @@ class PrivacyPlan:
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise on each element of the clipped sum; of the first, where C adapts."""
+        """Standard deviation of the noise on each element of the clipped sum; for the first C, if C adapts."""
         return self.noise_multiplier * self.clip_norm
 
     @property
     def effective_noise_multiplier(self) -> float:
-        """Of gradient and metrics together, which are one event: what the accountant must be asked about."""
+        """Noise multiplier of gradient and metrics together, which are one event: the one to account for."""
         together = self.noise_multiplier
         if self.metrics:
             together = (self.noise_multiplier**-2 + sum((m.bound / m.std) ** 2 for m in self.metrics)) ** -0.5
         return self.charged_as(together)
 
     def charged_as(self, sigma: float) -> float:
-        """A noise multiplier, less what the grid takes."""
+        """The noise multiplier to charge, reduced by what rounding to the grid costs."""
         return sigma / (1 + self.grid_growth) if self.grid_growth else sigma
 
     @property
     def counted(self) -> list[tuple[float, float]]:
-        """What one record moves the count by which C adapts, and the noise on it; empty where C is fixed."""
+        """How far one record moves the count that C adapts to, and the noise on that count; empty if C is fixed."""
         return [(m.bound, m.std) for m in self.metrics if m.name == METRIC]
 
     def as_dict(self) -> dict[str, object]:
@@ -170,12 +170,12 @@ class PrivacyPlan:
 
 
 def fits_grid(grid: float, elements: int, most: float) -> bool:
-    """Whether rounding that many numbers to multiples of `grid`, a power of two, adds at most `most` to a distance."""
+    """Whether rounding `elements` numbers to multiples of `grid`, a power of two, adds at most `most` to a distance."""
     return 0 < grid < math.inf and math.frexp(grid)[0] == 0.5 and grid * math.sqrt(elements) <= most
 
 
 def parse_delta(text: float | str | None, records: int) -> float:
-    """`null` means 1/(2n); '1/n' and '1/(2n)' are understood beside plain numbers."""
+    """None means 1/(2n); '1/n' and '1/(2n)' are accepted besides plain numbers."""
     named = {"1/n": 1 / records, "1/(2n)": 1 / (2 * records), "1/2n": 1 / (2 * records)}
     if text is None:
         return named["1/(2n)"]

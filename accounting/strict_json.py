@@ -1,7 +1,7 @@
-"""JSON from a file that anybody may have written: read strictly, or refused with the end of a sentence.
+"""Strict reading of JSON from files that anyone may have written; each error message is the end of a sentence.
 
-`json.loads` by itself accepts NaN and 1e999, keeps the last of two equal keys, and has errors of other kinds for
-integers of 5,000 digits and for deep nesting. No file of ours holds any of these.
+`json.loads` by itself accepts NaN and 1e999, keeps the last of two equal keys, and raises errors of other kinds for
+integers of 5,000 digits and for deep nesting. No file of ours contains any of these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NotJson(JsonError):
 
 
 def parse(content: bytes | str) -> Any:
-    """The value, nested no deeper than MOST_DEPTH, with integers of at most 64 bits and finite numbers alone."""
+    """The value, nested no deeper than MOST_DEPTH, with integers of at most 64 bits and only finite numbers."""
     try:
         text = content.decode() if isinstance(content, bytes) else content
         value = json.loads(
@@ -42,7 +42,7 @@ def parse(content: bytes | str) -> Any:
 
 
 def require_shallow(value: Any) -> None:
-    """What is nested deeper than any file of ours ends json.dumps, repr and == in a RecursionError later on."""
+    """Refuses a value nested deeper than any file of ours: json.dumps, repr and == could end in a RecursionError."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         containers = [each for each in level if isinstance(each, dict | list)]
@@ -61,26 +61,26 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise JsonError(f"is ambiguous: the key {twice!r} stands twice in one object; remove one of them")
+        raise JsonError(f"is ambiguous: the key {twice!r} appears twice in one object; remove one of them")
     return found
 
 
 def _integer(digits: str) -> int:
     value = int(digits) if len(digits) <= LONGEST else LARGEST + 1
     if not SMALLEST <= value <= LARGEST:
-        raise JsonError(f"holds the integer {_shortened(digits)}, which does not fit in 64 bits; give a smaller one")
+        raise JsonError(f"contains the integer {_shortened(digits)}, which does not fit in 64 bits; give a smaller one")
     return value
 
 
 def _number(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
-        raise JsonError(f"holds {_shortened(digits)}, which is not a number that can be used; give a finite one")
+        raise JsonError(f"contains {_shortened(digits)}, which is not a number that can be used; give a finite one")
     return value
 
 
 def _constant(name: str) -> Any:
-    raise JsonError(f"holds {name}, but {name} is not a number that can be used; give a finite one")
+    raise JsonError(f"contains {name}, but {name} is not a number that can be used; give a finite one")
 
 
 def _shortened(digits: str) -> str:

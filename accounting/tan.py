@@ -1,8 +1,8 @@
 """TAN (Sander et al. 2022): a cheap run that trains like an expensive one, because σ / batch is the same.
 
 Batch and noise multiplier are divided by the same number; learning rate and steps stay. The noise on each step's mean
-is the planned one, at a fraction of the cost. The promise is not: ε of the cheap run is far larger, it is the one that
-its plan, its ledger and its certificate tell, and the run is marked NOT PRIVATE at the ε that it stands for.
+is the planned one, at a fraction of the cost. The promise is not: the ε of the cheap run is far larger; its plan, its
+ledger and its certificate state that ε, and the run is marked NOT PRIVATE at the ε that it stands for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pages from Jinja templates, which lie beside the modules that fill them in.
 
-Whatever a template prints is escaped for the page's language, because names come from anybody's files. What is markup
-itself, such as a drawing, says so in the template (`| safe`).
+Everything that a template prints is escaped for the page's language, because names come from anyone's files. Values
+that are markup themselves, such as a drawing, are marked as such in the template (`| safe`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from murmuration.accounting.escaping import markdown_text
 
 
 def html_page(template: Path, **values: Any) -> str:
-    # By the standard library, as in the pages of earlier versions: Jinja writes quotation marks as other entities.
+    # Escaped by the standard library, as in earlier versions: Jinja writes quotation marks as other entities.
     return _filled(template, values, lambda text: html.escape(text))
 
 

@@ -1,4 +1,4 @@
-"""Dataclasses read from JSON: every field present and of its own type, and none that is unknown."""
+"""Reads dataclasses from JSON: no required field missing, every field of its own type, and none that is unknown."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-# The `__pydantic_config__` of every dataclass that is read so.
+# The `__pydantic_config__` of every dataclass that is read this way.
 CLOSED = ConfigDict(extra="forbid", allow_inf_nan=False)
 T = TypeVar("T")
 
 
 def read(kind: type[T], fields: Any) -> T:
-    """As JSON and strict: "8" is no number, 2.0 no count, true no 1. A ValueError names the first field at fault."""
+    """Strict: "8" is not a number, 2.0 not a count, true not 1. A ValueError names the first field at fault."""
     try:
         return _adapter(kind).validate_json(json.dumps(fields), strict=True)
     except ValidationError as error:

@@ -1,7 +1,7 @@
 """The data plane: tar shards -> index -> Poisson draw -> padded micro-batches.
 
-Read in the order of one logical step: tar.py, index.py, sampler.py, shards.py, decode.py, augment.py,
-picture.py, text.py, batches.py, loader.py. remote.py and cache.py bring shards from afar; decode_pool.py makes
-pictures in processes of their own. public.py orders public data; synthetic.py, shapes.py and textures.py draw some;
-overlap.py leaves private records out that public sets hold too.
+The folders, in the order of one logical step: store/ reads shards (tar files, remote stores, a local cache), index/
+locates their records, draw/ samples them, decode/ makes pictures in separate processes, text/ tokenizes captions, and
+batch/ fills micro-batches. synthetic/ generates public data; overlap/ excludes private records that also occur in
+public sets.
 """

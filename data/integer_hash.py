@@ -1,4 +1,4 @@
-"""One hash of integers, SplitMix64's finaliser, for numpy and for torch, on any device. Nothing secret rests on it."""
+"""One integer hash, SplitMix64's finaliser, for numpy and torch, on any device. No secret depends on it."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def mixed(state: Integers) -> Integers:
 
 
 def shifted(state: Integers, by: int) -> Integers:
-    """A logical shift: that of signed numbers keeps the sign."""
+    """A logical shift: the shift of signed numbers keeps the sign."""
     return (state >> by) & ((1 << (64 - by)) - 1)

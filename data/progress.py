@@ -1,6 +1,6 @@
-"""How far a long job is: tqdm's bar on a terminal, a line every now and then in a log.
+"""Progress of a long job: tqdm's bar on a terminal, an occasional line in a log.
 
-The rate counts from the first call, so that what an earlier run had already done does not flatter the estimate.
+The rate counts from the first call, so that work done by an earlier run does not flatter the estimate.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _DRAWN_EVERY, _LINE_EVERY = 0.2, 30.0  # seconds
 
 
 class _Bar(tqdm):
-    monitor_interval = 0  # no thread that watches bars: whoever calls often needs none
+    monitor_interval = 0  # no monitor thread: a bar that is updated often needs none
 
 
 class Progress:
-    """Call with (done, total), first with what is done before any work."""
+    """Call with (done, total); the first call gives what was done before any work."""
 
     def __init__(self, what: str, unit: str, stream: TextIO | None = None) -> None:
         self._what, self._unit = what, f" {unit}"
@@ -38,7 +38,7 @@ class Progress:
 
     def _draw(self, done: int, total: int) -> None:
         if self._bar is None:
-            columns, rows = get_terminal_size()  # on a terminal that names no size of its own tqdm draws nothing
+            columns, rows = get_terminal_size()  # tqdm draws nothing on a terminal that reports no size
             self._bar = _Bar(
                 desc=self._what, unit=self._unit, initial=done, total=total, file=self._stream,
                 mininterval=_DRAWN_EVERY, miniters=1, smoothing=0, ncols=columns, nrows=rows,
@@ -48,11 +48,11 @@ class Progress:
             self._bar.close()
 
     def _tell(self, done: int, total: int) -> None:
-        """By hand: tqdm draws over its line, of which a log would keep every state."""
+        """Printed by hand: tqdm overwrites its line, and a log would keep every version of it."""
         now = time.monotonic()
         if self._first is None:
             self._first, self._shown = (done, now), now
-        if now - self._shown < _LINE_EVERY:  # a log gets no line of a job that is over before the first one is due
+        if now - self._shown < _LINE_EVERY:  # a job that ends before the first line is due logs none
             return
         self._shown = now
         before, began = self._first

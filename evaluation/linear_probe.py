@@ -1,4 +1,4 @@
-"""How much a frozen encoder knows: multinomial logistic regression on its features, scored on records held out.
+"""How much a frozen encoder knows: multinomial logistic regression on its features, scored on held-out records.
 
 Deterministic: standardised features, the whole batch, L-BFGS in fp64 from zero weights. The weight of the L2 penalty is
 fixed by the caller, or chosen on the last fifth of the records to fit, never on those to score.
@@ -17,7 +17,7 @@ from murmuration.model.encoder import Encoder
 
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4)
 CHOSEN_ON = 5
-"""One record in so many, the last ones, is kept back to choose the penalty by."""
+"""One record in this many, the last ones, is kept back to choose the penalty."""
 ITERATIONS = 1000
 
 
@@ -48,7 +48,7 @@ def pooled_tokens(encoder: Encoder, images: Tensor, rows: int = 256) -> Tensor:
 def fit(
     features: Tensor, labels: Tensor, classes: int, penalty: float | None = None, penalties: Sequence[float] = PENALTIES
 ) -> Probe:
-    """`penalty` None: the one of `penalties` that predicts the kept-back fifth best, the larger of equals."""
+    """`penalty` None: the one of `penalties` that predicts the kept-back fifth best, the larger on a tie."""
     if len(features) != len(labels) or len(labels) < CHOSEN_ON:
         raise ValueError(f"{len(features)} features with {len(labels)} labels; give one label each, and at least five.")
     if int(labels.min()) < 0 or int(labels.max()) >= classes:

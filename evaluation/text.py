@@ -1,7 +1,7 @@
-"""What the evaluations ask of a text encoder and of a captioner, as protocols.
+"""What the evaluations need from a text encoder and from a captioner, as protocols.
 
-Why protocols: `data.text.encoder` and `model.captioner` satisfy them, and a test (or a user's own tokenizer) needs no
-more than these few names.
+Why protocols: `data.text.encoder` and `model.captioner` satisfy them, and a test (or a user's own tokenizer) needs only
+these few names.
 """
 
 from __future__ import annotations

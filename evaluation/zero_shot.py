@@ -1,7 +1,7 @@
 """Zero-shot labels from a captioner: which label, written after a prompt, is the least surprising?
 
 Why teacher forcing: every label is scored with the same image and prompt by the mean cross-entropy of its
-own tokens, so labels of different lengths compare, and nothing is sampled. The image is encoded once and its
+own tokens, so labels of different lengths are comparable, and nothing is sampled. The image is encoded once and its
 memory shared by all labels. Axes are predicted in order, each prompt holding the words already predicted.
 """
 

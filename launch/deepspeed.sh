@@ -1,7 +1,7 @@
 #!/bin/sh
 # deepspeed with a hostfile: sh launch/deepspeed.sh   on the first node (edit the two places marked EDIT)
 set -eu
-# EDIT 1: a file with one line for each node, as in `node-1 slots=8`; they are reached by ssh and need pdsh.
+# EDIT 1: a file with one line for each node, such as `node-1 slots=8`; nodes are reached by ssh, and pdsh is needed.
 : "${HOSTFILE:=hostfile}"
 # EDIT 2: what to train. Arguments of this script go to launch/train.py.
 : "${CONFIG:=ds_configs/demo.json}"
@@ -15,6 +15,6 @@ run_dir="${RUN_DIR:-runs/$(basename "$CONFIG" .json)}"
 code=0
 deepspeed --hostfile "$HOSTFILE" --master_port "${MASTER_PORT:-29500}" \
     launch/train.py --config "$CONFIG" --set "run.dir=$run_dir" "$@" || code=$?
-# The codes of remote nodes do not always arrive; the run's own state tells whether the same command continues it.
+# Exit codes of remote nodes do not always arrive; the run's own state shows whether the same command continues it.
 resume_me "$code" && exit 75
 exit "$code"

@@ -1,9 +1,9 @@
-"""Prepare data: one command each, all of them safe to stop and to give again.
+"""Prepare data: one command each, all of them safe to stop and to run again.
 
     python launch/prepare.py demo        draw the demo data set
     python launch/prepare.py index       index tar shards or a folder of images that are already there
     python launch/prepare.py synthetic   make pictures by rule, for phases that are not private
-    python launch/prepare.py overlap     leave private records out that public sets hold too
+    python launch/prepare.py overlap     leave out private records that public sets contain too
     python launch/prepare.py split       freeze which share of a set is public
 
 Each command lives in launch/prepare_<command>.py and explains itself with --help. Exit codes: 0 done, 2 bad input.
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         where = error.filename or getattr(arguments, "out", None) or "a file"
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         fix = "free some space there" if full else "check the path and its permissions"
-        said = sentence(f"{where}: {error.strerror or error}; {fix}, then give the command again")
+        said = sentence(f"{where}: {error.strerror or error}; {fix}, then run the command again")
     except ValueError as error:
         said = sentence(error)
     print(f"prepare.py: {said}", file=sys.stderr)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 _RECEIPT = "prepared.json"
 _PER_SHARD = 1000
-# Apart, so that no picture of one set occurs in another.
+# Different seeds, so that no picture of one set occurs in another.
 _SEEDS = {"private": 101, "held_out": 202, "textures": 303}
 
 
@@ -41,8 +41,8 @@ def declare(commands: Any) -> None:
         "--tint",
         type=float,
         metavar="LEVELS",
-        help="colour backgrounds by up to so many of 255 levels in "
-        "each channel, beside which shapes are harder to make out (default: 6)",
+        help="tint backgrounds by up to LEVELS of 255 in each "
+        "channel, which makes shapes harder to make out (default: 6)",
     )
     demo.add_argument("--force", action="store_true", help="replace folders made with other settings")
 

@@ -3,9 +3,9 @@
 SOURCE is a folder of tar shards, a pattern such as 'shards/{000000..000019}.tar', the same behind a URL (with --out),
 or a folder of images with or without class folders (ImageFolder, ImageNet, Places365, iNaturalist).
 
-Stop it whenever you like: the same command goes on where it was. Given again after shards were added or replaced,
-it scans those alone. A shard is taken for unchanged when its size, mtime and ctime (behind a URL: size and ETag)
-are those of the last scan; --rescan trusts none of that.
+Stop it whenever you like: the same command continues where it was. Run again after shards were added or replaced,
+it scans only those. A shard is taken as unchanged if its size, mtime and ctime (behind a URL: size and ETag) are
+those of the last scan; --rescan trusts none of that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def declare(commands: Any) -> None:
     index.add_argument("--out", type=Path, help="index folder (default: index/ beside shards, FOLDER.index for images)")
     index.add_argument(
         "--budget", type=_positive, metavar="EPSILON",
-        help="for all runs on these records together: later ones that would pass it are refused",
+        help="for all runs on these records together: later runs that would exceed it are refused",
     )  # fmt: skip
     index.add_argument(
         "--registry", metavar="FOLDER",
@@ -38,7 +38,7 @@ def declare(commands: Any) -> None:
     )  # fmt: skip
     shards = index.add_argument_group("tar shards")
     shards.add_argument("--workers", type=int, help="processes (default: one per core, one for less than 512 MiB)")
-    shards.add_argument("--rescan", action="store_true", help="scan every shard, whatever is known of it")
+    shards.add_argument("--rescan", action="store_true", help="scan every shard, whatever is known about it")
     shards.add_argument("--energon", action="store_true", help="write NVIDIA Energon's .tar.idx beside each shard")
     shards.add_argument(
         "--trust-idx",

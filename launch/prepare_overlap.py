@@ -1,12 +1,12 @@
-"""prepare.py overlap: leave private records out that look like pictures of public or evaluation sets.
+"""prepare.py overlap: leave out private records that look like pictures of public or evaluation sets.
 
     python launch/prepare.py overlap --private shards/ --against imagenet/val.index demo_data/held_out
 
 Writes exclusions.npy and exclusions.json beside the private index. Excluded records keep their places: they are drawn
 like any other and contribute nothing, so n, the published number of records, stays what it was, and nobody who sees a
 run learns how many were excluded. What this command prints is as private as the records. Private pictures that cannot
-be decoded stay in: training judges them. Never the other way round: filtering public pictures by private ones, or a
-private set by itself, tells who is in it.
+be decoded stay in: training deals with them. Never filter the other way round: filtering public pictures by private
+ones, or a private set by itself, reveals who is in it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from murmuration.data.progress import Progress
 def declare(commands: Any) -> None:
     overlap = commands.add_parser(
         "overlap",
-        help="leave private records out that public sets hold too",
+        help="leave out private records that public sets contain too",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     overlap.set_defaults(run=_overlap)
     overlap.add_argument("--private", type=Path, required=True, help="index of the records to filter")
     overlap.add_argument("--against", type=Path, nargs="+", required=True, help="indexes of public or evaluation sets")
-    overlap.add_argument("--distance", type=int, default=4, help="bits of 64 in which hashes of copies may differ")
+    overlap.add_argument("--distance", type=int, default=4, help="bits (of 64) in which hashes of copies may differ")
     overlap.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
 
 

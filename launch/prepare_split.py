@@ -2,8 +2,8 @@
 
     python launch/prepare.py split data/set --public-fraction 0.1
 
-The first run with data.public_fraction does this by itself. Give the command where that run may not write beside the
-index, or where runs were made before shares were frozen: then it is your word that all of them had this share.
+The first run with data.public_fraction does this by itself. Use this command if that run may not write beside the
+index, or if runs were made before shares were frozen: it is then your word that all of them had this share.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python launch/prepare.py synthetic --kind mixed --records 1000000 --size 224 --out textures
 
-The same request gives the same bytes; a command that was stopped goes on when it is given again.
+The same request gives the same bytes; a command that was stopped continues when it is run again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def declare(commands: Any) -> None:
     synthetic.add_argument("--kind", choices=KINDS, default="mixed", help="`shapes` have captions, the others none")
     synthetic.add_argument("--records", type=int, required=True, help="how many pictures")
     synthetic.add_argument("--size", type=int, default=224, help="side of the square pictures, in pixels")
-    synthetic.add_argument("--seed", type=int, default=1, help="another seed, other pictures")
+    synthetic.add_argument("--seed", type=int, default=1, help="another seed gives other pictures")
     synthetic.add_argument("--per-shard", type=int, default=1000, help="records in one tar file")
     synthetic.add_argument("--out", type=Path, required=True, help="folder to make")
     synthetic.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Checks the machine, then fills .venv from the constraints file. Called by `make setup`; may be repeated.
+# Checks the machine, then fills .venv from the constraints file. Called by `make setup`; safe to repeat.
 set -eu
 cd "$(dirname "$0")/.."
 python="${1:-}"

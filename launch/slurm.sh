@@ -1,6 +1,6 @@
 #!/bin/sh
 # Slurm: sbatch launch/slurm.sh   (from the repository; edit the two places marked EDIT)
-# EDIT 1: nodes, and GPUs of a node twice: one task for each GPU.
+# EDIT 1: the number of nodes, and twice the GPUs per node (one task for each GPU).
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
@@ -9,7 +9,7 @@
 #SBATCH --job-name=murmuration
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# Three minutes before its time is over, every rank is told: the run is saved, ends with 75, and is queued again.
+# Three minutes before the time limit every rank gets a signal: the run is saved, ends with 75, and is queued again.
 #SBATCH --signal=USR1@180
 set -eu
 # EDIT 2: what to train. Further arguments of sbatch after the script's name go to launch/train.py.
@@ -31,10 +31,10 @@ srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" sh -c '
     export LOCAL_WORLD_SIZE="${SLURM_NTASKS_PER_NODE:-1}"
     exec "$@"' rank "$python" launch/train.py --config "$CONFIG" --set "run.dir=$run_dir" "$@" || code=$?
 
-# srun gives the largest code of all ranks; one that died counts more there than those that noticed and ended with 75.
+# srun returns the largest code of all ranks; that of a rank that died exceeds the 75 of those that noticed.
 if resume_me "$code"; then
     if [ "$(lines)" -gt "$before" ]; then
-        echo "stopped (code $code): queued again, to go on from the last checkpoint"
+        echo "stopped (code $code): queued again, to continue from the last checkpoint"
         scontrol requeue "$SLURM_JOB_ID"
         exit 75
     fi

@@ -17,6 +17,6 @@ code=0
 .venv/bin/torchrun --nnodes "$NODES" --nproc_per_node "$PROCESSES" --max-restarts 0 \
     --rdzv_backend c10d --rdzv_endpoint "$FIRST" --rdzv_id "$(basename "$CONFIG")" \
     launch/train.py --config "$CONFIG" --set "run.dir=$run_dir" "$@" || code=$?
-# torchrun makes 1 of every code; the run's own state tells whether the same command continues it.
+# torchrun turns every code into 1; the run's own state shows whether the same command continues it.
 resume_me "$code" && exit 75
 exit "$code"

@@ -1,8 +1,8 @@
-"""The captioner's two attentions, and one switch between the fused and the written-out kernel.
+"""The captioner's two attention layers, and one switch between the fused and the explicit kernel.
 
-Why written out at all: under `torch.func.vmap` the fused CPU kernel has no batching rule and falls back to a
-loop over samples; four plain operations batch perfectly. The encoder's timm attention has the same switch
-under the same attribute name, so `use_fused` sets both.
+The explicit kernel exists because under `torch.func.vmap` the fused CPU kernel has no batching rule and falls back to a
+loop over samples; four plain operations batch perfectly. The encoder's timm attention has the same switch under the
+same attribute name, so `use_fused` sets both.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Text tokens attend to every image token, the class token included."""
+    """Text tokens attend to every image token, including the class token."""
 
     fused_attn: bool
 

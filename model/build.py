@@ -1,8 +1,8 @@
-"""Settings in, initialised model out; and the copy of an encoder from one model to another.
+"""Builds initialised models from settings, and copies an encoder from one model to another.
 
-Why initial weights are drawn per tensor: each tensor's draw is seeded by (init_seed, its name), so weights do
+Initial weights are drawn per tensor: each draw is seeded by (init_seed, the tensor's name), so weights do
 not depend on construction order, on the objective, on the device or on the world size, and the program's
-global random state is never touched. The seed is public; it decides nothing but where training starts.
+global random state is never touched. The seed is public; it decides only where training starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from murmuration.model.settings import ModelSettings, SettingsError, Shape
 Objective = Literal["mae", "caption", "classify"]
 Model = Encoder | Classifier
 ENCODER_PREFIXES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.")
-TYPE_TOKEN = "encoder_image_type_embedding"  # of captioners: a vector added to all tokens of the encoder
+TYPE_TOKEN = "encoder_image_type_embedding"  # in captioners: a vector added to all tokens of the encoder
 
 
 Device = str | torch.device
@@ -38,9 +38,10 @@ def build(settings: ModelSettings | Shape, objective: Literal["classify"], devic
 @overload
 def build(settings: ModelSettings | Shape, objective: Objective, device: Device = ...) -> Model: ...
 def build(settings: ModelSettings | Shape, objective: Objective, device: Device = "cpu") -> Model:
-    """The model of `objective` on the shape's encoder, float32, initialised; "meta" allocates nothing.
+    """The model for `objective` on the shape's encoder, float32, initialised; "meta" allocates nothing.
 
-    All of it is trainable but what the objective's published model keeps fixed; `model.trainable.select` narrows that.
+    All parameters are trainable except those that the objective's published model keeps fixed; `model.trainable.select`
+    narrows that.
     """
     shape = settings.resolved() if isinstance(settings, ModelSettings) else settings
     kind = _kind(shape, objective)
@@ -74,10 +75,10 @@ def _kind(shape: Shape, objective: str) -> Callable[[Shape], Model]:
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
-    """Xavier-uniform matrices (the patch filter as one), zero biases, N(0, 0.02²) tokens and embeddings.
+    """Xavier-uniform matrices (the patch filter counts as one), zero biases, N(0, 0.02²) tokens and embeddings.
 
-    Convolutions are He-normal by what they read (standardised ones do not see the scale); a classifier's head starts
-    as its settings say.
+    Convolutions are He-normal by fan-in (weight-standardised ones are invariant to the scale); a classifier's head
+    starts as its settings say.
     """
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -97,7 +98,7 @@ def initialise(model: nn.Module, seed: int) -> None:
     tokens = [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]
     for name, tensor in tokens:
         learned = name == "pos_embed" and isinstance(tensor, nn.Parameter)
-        # The encoder's type token stays zero: a captioner starts with the encoder that a masked autoencoder left.
+        # The encoder's type token stays zero: a captioner starts with the encoder of a masked autoencoder.
         drawn = name.endswith("_type_embedding") and name != TYPE_TOKEN
         if learned or drawn or name in {"cls_token", "mask_token"}:
             normal_draw(tensor, seed, name)
@@ -108,7 +109,7 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 def normal_draw(tensor: Tensor, seed: int, name: str, scale: float = 0.02) -> None:
-    """Into `tensor`, decided by seed and name alone; for callers inside no_grad."""
+    """Fill `tensor` with a normal draw that depends only on seed and name; for callers inside no_grad."""
     draw = torch.randn(tensor.shape, generator=_generator(seed, name))
     tensor.copy_(draw * scale if scale else torch.zeros_like(draw))
 
@@ -122,7 +123,7 @@ def take_encoder(source_state: Mapping[str, Tensor], target: nn.Module) -> list[
     """Copy the encoder's tensors from a state dict into `target`; return the names copied, in order.
 
     Nothing is copied unless everything fits: same names on both sides, same shapes. A captioner's type token is added
-    to the positions: with them it does the same, and every other model has positions.
+    to the positions, which is equivalent, and every other encoder has positions.
     """
     own = dict(target.named_parameters()) | dict(target.named_buffers())
     wanted = {name: tensor for name, tensor in own.items() if name.startswith(ENCODER_PREFIXES)}
@@ -132,11 +133,11 @@ def take_encoder(source_state: Mapping[str, Tensor], target: nn.Module) -> list[
         side = "the source has" if biases & given.keys() else "the target has"
         raise ValueError(
             f"only {side} encoder query-key-value biases (such as {min(biases)}), and leaving them out would "
-            f"change what the encoder computes; set model.qkv_bias alike for both models."
+            f"change what the encoder computes; set model.qkv_bias to the same value for both models."
         )
     if odd := sorted(wanted.keys() ^ given.keys()):
         raise ValueError(
-            f"the two encoders differ in {len(odd)} tensors, the first being {odd[0]}; "
+            f"the two encoders differ in {len(odd)} tensors, the first of which is {odd[0]}; "
             f"build both with the same model.depth."
         )
     for name, tensor in wanted.items():

@@ -1,8 +1,8 @@
 """The image captioner of DP-Cap: vision encoder, causal post-norm text decoder, one loss per caption.
 
-Frozen on purpose: the class token, the type tokens and every position table. Those are the published
-choices (they leave only linear, norm and embedding layers to the clipping engine), and the trainable counts
-of the published table are reached with exactly this set.
+The class token, the type tokens and every position table are frozen on purpose. Those are the published
+choices (they leave only linear, norm and embedding layers to the clipping engine), and exactly this set
+reproduces the trainable counts of the published table.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PAD = 0
 class DecoderLayer(nn.Module):
     """Self-attention, cross-attention, MLP; each is added and then normed (post-norm).
 
-    With biases and ReLU it is the layer of DP-Cap's older models, which was PyTorch's own. Dropout stands where that
-    layer has it, attention weights apart.
+    With biases and ReLU it is the layer of DP-Cap's older models, which was PyTorch's own. Dropout is applied in the
+    same places as there, except to attention weights.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Only a holder, so that layers carry the published names `decoder.layers.N`."""
+    """A container that gives the layers their published names `decoder.layers.N`."""
 
     def __init__(self, shape: Shape, row_keys: RowKeys) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Captioner(Encoder):
         return super()._embed(images, kept) + self.encoder_image_type_embedding
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """[B, 1 + patches, decoder width]: what the text decoder attends to; compute once per image."""
+        """[B, 1 + patches, decoder width]: the memory that the text decoder attends to; compute once per image."""
         memory = self.decoder_embed(self.tokens(images))
         return memory + self.decoder_pos_embed + self.decoder_image_type_embedding
 

@@ -1,11 +1,11 @@
 """Classifiers of single images: a vision transformer, or BiT's ResNet, under one linear head; one loss per image.
 
-Called as `model({"images": [B, 3, H, W], "labels": [B]})` -> losses [B]. With "features" [B, width] in the place of
-"images" the body is left out: a frozen body need be run once only, and what is trained on its cached features is the
-same head with the same losses. Labels are class numbers; for the sigmoid loss they may also be [B, classes] of 0 and 1.
+Called as `model({"images": [B, 3, H, W], "labels": [B]})` -> losses [B]. With "features" [B, width] in place of
+"images" the body is skipped: a frozen body need run only once, and the same head is then trained on its cached features
+with the same losses. Labels are class numbers; for the sigmoid loss they may also be [B, classes] of 0 and 1.
 
-The head starts as its settings say. With zero weights all features are equally (un)known to it, so that the first
-step's gradient is an outer product of residuals and features, whose sign does not depend on any random draw.
+The head starts as its settings say. With zero weights it favours no feature, so that the first step's gradient is an
+outer product of residuals and features, whose sign does not depend on any random draw.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from murmuration.model.settings import Loss, SettingsError, Shape
 def classification_loss(logits: Tensor, labels: Tensor, kind: Loss) -> Tensor:
     """[B, classes] and [B] -> [B] in fp32: cross-entropy, or the sum over classes of binary cross-entropies.
 
-    A number that is no class makes a loss of 0: one record must not be able to stop a run.
+    A label that is not a class number gives a loss of 0: one record must not be able to stop a run.
     """
     logits, classes = logits.float(), logits.shape[1]
     if labels.dim() > 1:
@@ -45,7 +45,7 @@ def classification_loss(logits: Tensor, labels: Tensor, kind: Loss) -> Tensor:
 
 
 class Classifier(nn.Module, ABC):
-    """What both kinds share. `features` is the body; everything outside the module `head` is body."""
+    """The base of both kinds. `features` runs the body, which is everything outside the module `head`."""
 
     shape: Shape
     head: nn.Linear
@@ -65,7 +65,7 @@ class Classifier(nn.Module, ABC):
 
 
 class TransformerClassifier(Classifier, Encoder):
-    """Encoder, class token or mean of the patches' tokens, head."""
+    """The encoder, then the class token or the mean of the patches' tokens, then the head."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -80,7 +80,7 @@ class TransformerClassifier(Classifier, Encoder):
 
 
 class ResNetClassifier(Classifier):
-    """timm's pre-activation ResNet as BiT has it: weight-standardised convolutions and GroupNorm, no BatchNorm."""
+    """timm's pre-activation ResNet as in BiT: weight-standardised convolutions and GroupNorm, no BatchNorm."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Dropout and drop-path whose masks depend on a row's own key, the module and the place in the sample alone.
+"""Dropout and drop-path whose masks depend only on a row's own key, the module and the place in the sample.
 
-Why not PyTorch's: one generator serves the whole batch, so that what a record contributes would depend on its row, its
+PyTorch's dropout uses one generator for the whole batch, so a record's contribution would depend on its row, its
 neighbours, the world size and everything drawn before. Here the uniform numbers are a hash of integers (two rounds of
-MurmurHash3's finaliser, products wrapping as in C): the same bits on every device, in any batch, at a replay, under
-vmap, and when a checkpointed layer runs again. Keys come with the records, as the input `drop_key` [B].
+MurmurHash3's finaliser, with products wrapping as in C): the same bits on every device, in any batch, at a replay,
+under vmap, and when a checkpointed layer runs again. Keys come with the records, as the input `drop_key` [B].
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _FACTORS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
 
 
 class RowKeys:
-    """The keys of the rows that a model computes just now; one for each model, known to every module in it that drops.
+    """The keys of the rows that a model is computing; one object per model, shared by all its modules that drop.
 
-    They are there during the forward pass and during its backward pass, where checkpointed layers run again; never
-    before or after, so that no module can take the keys of another batch.
+    The keys are available during the forward pass and its backward pass, where checkpointed layers run again, but never
+    before or after, so that no module can use the keys of another batch.
     """
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class RowKeys:
         self._modules = 0
 
     def number(self) -> int:
-        """The next module's own, in the order in which a model makes them."""
+        """A number for the next module, in the order in which the model makes its modules."""
         self._modules += 1
         return self._modules
 
     def around(self, run: Callable[[dict[str, Tensor]], Tensor], inputs: dict[str, Tensor]) -> Tensor:
-        """run(inputs), with the inputs' keys at hand."""
+        """run(inputs), with the inputs' keys available to the modules."""
         keys = inputs.get(DROP_KEY) if self._modules else None
         if keys is None:
             return run(inputs)
@@ -47,7 +47,7 @@ class RowKeys:
         finally:
             self._keys = None
         if losses.requires_grad:
-            # Whatever ran in between, a backward pass begins here, before any layer runs again.
+            # Whatever ran in between, a backward pass starts here, before any layer runs again.
             losses.register_hook(lambda _: self._recall(keys))
         return losses
 
@@ -63,14 +63,14 @@ class RowKeys:
         keys = self._keys
         if keys is None:
             raise ValueError(
-                "the model drops units and has no keys to do so; give its inputs drop_key (int64 [B]), or call eval()."
+                "the model drops units but has no keys for it; add drop_key (int64 [B]) to its inputs, or call eval()."
             )
         if keys.shape != (rows,) or keys.dtype != torch.int64:
             raise ValueError(
-                f"drop_key is {keys.dtype} {list(keys.shape)} where {rows} rows are dropped from; give one int64 for "
+                f"drop_key is {keys.dtype} {list(keys.shape)}, but dropout sees {rows} rows; give one int64 for "
                 "each record, and keep records in the first dimension."
             )
-        # The places' hashes are the same for all rows, so a row costs one more round only; each gives two numbers.
+        # The places' hashes are the same for all rows, so a row costs only one more round; each hash gives two numbers.
         own = _mixed(keys + _signed(module * _GOLDEN))
         place = _mixed(torch.arange(1, (places + 1) // 2 + 1, device=keys.device) * _signed(_GOLDEN))
         bits = _mixed(own[:, None] ^ place).view(torch.int32)[:, :places]
@@ -81,11 +81,11 @@ class _KeyedDrop(nn.Module):
     def __init__(self, rate: float, row_keys: RowKeys) -> None:
         super().__init__()
         if not 0.0 <= rate < 1.0:
-            raise ValueError(f"a rate of {rate} cannot be dropped at; give one from 0 to below 1.")
+            raise ValueError(f"a drop rate of {rate} is impossible; give one from 0 to below 1.")
         self.rate, self.row_keys, self.number = rate, row_keys, row_keys.number()
 
     def _drop(self, x: Tensor, places: torch.Size) -> Tensor:
-        """Drops each of `places`, a shape that broadcasts to that of one sample; what is kept is scaled up."""
+        """Drop each of `places`, a shape that broadcasts to that of one sample; the values kept are scaled up."""
         kept = self.row_keys.kept(self.number, self.rate, x.shape[0], places.numel())
         return torch.where(kept.view(x.shape[0], *places), x, 0.0) * (1.0 / (1.0 - self.rate))
 
@@ -108,7 +108,7 @@ class KeyedDropPath(_KeyedDrop):
 
 
 def dropout(rate: float, row_keys: RowKeys) -> Drop:
-    """No module at all where nothing is dropped."""
+    """A dropout module, or a plain function if nothing is dropped."""
     return KeyedDropout(rate, row_keys) if rate else _unchanged
 
 

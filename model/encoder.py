@@ -1,6 +1,6 @@
-"""The vision transformer that both families share, built from timm's blocks.
+"""The vision transformer that all transformer families share, built from timm's blocks.
 
-Why not timm's whole VisionTransformer: a masked autoencoder should gather the kept patches *before* the patch
+timm's whole VisionTransformer is not used: a masked autoencoder should gather the kept patches *before* the patch
 projection (a quarter of the work), and the projection must be a matrix product for per-sample gradients to be
 cheap; a convolution under vmap becomes a grouped convolution. Parameter names are those of the published
 checkpoints, which are timm's.
@@ -35,7 +35,7 @@ def blocks(
 
 def _block(stack: Stack, qkv_bias: bool, row_keys: RowKeys, dropout: float, path: float) -> Block:
     block = Block(stack.width, stack.heads, mlp_ratio=4.0, qkv_bias=qkv_bias, norm_layer=norm_layer)  # pyright: ignore[reportArgumentType]
-    # In the places of timm's own, which draw for the whole batch; a rate of 0 leaves those, which then do nothing.
+    # These replace timm's own, which draw for the whole batch; at a rate of 0 timm's stay, and do nothing.
     if dropout:
         block.attn.proj_drop = KeyedDropout(dropout, row_keys)
         block.mlp.drop1, block.mlp.drop2 = KeyedDropout(dropout, row_keys), KeyedDropout(dropout, row_keys)
@@ -65,7 +65,7 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class PatchProjection(nn.Module):
-    """A patch-embedding convolution applied to patches already cut out: the same numbers as one product."""
+    """A patch-embedding convolution on patches that are already cut out: the same numbers, from one matrix product."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -93,10 +93,10 @@ class PatchEmbed(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Image -> tokens. Subclasses add a decoder and a loss; this class has none of its own.
+    """Image -> tokens. Subclasses add a decoder and a loss; this class has neither.
 
-    Positions are a fixed table, or trained where the settings say so; then the class token has one, too. A subclass
-    computes its losses inside `row_keys.around`, so that what drops units knows the rows' keys.
+    Positions are a fixed table, or learned if the settings say so; then the class token has one too. A subclass
+    computes its losses inside `row_keys.around`, so that modules that drop units have the rows' keys.
     """
 
     cls_token: nn.Parameter
@@ -123,12 +123,12 @@ class Encoder(nn.Module):
         x = self.patch_embed(images, kept)
         positions = self.pos_embed[:, 1:]
         x = x + (positions if kept is None else positions[0][kept])
-        # The class token's row is zero in a table of ours, but not in published weights that trained their tables.
+        # The class token's row is zero in our tables, but not in published weights whose tables were trained.
         first = self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype) + self.pos_embed[:, :1]
         return torch.cat([first, x], dim=1)
 
     def _embed_learned(self, images: Tensor) -> Tensor:
-        """All patches that fit: a remainder at the right and below is left out, as a convolution leaves it."""
+        """Embed all patches that fit: a remainder at the right and bottom is left out, as by a convolution."""
         side = self.shape.grid * self.shape.patch_size
         x = self.patch_embed(images[..., :side, :side])
         return torch.cat([self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1) + self.pos_embed
@@ -141,7 +141,7 @@ class Encoder(nn.Module):
         return self.norm(x)
 
     def layers(self, images: Tensor) -> list[Tensor]:
-        """The tokens after each block, without the last norm: what ViP's linear probe pools over."""
+        """The tokens after each block, without the last norm; ViP's linear probe pools over them."""
         x = self._embed(images, None)
         outputs: list[Tensor] = []
         for block in self.blocks:

@@ -1,8 +1,8 @@
-"""Tensors on their way from a weight file into a model: checked, fitted, copied, and each accounted for.
+"""Copies tensors from a weight file into a model: each is checked, fitted, copied and accounted for.
 
-Two ways in. `fill_whole`: the file describes the model, so that every tensor must be there and fit. `fill_start`: the
-model stands already; its encoder must be filled, other parts are where they fit, and keep their initial values where
-they do not.
+There are two ways. `fill_whole`: the file describes the model, so every tensor must be present and fit. `fill_start`:
+the model already exists; its encoder must be filled, while other parts are filled if they fit and otherwise keep their
+initial values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BODY_PREFIXES = (*ENCODER_PREFIXES, "body.")
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """A tensor under the name that the model has for it; the file's `keys` it came from, and what was done to it."""
+    """A tensor under its name in the model, with the `keys` in the file it came from and `how` it was transformed."""
 
     tensor: Tensor
     keys: tuple[str, ...]
@@ -42,7 +42,7 @@ def same_names(state: Mapping[str, Tensor]) -> WeightEntries:
 
 
 def fill_whole(model: nn.Module, pieces: WeightEntries, account: LoadReport) -> None:
-    """Every tensor of the model from a piece of its shape, and every piece used."""
+    """Fill every tensor of the model from a piece of the same shape, and use every piece."""
     own = tensors_of(model)
     if missing := [name for name in own if name not in pieces]:
         raise WeightsError(
@@ -51,21 +51,21 @@ def fill_whole(model: nn.Module, pieces: WeightEntries, account: LoadReport) -> 
         )
     if extra := [pieces[name].keys[0] for name in pieces if name not in own]:
         raise WeightsError(
-            f"{account.source} has {extra[0]}{_more(extra)}, which that architecture has not; leave out what is not "
-            f"of the model, or name the model that it is."
+            f"{account.source} has {extra[0]}{_more(extra)}, which that architecture lacks; remove what is not part "
+            f"of the model, or name the right model."
         )
     for name, tensor in own.items():
         piece = pieces[name]
         if piece.tensor.shape != tensor.shape:
             raise WeightsError(
-                f"{piece.keys[0]} is {list(piece.tensor.shape)} where the other weights ask for {list(tensor.shape)}; "
+                f"{piece.keys[0]} is {list(piece.tensor.shape)} where the other weights require {list(tensor.shape)}; "
                 f"the checkpoint is damaged or of another architecture."
             )
     _copy(own, pieces, account)
 
 
 def fill_start(model: nn.Module, pieces: WeightEntries, account: LoadReport) -> None:
-    """The encoder (or the ResNet's body) must fit; the rest is taken where name and shape fit."""
+    """Fill the model; the encoder (or the ResNet's body) must fit, the rest is taken where name and shape fit."""
     own = tensors_of(model)
     body = [name for name in own if name.startswith(BODY_PREFIXES)]
     pieces = _zero_biases(_type_token(dict(pieces), own), own)
@@ -83,7 +83,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _type_token(pieces: WeightEntries, own: Mapping[str, Tensor]) -> WeightEntries:
-    """A captioner keeps the vector that is added to its encoder's tokens; other models have it in their positions."""
+    """A captioner keeps the vector that is added to its encoder's tokens; other models add it to their positions."""
     token = pieces.get(TYPE_TOKEN)
     if token is not None and TYPE_TOKEN not in own and "pos_embed" in pieces:
         table = pieces["pos_embed"]
@@ -116,7 +116,7 @@ def _check_body_names(body: list[str], own: Mapping[str, Tensor], pieces: Weight
     if extra := [name for name in pieces if name.startswith(BODY_PREFIXES) and name not in own]:
         mend = "set model.qkv_bias to true" if extra[0].endswith("qkv.bias") else "set model.depth to the file's"
         raise WeightsError(
-            f"{account.source} has {pieces[extra[0]].keys[0]}{_more(extra)}, which the model's encoder has not; {mend}."
+            f"{account.source} has {pieces[extra[0]].keys[0]}{_more(extra)}, which the model's encoder lacks; {mend}."
         )
 
 
@@ -130,7 +130,7 @@ def _check_body_shapes(body: list[str], own: Mapping[str, Tensor], pieces: Weigh
 
 
 def _usable(own: Mapping[str, Tensor], pieces: WeightEntries, account: LoadReport) -> WeightEntries:
-    """What fits the model by name and shape; the account says of everything else why it does not."""
+    """The pieces that fit the model by name and shape; the account says why each of the others does not."""
     usable: WeightEntries = {}
     for name, piece in pieces.items():
         if name not in own:
@@ -159,7 +159,7 @@ def _fitted(name: str, piece: WeightEntry, own: Tensor) -> WeightEntry:
 
 
 def resized_piece(piece: WeightEntry, rows: int) -> WeightEntry:
-    """For 1 + grid² rows."""
+    """The position table interpolated to `rows` = 1 + grid² rows."""
     before, after = round((piece.tensor.shape[1] - 1) ** 0.5), round((rows - 1) ** 0.5)
     try:
         table = resized(piece.tensor, after)
@@ -170,13 +170,13 @@ def resized_piece(piece: WeightEntry, rows: int) -> WeightEntry:
 
 @torch.no_grad()
 def _copy(own: Mapping[str, Tensor], pieces: WeightEntries, account: LoadReport) -> None:
-    """All that was checked; what is not finite or no floating-point number is refused before anything is changed."""
+    """Copy checked pieces; values that are not finite or not floating-point are refused before anything is changed."""
     for piece in pieces.values():
         if not piece.tensor.is_floating_point() or piece.tensor.is_sparse:
             kind = "sparse" if piece.tensor.is_sparse else str(piece.tensor.dtype).removeprefix("torch.")
-            raise WeightsError(f"{piece.keys[0]} is {kind} and no floating-point weight; convert the checkpoint.")
+            raise WeightsError(f"{piece.keys[0]} is {kind}, not a floating-point weight; convert the checkpoint.")
         if not piece.tensor.is_meta and not bool(piece.tensor.isfinite().all()):
-            raise WeightsError(f"{piece.keys[0]} holds values that are not finite; use an earlier checkpoint.")
+            raise WeightsError(f"{piece.keys[0]} contains values that are not finite; use an earlier checkpoint.")
     for name, tensor in own.items():
         piece = pieces[name]
         tensor.copy_(piece.tensor)

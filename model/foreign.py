@@ -1,7 +1,7 @@
-"""Vision transformers of timm and of Hugging Face, and timm's BiT, under the names of our modules.
+"""Renames the weights of timm's and Hugging Face's vision transformers, and of timm's BiT, to our modules' names.
 
-Only what computes the same here is let through: a variant with other layers (layer scale, register tokens, a norm
-after pooling) is refused by the name of its first odd tensor. What no weight can tell is said in notes.
+Only models that compute the same here are accepted: a variant with other layers (layer scale, register tokens, a norm
+after pooling) is refused by the name of its first unknown tensor. Notes report what the weights cannot show.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HF_NAMES = {
     "layernorm": "norm",
     "classifier": "head",
 }
-# As in files, then as in memory of later versions.
+# For each layer the name in files, then the name in memory in later versions.
 HF_LAYERS = {
     "attention.output.dense": "attn.proj",
     "attention.o_proj": "attn.proj",
@@ -69,7 +69,7 @@ def bit_pieces(state: Mapping[str, Tensor], account: LoadReport) -> WeightEntrie
     for key, tensor in state.items():
         if not BIT.fullmatch(key):
             raise WeightsError(
-                f"{account.source} has {key}, a layer that BiT has not; choose weights of timm's resnetv2_…_bit models."
+                f"{account.source} has {key}, a layer that BiT lacks; choose weights of timm's resnetv2_…_bit models."
             )
         if key == "head.fc.weight":
             pieces["head.weight"] = WeightEntry(tensor.flatten(1), (key,), "a convolution of one pixel")
@@ -113,7 +113,7 @@ def hf_pieces(state: Mapping[str, Tensor], account: LoadReport) -> WeightEntries
         if set(parts) != set("qkv") or len({tensor.shape for _, tensor in parts.values()}) != 1:
             have = next(iter(parts.values()))[0]
             raise WeightsError(
-                f"{account.source} has {have} without its two fellows of equal size; query, key and value are needed."
+                f"{account.source} has {have} without its two equally sized partners; query, key and value are needed."
             )
         keys, tensors = zip(*(parts[part] for part in "qkv"), strict=True)
         pieces[name] = WeightEntry(torch.cat(tensors), keys, "query, key and value as one projection")

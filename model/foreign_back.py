@@ -1,7 +1,7 @@
-"""The way back: a classifier's weights under the names of timm and of Hugging Face, for what is built on those.
+"""The way back: a classifier's weights under the names of timm and of Hugging Face, for tools built on those.
 
-Files get the names that `save_pretrained` writes, which all versions of transformers read. A model that those packages
-would compute otherwise is refused.
+Names are those that `save_pretrained` writes, which all versions of transformers read. A model that those packages
+would compute differently is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def to_timm(model: Classifier) -> dict[str, Tensor]:
 
 
 def to_hugging_face(model: Classifier) -> dict[str, Tensor]:
-    """For `ViTForImageClassification`; set its `layer_norm_eps` to 1e-6, which is ours."""
+    """For `ViTForImageClassification`; set its `layer_norm_eps` to 1e-6, as here."""
     if model.shape.resnet is not None:
         raise WeightsError("Hugging Face's vision transformer has no place for a ResNet; use to_timm.")
     found: dict[str, Tensor] = {}
@@ -62,5 +62,8 @@ def to_hugging_face(model: Classifier) -> dict[str, Tensor]:
 
 def _state(model: Classifier) -> dict[str, Tensor]:
     if model.shape.resnet is None and model.shape.pooling != "class":
-        raise WeightsError("timm and Hugging Face take the class token where this model takes the mean of the others.")
+        raise WeightsError(
+            "timm and Hugging Face pool the class token, and this model the mean of the other tokens; export a model "
+            'with model.pooling = "class".'
+        )
     return dict(merged(model.state_dict()))

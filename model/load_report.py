@@ -1,6 +1,6 @@
-"""What became of every tensor of a weight file, and of every tensor of the model that was to be filled.
+"""A report on every tensor of a weight file, and on every tensor of the model to be filled.
 
-A weight that is not loaded gives no error later, only worse numbers; so each key is told, and why.
+A weight that is not loaded causes no error later, only worse results; so each key is reported, with the reason.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Fate = Literal["taken", "transformed", "ignored", "missing"]
 
 
 class WeightsError(ValueError):
-    """The weights cannot be used; one sentence with the cause and the mend."""
+    """The weights cannot be used; the message is one sentence with the cause and the fix."""
 
 
 @dataclass(frozen=True)
 class KeyReport:
-    """`key` is the file's name for what is taken, transformed or ignored, and the model's for what is missing."""
+    """`key` is the file's name of a tensor that is taken, transformed or ignored, and the model's if it is missing."""
 
     key: str
     fate: Fate
@@ -31,7 +31,7 @@ class KeyReport:
 
 @dataclass
 class LoadReport:
-    """`notes` say what was inferred or assumed; `unused` keeps the ignored tensors, so that an export can be whole."""
+    """`notes` say what was inferred or assumed; `unused` keeps the ignored tensors, for a complete export."""
 
     source: str
     entries: list[KeyReport] = field(default_factory=list)
@@ -47,7 +47,7 @@ class LoadReport:
         return [entry.key for entry in self.entries if entry.fate == fate]
 
     def __str__(self) -> str:
-        """One line for each key, except that layers which differ in their number alone share one."""
+        """One line for each key, except that layers that differ only in their number share one."""
         lines = [f"{self.source}:", *(f"  note: {note}" for note in self.notes)]
         groups: dict[tuple[str, Fate, tuple[int, ...], str], list[list[int]]] = {}
         for entry in self.entries:

@@ -1,10 +1,10 @@
-"""The masked autoencoder of ViP: see a few patches, predict the pixels of the others, one loss per image.
+"""The masked autoencoder of ViP: it sees a few patches and predicts the pixels of the others, one loss per image.
 
-Two choices make it cheap and private-gradient friendly. The masking order is an input (uniform noise made by
-the caller under a keyed generator), so the forward has no randomness to couple samples or to lose at a
-restart. And the decoder runs on the shuffled order: attention does not care about the order of its tokens
-once each carries its own position, so nothing has to be put back, and the prediction head sees the removed
-patches alone.
+Two choices make it cheap and suit private gradients. The masking order is an input (uniform noise made by
+the caller under a keyed generator), so the forward pass has no randomness that could couple samples or be lost at a
+restart. And the decoder runs on the shuffled order: attention does not depend on the order of its tokens
+once each carries its own position, so nothing has to be put back in order, and the prediction head sees only the
+removed patches.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from murmuration.model.settings import SettingsError, Shape
 
 
 class Reconstruction(NamedTuple):
-    """`images` keep the visible patches and hold predictions elsewhere; `removed` [B, patches] says where."""
+    """`images` keep the visible patches and show predictions elsewhere; `removed` [B, patches] marks where."""
 
     images: Tensor
     removed: Tensor
 
 
 class MaskedAutoencoder(Encoder):
-    """inputs: `images` [B, 3, H, W] and `mask_noise` [B, patches]; the smallest noises are kept."""
+    """inputs: `images` [B, 3, H, W] and `mask_noise` [B, patches]; the patches with the smallest noise are kept."""
 
     decoder_pos_embed: Tensor
 
@@ -54,7 +54,7 @@ class MaskedAutoencoder(Encoder):
                 f"mask_noise has {noise.shape[-1]} columns but the image has {self.shape.patches} patches; "
                 f"draw it with one uniform number per patch."
             )
-        # Stable, so that a padded row (all zeros) is one well-defined order on every device.
+        # Stable, so that a padded row (all zeros) has the same well-defined order on every device.
         return noise.argsort(dim=1, stable=True)
 
     def _predict(self, images: Tensor, order: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class MaskedAutoencoder(Encoder):
     def _targets(self, images: Tensor, order: Tensor) -> Tensor:
         size = self.shape.patch_size
         patches = take_rows(patchify(images, size), order[:, self.shape.kept_patches :])
-        # (channel, row, column) as the projection reads them -> (row, column, channel) as the head writes.
+        # (channel, row, column) as the projection reads them -> (row, column, channel) as the head writes them.
         cut = patches.reshape(*patches.shape[:2], 3, size * size)
         return cut.transpose(2, 3).reshape(patches.shape)
 

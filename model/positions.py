@@ -1,6 +1,6 @@
 """Fixed sin-cos position tables, in the layout of the published checkpoints.
 
-Why fixed: they are buffers, so no clipping engine has to find per-sample gradients of a bare parameter, and
+As fixed tables they are buffers, so no clipping engine has to find per-sample gradients of a bare parameter, and
 the trainable counts agree with the published ones (training them by accident is pitfall B11).
 """
 
@@ -32,8 +32,7 @@ def text_positions(width: int, length: int) -> Tensor:
 def image_positions(width: int, grid: int) -> Tensor:
     """[1, 1 + grid², width]; row 0 (the class token) is zero, patches follow row by row.
 
-    The first half of each row encodes the column and the second half the row: the order in which the
-    published tables were made.
+    The first half of each row encodes the column and the second half the row, in the order of the published tables.
     """
     if width % 4:
         raise ValueError(f"a 2-D sin-cos table needs a width that is a multiple of 4, not {width}.")
@@ -45,14 +44,14 @@ def image_positions(width: int, grid: int) -> Tensor:
 
 
 def resized(table: Tensor, grid: int) -> Tensor:
-    """A stored image table [1, 1 + g², width] for another grid: its first row as it is, the others interpolated.
+    """A stored image table [1, 1 + g², width] for another grid: its first row unchanged, the others interpolated.
 
-    Bicubic, with averaging where the grid shrinks: stored tables may have been trained, so that making a new sin-cos
-    table would not do.
+    Interpolation is bicubic, with averaging if the grid shrinks. A new sin-cos table would not do: stored tables may
+    have been trained.
     """
     side = math.isqrt(table.shape[1] - 1)
     if table.dim() != 3 or table.shape[0] != 1 or side * side != table.shape[1] - 1:
-        raise ValueError(f"{list(table.shape)} is no table of positions [1, 1 + rows², width].")
+        raise ValueError(f"{list(table.shape)} is not a table of positions [1, 1 + rows², width].")
     patches = table[:, 1:].float().unflatten(1, (side, side)).permute(0, 3, 1, 2)
     patches = F.interpolate(patches, (grid, grid), mode="bicubic", antialias=True, align_corners=False)
     return torch.cat([table[:, :1].float(), patches.flatten(2).transpose(1, 2)], dim=1).to(table.dtype)

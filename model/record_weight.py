@@ -1,4 +1,4 @@
-"""A weight for each record: its loss counts so many times. It acts before clipping, so no record adds more for it."""
+"""A weight for each record, by which its loss is multiplied before clipping, so no record can exceed the clip bound."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ RECORD_WEIGHT = "record_weight"
 
 
 def weighted(losses: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """[B] -> [B]; as they are where records have no weights."""
+    """[B] -> [B]; unchanged if records have no weights."""
     weight = inputs.get(RECORD_WEIGHT)
     return losses if weight is None else losses * weight

@@ -1,8 +1,8 @@
 """Published ViP-MAE and DP-Cap checkpoints: their weights in our modules, and back under their names.
 
 Every size is read from the shapes of the weights, except the numbers of heads, which leave no trace in them: those of
-the published class of that width are used, told in the account, and can be given. Stored position tables are taken as
-they are and not made anew: ViP's DP training moved its own.
+the published class of that width are used and reported in the account, or can be given. Stored position tables are used
+unchanged and not recomputed, because ViP's DP training changed its own.
 
     model = load_vip_mae(torch.load(path, weights_only=True))      # or `read_weights(path)`, which refuses code
     model, account = read_dpcap(state, image_size=384)             # positions interpolated
@@ -43,7 +43,7 @@ def load_vip_mae(
     state_dict: Mapping[str, Any], *, image_size: int | None = None, heads: int | None = None,
     decoder_heads: int | None = None, say: Callable[[str], object] = print,
 ) -> MaskedAutoencoder:  # fmt: skip
-    """Our module with the weights of a ViP-MAE checkpoint of any size; `say` is given the account."""
+    """Our module with the weights of a ViP-MAE checkpoint of any size; `say` gets the account."""
     model, account = read_vip_mae(state_dict, image_size=image_size, heads=heads, decoder_heads=decoder_heads)
     say(str(account))
     return model
@@ -53,7 +53,7 @@ def load_dpcap(
     state_dict: Mapping[str, Any], *, image_size: int | None = None, heads: int | None = None,
     decoder_heads: int | None = None, say: Callable[[str], object] = print,
 ) -> Captioner:  # fmt: skip
-    """Our module with the weights of a DP-Cap checkpoint of any size; `say` is given the account."""
+    """Our module with the weights of a DP-Cap checkpoint of any size; `say` gets the account."""
     model, account = read_dpcap(state_dict, image_size=image_size, heads=heads, decoder_heads=decoder_heads)
     say(str(account))
     return model
@@ -108,12 +108,13 @@ def read_dpcap(
 
 
 def to_vip_mae(model: MaskedAutoencoder) -> dict[str, Tensor]:
-    """The published keys; copies."""
+    """Copies of the weights under the published keys."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def to_dpcap(model: Captioner, unused: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The published keys. `unused`: what an import's account kept; otherwise such tensors are made anew or are zero."""
+    """Copies of the weights under the published keys. `unused` tensors come from the account of an import; without it
+    they are recomputed or zero."""
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         state[TEXT_EMBEDDING if name == "text_embedding.weight" else name] = tensor.detach().clone()
@@ -135,14 +136,14 @@ def vip_mae_pieces(state: Mapping[str, Tensor]) -> WeightEntries:
 
 
 def dpcap_pieces(state: Mapping[str, Tensor], account: LoadReport) -> WeightEntries:
-    """Under our names; what captioning does not use is told and left out."""
+    """The weights under our names; tensors that captioning does not use are reported and left out."""
     pieces: WeightEntries = {}
     for key, tensor in state.items():
         if key in DPCAP_UNUSED:
             account.add(key, "ignored", tensor, DPCAP_UNUSED[key])
         elif key.startswith("decoder.layers.") and key.endswith(".self_attn.bias"):
             _check_mask(key, tensor)
-            account.add(key, "ignored", tensor, "the causal mask, which is made anew")
+            account.add(key, "ignored", tensor, "the causal mask, which is recomputed")
         elif key == TEXT_EMBEDDING:
             pieces["text_embedding.weight"] = WeightEntry(tensor, (key,))
         else:
@@ -156,11 +157,11 @@ def _check_mask(key: str, mask: Tensor) -> None:
     if causal and not mask.is_meta:
         causal = bool(((mask[0, 0] != 0) == torch.ones(side, side, dtype=torch.bool).tril()).all())
     if not causal:
-        raise WeightsError(f"{key} {list(mask.shape)} is no causal mask; the checkpoint is of another architecture.")
+        raise WeightsError(f"{key} {list(mask.shape)} is not a causal mask; the checkpoint is of another architecture.")
 
 
 class _Sizes:
-    """What the shapes of the encoder's weights say, each with a plain refusal where they say nothing."""
+    """The sizes given by the shapes of the encoder's weights; WeightsError where they do not give one."""
 
     def __init__(self, state: Mapping[str, Tensor], account: LoadReport, family: str, image_size: int | None) -> None:
         self.state, self.account, self.family = state, account, family
@@ -177,8 +178,8 @@ class _Sizes:
             raise WeightsError(f"{self.account.source} lacks {key}; pass a whole checkpoint of that class.")
         if self.state[key].dim() != dims:
             raise WeightsError(
-                f"{key} is {list(self.state[key].shape)} and not of {dims} dimensions; the checkpoint is damaged or "
-                f"of another architecture."
+                f"{key} is {list(self.state[key].shape)}, which is not {dims}-dimensional; the checkpoint is damaged "
+                f"or of another architecture."
             )
         return self.state[key].shape[axis]
 
@@ -215,7 +216,7 @@ class _Sizes:
             raise WeightsError(f"the weights' sizes fit no model of ours: {field}: {first['msg']}.") from None
 
     def resized(self, pieces: WeightEntries) -> WeightEntries:
-        """Tables for the image size that was asked for."""
+        """The pieces, with position tables for the requested image size."""
         grid = self.image_size // self.patch
         if grid == self.grid:
             return pieces
@@ -242,18 +243,18 @@ def _heads(
     fitting = [heads for heads in likely if width % heads == 0]
     if not fitting:
         raise WeightsError(
-            f"the number of {part}heads cannot be read from weights, and {width} is the width of no published class; "
+            f"the number of {part}heads cannot be read from weights, and no published class has width {width}; "
             f"pass {name}=."
         )
     account.notes.append(
-        f"{fitting[0]} {part}heads ASSUMED: weights do not tell, and {width} is the width of no published class; a "
+        f"{fitting[0]} {part}heads ASSUMED: weights do not show it, and no published class has width {width}; a "
         f"wrong number gives wrong features and no error, so pass {name}= if it was another"
     )
     return fitting[0]
 
 
 def _built(settings: ModelSettings, objective: Any, state: Mapping[str, Tensor]) -> Any:
-    """Every number will come from the file, so that none is drawn."""
+    """The model without initial values, since all of them will come from the file."""
     try:
         model = build(settings, objective, device="meta")
     except SettingsError as error:

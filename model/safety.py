@@ -1,9 +1,9 @@
 """Refuses models in which one sample's loss depends on another sample.
 
-Why two checks: flat per-sample clipping bounds a record's influence only if the record touches its own loss
-and nothing else. `refuse_coupling` knows the usual layers by type and names the place and the mend;
-`coupling_probe` knows nothing about layers and measures derivatives and differences on the module at hand, so
-it also finds a batch mean written by hand (pitfall A26).
+Flat per-sample clipping bounds a record's influence only if the record affects its own loss and nothing else. There are
+two checks. `refuse_coupling` knows the usual layers by type and names the place and the fix; `coupling_probe` knows
+nothing about layers and measures derivatives and differences on the given module, so it also finds a batch mean written
+by hand (pitfall A26).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from murmuration.model.encoder import Inputs
 
-_NOT_KEYED = "and its draw is not keyed by sample; set it to 0, or use what model.drop has"
+_NOT_KEYED = "and its draw is not keyed by sample; set it to 0, or use the layers of model.drop"
 
 
 class CouplingError(ValueError):
-    """A module lets samples influence one another, or draws randomness that no key governs."""
+    """A module lets samples influence one another, or draws randomness without a key."""
 
 
 def refuse_coupling(module: nn.Module) -> None:
@@ -63,12 +63,12 @@ def coupling_probe(
     loss: Callable[[Inputs], Tensor] | None = None,
     tolerance: float = 0.0,
 ) -> None:
-    """Measure that each sample's loss depends on that sample alone; raise CouplingError otherwise.
+    """Measure whether each sample's loss depends only on that sample; raise CouplingError otherwise.
 
     `inputs` are synthetic (never private records) with at least two samples. `loss` replaces the module's own
     forward when the path to be tested is longer, from collated inputs to per-sample losses. `tolerance` is
     absolute, for devices whose kernels are not bitwise row-independent; on a CPU it stays 0. The module's
-    parameters, buffers and the CPU random state are as before afterwards.
+    parameters and buffers and the CPU random state are restored afterwards.
     """
     batch = len(next(iter(inputs.values())))
     if batch < 2:
@@ -92,10 +92,10 @@ def coupling_probe(
 
 @contextmanager
 def zeros_filled(module: nn.Module) -> Iterator[None]:
-    """Matrices of nothing but zeros hold fixed numbers meanwhile, and their own bits again afterwards.
+    """Fill all-zero matrices with fixed numbers for the duration, and restore their own bits afterwards.
 
-    A classifier's head starts at zero, and a LoRA's second matrix: nothing of what lies before them would be seen.
-    Sharded parameters, of which only a part is here, are left as they are.
+    A classifier's head and a LoRA's second matrix start at zero, which would hide all layers before them. Sharded
+    parameters, of which only a part is present, are left as they are.
     """
     kept = {p: p.detach().clone() for p in module.parameters() if p.dim() > 1 and _is_whole(p) and not bool(p.any())}
     with torch.no_grad():
@@ -111,7 +111,7 @@ def zeros_filled(module: nn.Module) -> Iterator[None]:
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:
-    """Engines shard by emptying a tensor, by another kind of tensor, or by taking its memory away."""
+    """Whether the whole parameter is present. Engines shard by emptying it, changing its type or freeing its memory."""
     plain = parameter.detach()
     return type(plain) is Tensor and 0 < plain.nbytes <= plain.untyped_storage().nbytes()
 
@@ -138,12 +138,12 @@ def _probe(forward: Callable[[Inputs], Tensor], inputs: Inputs, batch: int, tole
         for what, changed in _replacements(inputs, other):
             with torch.no_grad():
                 moved = (forward(changed) - base).abs()
-            # A NaN difference must count as a change, hence "not within" in place of "above".
+            # A NaN difference must count as a change, hence "not within" instead of "above".
             touched = [own for own in torch.nonzero(~(moved <= tolerance)).flatten().tolist() if own != other]
             if touched:
                 raise CouplingError(
                     f"the loss of sample {touched[0]} changed by {float(moved[touched[0]]):.3g} when {what} "
-                    f"of sample {other} was replaced; a sample's loss may depend on that sample alone."
+                    f"of sample {other} was replaced; a sample's loss may depend only on that sample."
                 )
 
 
@@ -158,12 +158,12 @@ def _check_gradients(losses: Tensor, floats: Inputs, batch: int, tolerance: floa
                 if other != own and not size <= tolerance:
                     raise CouplingError(
                         f"the loss of sample {own} has derivative {size:.3g} with respect to {name} of "
-                        f"sample {other}; a sample's loss may depend on that sample alone."
+                        f"sample {other}; a sample's loss may depend only on that sample."
                     )
 
 
 def _replacements(inputs: Inputs, row: int) -> Iterator[tuple[str, Inputs]]:
-    """The inputs with one sample replaced, one input at a time, mildly and by hostile values."""
+    """The inputs with one sample replaced, one input at a time, by mild and by hostile values."""
     for name, value in inputs.items():
         if value.is_floating_point():
             new = {
@@ -172,7 +172,7 @@ def _replacements(inputs: Inputs, row: int) -> Iterator[tuple[str, Inputs]]:
             }
             new["1e19"] = torch.full_like(value[row], 1e19)
         else:
-            # These stay inside whatever range of ids the model accepts; of a single number only the last two differ.
+            # These stay within the ids that the model accepts; a single number changes only with the last two.
             new = {"the reverse": value[row].flip(0) if value.dim() > 1 else value[row]}
             new |= {"zeros": torch.zeros_like(value[row]), "its neighbour's": value[row - 1]}
         for kind, replacement in new.items():

@@ -1,6 +1,6 @@
-"""What a config may say about the model, and the filled-in, checked shape that the builders use.
+"""The model section of a config, and the complete, checked shape that the builders use.
 
-Why two types: `ModelSettings` is what a person writes (a size name and a few overrides), `Shape` is what the
+There are two types: `ModelSettings` is what a person writes (a size name and a few overrides), `Shape` is what the
 code needs (every number present, every divisibility checked). Nothing else in the package reads defaults.
 """
 
@@ -16,14 +16,14 @@ from murmuration.model.sizes import RESNETS, TABLES, Activation, Family, Preset,
 Loss = Literal["softmax", "sigmoid"]
 Positions = Literal["sincos", "learned"]
 Pooling = Literal["class", "mean"]
-# Sigmoid losses start where each of a thousand classes is unlikely; softmax losses do not see a common offset.
+# Sigmoid losses start where each of a thousand classes is unlikely; softmax losses are invariant to a common offset.
 HEAD_BIAS = {"softmax": 0.0, "sigmoid": -10.0}
-# Far above every model that is known: a slip of the keyboard is answered at once, not by an endless construction.
+# Far above every known model: a typing error is reported at once instead of starting an endless construction.
 MOST_PIXELS, MOST_WIDTH, MOST_BLOCKS, MOST_WORDS = 1 << 14, 1 << 17, 1 << 10, 1 << 24
 
 
 class SettingsError(ValueError):
-    """The model settings cannot be built; the message is one sentence naming the mend."""
+    """The model settings cannot be built; the message is one sentence that names the fix."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Head:
 class Shape:
     """A complete, consistent description of one model (of all objectives on one encoder).
 
-    `resnet` is None for transformers; where it is given, `encoder` says the features' width alone.
+    `resnet` is None for transformers; if it is given, only the width of `encoder`, that of the features, has a meaning.
     """
 
     family: Family
@@ -65,7 +65,7 @@ class Shape:
 
     @property
     def drops(self) -> bool:
-        """Whether a model in training mode drops anything, for which it needs a key with each record."""
+        """Whether a model in training mode drops units or paths, for which it needs a key with each record."""
         return self.drop_path > 0 or self.dropout > 0
 
     @property
@@ -82,12 +82,12 @@ class Shape:
 
     @property
     def kept_patches(self) -> int:
-        # 10 * (1 - 0.9) is 0.99999… in floating point; the small term keeps such products whole.
+        # 10 * (1 - 0.9) is 0.99999… in floating point; the small term keeps such products whole numbers.
         return int(self.patches * (1.0 - self.mask_ratio) + 1e-9)
 
 
 def _as_tuple(given: Any) -> Any:
-    """A strict reading of JSON knows no tuples, once a validator has seen the whole object before its fields."""
+    """A list as a tuple: strict JSON validation takes no list for a tuple once a "before" validator has run."""
     return tuple(given) if isinstance(given, list) else given
 
 
@@ -97,7 +97,7 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     family: Family = Field(description="Kind of model.")
-    size: Size = Field(default="custom", description="A published size, or custom, which takes its numbers from below.")
+    size: Size = Field(default="custom", description="A published size, or custom, whose numbers are set below.")
     image_size: int = Field(default=224, gt=0, le=MOST_PIXELS, description="Side of the picture, in pixels.")
     patch_size: int = Field(
         default=16,
@@ -137,7 +137,7 @@ class ModelSettings(BaseModel):
     )
     text_length: int = Field(default=40, ge=2, le=MOST_WIDTH, description="Tokens of a caption.")
     vocabulary: int = Field(
-        default=32768, ge=4, le=MOST_WORDS, description="Number of words that captions are made of."
+        default=32768, ge=4, le=MOST_WORDS, description="Number of tokens in the captions' vocabulary."
     )
     mask_ratio: float = Field(
         default=0.75, ge=0.0, lt=1.0, description="Share of the patches that the masked autoencoder removes."
@@ -208,14 +208,14 @@ class ModelSettings(BaseModel):
         table = TABLES[self.family]
         if self.size != "custom" and self.size not in table:
             known = ", ".join([*table, *(RESNETS if self.family == "classifier" else ()), "custom"])
-            raise SettingsError(f'model.size "{self.size}" is none of family "{self.family}"; choose {known}.')
+            raise SettingsError(f'family "{self.family}" has no model.size "{self.size}"; choose {known}.')
         shape = self._shape(table.get(self.size), resnet=None)
-        # Classifiers at a resolution of their own leave a remainder out, as H/14 does at 256 pixels.
+        # Classifiers with learned positions leave a remainder out, as H/14 does at 256 pixels.
         whole = shape.positions != "learned"
         if shape.image_size < shape.patch_size or (whole and shape.image_size % shape.patch_size):
             below = shape.image_size - shape.image_size % shape.patch_size
             raise SettingsError(
-                f"model.image_size {shape.image_size} does not divide by model.patch_size "
+                f"model.image_size {shape.image_size} is not divisible by model.patch_size "
                 f"{shape.patch_size}; "
                 f"set image_size to {below or shape.patch_size} or {below + shape.patch_size}."
             )
@@ -270,15 +270,15 @@ class ModelSettings(BaseModel):
     def _resnet(self) -> ResNet:
         preset = RESNETS.get(self.size)
         if self.family != "classifier":
-            raise SettingsError('a ResNet is a classifier only; set model.family to "classifier" or leave out stages.')
+            raise SettingsError('a ResNet can only be a classifier; set model.family to "classifier" or omit stages.')
         odd = {"depth": self.depth, "heads": self.heads, "positions": self.positions, "pooling": self.pooling}
         odd |= {"drop_path": self.drop_path or None, "dropout": self.dropout or None}
         if given := [name for name, value in odd.items() if value is not None]:
             raise SettingsError(
-                f"a ResNet has no model.{given[0]}; leave it out, and set its size by model.width and model.stages."
+                f"a ResNet has no model.{given[0]}; omit it, and set the size by model.width and model.stages."
             )
         if preset is None and (self.width is None or self.stages is None):
-            raise SettingsError('model.size "custom" needs model.width beside model.stages; give it or name r50x4.')
+            raise SettingsError('model.size "custom" needs model.width with model.stages; give it or name r50x4.')
         width, stages = self.width or (preset.width if preset else 0), self.stages or (preset.stages if preset else ())
         if width % 8 or min(stages) < 1:
             raise SettingsError(
@@ -289,7 +289,7 @@ class ModelSettings(BaseModel):
 
 
 def _stack(prefix: str, base: Stack | None, width: int | None, depth: int | None, heads: int | None) -> Stack:
-    """One layer stack from its preset and overrides; `prefix` is that of the setting names."""
+    """One layer stack from its preset and overrides; `prefix` is the prefix of the setting names."""
     named = {"width": width, "depth": depth, "heads": heads}
     missing = [name for name, value in named.items() if value is None] if base is None else []
     if missing:

@@ -1,9 +1,9 @@
 """The published size tables, one per family.
 
-Why one each: ViP's masked autoencoders and DP-Cap's captioners share names (Nano to Large) but not heads
-(Nano and Tiny have 12 there and 6 here), and a checkpoint read with the wrong number of heads gives no
-error, only wrong features. So each family has its own table and the numbers are written out in full.
-Classifiers are vision transformers or BiT's ResNets, which have tables of their own.
+ViP's masked autoencoders and DP-Cap's captioners share names (Nano to Large) but not heads (Nano and Tiny have 12 in
+the former and 6 in the latter), and a checkpoint read with the wrong number of heads gives no error, only wrong
+features. So each family has its own table and the numbers are written out in full. Classifiers are vision transformers
+or BiT's ResNets, which have their own tables.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ class Stack:
 
 @dataclass(frozen=True)
 class ResNet:
-    """A pre-activation ResNet of bottlenecks: BiT's. `width` is the stem's; features are 2·2^stages times it."""
+    """BiT's pre-activation ResNet of bottlenecks. `width` is the stem's; the features are 2·2^stages times as wide."""
 
     width: int
     stages: tuple[int, ...]
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """Of each stage's output; its inner convolutions have a quarter."""
+        """The channels of each stage's output; its inner convolutions have a quarter as many."""
         return tuple(4 * self.width << number for number in range(len(self.stages)))
 
     @property
     def groups(self) -> int:
-        """32, as published, or what fits a narrow toy: every layer has a multiple of `width` channels."""
+        """32 as published, or fewer in a narrow toy model: every layer has a multiple of `width` channels."""
         return gcd(32, self.width)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Everything a size name stands for; `text` is the captioner's decoder, `pixels` the MAE's.
+    """All that a size name stands for; `text` is the captioner's decoder, `pixels` the MAE's.
 
     `plain_decoder`: the text decoder is the older one, PyTorch's own (ReLU, biases), on an encoder with biases.
     """
@@ -67,7 +67,7 @@ CAPTIONER: dict[str, Preset] = {
     "small": Preset(Stack(576, 12, 12), Stack(576, 6, 12), _PIXELS),
     "base": Preset(Stack(768, 12, 12), Stack(768, 6, 12), _PIXELS),
     "large": Preset(Stack(1024, 24, 16), Stack(768, 6, 12), _PIXELS),
-    # DP-Cap's only huge model is of its older kind.
+    # DP-Cap's only huge model is of the older kind.
     "huge": Preset(Stack(1280, 32, 16), Stack(512, 8, 16), _PIXELS_HUGE, patch_size=14, plain_decoder=True),
 }
 
@@ -80,8 +80,8 @@ MAE: dict[str, Preset] = {
     "huge": Preset(Stack(1280, 32, 16), CAPTIONER["huge"].text, _PIXELS_HUGE, patch_size=14),
 }
 
-# Vision transformers of the usual sizes: B/16, L/16 and H/14. They have no decoders; the entries for these let an
-# encoder be shared with the other families.
+# Vision transformers of the usual sizes: B/16, L/16 and H/14. They have no decoders; the decoder entries let an encoder
+# be shared with the other families.
 CLASSIFIER: dict[str, Preset] = {size: MAE[size] for size in ("base", "large", "huge")}
 
 RESNETS: dict[str, ResNet] = {

@@ -1,8 +1,8 @@
 """Which parameters a phase trains: all, the head, the biases, or low-rank adapters beside frozen layers.
 
-How it is called, in this order: `model = build(shape, objective)`, then weights of an earlier phase or of a file, then
+The order is: `model = build(shape, objective)`, then loading the weights of an earlier phase or of a file, then
 `select(model, trainable, rank=…)`, then the engine. A checkpoint of the phase itself is loaded after `select`, since
-it holds the adapters. Weights that leave a "lora" phase go through `merged`, after which they fit `build`'s model.
+it contains the adapters. Weights that leave a "lora" phase go through `merged`, after which they fit `build`'s model.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class LowRankLinear(nn.Linear):
 
 
 def select(model: nn.Module, trainable: Trainable, *, rank: int = 8) -> list[str]:
-    """Sets `requires_grad` everywhere below a freshly built model and returns the trained names, in order.
+    """Set `requires_grad` everywhere below a freshly built model and return the trained names, in order.
 
     - "all": as built (the published models keep some tokens fixed).
     - "head": the last layer of the objective: `head` of a classifier, the text or pixel prediction otherwise.
-    - "bias": every bias; a classifier's whole head as well, because its weights start at nothing.
+    - "bias": every bias; a classifier's whole head as well, because its weights start at zero.
     - "lora": adapters of `rank` on every linear layer in the encoder's blocks; a classifier's whole head as well.
 
-    What was fixed by `build` stays fixed.
+    Parameters that `build` fixed stay fixed.
     """
     if trainable == "all":
         return trained(model)
@@ -79,14 +79,14 @@ def head_of(model: nn.Module) -> str:
         return "decoder_pred_text"
     if isinstance(model, MaskedAutoencoder):
         return "decoder_pred"
-    raise ValueError(f'{type(model).__name__} has no head that is known; train it with trainable = "all".')
+    raise ValueError(f'{type(model).__name__} has no known head; train it with trainable = "all".')
 
 
 @torch.no_grad()
 def add_adapters(model: nn.Module, rank: int) -> set[str]:
-    """Puts a LowRankLinear in the place of each linear layer of the encoder's blocks; the names of what it added.
+    """Replace each linear layer of the encoder's blocks by a LowRankLinear; return the names of the adapters.
 
-    Called on a model that has them already, it adds nothing.
+    A model that already has them is left unchanged.
     """
     if not isinstance(model, Encoder):
         raise ValueError(f"{type(model).__name__} has no transformer blocks to adapt; choose another `trainable`.")
@@ -112,7 +112,7 @@ def add_adapters(model: nn.Module, rank: int) -> set[str]:
 
 @torch.no_grad()
 def merged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict without adapters that computes the same: weight + up·down. One that has none is returned as is."""
+    """An equivalent state dict without adapters: weight + up·down. If there are none, the tensors stay unchanged."""
     plain = {name: tensor for name, tensor in state.items() if not name.endswith((f".{DOWN}", f".{UP}"))}
     for name in state:
         if name.endswith(f".{DOWN}"):

@@ -1,11 +1,11 @@
-"""A model's first weights from a file: this project's export, ViP-MAE, DP-Cap, timm, Hugging Face.
+"""A model's initial weights from a file: this project's export, ViP-MAE, DP-Cap, timm, Hugging Face.
 
     account = initialise_from(model, path)    # after build, before trainable.select
     print(account)
 
-The file's kind is known by its names. The encoder must fit the model and is taken whole, with positions interpolated
-where the image size differs; decoder and text parts are taken where they fit, and keep their initial values otherwise.
-Nothing in the model changes if anything is refused.
+The file's kind is recognised by the names in it. The encoder must fit the model and is taken whole, with positions
+interpolated if the image size differs; decoder and text parts are taken if they fit, and otherwise keep their initial
+values. Nothing in the model changes if anything is refused.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ OWN = "this project's export"
 
 
 def initialise_from(model: nn.Module, path: Path | str, *, take_head: bool | None = None) -> LoadReport:
-    """Fills `model` from a file or an export's folder.
+    """Fill `model` from a file or an export's folder.
 
-    `take_head`: a classifier's head from the file, if it has as many classes; None takes it from this project's
-    exports alone, since a head of other classes is worse than the one that the settings ask for.
+    `take_head`: whether to take a classifier's head from the file, if it has as many classes; None takes it only from
+    this project's exports, since a head for other classes is worse than the initial one.
     """
     return initialise_with(model, read_weights(path), export_note(path), take_head=take_head)
 
@@ -40,7 +40,7 @@ def initialise_with(
     model: nn.Module, state_dict: Mapping[str, Any], note: Mapping[str, Any] | None = None, *,
     take_head: bool | None = None,
 ) -> LoadReport:  # fmt: skip
-    """The same for a state dict at hand; `note` is the content of an export's `export.json`."""
+    """`initialise_from` for a state dict in memory; `note` is the content of an export's `export.json`."""
     state = flat(state_dict)
     if any(name.endswith(f".{DOWN}") for name in state):
         state = merged(state)
@@ -51,13 +51,13 @@ def initialise_with(
                 account.add(piece.keys[0], "ignored", piece.tensor, "the head starts as the settings say")
     shape = getattr(model, "shape", None)
     if shape is not None and shape.resnet is None and account.source != OWN:
-        account.notes.append(f"{shape.encoder.heads} heads, as the model has; the weights do not tell theirs")
+        account.notes.append(f"{shape.encoder.heads} heads, as in the model; the weights do not show theirs")
     fill_start(model, pieces, account)
     return account
 
 
 def recognised(state: Mapping[str, Tensor], ours: bool = False) -> tuple[LoadReport, WeightEntries]:
-    """By the names that only one kind has."""
+    """The account and the pieces for the file's kind, recognised by names that only one kind has."""
     if ours or "text_embedding.weight" in state or "body.stem.conv.weight" in state:
         return LoadReport(OWN), same_names(state)
     if TEXT_EMBEDDING in state:
@@ -76,6 +76,6 @@ def recognised(state: Mapping[str, Tensor], ours: bool = False) -> tuple[LoadRep
         return account, timm_pieces(state, account)
     first = ", ".join(list(state)[:3])
     raise WeightsError(
-        f"the weights ({first}, …) are of no kind that is known; choose this project's export, ViP-MAE, DP-Cap, a "
+        f"the weights ({first}, …) are of no known kind; choose this project's export, ViP-MAE, DP-Cap, a "
         f"plain vision transformer of timm or Hugging Face, or timm's BiT."
     )

@@ -1,6 +1,6 @@
-"""Weight files to a flat state dict, without running anything that a file may hold.
+"""Reads weight files into a flat state dict, without running any code that a file may contain.
 
-A pickle is a program, and a TorchScript archive is another one, which `torch.load` starts before it asks any unpickler.
+A pickle is a program, and so is a TorchScript archive, which `torch.load` starts before it asks any unpickler.
 `torch.load(weights_only=True)` runs neither. Every foreign file of `torch.save` is opened by `load_plain` below.
 """
 
@@ -21,27 +21,28 @@ from torch import Tensor
 
 from murmuration.model.load_report import WeightsError
 
-# Where checkpoints keep their weights, and what wrappers put before each name.
+# The keys under which checkpoints keep their weights, and the prefixes that wrappers put before each name.
 HOLDERS = ("model", "state_dict", "model_state_dict", "module")
 WRAPPERS = ("module.", "_module.", "_orig_mod.", "model.")
 NAMES = ("model.safetensors", "pytorch_model.bin")
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
-    """The state dict in a file of `torch.save` or safetensors, or in a folder that holds `model.safetensors`."""
+    """The state dict in a file of `torch.save` or safetensors, or in a folder with `model.safetensors` or
+    `pytorch_model.bin`."""
     path = Path(path)
     if path.is_dir():
         found = [path / name for name in NAMES if (path / name).is_file()]
         if not found:
-            raise WeightsError(f"{path} holds neither {NAMES[0]} nor {NAMES[1]}; name the file with the weights.")
+            raise WeightsError(f"{path} contains neither {NAMES[0]} nor {NAMES[1]}; name the file with the weights.")
         path = found[0]
     if not path.is_file():
-        raise WeightsError(f"{path} is not there; correct the path of the weights.")
+        raise WeightsError(f"{path} does not exist; correct the path of the weights.")
     return flat(_load(path), str(path))
 
 
 def export_note(path: Path | str) -> dict[str, Any]:
-    """What this project's export says beside its weights (`export.json`); empty for other files."""
+    """The `export.json` that this project's export writes beside its weights; empty for other files."""
     path = Path(path)
     note = (path if path.is_dir() else path.parent) / "export.json"
     try:
@@ -52,7 +53,7 @@ def export_note(path: Path | str) -> dict[str, Any]:
 
 
 class _Inert:
-    """Stands where a pickle names any other class or function: it takes what it is given and does nothing."""
+    """Replaces any other class or function that a pickle names: it accepts any arguments and does nothing."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         del arguments, options
@@ -62,9 +63,9 @@ class _Inert:
 
 
 def load_plain(path: Path, inert: bool = False) -> Any:
-    """What `torch.save` wrote, as tensors and plain containers; raises WeightsError and runs nothing.
+    """The content of a `torch.save` file, as tensors and plain containers; raises WeightsError and runs no code.
 
-    Published checkpoints often hold argparse's Namespace, which only keeps values. Any other class is refused; with
+    Published checkpoints often contain argparse's Namespace, which only keeps values. Any other class is refused; with
     `inert`, an object that does nothing takes its place.
     """
     try:
@@ -75,7 +76,7 @@ def load_plain(path: Path, inert: bool = False) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"code ({name.group(1)})" if name else "something that is no plain tensor"
+        what = f"code ({name.group(1)})" if name else "something that is not a plain tensor"
         raise WeightsError(_not_run(path, what)) from None
     except Exception as error:  # torch's reader of damaged files raises nearly everything
         if "torchscript" in str(error).lower():
@@ -85,7 +86,7 @@ def load_plain(path: Path, inert: bool = False) -> Any:
 
 
 def _not_run(path: Path, what: str) -> str:
-    return f"{path} holds {what}, which was not run; save its state dict alone, by torch.save or as safetensors."
+    return f"{path} contains {what}, which was not run; save only its state dict, by torch.save or as safetensors."
 
 
 def _load(path: Path) -> Any:
@@ -94,14 +95,14 @@ def _load(path: Path) -> Any:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path} is no whole safetensors file ({error}); fetch it again.") from None
+        raise WeightsError(f"{path} is not a complete safetensors file ({error}); fetch it again.") from None
 
 
 def flat(content: object, where: str = "the checkpoint") -> dict[str, Tensor]:
-    """The state dict in whatever holds it, its names without the prefixes of wrappers."""
+    """The state dict inside a checkpoint, with the prefixes of wrappers removed from its names."""
     for _ in range(4):
         if not isinstance(content, Mapping):
-            raise WeightsError(f"{where} holds a {type(content).__name__} and no state dict; name one that does.")
+            raise WeightsError(f"{where} contains a {type(content).__name__}, not a state dict; name a file with one.")
         inner = next((content[h] for h in HOLDERS if isinstance(content.get(h), Mapping)), None)
         if inner is None:
             break
@@ -111,12 +112,12 @@ def flat(content: object, where: str = "the checkpoint") -> dict[str, Tensor]:
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise WeightsError(
-                f"{where} has under {str(name)[:80]!r} a {type(value).__name__} where a tensor should be; pass the "
-                f"state dict, or a checkpoint that holds it as 'model'."
+                f"{where} has a {type(value).__name__} under {str(name)[:80]!r} where a tensor should be; pass the "
+                f"state dict, or a checkpoint that contains it as 'model'."
             )
         state[name] = value
     if not state:
-        raise WeightsError(f"{where} holds no tensors; name a file with weights.")
+        raise WeightsError(f"{where} contains no tensors; name a file with weights.")
     while prefix := next((w for w in WRAPPERS if all(name.startswith(w) for name in state)), None):
         state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     return state

@@ -1,7 +1,7 @@
-"""One private logical step, from the draw to the committed ledger line. The file to read for an audit.
+"""One private logical step, from the draw to the committed ledger line: the file that an auditor reads first.
 
 draw -> open in the ledger -> clipped sums of all micro-batches -> one reduction -> noise, divided by q·n ->
-optimizer -> commit. Private values (ids, losses, norms) are arguments and locals; they end in `observed` alone.
+optimizer -> commit. Private values (ids, losses, norms) are arguments and locals; only `observed` keeps any of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MicroBatches = Callable[[np.ndarray, int], Iterator[MicroBatch]]
 
 @dataclass(frozen=True)
 class Records(Generic[D]):
-    """Where a step's records come from: which of them take part in it, and this rank's micro-batches of those."""
+    """Where a step's records come from: the draw says which take part, `micro_batches` reads this rank's share."""
 
     draw: Callable[[int], D]
     micro_batches: MicroBatches
@@ -44,10 +44,10 @@ class Records(Generic[D]):
 
 
 def until_unreadable(micro_batches: MicroBatches, stop: StopRequest) -> MicroBatches:
-    """The same micro-batches; where one cannot be read, a request to stop, and an empty one in its place.
+    """The same micro-batches, but one that cannot be read is replaced by an empty one and a request to stop.
 
-    Steps look for requests before they use a micro-batch. So all ranks leave the open step, and the run is saved,
-    instead of waiting for the one that failed.
+    Steps look for such requests before they use a micro-batch. So all ranks leave the open step and the run is saved;
+    otherwise they would wait for the rank that failed.
     """
 
     def guarded(ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
@@ -90,7 +90,7 @@ class PrivateStep:
                 self.metrics.add(micro_batch.present, seen, rule.bound)
 
         applied = self.engine.update(update, learning_rate)
-        # Of the sums as they were made, on every rank, and of the rule as it stands: the largest.
+        # The largest of what all ranks' sums were made with and what the rule states now.
         largest = max(rule.sensitivity, *self.ranks.gather(observed.sensitivity))
         summed = ClippingFact(rule.kind, largest)
         if self.metrics is not None:
@@ -102,22 +102,22 @@ class PrivateStep:
         return observed
 
 
-# What a step saw of its records. Private by construction in a private phase: for `Board.private` alone.
+# What a step saw of its records. In a private phase this is private, and only `Board.private` may show it.
 
 
 @dataclass
 class StepSummary:
-    """What was seen of micro-batches stays on the device until somebody asks: fetching it would make the host wait for
-    each of them."""
+    """What was seen stays on the device until it is asked for: fetching it would make the host wait for each
+    micro-batch."""
 
     released: dict[str, float] = field(default_factory=dict)
     """Public once a checkpoint is durable: noised, and charged with the step."""
     sensitivity: float = 0.0
-    """The largest that a micro-batch's sum had. Public: it depends on the rule alone."""
+    """The largest sensitivity of any micro-batch's sum. Public: it depends on the rule alone."""
     bound: float | None = None
-    """What gradients were clipped to, where steps differ in it."""
+    """The norm to which gradients were clipped, where a step clips."""
     _seen: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = field(default_factory=list)
-    """Of each micro-batch: which slots hold a record, losses, norms, and whose gradients were written out."""
+    """For each micro-batch: which slots hold a record, losses, norms, and whose gradients were written out."""
 
     def add(
         self, present: Tensor, losses: Tensor, norms: Tensor | None, sensitivity: float = 0.0,
@@ -141,12 +141,12 @@ class StepSummary:
 
     @property
     def norms(self) -> Tensor | None:
-        """Of the records that were present; None where nothing was clipped."""
+        """Gradient norms of the records that were present; None where nothing was clipped."""
         found = [norms for _, _, norms, _ in self._seen if norms is not None]
         return _fetched(found)[self.present] if found else None
 
     def over_ranks(self, ranks: Ranks, bound: float | None) -> dict[str, float]:
-        """Summary of the whole logical batch."""
+        """Summarises the whole logical batch."""
         measured = self.norms
         norms = torch.zeros(0) if measured is None else measured
         slow = sum(int(doubtful.sum()) for *_, doubtful in self._seen if doubtful is not None)
@@ -162,11 +162,12 @@ class StepSummary:
 
 
 def _fetched(parts: list[Tensor]) -> Tensor:
-    """From the device at once."""
+    """Copies all of it to the host in one transfer."""
     return torch.cat(parts).cpu() if parts else torch.zeros(0)
 
 
-# What a step writes into the ledger: each part states what it did, the main rank writes, its refusal reaches all.
+# What a step writes into the ledger. Each part states what it did, and the main rank writes it; if the ledger refuses,
+# all ranks fail.
 
 
 class StepRecord:
@@ -175,14 +176,14 @@ class StepRecord:
         self.journal = journal
 
     def opened(self, step: int, draw: Draw, clipping: ClippingFact, noise: NoiseFact) -> None:
-        """Before anything is computed; refused if the budget would be passed."""
+        """Called before anything is computed; refused if the step would exceed the budget."""
         facts = self._facts(draw, clipping, noise)
         self.ranks.on_main(lambda: self._ledger.open_step(self.phase, step, facts))
 
     def committed(
         self, step: int, draw: Draw, clipping: ClippingFact, noise: NoiseFact, share: float | None
     ) -> float | None:  # fmt: skip
-        """Gives the share that stands in the ledger: of a replayed step, the one that was told before."""
+        """Returns the share that the ledger states; for a replayed step, that is the share released the first time."""
         facts = self._facts(draw, clipping, noise)
         return self.ranks.on_main(lambda: self._ledger.commit_step(self.phase, step, facts, share))
 
@@ -196,7 +197,7 @@ class StepRecord:
         return StepFacts(SamplingFact(draw.threshold, draw.records, draw.digest), clipping, noise, metrics)
 
 
-# One logical step of a non-private phase: same engine, same data path, no clipping, no noise, no promise.
+# One logical step of a non-private phase: the same engine and data path, without clipping, noise or promise.
 
 
 class PlainStep:
@@ -207,7 +208,7 @@ class PlainStep:
 
     def run(self, step: int, learning_rate: float) -> StepSummary:
         observed = StepSummary()
-        # Without privacy, engines reduce as gradients are made.
+        # Without privacy, engines reduce gradients during the backward pass, so ranks meet at every micro-batch.
         micro_batches = self.records.micro_batches(self.records.draw(step).ids, step)
         for micro_batch in self.stop.until_asked(micro_batches, self.ranks, each=True):
             self.engine.accumulate(micro_batch)

@@ -96,8 +96,7 @@ def _known(events: Sequence[Event] | None, compute: Callable[..., float], *asked
 
 
 def _allowed(history: History, phase: int) -> list[Event]:
-    """Steps of one phase up to and with the first that its budget would have refused; at least those opened or planned.
-    """
+    """Steps of one phase up to the first that its budget would have refused; no fewer than were opened or planned."""
     plan, delta = history.plans[phase], history.delta()
     kind = Event(plan.sampling_rate, plan.effective_noise_multiplier, 0)
     opened = history.charged(phase)

@@ -207,7 +207,7 @@ def _check_unsigned(certificate: dict[str, Any], expected: dict[str, Any]) -> No
     for part in ("claim", "limits", "ledger"):
         stated, recomputed = certificate[part], json.loads(json.dumps(expected[part]))
         if _texts(stated) != _texts(recomputed):
-            raise CertificateError(f"the certificate's {part} holds words that nobody signed; write it anew")
+            raise CertificateError(f"the certificate's {part} contains words that nobody signed; write it again")
 
 
 def _texts(value: Any) -> Any:
@@ -260,8 +260,7 @@ def _expected(
 
 
 def _compare_limits(certificate: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Compares assumption and versions to the letter, and limits by their numbers, without the reasons of missing ones.
-    """
+    """Compares assumption and versions to the letter, limits by their numbers, but not the reasons for missing ones."""
     for name in ("assumption", "versions"):
         if certificate[name] != json.loads(json.dumps(expected[name])):
             raise CertificateError(f"the certificate's {name} are not those of this ledger and version; restore it")

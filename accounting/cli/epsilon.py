@@ -1,4 +1,4 @@
-"""`account.py epsilon`: what a described training spends, by several accountants if asked."""
+"""`account.py epsilon`: what a described training run spends, by several accountants if asked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAFE_SPREADS = 8
 
 
 def setting(n: int, batch: float, steps: int, delta: str | None, accountant: Any) -> dict[str, Any]:
-    """The numbers as they are accounted: q on the sampler's grid."""
+    """The numbers as they are accounted, with q on the sampler's grid."""
     if steps < 1:
         raise PlanError(f"--steps must be at least 1, but is {steps}")
     threshold = threshold_for(n, batch)
@@ -70,7 +70,7 @@ def epsilon_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
         fit = of_events(events, values["delta"]).fit()
         values |= {"gdp_mu": fit.mu, "gdp_gap": fit.gap}
         lines.append(
-            f"μ = {round_up(fit.mu)} of Gaussian differential privacy, but for δ; it overstates what a test finds by "
+            f"μ = {round_up(fit.mu)} of Gaussian differential privacy, up to δ; it overstates what a test finds by "
             f"up to {round_up(fit.gap)}"
         )
     if arguments.cross_check:
@@ -134,7 +134,7 @@ def calibrate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     missing = [name for name in UNKNOWNS if getattr(arguments, name) is None]
     if len(missing) != 1:
         raise PlanError(
-            f"leave out exactly one of --sigma, --steps and --batch, the one to be found; {len(missing)} are"
+            f"leave out exactly one of --sigma, --steps and --batch, the one to find; {len(missing)} are missing"
         )
     (unknown,) = missing
     n, by = arguments.n, arguments.accountant
@@ -210,7 +210,7 @@ def _table(values: dict[str, Any]) -> str:
 
 
 def _plot(path: Path, values: dict[str, Any]) -> None:
-    # matplotlib is slow to load and only wanted here.
+    # matplotlib is slow to load and only needed here.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

@@ -1,6 +1,6 @@
-"""The commands of `launch/account.py` and their options. JSON with --json, a few lines for people without.
+"""The commands of `launch/account.py` and their options. They print JSON with --json, otherwise a few lines for people.
 
-No command imports torch: whoever checks a run needs dp-accounting and nothing of the trainer.
+No command imports torch: checking a run needs dp-accounting and nothing of the trainer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         values, text = COMMANDS[arguments.command](arguments)
     except (RunError, OSError) as error:
         print(f"error: {sentence(error)}", file=sys.stderr)
-        # Here the certificate is what was asked about; a run that doubts its own ends with the error's own code.
+        # Here the certificate is what was asked about; a run that doubts its own certificate uses the error's own code.
         if isinstance(error, CertificateError):
             return REFUSED
         return error.exit_code if isinstance(error, RunError) else BAD_INPUT
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _calibrate_options(commands.add_parser("calibrate", help="the sigma, steps or batch that reaches an epsilon"))
     _plan_options(commands.add_parser("plan", help="tables and plots: epsilon over steps, sigma over batch"))
     _verify_options(commands.add_parser("verify", help="recompute a run's epsilon from its ledger alone"))
-    _retire_options(commands.add_parser("retire", help="destroy the key of a run that will not go on"))
+    _retire_options(commands.add_parser("retire", help="destroy the key of a run that will not be continued"))
     _explain_options(commands.add_parser("explain", help="what a run or an epsilon promises, in plain words"))
     return parser
 
@@ -73,18 +73,18 @@ def _epsilon_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--phase", action="append", default=[], metavar="N,BATCH,SIGMA,STEPS", help="a further phase; may be repeated"
     )
-    command.add_argument("--cap", type=int, help="most records per step; drawn ones beyond it are dropped at random")
+    command.add_argument("--cap", type=int, help="most records per step; records drawn beyond it are dropped at random")
     command.add_argument(
         "--sampling", choices=("poisson", "shuffled"), default="poisson",
         help="shuffled: fixed slices of shuffled epochs, for which no amplification may be claimed",
     )  # fmt: skip
     command.add_argument("--at-epsilon", type=float, metavar="EPSILON", help="also the delta at this epsilon")
     command.add_argument("--gdp", action="store_true", help="also the mu of Gaussian differential privacy")
-    command.add_argument("--cross-check", choices=("opacus",), help="also Opacus's RDP and PRV (imports torch, apart)")
+    command.add_argument("--cross-check", choices=("opacus",), help="also Opacus's RDP and PRV (in a torch process)")
 
 
 def _calibrate_options(command: argparse.ArgumentParser) -> None:
-    command.epilog = "Of --sigma, --steps and --batch leave out the one to be found."
+    command.epilog = "Leave out the one of --sigma, --steps and --batch that is to be found."
     _common(command)
     command.add_argument("--epsilon", type=float, required=True, help="target, never exceeded")
     command.add_argument("--batch", type=float, help="expected batch, q·n")
@@ -103,8 +103,8 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
 
 def _verify_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", type=Path, metavar="RUN_DIR|EXPORT|certificate.json")
-    command.add_argument("--signer", metavar="HEX", help="the run's public key, as you know it from elsewhere")
-    command.add_argument("--witness", type=Path, metavar="FILE", help="JSON lines of the heads that a witness was told")
+    command.add_argument("--signer", metavar="HEX", help="the run's public key, as you know it from another source")
+    command.add_argument("--witness", type=Path, metavar="FILE", help="JSON lines of the heads that a witness recorded")
     command.add_argument("--accountant", choices=("pld", "rdp"), default="pld")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
@@ -119,8 +119,8 @@ def _explain_options(command: argparse.ArgumentParser) -> None:
     _common(command, required=False)
     command.add_argument("--epsilon", type=float, help="with --delta: the promise itself")
     command.add_argument(
-        "--records-per-person", type=int, metavar="K", help="also the epsilon for a person with so many records"
+        "--records-per-person", type=int, metavar="K", help="also the epsilon for a person with K records"
     )
-    command.add_argument("--batch", type=float, help="with --n, --steps and --sigma: it is computed")
+    command.add_argument("--batch", type=float, help="with --n, --steps and --sigma: epsilon is computed")
     command.add_argument("--steps", type=int)
     command.add_argument("--sigma", type=float)

@@ -51,7 +51,7 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     elif verdict.delta is not None:
         lines.append("there is no certificate yet")
     if arguments.witness is not None:
-        lines.append("every head that the witness was told is a line of this ledger")
+        lines.append("every head that the witness recorded is a line of this ledger")
     if verdict.attached is not None:
         lines += verdict.attached.checked
         lines += [f"not checked: {sentence}" for sentence in verdict.attached.unchecked]
@@ -63,7 +63,7 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def retire_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Closes the ledger of a run that will not go on, certifies what it spent, and destroys its key, chain included."""
+    """Closes the ledger of a run that will not continue, certifies what it spent, destroys its key with the chain."""
     root: Path = arguments.target
     if not (root / "ledger.jsonl").is_file():
         raise LedgerError(f"there is no ledger in {root}; name a run directory")
@@ -72,7 +72,7 @@ def retire_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         history, keys = journal.history, [root / "secret" / name for name in ("run.key", "new.key")]
         lines = []
         if history.finished:
-            lines.append(f"{history.run['name']} was finished before; its certificate stays as it is")
+            lines.append(f"{history.run['name']} was already finished; its certificate stays as it is")
         else:
             key = load(keys[0]) if history.run["signer"] else None
             # Nobody can sign another certificate later, so steps that a restored ledger lacks are charged now.
@@ -82,14 +82,14 @@ def retire_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             write(document if key is None else signed(document, key), root)
             lines.append(f"{history.run['name']} is finished and certified as far as it went; it cannot be continued")
         destroyed = [destroy(path) for path in keys]
-        lines.append("its key is destroyed" if any(destroyed) else "there was no key any more")
+        lines.append("its key is destroyed" if any(destroyed) else "there was no key left")
     finally:
         journal.ledger.close()
     return {"run": history.run["name"], "destroyed": any(destroyed)}, "\n".join(printable(line) for line in lines)
 
 
 def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """From a run directory, from epsilon and delta, or from the numbers of a training."""
+    """Explains a run directory, an epsilon and delta, or the numbers of a training run."""
     asked = _asked(arguments)
     curve = (
         trade_off.of_point(asked.epsilon, asked.delta)
@@ -111,7 +111,7 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
     if (records := arguments.records_per_person) is None or not private:
         return values, text
     if asked.events is None:
-        raise PlanError(f"--records-per-person needs the steps that were made, but what is given is {asked.holds_for}")
+        raise PlanError(f"--records-per-person needs the steps that were made, but was given {asked.holds_for}")
     events, delta = asked.events, asked.delta
     values |= {
         "records_per_person": records,
@@ -126,7 +126,7 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
 
 
 class Asked(NamedTuple):
-    """The promise that is to be explained; with the steps behind it, where they are known."""
+    """The promise to explain, with the steps behind it if they are known."""
 
     epsilon: float
     delta: float
@@ -156,7 +156,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
 
 def _of_run(arguments: argparse.Namespace) -> Asked:
     verdict = verify(arguments.target, arguments.accountant)
-    # Without a certificate the run may still go on: its budget is what can be said by now.
+    # Without a certificate the run may still continue: only its budget can be stated now.
     spent = verdict.budget if verdict.claimed is None else verdict.claimed
     if verdict.delta is None:
         return Asked(spent, 1.0, printable(verdict.objection or ""), None, "no private step")

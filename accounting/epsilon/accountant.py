@@ -2,8 +2,8 @@
 
 The default composes privacy loss distributions (PLD): each step is discretised pessimistically (`loss_lattice`), the
 composition is a tilted Fourier transform whose rounding is bounded and added to delta (`composition`), so the result is
-an upper bound on every processor. RDP stands beside it as a second opinion. Steps with q = 1 alone are a plain
-Gaussian mechanism and are answered in closed form. A result that did not converge is an error, never a guess.
+an upper bound on every processor. RDP serves as a second opinion. If all steps have q = 1, they are a plain Gaussian
+mechanism and are answered in closed form. A result that did not converge is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = [
 
 Accountant = Literal["pld", "rdp"]
 INTERVAL = 1e-4
-# Beyond these, squares over- or underflow, and no training is meant.
+# Beyond these, squares overflow or underflow; no real training run uses such values.
 LEAST_SIGMA, MOST_SIGMA = 1e-9, 1e9
-# A finer lattice is laid where the sum of all losses spreads over fewer intervals than this.
+# The lattice is made finer if the sum of all losses spreads over fewer intervals than this.
 LEAST_SPREAD = 2000
-# A lower bound takes a finer lattice where rounding the losses would take more than this off their sum.
+# A lower bound uses a finer lattice if rounding the losses would take more than this off their sum.
 MOST_ROUNDED = 3e-4
-# Cells of the lattice of another pair, times records: about a second. Beyond that the interval grows.
+# Lattice cells of one of `other_pairs`, times records: about a second. Beyond that the interval grows.
 MOST_WORK = 2**21
 
 
@@ -46,7 +46,7 @@ MOST_WORK = 2**21
 class Event:
     """`count` steps in which each record took part with probability `rate`, noised with `sigma` = std / sensitivity.
 
-    With a `cap`, at most so many of the `records` took part, chosen uniformly among those that were drawn.
+    With a `cap`, at most that many of the `records` took part, chosen uniformly among those that were drawn.
     """
 
     rate: float
@@ -112,7 +112,7 @@ def epsilon(events: Sequence[Event], delta: float, accountant: Accountant = "pld
 def epsilon_below(events: Sequence[Event], delta: float) -> float | None:
     """A lower bound of the epsilon at `delta`, so that a reader sees how tight `epsilon` is; None for capped batches.
 
-    It looks at one of the two neighbours (the record's presence), which a lower bound may.
+    It considers only one of the two directions (with the record against without it), which is enough for a lower bound.
     """
     merged = merge(events)
     if not merged:
@@ -139,7 +139,7 @@ def delta_at(events: Sequence[Event], epsilon: float) -> float:
 
 
 def deltas_at(events: Sequence[Event], epsilons: Sequence[float], about: float) -> list[float]:
-    """The same at several epsilons; `about` is a delta among those that matter, which decides how fine they are."""
+    """The same at several epsilons; `about` is a delta of the size that matters, which sets the lattice's interval."""
     for value in epsilons:
         if not (math.isfinite(value) and value >= 0):
             raise AccountingError(f"epsilon must be finite and at least 0, but is {value}")
@@ -160,7 +160,7 @@ def round_up(value: float, digits: int = 4) -> float:
 
 
 def show_delta(delta: float) -> str:
-    """Three significant digits, rounded up: a smaller delta than the true one would be a better promise."""
+    """Three significant digits, rounded up: a delta below the true one would be a better promise."""
     digits = 2 - math.floor(math.log10(delta))
     shown = f"{delta:.3g}"
     return shown if float(shown) >= delta else f"{float(shown) + 10.0**-digits:.3g}"
@@ -179,14 +179,14 @@ def _pld_epsilon(events: tuple[Event, ...], delta: float) -> float:
 
 
 def larger_epsilon(both: Iterable[Composition], delta: float) -> float:
-    """Of the two directions; of the second no more than a bound, where that shows it to be smaller."""
+    """The larger epsilon of the two directions; the second is only bounded where that shows it to be smaller."""
     first, second = both
     value = first.epsilon(delta)
     return value if second.delta_is_below(delta, value) else max(value, second.epsilon(delta))
 
 
 def interval_for(events: Sequence[Event], delta: float) -> float:
-    """1e-4, or a power of two less where the losses are so small that this would be coarse."""
+    """1e-4, or that divided by a power of two if the losses are so small that it would be coarse."""
     if any(event.cap is not None for event in events):
         return INTERVAL
     spread = _compositions(events, INTERVAL)[0].spread_at(delta)
@@ -194,7 +194,7 @@ def interval_for(events: Sequence[Event], delta: float) -> float:
 
 
 def _compositions(events: Sequence[Event], interval: float) -> tuple[Composition, Composition]:
-    """All steps together, for a record that is there and for one that is not."""
+    """All steps together, in both directions: with the record against without it, and the reverse."""
     pairs = [_capped(replace(e, count=1)) if e.cap is not None else upper(e.rate, e.sigma, interval) for e in events]
     counts = tuple(event.count for event in events)
     return Composition(tuple(x for x, _ in pairs), counts), Composition(tuple(x for _, x in pairs), counts)
@@ -202,7 +202,7 @@ def _compositions(events: Sequence[Event], interval: float) -> tuple[Composition
 
 @lru_cache(maxsize=8)
 def _capped(kind: Event) -> tuple[LossLattice, LossLattice]:
-    """dp_accounting's discretisation, whose masses are differences: one step's delta is taken to be right to 2^-52."""
+    """dp_accounting's discretisation, whose masses are differences: one step's delta is assumed accurate to 2^-52."""
     assert kind.cap is not None and kind.records is not None
     try:
         found = pld.from_truncated_subsampled_gaussian_mechanism(
@@ -229,7 +229,7 @@ def dp_event(event: Event) -> dp_accounting.DpEvent:
 
 
 def rdp_epsilon(events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: float) -> float:
-    """dp_accounting's RDP answer, or an error where its orders do not carry it."""
+    """dp_accounting's RDP epsilon, or an error if its orders do not support it."""
     accountant = RdpAccountant()
     absl_logger = logging.getLogger("absl")
     level = absl_logger.level
@@ -245,7 +245,7 @@ def rdp_epsilon(events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: floa
         # The library answers a negative divergence with epsilon = 0.
         raise AccountingError("RDP accounting is numerically unstable here; use the PLD accountant")
     usable = orders[np.isfinite(divergences)]
-    # The bound is convex in the order: an optimum inside the converged orders is the optimum, one at their edge is not.
+    # The bound is convex in the order: an optimum inside the converged orders is the optimum, one at their edge not.
     if not usable.size or order <= usable.min() or order >= usable.max():
         raise AccountingError(
             f"RDP accounting did not converge: its best order {order:g} is the last usable one of "

@@ -1,9 +1,9 @@
-"""From right and wrong guesses about canaries to a lower bound on epsilon (Steinke, Nasr and Jagielski 2023).
+"""Turns right and wrong guesses about canaries into a lower bound on epsilon (Steinke, Nasr and Jagielski 2023).
 
 m records are each put in or left out by a fair coin; an auditor sees one run and guesses some of the coins. If the
-run is (epsilon, delta)-DP for one record in or out, then v right ones of r guesses are at most as likely as in
+run is (epsilon, delta)-DP for one record in or out, then v right guesses out of r are at most as likely as in
 randomised response, up to a term in m·delta (their Theorem 5.2). An epsilon under which v is too unlikely is refuted.
-A bound from below refutes claims; it never proves one.
+A lower bound refutes claims; it never proves one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class AuditError(RunError, ValueError):
 
 
 def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """At most how likely `correct` or more right guesses are under any (epsilon, delta)-DP algorithm."""
+    """Upper bound on the probability of `correct` or more right guesses under any (epsilon, delta)-DP algorithm."""
     if not 0 <= correct <= guesses <= canaries:
         raise AuditError(
             f"correct <= guesses <= canaries must hold, but they are {correct}, {guesses} and {canaries}; count again"
         )
     if not (math.isfinite(epsilon) and epsilon >= 0 and 0 <= delta < 1):
         raise AuditError(
-            f"epsilon = {epsilon} and delta = {delta} are no privacy claim; use epsilon >= 0, delta in [0, 1)"
+            f"epsilon = {epsilon} and delta = {delta} are not a privacy claim; use epsilon >= 0, delta in [0, 1)"
         )
     accuracy = 1 / (1 + math.exp(-epsilon))
     beta = float(binom.sf(correct - 1, guesses, accuracy))
@@ -70,13 +70,13 @@ def numbers_of_guesses(canaries: int, shares: Sequence[float] = SHARES) -> list[
 
 
 def correct_guesses(order: np.ndarray, included: np.ndarray, guesses: int) -> int:
-    """Right ones when the highest scores are guessed to be in and as many of the lowest to be out."""
+    """How many guesses are right if the highest scores are guessed to be in and as many of the lowest to be out."""
     lowest, highest = guesses // 2, guesses - guesses // 2
     return int(included[order[len(order) - highest :]].sum()) + int((~included[order[:lowest]]).sum())
 
 
 def level_of(confidence: float) -> float:
-    """The share of errors that a confidence leaves."""
+    """The probability of error that a confidence leaves."""
     if not 0.5 <= confidence < 1:
         raise AuditError(f"a confidence of {confidence} is no use; choose one in [0.5, 1), such as 0.95")
     return 1 - confidence

@@ -1,22 +1,23 @@
-"""From right and wrong guesses about canaries to a refuted trade-off curve.
+"""Decides from right and wrong guesses about canaries whether a trade-off curve is refuted.
 
-The setting is that of `audit_bound`: m fair coins, r of them guessed, c rightly. Mahloujifar, Melis and Chaudhuri
+The setting is that of `audit_bound`: m fair coins, r of them guessed, c correctly. Mahloujifar, Melis and Chaudhuri
 ("Auditing f-differential privacy in one run", 2024) ask which trade-off curves make c too unlikely. What is computed
 here rests on the following.
 
-Let `power(x)` be the most true members that any test finds at a share x of false alarms; it is concave and increasing.
+Let `power(x)` be the largest share of true members that any test finds at a share x of false alarms; it is concave and
+increasing.
 Fix all coins but one, and look at the event "the guess about this coin is right, and i or more guesses are right". If
-the coin is turned over, the same outputs make the guess wrong and leave i - 1 or more right ones. So the first event
+the coin is flipped, the same outputs make the guess wrong and leave i - 1 or more right ones. So the first event
 has at most `power` of the probability of "this guess is wrong, and i - 1 or more are right". Averaging over the coin's
-two sides, all other coins, and which of the m coins it was (concave, so Jensen's inequality goes the right way), with
+two sides, all other coins, and which of the m coins it was (`power` is concave, so Jensen's inequality helps), with
 p_k for the probability of exactly k right guesses:
 
     (1/m) Σ_{k ≥ i} k·p_k  ≤  power( (1/m) Σ_{k ≥ i-1} (r - k)·p_k )          for every i.
 
-How large can the tail P = Σ_{k ≥ c} p_k be? Moving all mass above c down to c loosens every line, so p_c = P and
-nothing above it. Mass at k that its line does not need may move to k - 1 and loosens the lines below, so the least
-total mass is what each line needs in turn, from c downwards. If that exceeds 1, no algorithm with this curve has a tail
-of P.
+How large can the tail P = Σ_{k ≥ c} p_k be? Moving all mass above c down to c loosens every inequality, so p_c = P and
+there is nothing above it. Mass at k that its inequality does not need may move to k - 1, which loosens the ones below,
+so the least total mass is what each inequality needs in turn, from c downwards. If that exceeds 1, no algorithm with
+this curve has a tail of P.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ import math
 
 from murmuration.accounting.epsilon.trade_off import TradeOff
 
-# More than the rounding of some thousand sums; a total must exceed what is possible by this share to count.
+# More than the rounding of some thousand additions; a total counts only if it exceeds what is possible by this share.
 ROUNDING = 1e-9
 LEAST_TAIL = 1e-15
 
 
 def is_refuted(canaries: int, guesses: int, correct: int, curve: TradeOff, level: float) -> bool:
-    """Whether so many right guesses have a probability of at most `level` under every algorithm with this curve."""
+    """Whether `correct` or more right guesses are at most `level` likely under every algorithm with this curve."""
     return _exceeds(canaries, guesses, correct, curve, level)
 
 
 def curve_p_value(canaries: int, guesses: int, correct: int, curve: TradeOff) -> float:
-    """At most how likely `correct` or more right guesses are under any algorithm with this curve; not below 1e-15."""
+    """Upper bound on the probability of `correct` or more right guesses under any algorithm with this curve; at least
+    1e-15."""
     if not _exceeds(canaries, guesses, correct, curve, 1.0):
         return 1.0
     if _exceeds(canaries, guesses, correct, curve, LEAST_TAIL):
@@ -50,7 +52,7 @@ def curve_p_value(canaries: int, guesses: int, correct: int, curve: TradeOff) ->
 
 
 def _exceeds(canaries: int, guesses: int, correct: int, curve: TradeOff, tail: float) -> bool:
-    """Whether a tail of this probability needs more than all probability there is."""
+    """Whether a tail of this probability needs a total probability above 1."""
     limit = guesses / canaries * (1 + ROUNDING)
     right, wrong = tail * correct / canaries, tail * (guesses - correct) / canaries
     for count in range(correct, 0, -1):

@@ -1,9 +1,9 @@
-"""All that one audited run shows, and the strongest that it proves about epsilon.
+"""Everything that one audited run shows, and the strongest bound on epsilon that it proves.
 
-Several bounds look at the same run, and the best of them is reported, which costs confidence: the allowed error is
-shared out evenly over everything that was looked at (Bonferroni). The numbers that were looked at are what counts, not
-the methods: methods that read the same count of right guesses refute beyond some count each, so the union of their
-errors is the error of the one that refutes first. A bound from below refutes claims; it never proves one.
+Several bounds examine the same run, and the best of them is reported, which costs confidence: the allowed error is
+divided evenly among everything that was examined (Bonferroni). What counts are the numbers examined, not the methods:
+methods that read the same count of right guesses each refute beyond some count, so the union of their errors is the
+error of the one that refutes first. A lower bound refutes claims; it never proves one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from murmuration.accounting.epsilon.audit_curve import curve_p_value, is_refuted
 from murmuration.accounting.epsilon.audit_pairs import Pairs
 from murmuration.accounting.epsilon.trade_off import TradeOff, of_events, of_point
 
-# An honest run is accused once in so many audits. The reported bound has a confidence of its own.
+# The share of audits that accuse an honest run. The reported bound has a confidence of its own.
 ACCUSED = 1e-6
-# Deltas below the claim's matter where rare numbers of right guesses are judged.
+# Deltas below the claim's matter for judging improbable numbers of right guesses.
 CURVE_DELTA = 1e-10
 LEAST_SCALE, MOST_SCALE = 2.0**-5, 2.0**5
 
@@ -61,18 +61,18 @@ class Claim:
         return self.curve()
 
     def epsilon_at(self, scale: float) -> float:
-        """Nothing above the true epsilon of those events."""
+        """Never more than the true epsilon of those events."""
         return epsilon_below(self.scaled(scale), self.delta) or 0.0
 
     @property
     def sigma(self) -> float:
-        """Of each step."""
+        """The noise multiplier of a step, the smallest if they differ."""
         return min(event.sigma for event in self.events)
 
 
 @dataclass(frozen=True)
 class Count:
-    """So many coins guessed, and so many of them rightly."""
+    """How many coins were guessed, and how many of them correctly."""
 
     guesses: int
     correct: int
@@ -102,12 +102,12 @@ class AuditBound:
 
     @property
     def proven(self) -> Bound:
-        """The best that holds for every algorithm."""
+        """The best bound that holds for every algorithm."""
         return max((each for each in self.tried if not each.assumes), key=lambda each: each.epsilon)
 
     @property
     def best(self) -> Bound:
-        """The best of all, with what it assumes; one that assumes nothing where none is better."""
+        """The best bound of all, with what it assumes; one that assumes nothing if none is better."""
         return max(self.tried, key=lambda each: (each.epsilon, not each.assumes))
 
     @property
@@ -130,7 +130,7 @@ class Evidence:
         return len(self.counts) + (self.pairs is not None)
 
     def bound(self, claim: Claim, confidence: float = CONFIDENCE) -> AuditBound:
-        """`claim` gives delta, and the family of runs that differ from it in the size of the noise."""
+        """`claim` gives delta, and the family of runs that differ from it only in the size of the noise."""
         each = level_of(confidence) / self.looks
         tried = []
         for guesses, correct in ((count.guesses, count.correct) for count in self.counts):
@@ -146,14 +146,14 @@ class Evidence:
         return AuditBound(self.canaries, self.included, claim.delta, confidence, self.looks, tuple(tried))
 
     def p_value(self, claim: Claim) -> float:
-        """At most how likely anything that speaks as loudly against the claim is, if the claim is true."""
+        """Upper bound on the probability of evidence this strong against the claim, if the claim is true."""
         found = [_count_p_value(self.canaries, count, claim) for count in self.counts]
         if self.pairs is not None:
             found.append(self.pairs.p_value(1 / claim.sigma))
         return min(1.0, min(found) * self.looks)
 
     def _by_family(self, claim: Claim, level: float) -> Bound:
-        """The least noise that is refuted, in multiples of the planned one; so there is no more than that."""
+        """Searches the least noise that is refuted, in multiples of the planned one: the run has less than that."""
 
         def refuting(scale: float) -> Count | None:
             curve = claim.curve(scale)
@@ -165,7 +165,7 @@ class Evidence:
         if by is None:
             return Bound(name, 0.0, GAUSSIAN)
         stands, refuted = math.log(LEAST_SCALE), math.log(MOST_SCALE)
-        # Composing sampled steps takes seconds a time; a coarser search only makes the bound lower.
+        # Composing sampled steps takes seconds each time; a coarser search only makes the bound lower.
         for _ in range(30 if plain_sigma(claim.events) is not None else 8):
             middle = (stands + refuted) / 2
             found = refuting(math.exp(middle))
@@ -176,7 +176,7 @@ class Evidence:
 def collect(
     scores: np.ndarray, included: np.ndarray, pairs: Pairs | None = None, shares: Sequence[float] = SHARES
 ) -> Evidence:
-    """`scores` must not depend on `included` but through the run; a higher score speaks for a canary that was in."""
+    """`scores` must depend on `included` only through the run; a higher score suggests that the canary was in."""
     included = np.asarray(included, dtype=bool)
     if scores.shape != included.shape or scores.ndim != 1:
         raise AuditError(f"{scores.shape} scores for {included.shape} coins; give one score per canary")
@@ -192,10 +192,11 @@ def refuting_share(
     canaries: int, participations: Sequence[float], std: float, claim: Claim, *,
     level: float = ACCUSED, shares: Sequence[float] = SHARES, audits: int = 400, seed: int = 0,
 ) -> float:  # fmt: skip
-    """Share of simulated audits whose guesses refute `claim`: the power at a fault, or the false alarms.
+    """Share of simulated audits whose guesses refute `claim`: the power to find a fault, or the share of false alarms.
 
-    An included canary's score gains k with probability participations[k] (a q = 1 run of T steps: k = T alone);
-    `std` is the deviation of the noise in a score, in units of one participation. `level` is that of each count.
+    An included canary's score gains k with probability participations[k] (with q = 1 and T steps, always k = T);
+    `std` is the standard deviation of the noise in a score, in units of one participation. `level` is that of each
+    count.
     """
     draw = np.random.default_rng(seed)
     choices = numbers_of_guesses(canaries, shares)
@@ -212,7 +213,7 @@ def refuting_share(
 
 
 def least_correct(canaries: int, guesses: int, claim: Claim, level: float) -> int:
-    """Right guesses that refute the claim; `guesses` + 1 if no number of them does."""
+    """The least number of right guesses that refutes the claim; `guesses` + 1 if none does."""
     return _first(guesses, lambda correct: _count_p_value(canaries, Count(guesses, correct), claim) <= level)
 
 
@@ -225,13 +226,13 @@ def _first(last: int, test: Callable[[int], bool]) -> int:
 
 
 def _count_p_value(canaries: int, count: Count, claim: Claim) -> float:
-    """Two bounds of the same tail, so the smaller one holds."""
+    """The smaller of two upper bounds on the same tail."""
     by_point = p_value(canaries, count.guesses, count.correct, claim.epsilon, claim.delta)
     return min(by_point, curve_p_value(canaries, count.guesses, count.correct, claim.claimed_curve))
 
 
 def _epsilon_by_curve(canaries: int, guesses: int, correct: int, delta: float, level: float) -> float:
-    """The largest epsilon that is refuted together with `delta`, for whatever algorithm; 0 if none is."""
+    """The largest epsilon that is refuted together with `delta`, for every algorithm; 0 if none is."""
 
     def refuted(value: float) -> bool:
         return is_refuted(canaries, guesses, correct, of_point(value, delta), level)

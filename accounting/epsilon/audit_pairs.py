@@ -1,8 +1,8 @@
-"""White-box Gaussian pairs: what canaries that took part look like beside canaries that did not.
+"""White-box Gaussian pairs: canaries that took part, compared with canaries that did not.
 
 Along a canary's own direction, a step releases N(0, s²) if the canary did not take part and N(gain, s²) if it did.
 Telling the two apart is Gaussian differential privacy with μ = gain / s (Nasr and others 2023 audit single steps this
-way; Agrawal and others 2026 keep the continuous values of one run, as is done here). Neither gain nor s is taken from
+way; Agrawal and others 2026 keep the continuous values of one run, as we do here). Neither gain nor s is taken from
 the plan: the difference of the two means over the pooled deviation has a noncentral t distribution, whose confidence
 limits are exact for any number of canaries.
 
@@ -24,7 +24,7 @@ LARGEST_MU = 1e3
 
 @dataclass(frozen=True)
 class Pairs:
-    """`there` and `absent` values, and the difference of their means in standard errors."""
+    """Numbers of values with a canary (`there`) and without (`absent`); the difference of means in standard errors."""
 
     there: int
     absent: int
@@ -40,11 +40,11 @@ class Pairs:
         return self.there + self.absent - 2
 
     def p_value(self, mu: float) -> float:
-        """How likely a difference as large as this is, if μ is at most this."""
+        """Upper bound on the probability of a difference this large, if μ is at most `mu`."""
         return float(nct.sf(self.statistic, self.freedom, mu * self.scale))
 
     def mu_bound(self, level: float) -> float:
-        """The largest μ below which all are refuted at this level; 0 if none is."""
+        """The largest μ below which all values are refuted at this level; 0 if none is."""
         if self.p_value(0.0) > level:
             return 0.0
         low, high = 0.0, LARGEST_MU
@@ -54,13 +54,13 @@ class Pairs:
         return low
 
     def power(self, claimed: float, actual: float, level: float) -> float:
-        """How likely as many values refute the claimed μ at this level, if they come from the actual one."""
+        """Probability that as many values refute the claimed μ at this level, if they come from the actual μ."""
         least = nct.isf(level, self.freedom, claimed * self.scale)
         return float(nct.sf(least, self.freedom, actual * self.scale))
 
 
 def pairs_of(values: np.ndarray, took_part: np.ndarray) -> Pairs | None:
-    """Of any shape; None where one of the two groups has fewer than two values or nothing varies."""
+    """Takes arrays of any shape; None if one of the two groups has fewer than two values or nothing varies."""
     there, absent = values[took_part], values[~took_part]
     if min(len(there), len(absent)) < 2:
         return None

@@ -1,4 +1,4 @@
-"""From a target epsilon to the noise, the steps or the batch: rounded to the safe side and accounted again."""
+"""Finds the noise, the steps or the batch for a target epsilon: rounded to the safe side and accounted again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from murmuration.accounting.epsilon.accountant import Accountant, AccountingErro
 from murmuration.accounting.plan import RATE_DENOMINATOR, threshold_for
 
 DIGITS = 5
-# Processors round differently: what is calibrated on one keeps its budget on all others.
+# Processors round differently: a plan calibrated on one must stay within its budget on all others.
 MARGIN = 1e-8
 MOST_STEPS = 10**9
 
@@ -21,7 +21,7 @@ MOST_STEPS = 10**9
 def calibrate_sigma(
     rate: float, steps: int, target: float, delta: float, accountant: Accountant = "pld", digits: int = DIGITS
 ) -> float:
-    """Smallest noise multiplier with so many decimals whose re-accounted epsilon is at most `target`."""
+    """Smallest noise multiplier with `digits` decimals whose re-accounted epsilon is at most `target`."""
     _require_target(target)
     ladder = _SigmaLadder(rate, steps, target, delta, digits)
     # RDP is quick and pessimistic: its crossing is a close upper bracket for PLD as well.
@@ -37,7 +37,7 @@ def calibrate_sigma(
 
 
 def enlarged(sigma: float, growth: float) -> float:
-    """The least with so many decimals that is still `sigma` when it is charged as smaller by the share `growth`."""
+    """The smallest noise multiplier, to `DIGITS` decimals, that is at least `sigma` after division by 1 + `growth`."""
     return math.ceil(sigma * (1 + growth) * 10**DIGITS) / 10**DIGITS if growth else sigma
 
 
@@ -94,7 +94,7 @@ def _within(spent: float, target: float) -> bool:
 
 
 def _at_most(events: list[Event], target: float, delta: float, by: Accountant) -> bool:
-    """Where an accountant does not answer, the events count as too expensive: the safe side of a search."""
+    """If an accountant gives no answer, the events count as too expensive: the safe side of a search."""
     try:
         return _within(epsilon(events, delta, by), target)
     except AccountingError:
@@ -119,7 +119,7 @@ class _SigmaLadder:
         try:
             spent = epsilon([Event(self.rate, self.sigma(ticks), self.steps)], self.delta, by)
         except AccountingError:
-            # Far too little noise is where accountants stop converging: that is over the budget.
+            # Accountants stop converging where there is far too little noise: that is over the budget.
             if ticks > 50 * 10**self.digits:
                 raise
             return math.inf
@@ -136,7 +136,7 @@ class _SigmaLadder:
 
 
 class _Probe(NamedTuple):
-    """A place on the ladder that was accounted."""
+    """A point on the ladder whose epsilon was computed."""
 
     ticks: int
     excess: float
@@ -153,7 +153,7 @@ def _first_tick(fits: Callable[[int], bool], ladder: _SigmaLadder) -> int:
 
 
 def _bracket(near: int, ladder: _SigmaLadder, by: Accountant) -> tuple[_Probe, _Probe]:
-    """A probe with too little noise and one with enough; twice the same where the lowest tick has enough."""
+    """A probe with too little noise and one with enough; the same probe twice if the lowest tick has enough."""
     high = _Probe(near, ladder.excess(near, by))
     while high.excess > 0:
         ticks = ladder.doubled(high.ticks)
@@ -186,7 +186,7 @@ def _interpolated(low: _Probe, high: _Probe, ladder: _SigmaLadder, by: Accountan
 
 
 def _largest(fits: Callable[[int, Accountant], bool], accountant: Accountant, most: int) -> int:
-    """Largest number in [1, most] that fits, 1 being known to; RDP, quick and pessimistic, brings the search close."""
+    """Largest number in [1, most] that fits, given that 1 does; RDP, quick and pessimistic, narrows the search."""
     known = 1
     for by in ("rdp", accountant):
         low, high = known, min(most, max(2, known + known // 8))

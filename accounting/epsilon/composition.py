@@ -1,10 +1,10 @@
-"""Many steps together: delta and epsilon of a composition, between bounds that no rounding breaks.
+"""Delta and epsilon of many steps composed, with bounds that hold despite rounding.
 
 The losses of independent steps add up, so their distributions are convolved, by Fourier transforms. The error of a
-transform is absolute, while a small delta lives far out in the tail and would drown in it. So the distribution is
-tilted first, by exp(θ·loss), such that its bulk lies at the epsilon in question, and tilted back afterwards. What the
-tilted transforms may still be off is bounded from the spectrum at hand and added to delta (below: subtracted). An
-answer in which all these bounds together exceed a thousandth of delta is refused.
+transform is absolute, while a small delta lies far out in the tail and would drown in it. So the distribution is first
+tilted by exp(θ·loss), so that its bulk lies at the epsilon in question, and tilted back afterwards. The remaining error
+of the tilted transforms is bounded from the spectrum and added to delta (for lower bounds: subtracted). An answer is
+refused if all these bounds together exceed a thousandth of delta.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from numpy.typing import NDArray
 from murmuration.accounting.epsilon.gaussian import AccountingError
 from murmuration.accounting.epsilon.loss_lattice import UNIT, Array, LossLattice
 
-# The share of delta that the bounds of all errors may come to.
+# The largest share of delta that the bounds of all errors together may reach.
 MOST_ERROR = 1e-3
 # Twice the constant of Higham's error bound for fast Fourier transforms (Accuracy and Stability of Numerical
 # Algorithms, theorem 24.2), per level of the transform.
 PER_LEVEL = 16 * UNIT
 MOST_POINTS = 2**25
-# How many standard deviations of the tilted sum fit on either side of its mean; half of it is tried first.
+# How many standard deviations of the tilted sum the window has on either side of its mean; half of that is tried first.
 SPREADS = 9.0
-# A delta that nobody asks about; what is smaller is not followed any further.
+# A delta too small for anybody to ask about; smaller ones are not computed.
 NEGLIGIBLE = 1e-25
 # Coefficients below this size are taken as zero, which is charged as an error.
 FAINT = 1e-40
-# How many points on either side of the fullest one are transformed by hand where the transform's bound is too wide.
+# How many points on either side of the fullest one are transformed by formula if the FFT's error bound is too wide.
 NEAR = 16
 
 
@@ -42,7 +42,7 @@ class NotConverged(AccountingError):
 
 @dataclass(frozen=True)
 class Moments:
-    """The tilted sum of all losses: the log of what tilting multiplies all masses with, mean and standard deviation."""
+    """The tilted sum of all losses: the log of its normalising constant, its mean and its standard deviation."""
 
     log_scale: float
     mean: float
@@ -64,8 +64,8 @@ class Composition:
                 "larger delta or more noise"
             )
         errors, loose = math.inf, math.inf
-        # Thinned lattices are quick to search, but blur steps that move their mass by less than a thinned cell: then
-        # the answer is missed, and what is left is a bound that is sound and loose.
+        # Thinned lattices are quick to search, but blur steps that move their mass by less than a thinned cell: the
+        # search then misses the answer and leaves a bound that is sound but loose.
         for moments, near in ((self._moments_about, 0), (self.moments, NEAR)):
             try:
                 value, errors, inside = self._search(delta, moments, near)
@@ -87,7 +87,7 @@ class Composition:
         )
 
     def _search(self, delta: float, moments: Callable[[float], Moments], near: int) -> tuple[float, float, bool]:
-        """Upper bound of the epsilon, what its errors come to, and whether it lies inside of what was looked at."""
+        """Upper bound of the epsilon, the sum of its error bounds, and whether it lies inside the searched window."""
         tilt, value, errors, inside = self._tilt_for(delta, moments), 0.0, math.inf, False
         for spreads in (SPREADS / 2, SPREADS, 2 * SPREADS):
             window = _Window(self, tilt, spreads, near)
@@ -95,7 +95,7 @@ class Composition:
             inside = value <= 0 or value - self.slack > window.solved_from + 3 * self.interval
             if errors <= MOST_ERROR * delta and inside:
                 break
-            # Chernoff's tilt, the one whose mean is the answer, makes the errors least.
+            # Chernoff's tilt, the one whose mean is the answer, minimises the errors.
             tilt = self._tilt_with_mean(value, moments)
         return value, errors, inside
 
@@ -123,7 +123,7 @@ class Composition:
         windows: list[_Window] = []
         found: dict[float, float] = {}
         lowest = 1.0
-        # Delta never grows with epsilon, so a bound holds from there on: also where the losses end and no tilt leads.
+        # Delta never grows with epsilon, so a bound holds from there on, even beyond the losses, where no tilt reaches.
         for value in sorted(set(asked)):
             if lowest > self.lost + NEGLIGIBLE:
                 near = [w for w in windows if abs(value - w.moments.mean) <= 2 * w.moments.spread]
@@ -136,7 +136,7 @@ class Composition:
 
     @cached_property
     def lost(self) -> float:
-        """What is charged to delta directly: masses at infinity and absolute errors of single steps."""
+        """The amount charged to delta directly: masses at infinity and absolute errors of single steps."""
         return sum(n * (x.infinite + x.absolute) for x, n in zip(self.lattices, self.counts, strict=True))
 
     @cached_property
@@ -167,7 +167,7 @@ class Composition:
         return _moments(self._thinned, tilt)
 
     def _tilt_for(self, delta: float, moments: Callable[[float], Moments] | None = None) -> float:
-        """The tilt whose mean lies about where `delta` is reached (a saddle-point estimate, no bound)."""
+        """The tilt whose mean lies about where `delta` is reached (a saddle-point estimate, not a bound)."""
         moments = moments or self._moments_about
 
         def excess(log_tilt: float) -> float:
@@ -203,7 +203,7 @@ def tilted(log_masses: Array, losses: Array, tilt: float) -> tuple[Array, float]
 
 
 class _Window:
-    """The composed distribution around the mean of its tilted form, as masses with a bound of their error."""
+    """The composed distribution around the mean of its tilted form, as masses with a bound on their error."""
 
     def __init__(self, parts: Composition, tilt: float, spreads: float, near: int = 0) -> None:
         self.parts, self.tilt, self.near = parts, tilt, near
@@ -215,13 +215,13 @@ class _Window:
         self.points = max(2**12, 2 ** math.ceil(math.log2(needed)))
         spectrum, error = self._spectrum()
         masses = np.fft.irfft(spectrum, self.points)
-        # In the Euclidean norm over all masses.
+        # The error in the Euclidean norm over all masses.
         self.error = error + PER_LEVEL * math.log2(self.points) * float(np.linalg.norm(masses))
         offset = sum(n * x.offset for x, n in zip(parts.lattices, parts.counts, strict=True))
         lowest = round((self.moments.mean - offset) / interval) - self.points // 2
         self.losses = offset + interval * np.arange(lowest, lowest + self.points, dtype=np.float64)
         self.masses = np.roll(masses, -(lowest % self.points))
-        # Tilting back; the factor belongs to the masses and to their error alike. No delta needs those above e^700.
+        # Tilting back: the factors apply to the masses and to their error alike. No delta needs factors above e^700.
         self.factors = np.exp(np.minimum(self.moments.log_scale - tilt * self.losses, 700.0))
         self.weights = self.factors * np.maximum(self.masses, 0.0)
 
@@ -230,22 +230,22 @@ class _Window:
         growth, lost = self._growth, self._beyond + self.parts.lost
         value = self._solve(delta / growth)
         moved = self._moved(value)
-        # Where errors may be all of delta there is no bound; one for a larger delta tells at least where to look.
+        # If errors may be all of delta, there is no bound; one for a larger delta at least shows where to look.
         value = max(value, self._solve(max((delta - lost) / growth - moved, 0.1 * delta)))
         return value + self.parts.slack, lost + moved + delta * (1 - 1 / growth)
 
     def epsilon_below(self, delta: float, outside: float) -> float:
         value, lost, growth = self._solve(delta), 0.0, self._growth
         for _ in range(8):
-            # What rounding may have added at epsilons down to the floor; and tilted mass outside the window was counted
-            # within it, at losses above the answer.
+            # What rounding may have added at epsilons down to the floor, and the tilted mass outside the window, which
+            # was counted inside it, at losses above the answer.
             floor = value - min(0.1, 1 / self.tilt)
             counted = math.exp(min(700.0, self.moments.log_scale - self.tilt * floor))
             lost = self._moved(floor) + outside * counted
             value = self._solve((delta + lost) * growth)
             if value >= floor:
                 below = value - 2e-12 * (1 + abs(value))
-                # Solving keeps to the safe side of an upper bound; this one must hold the other way round.
+                # `_solve` rounds to the safe side of an upper bound; this bound must hold the other way round.
                 sound = _hockey_stick(self.losses, self.weights, below) >= (delta + lost) * growth
                 return below - self.parts.slack if sound else 0.0
         return 0.0
@@ -258,13 +258,13 @@ class _Window:
         return inside * self._growth + self._beyond + self.parts.lost
 
     def _moved(self, epsilon: float) -> float:
-        """Bound of what the transforms' errors move delta(epsilon) by (Cauchy and Schwarz)."""
+        """Bound on how far the transforms' errors move delta(epsilon) (Cauchy-Schwarz)."""
         above = int(np.searchsorted(self.losses, epsilon))
         with np.errstate(over="ignore"):
             return self.error * float(np.linalg.norm(self.factors[above:] * -np.expm1(epsilon - self.losses[above:])))
 
     def _spectrum(self) -> tuple[Array, float]:
-        """Coefficients of the composed, tilted distribution, and what they may move its masses by (Euclidean norm)."""
+        """Coefficients of the composed, tilted distribution; how far their errors may move its masses (2-norm)."""
         levels = math.log2(self.points)
         log_product = np.zeros(self.points // 2 + 1)
         factors, shift = [], 0
@@ -272,7 +272,7 @@ class _Window:
             weights, _ = tilted(lattice.log_masses, lattice.losses, self.tilt)
             # Most steps hardly touch the record, and one point may hold nearly all the mass. Without that point the
             # transform is small, and so is its error; the point itself only shifts the result, by `count` times its
-            # place, and has what the others leave of 1.
+            # place, and its mass is what the others leave of 1.
             fullest = int(np.argmax(weights))
             shift += count * (lattice.first + fullest)
             weights[fullest] = 0.0
@@ -281,8 +281,8 @@ class _Window:
             folded = np.bincount(places, weights=weights, minlength=self.points)
             others = float(weights.sum())
             apart = np.fft.rfft(folded) - others + beside
-            # As if the transform preserved the norm; its errors together bound each of them.
-            # Pairwise summation of up to 2^24 terms rounds less than 64 times, and that error sits on the one point.
+            # Scaled as if the transform preserved the norm; the norm of all its errors bounds each of them.
+            # Pairwise summation of up to 2^24 terms rounds less than 64 times, and that error affects the one point.
             error = PER_LEVEL * levels * float(np.linalg.norm(folded)) + 64 * UNIT * others
             size = np.abs(1 + apart)
             largest = size + math.sqrt(self.points) * error + 64 * UNIT * by_hand
@@ -306,11 +306,12 @@ class _Window:
         return product, moved + float(np.linalg.norm(rounded)) * math.sqrt(2 / self.points)
 
     def _beside(self, weights: Array, fullest: int) -> tuple[Array, Array]:
-        """What the points beside the fullest one add to each coefficient; their weights are taken out.
+        """What the points beside the fullest one add to each coefficient; sets their weights to zero.
 
         A small step moves many masses, but hardly beyond the next points: connecting the dots keeps the mean, so each
-        loss between two points gives to both, wherever the lattice lies. A transform charges every coefficient with
-        the norm of all these masses, and T steps multiply that. Written out, a pair of points j to either side adds
+        loss between two points gives mass to both, wherever the lattice lies. The error bound of a transform charges
+        every coefficient with the norm of all these masses, and T steps multiply that. Written out, a pair of points j
+        to either side adds
         -2·(w₊ + w₋)·sin²(πjk/N) - i·(w₊ - w₋)·sin(2πjk/N) to coefficient k: nearly nothing for the small k that are
         left after T steps. Each such term has a relative error of at most 36 units (angle 2, sine and cosine 8 each,
         the products), their sum `near` more; the second array, times 64 units, bounds both.
@@ -333,7 +334,7 @@ class _Window:
 
     @cached_property
     def _growth(self) -> float:
-        """What the relative errors of all masses may come to as a factor."""
+        """A factor that bounds the relative errors of all masses together."""
         exponent = UNIT * self.points + 16 * UNIT * (
             abs(self.moments.log_scale) + self.tilt * np.abs(self.losses).max()
         )
@@ -369,11 +370,11 @@ class _Window:
 
     @property
     def solved_from(self) -> float:
-        """Only near the mean, so that no factor overflows; no answer lies below, but the true epsilon may."""
+        """Near the mean, so that no factor overflows; no answer is below this loss, but the true epsilon may be."""
         return max(float(self.losses[0]), self.moments.mean - 600 / (1 + self.tilt))
 
     def _solve(self, target: float) -> float:
-        """The epsilon at which delta, by the masses as computed, is `target`; to the last digits upwards."""
+        """The epsilon at which delta, from the masses as computed, is `target`; rounded up in the last digits."""
         start = int(np.searchsorted(self.losses, self.solved_from))
         losses, weights = self.losses[start:], self.weights[start:]
         decays = np.exp(np.clip(self.moments.mean - losses, -700, 700))
@@ -399,14 +400,14 @@ def _hockey_stick(losses: Array, weights: Array, epsilon: float) -> float:
 
 
 def _log_size(apart: NDArray[np.complex128]) -> Array:
-    """log|1 + x| of complex x, to the last digits where x is small, too."""
+    """log|1 + x| of complex x, accurate to the last digits even if x is small."""
     size = np.abs(1 + apart)
     with np.errstate(divide="ignore"):
         return np.where(size < 0.5, np.log(size), 0.5 * np.log1p(np.maximum(2 * apart.real + np.abs(apart) ** 2, -0.9)))
 
 
 def _root(falling: Callable[[float], float]) -> float:
-    """The tilt at whose logarithm a falling function becomes zero, about; or the nearer end of a wide range."""
+    """The tilt at whose logarithm a falling function is about zero, or the nearer end of a wide range."""
     low, high = math.log(1e-4), math.log(1e6)
     for _ in range(24):
         middle = 0.5 * (low + high)

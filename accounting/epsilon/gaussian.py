@@ -21,7 +21,7 @@ class AccountingError(RunError, ValueError):
 
 
 def log_delta(sigma: float, epsilon: float) -> float:
-    """Upper end of log delta(epsilon) for noise `sigma` and sensitivity 1."""
+    """Upper bound of log delta(epsilon) for noise `sigma` and sensitivity 1."""
     first = float(log_ndtr(0.5 / sigma - epsilon * sigma))
     second = epsilon + float(log_ndtr(-0.5 / sigma - epsilon * sigma))
     # delta is a difference of two nearly equal numbers: what rounding may have hidden of it is added back.
@@ -65,7 +65,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 
 
 def unamplified_epsilon(sigma: float, steps: int, expected_batch: float, records: int, delta: float) -> float:
-    """What may be claimed if batches are shuffled slices of epochs and not Poisson samples: no amplification.
+    """The epsilon to claim if batches are shuffled slices of epochs and not Poisson samples: no amplification.
 
     A record then takes part ceil(steps·B/n) times, at places that an adversary may know.
     """

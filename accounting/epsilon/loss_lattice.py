@@ -1,9 +1,9 @@
-"""The privacy loss of one Poisson-subsampled Gaussian step, on a lattice, from above and from below.
+"""Upper and lower bounds, on a lattice, of the privacy loss of one Poisson-subsampled Gaussian step.
 
 A record takes part with probability q. The two neighbours' outputs are P = (1 - q)·N(0, σ²) + q·N(1, σ²) and
 Q = N(0, σ²); the loss L = log(dP/dQ) grows with the output. Each mass is an integral of positive terms
 (Gauss-Legendre within each cell of the lattice) and so has a *relative* error of about 1e-13, however small it is;
-T steps then have a relative error of T times that. Differences of distribution functions, the usual way, have an
+T steps then have a relative error of T times that. The usual way, differences of distribution functions, has an
 absolute error, which T steps can add up to more than a small delta.
 
 From above: the mass between two lattice points moves to these two points such that its measure under P and under Q
@@ -28,7 +28,7 @@ from murmuration.accounting.epsilon.gaussian import AccountingError
 Array = NDArray[Any]
 
 UNIT = 2.0**-53
-# How many standard deviations are followed: the normal tail beyond is below 1e-38.
+# How many standard deviations are covered: the normal tail beyond is below 1e-38.
 REACH = 13.0
 NODES, WEIGHTS = (0.5 * part for part in np.polynomial.legendre.leggauss(5))
 NODES = NODES + 0.5
@@ -46,8 +46,8 @@ class LossLattice:
     """Masses under P at the losses `offset` + i·`interval` for i = `first`, `first` + 1, …
 
     `infinite` is the mass at an infinite loss. Each mass is exact up to the relative `error`, each loss up to `slack`,
-    and `absolute` bounds what one step's delta(epsilon) may be off beside that. `rounded` is what rounding losses down
-    took off the mean loss, a measure of how loose a lower bound is.
+    and `absolute` bounds any further error of one step's delta(epsilon). `rounded` is what rounding losses down took
+    off the mean loss, a measure of how loose a lower bound is.
     """
 
     interval: float
@@ -86,7 +86,7 @@ def upper(rate: float, sigma: float, interval: float) -> tuple[LossLattice, Loss
     absent = np.zeros(len(losses))
     absent[:-1] += low
     absent[1:] += high
-    # What lies beyond the reach moves to a higher loss, each time as the direction has it.
+    # Mass beyond the reach moves to a higher loss, where "higher" depends on the direction.
     end = min(float(places[-1]), step.top)
     below, above = float(ndtr(-REACH)), float(ndtr(-end))
     present[1] += below
@@ -102,7 +102,7 @@ def upper(rate: float, sigma: float, interval: float) -> tuple[LossLattice, Loss
 def lower(rate: float, sigma: float, interval: float) -> LossLattice:
     """A pair that the step dominates: with the record against without it.
 
-    Any walls between the cells give one; `_walls` only makes it tight.
+    Any walls between the cells give such a pair; `_walls` only makes it tight.
     """
     step = _Step(rate, sigma)
     masses, losses = step.merge(_walls(step, interval))
@@ -163,7 +163,7 @@ class _Step:
     def __init__(self, rate: float, sigma: float) -> None:
         self.rate, self.sigma = rate, sigma
         self.top = 1 / sigma + REACH
-        # The largest numbers that are rounded on the way to a loss and into an exponential.
+        # The largest numbers that are rounded in computing a loss or the argument of an exponential.
         largest = self.top / sigma + 0.5 / sigma**2
         self.slack = 8 * UNIT * (1 + largest)
         self.error = 8 * UNIT * (2 + self.top**2 + largest)
@@ -182,7 +182,7 @@ class _Step:
         return np.where(ratio < 30, middle, np.logaddexp(math.log1p(-self.rate), math.log(self.rate) + ratio))
 
     def place(self, losses: Array) -> Array:
-        """Where the loss is reached; the lower end of the reach for a loss that never is."""
+        """Where each loss is reached; the lower end of the reach for a loss that never is."""
         if self.rate == 1:
             ratio = losses
         else:
@@ -222,7 +222,7 @@ class _Step:
         return low, high
 
     def merge(self, walls: Array, ends: tuple[bool, bool] = (True, True)) -> tuple[Array, Array]:
-        """Mass under P of each cell, and the loss of the cell as one outcome; at the ends cells take in all beyond."""
+        """Mass under P of each cell, and the loss of the cell as one outcome; the end cells take in all beyond."""
         places = self.place(walls)
         if ends[0]:
             places[0] = -REACH
@@ -251,7 +251,7 @@ class _Step:
         return np.maximum(0.0, self.rate * np.exp(z / self.sigma - 0.5 / self.sigma**2) + missed)
 
     def _panels(self, places: Array) -> tuple[NDArray[np.int64], Array, Array, Array]:
-        """Cells cut to panels that are narrow enough: cell, distance from its lower wall, width, lower end."""
+        """Cells cut into panels that are narrow enough: cell, distance from its lower wall, width, lower end."""
         widths = np.diff(places)
         scale = np.maximum(1 / self.sigma, 1 + np.maximum(np.abs(places[:-1]), np.abs(places[1:])))
         counts = np.maximum(1, np.ceil(widths * scale / WIDEST)).astype(np.int64)

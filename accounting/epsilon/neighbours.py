@@ -1,4 +1,4 @@
-"""Epsilon for other neighbours than one record that is there or blank: a person's records, an exchanged record."""
+"""Epsilon for neighbours other than one record that is present or blank: a person's records, an exchanged record."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from murmuration.accounting.epsilon.other_pairs import Group, Pair, Replacement,
 
 
 def group_epsilon(events: Sequence[Event], delta: float, records: int) -> float:
-    """Epsilon at the same `delta` for a person with so many records, all of them there or all of them blank.
+    """Epsilon at the same `delta` for a person with `records` records, all of them present or all of them blank.
 
-    Composed like the epsilon of one record, from the pair of a group, which is more than so many times the epsilon of
-    one record wherever noise is what limits it, and less where the draw is.
+    Composed like the epsilon of one record, but from the pair of a group. It is more than `records` times the epsilon
+    of one record wherever that is limited by the noise, and less where it is limited by the sampling.
     """
     if records < 1:
         raise AccountingError(f"a person has at least 1 record, not {records}")
@@ -33,12 +33,12 @@ def group_epsilon(events: Sequence[Event], delta: float, records: int) -> float:
 
 
 def replacement_epsilon(events: Sequence[Event], delta: float) -> float:
-    """Epsilon at `delta` if one record is exchanged for another one, or gets another label."""
+    """Epsilon at `delta` if one record is exchanged for another, or gets another label."""
     return _other_epsilon(events, delta, 2, lambda event: Replacement(event.rate, event.sigma))
 
 
 def _other_epsilon(events: Sequence[Event], delta: float, moved: int, pair_of: Callable[[Event], Pair]) -> float:
-    """`moved`: by how many clipping norms the two neighbours lie apart in a step in which all take part."""
+    """`moved`: how many clipping norms apart the two neighbours lie in a step in which all their records take part."""
     if not 0 < delta < 1:
         raise AccountingError(f"delta must lie in (0, 1), but is {delta}")
     merged = merge(events)
@@ -49,7 +49,7 @@ def _other_epsilon(events: Sequence[Event], delta: float, moved: int, pair_of: C
     if (sigma := plain_sigma(merged)) is not None:
         return gaussian_epsilon(sigma / moved, delta)
     pairs, counts = [pair_of(event) for event in merged], tuple(event.count for event in merged)
-    # Losses are larger by about that factor, and so may be the interval.
+    # Losses are larger by about that factor, so the interval may be, too.
     interval = interval_for(merged, delta) * 2 ** math.floor(math.log2(moved))
     while max(cells(pair, interval) for pair in pairs) > MOST_WORK:
         interval *= 2

@@ -30,7 +30,7 @@ print("\\n" + json.dumps(found))
 
 
 def opacus_epsilon(events: Sequence[Event], delta: float, timeout: float = 300.0) -> dict[str, Any]:
-    """`opacus_rdp` and `opacus_prv`, each a number or the reason for which Opacus gives none."""
+    """`opacus_rdp` and `opacus_prv`, each a number or the reason why Opacus gives none."""
     if any(event.cap is not None for event in events):
         raise AccountingError("Opacus cannot account for a capped batch; drop --cap or --cross-check")
     asked = {"delta": delta, "events": [{"rate": e.rate, "sigma": e.sigma, "count": e.count} for e in events]}

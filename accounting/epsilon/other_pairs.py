@@ -1,4 +1,4 @@
-"""One step seen by a person with several records, and one in which a record is exchanged for another.
+"""Privacy loss of one step for a person with several records, and for a record that is exchanged for another.
 
 The usual pair of `loss_lattice` is about one record that is there or not. Here are two others, in units where C = 1:
 
@@ -7,7 +7,7 @@ so the outputs are P = Σ Bin(k, q)(j)·N(j, σ²) and Q = N(0, σ²) (Ganesh, a
 
 `Replacement`: one record in the place of another, or with another label. Both are drawn alike and each moves the sum by
 at most 1, so the outputs are P = (1 - q)·N(0, σ²) + q·N(1, σ²) and Q = (1 - q)·N(0, σ²) + q·N(-1, σ²). Lebeda et al.
-(arXiv 2405.20769) examine this pair; nothing of theirs is relied on for what follows.
+(arXiv 2405.20769) examine this pair; nothing below relies on their results.
 
 Why a pair on the line is the worst case among gradients in any number of dimensions. All other records, once drawn,
 shift both outputs alike. For groups let c_S be the sum of the clipped gradients of those drawn. In units of the noise,
@@ -19,7 +19,7 @@ a = α and b = (α - 1)(1 - q)/q. Seen from x the other two lie at distances of 
 it is largest where they lie on the line, at exactly these distances: y = -x, |x| = 1. For α < 1 the same holds with P
 and Q exchanged. Steps whose inputs depend on earlier outputs compose as always (Zhu, Dong and Wang 2022, theorem 10).
 
-The lattice is made as in `loss_lattice`: connecting the dots, all masses as sums of positive terms.
+The lattice is built as in `loss_lattice`: by connecting the dots, with all masses as sums of positive terms.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from murmuration.accounting.epsilon.loss_lattice import (
     LossLattice,
 )  # fmt: skip
 
-# So many drawn records at once that no delta sees them: what is this improbable counts as an infinite loss.
+# Numbers of drawn records less probable than this count as an infinite loss; no delta is affected.
 UNSEEN = 1e-30
-# Masses below the smallest double, of all cells together.
+# Bound on the masses below the smallest double, of all cells together.
 UNDERFLOW = 1e-290
 NEWTON = 12
 
@@ -64,7 +64,7 @@ class Group:
 
     @property
     def log_shares(self) -> Array:
-        """Logarithms of Bin(k, q) from 0 on, without what is unseen."""
+        """Logarithms of Bin(k, q) from 0 on, without the unseen tail."""
         drawn = np.arange(self.size + 1, dtype=np.float64)
         if self.rate == 1:
             return np.where(drawn == self.size, 0.0, -np.inf)
@@ -83,7 +83,7 @@ class Group:
 
     @property
     def rarest(self) -> float:
-        """Largest logarithm among the shares, for the bound of the rounding."""
+        """Largest absolute logarithm among the shares, for the bound on rounding."""
         logs = self.log_shares
         return float(np.abs(logs[np.isfinite(logs)]).max())
 
@@ -120,7 +120,7 @@ class Group:
         return largest + np.log(total), (np.arange(self.most + 1) / self.sigma) @ weights / total
 
     def start(self, z: Array) -> Array:
-        """What `rise` needs of a wall: the logarithm of each number's part in dP/dQ there."""
+        """What `rise` needs to know about a wall: the logarithm of each number's part in dP/dQ there."""
         return self.log_parts(z) - self.loss(z)
 
     def rise(self, start: Array, z: Array, distance: Array) -> Array:
@@ -135,7 +135,7 @@ class Group:
         return total
 
     def log_density(self, z: Array) -> Array:
-        """Of Q."""
+        """Log density of Q."""
         return -0.5 * z * z - 0.5 * math.log(2 * math.pi)
 
 
@@ -174,7 +174,7 @@ class Replacement:
         return ratio if self.rate == 1 else np.logaddexp(math.log1p(-self.rate), math.log(self.rate) + ratio)
 
     def _part(self, z: Array) -> Array:
-        """Share of the record that is drawn in that sum."""
+        """The drawn record's share of that sum."""
         return np.exp(math.log(self.rate) + z / self.sigma - 0.5 / self.sigma**2 - self._log_sum(z))
 
     def loss(self, z: Array) -> Array:
@@ -193,7 +193,7 @@ class Replacement:
         return (below * (1 - above) + (1 - below) * above) * once + below * above * twice
 
     def log_density(self, z: Array) -> Array:
-        """Of Q."""
+        """Log density of Q."""
         return self._log_sum(-z) - 0.5 * z * z - 0.5 * math.log(2 * math.pi)
 
 
@@ -201,7 +201,7 @@ Pair = Group | Replacement
 
 
 def cells(pair: Pair, interval: float) -> float:
-    """How many there are on a lattice, each counted once for every number of records."""
+    """The number of lattice cells, each counted once for every number of drawn records."""
     low, high = pair.loss(np.array(pair.reach))
     return float(high - low) / interval * (pair.most if isinstance(pair, Group) else 1)
 
@@ -221,7 +221,7 @@ def dominating(pair: Pair, interval: float) -> tuple[LossLattice, LossLattice]:
     walls, missed = _places(pair, losses)
     present, absent = _connect_the_dots(pair, walls, losses)
     p_below, q_below, p_above, q_above = pair.outside(low_end, float(walls[-1]))
-    # What lies beyond the reach moves to a higher loss, each time as the direction has it.
+    # Mass beyond the reach moves to a higher loss, where "higher" depends on the direction.
     present[1] += p_below
     absent[min(len(losses) - 1, max(0, math.floor(end / interval) - first))] += q_above
     largest = pair.steepest * max(-low_end, top) + 0.5 * pair.steepest**2 + pair.rarest

@@ -1,4 +1,4 @@
-"""What any test can find out: the most true members it may find at each share of false alarms.
+"""Limits on what any test can find out: the most true members that it finds at each share of false alarms.
 
 A test that says "the record was used" is wrong about unused ones with probability α (false alarms) and right about used
 ones with probability β. Each (ε, δ(ε)) that a run satisfies bounds β ≤ e^ε·α + δ(ε) and, since neighbours may be
@@ -19,21 +19,21 @@ from scipy.special import ndtr, ndtri
 from murmuration.accounting.epsilon.accountant import Event, deltas_at, epsilon, merge, plain_sigma
 
 POINTS = 96
-# Where the picture and the tables are drawn.
+# The shares of false alarms that the picture and the tables show.
 GRID = (
     1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7,
     0.9,
 )  # fmt: skip
-# More than any rounding of the few operations here; added to what is given as a limit.
+# More than any rounding of the few operations here; limits are widened by it.
 ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class GaussianFit:
-    """Gaussian differential privacy (Dong, Roth and Su 2022) that the run is compared with.
+    """The Gaussian differential privacy (Dong, Roth and Su 2022) that the run is compared with.
 
-    At each share of false alarms β is at most that of telling N(0, 1) from N(μ, 1), plus δ. `gap` is the most by which
-    that exceeds the bound of β itself, so how much is lost by saying μ instead of the curve.
+    At each share of false alarms, β is at most that of telling N(0, 1) from N(μ, 1), plus δ. `gap` is the most by which
+    that exceeds the bound on β itself: how much is lost by stating μ instead of the curve.
     """
 
     mu: float
@@ -43,7 +43,7 @@ class GaussianFit:
 
 @dataclass(frozen=True)
 class TradeOff:
-    """Proven delta at each of some ascending epsilons, the first of which is 0; or sigma of a plain Gaussian."""
+    """Proved deltas at ascending epsilons, the first of which is 0; for a plain Gaussian, its sigma as well."""
 
     epsilons: tuple[float, ...]
     deltas: tuple[float, ...]
@@ -61,7 +61,7 @@ class TradeOff:
         return float(max(0.0, min(1.0, grown.min() + ROUNDING, shrunk.min() + ROUNDING)))
 
     def false_alarms(self, power: float) -> float:
-        """Lower bound of the share of false alarms at which so many true members are found: the inverse of `power`."""
+        """Lower bound of the share of false alarms at which this share of members is found: the inverse of `power`."""
         if power <= 0:
             return 0.0
         if self.sigma is not None:
@@ -72,18 +72,18 @@ class TradeOff:
         return max(0.0, float(max(shrunk.max(), grown.max())) - ROUNDING * power)
 
     def best_guess(self) -> float:
-        """Upper bound of the share of right answers of a spy who has even odds before: half of 1 + total variation."""
+        """Upper bound of the share of right answers of a spy with even prior odds: half of 1 + total variation."""
         # β - α ≤ e^ε·α + δ - α, and with the mirrored bound (e^ε - 1 + 2δ) / (e^ε + 1) for each ε.
         epsilons, deltas = self._lines
         apart = np.tanh(epsilons / 2) + 2 * deltas / (1 + np.exp(np.minimum(epsilons, 700.0)))
         return min(1.0, 0.5 + 0.5 * float(apart.min()) + ROUNDING)
 
     def fit(self) -> GaussianFit:
-        """The smallest μ for which that can be proved, from the corners of the bound.
+        """The fit with the smallest μ that can be proved, from the corners of the bound.
 
         Between two corners the bound is straight and the Gaussian's curve is concave, so it suffices to look at the
         corners; the other half mirrors this one. Left of the last corner the bound ends at δ and the Gaussian's curve
-        at 0: there it is below by less than δ.
+        at 0: there the curve is below the bound by less than δ.
         """
         if self.sigma is not None:
             return GaussianFit(1 / self.sigma, 0.0, 0.0)
@@ -103,19 +103,19 @@ class TradeOff:
 
 
 def of_events(events: Sequence[Event], delta: float) -> TradeOff:
-    """Between epsilon = 0 and the one at `delta`."""
+    """The curve between epsilon = 0 and the epsilon at `delta`."""
     merged = merge(events)
     highest = epsilon(merged, delta)
     asked = [0.0, *(highest * (k + 1) / POINTS for k in range(POINTS))] if highest > 0 else [0.0]
     deltas = deltas_at(merged, asked, delta)
     sigma = plain_sigma(merged) if merged else None
-    # What the accountant says of the epsilon at delta is at least as good as what the curve gives there.
+    # The accountant's epsilon at delta is at least as good as what the curve gives there.
     return TradeOff(tuple(asked), (*deltas[:-1], min(deltas[-1], delta)) if highest > 0 else tuple(deltas), sigma)
 
 
 def of_point(epsilon: float, delta: float) -> TradeOff:
-    """Where nothing is known but one (epsilon, delta)."""
-    # At epsilon = 0 the distance in total variation that a mechanism with just this promise may have.
+    """The curve if only one (epsilon, delta) is known."""
+    # At epsilon = 0: the largest total variation distance that a mechanism with just this promise may have.
     total = (math.expm1(min(epsilon, 700.0)) + 2 * delta) / (1 + math.exp(min(epsilon, 700.0)))
     return TradeOff((0.0, epsilon), (min(1.0, total), delta)) if epsilon > 0 else TradeOff((0.0,), (delta,))
 
@@ -123,13 +123,13 @@ def of_point(epsilon: float, delta: float) -> TradeOff:
 def _corners(epsilons: np.ndarray, deltas: np.ndarray) -> list[tuple[float, float]]:
     """Where the lowest of the lines e^ε·α + δ passes from one to the next: the lower envelope, steepest line last.
 
-    The first corner is with the mirrored bound, on the diagonal 1 - α = β.
+    The first corner is the one with the mirrored bound, on the diagonal 1 - α = β.
     """
     slopes = np.exp(np.minimum(epsilons, 700.0))
     envelope: list[int] = []
     for index in range(len(slopes)):
         if deltas[index] >= 1 or (envelope and deltas[index] >= deltas[envelope[-1]]):
-            continue  # a steeper line that begins no lower bounds nothing
+            continue  # a steeper line that does not begin lower adds no bound
         while len(envelope) > 1 and _crossing(slopes, deltas, envelope[-1], index) >= _crossing(
             slopes, deltas, envelope[-2], envelope[-1]
         ):

@@ -1,7 +1,7 @@
-"""What choosing the best of several private runs costs: a random number of runs on the same records, one published.
+"""The cost of choosing the best of several private runs on the same records and publishing only that one.
 
 Trying a fixed list of settings and publishing the best is charged by adding up all runs. If the number of runs is
-itself drawn (Papernot and Steinke 2022), dp_accounting's repeat-and-select bound is far smaller. RDP alone knows it.
+itself random (Papernot and Steinke 2022), dp_accounting's repeat-and-select bound is far smaller; only RDP supports it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from murmuration.accounting.epsilon.accountant import AccountingError, Event, dp
 
 @dataclass(frozen=True)
 class Tuning:
-    """`mean` runs on average; shape 0 logarithmic, 1 geometric, infinite Poisson; `fixed` runs all charged."""
+    """`mean` runs on average: shape 0 is logarithmic, 1 geometric, infinity Poisson; if `fixed`, all are charged."""
 
     mean: float
     shape: float = 1.0
@@ -34,7 +34,7 @@ class Tuning:
             raise AccountingError(f"the shape of the number of runs must be at least 0, but is {self.shape}")
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON knows no infinity: Poisson is written as a word."""
+        """JSON has no infinity: Poisson is written as a word."""
         return {**asdict(self), "shape": "poisson" if math.isinf(self.shape) else self.shape}
 
     @staticmethod
@@ -45,14 +45,14 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Declared:
-    """What somebody says was chosen by the outputs of private runs; charged if the number of runs is known."""
+    """A statement of what was chosen by the outputs of private runs; charged if the number of runs is known."""
 
     statement: str
     tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.statement, str) and self.statement):
-            raise AccountingError("a declaration of tuning says in words what was tried and what was chosen by")
+            raise AccountingError("a declaration of tuning must say in words what was tried and how it was chosen")
 
     def as_dict(self) -> dict[str, Any]:
         return {"statement": self.statement, "runs": self.tuning.as_dict() if self.tuning else None}
@@ -64,7 +64,7 @@ class Declared:
 
 
 def tuned_epsilon(events: Sequence[Event], delta: float, tuning: Tuning) -> float:
-    """Of publishing the best of the runs, each of which is `events`."""
+    """Epsilon of publishing the best of the runs, each of which is `events`."""
     merged = merge(events)
     if tuning.fixed:
         runs = int(tuning.mean)

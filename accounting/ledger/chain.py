@@ -1,7 +1,7 @@
 """The append-only record of what touched private data: one JSON line per act, hash-chained, fsynced, locked.
 
-A line is written before the act that it announces (`open`) and another after it (`commit`). Every line holds the
-hash of the line before it and its own, over its exact bytes, so that any changed byte is found, and where.
+A line is written before the act that it announces (`open`) and another after it (`commit`). Every line contains the
+hash of the previous line and its own, over its exact bytes, so that any changed byte is found, and its place.
 Nothing in it depends on private values: set digests are keyed, there are no batch sizes and no times.
 """
 
@@ -96,9 +96,9 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path, wait_seconds: float = 0.0, say: Callable[[str], None] = print) -> Ledger:
-        """Creates the file if there is none; drops a torn last line, which announced nothing that then happened.
+        """Creates the file if there is none; drops a torn last line: what it announced has not happened.
 
-        A last line that lacks nothing but its end is completed, not dropped: what it announced may have happened.
+        A last line that lacks only its newline is completed, not dropped: what it announced may have happened.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = not path.exists()
@@ -126,7 +126,7 @@ class Ledger:
         else:
             os.write(self._descriptor, b"\n")
             self.entries = completed
-        if self.entries:  # a ledger's first line tells of the run, so an empty one stays empty
+        if self.entries:  # a ledger's first line describes the run, so an empty one stays empty
             self.append("recovered", torn_bytes=len(tail))
 
     @property
@@ -138,14 +138,14 @@ class Ledger:
         return len(self.entries)
 
     def append(self, kind: str, **fields: Any) -> LedgerEntry:
-        """Durable when it returns: the caller may act on what it announced."""
+        """Returns once the line is durable: the caller may then do what it announced."""
         entry = make_entry(self.length, kind, json.loads(_canonical(fields)), self.head)
         line = entry.line()
         if self._broken:
-            raise LedgerError(f"{self.path} could not be written before; start again, and the ledger will be mended")
-        self._broken = True  # until this line is durable: another one behind half a line would be lost with it
+            raise LedgerError(f"{self.path} could not be written before; start again, and the ledger will be repaired")
+        self._broken = True  # until this line is durable: a line after half a line would be lost with it
         if os.write(self._descriptor, line) != len(line):
-            raise LedgerError(f"{self.path}: the disk took only a part of a line; free space and start again")
+            raise LedgerError(f"{self.path}: the disk took only part of a line; free space and start again")
         os.fsync(self._descriptor)
         self._broken = False
         self.entries.append(entry)

@@ -1,9 +1,9 @@
-"""Tells a run directory from a copy of itself, because two of them must not go on with the same keys.
+"""Distinguishes a run directory from a copy of itself, because the two must not continue with the same keys.
 
-The secret folder remembers which files on which device it belongs to. A copy has other inodes; a folder that was
-only renamed keeps them. Where a network file system gets a new number on another machine, that looks like a copy:
-it costs a new segment and no privacy, but the run gets another id, so that a budget of its data set counts it twice.
-A snapshot keeps everything, so it cannot be told apart (a known deviation).
+The secret folder records which files on which device it belongs to. A copy has other inodes; a folder that was only
+renamed keeps them. If a network file system gets a new number on another machine, that looks like a copy: it costs a
+new segment and no privacy, but the run gets another id, so that a budget of its data set counts it twice. A snapshot
+keeps everything, so it cannot be distinguished (a known deviation).
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ NAME = "identity.json"
 
 
 def recognise(journal: Journal, secret: Path) -> str | None:
-    """Call under the ledger's lock, before anything is derived. Notes in the ledger that this is a copy, and why.
+    """Notes in the ledger that this is a copy, and why. Call under the ledger's lock, before anything is derived.
 
-    The ledger's line is durable before the memory changes, so that a kill between the two is noticed again.
+    The ledger's line is durable before the identity file changes: after a kill between the two, the copy is noticed
+    again.
     """
     changed = _why_copied(secret / NAME, _identity(journal.ledger.path, secret))
     if changed is None:
         return None  # and nothing is written: a kill in the middle would look like a copy
-    # A ledger of one line without a memory beside it is a run that has just begun.
+    # A ledger of one line without an identity file is a run that has just begun.
     begins = journal.ledger.length <= 1 and not (secret / NAME).exists()
     reason = None if begins else changed
     if reason is not None:
@@ -51,7 +52,7 @@ def _why_copied(memory: Path, found: dict[str, list[int]]) -> str | None:
 
 
 def _remember(ledger: Path, secret: Path) -> None:
-    # In place, because the memory's own inode is a part of the identity.
+    # In place, because the identity file's own inode is part of the identity.
     descriptor = os.open(secret / NAME, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         text = json.dumps(_identity(ledger, secret)).encode()
@@ -67,6 +68,6 @@ def _identity(ledger: Path, secret: Path) -> dict[str, list[int]]:
     found = {}
     for name, path in places.items():
         if path.exists():
-            # The file system's own identifier outlives a restart; where there is none (NFS), the device must do.
+            # The file system's own identifier outlives a restart; where there is none (NFS), the device number is used.
             found[name] = [os.statvfs(path).f_fsid or path.stat().st_dev, path.stat().st_ino]
     return found

@@ -1,4 +1,4 @@
-"""What the acting parts report to the ledger about a step: each writes down what it did, not what a config says."""
+"""Facts about a step that the parts which make it report to the ledger: what each did, not what a config says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from murmuration.accounting.typed import CLOSED
 
 RULES = ("flat", "automatic")
 EXACT = "aes-256-ctr-exact"
-# Philox is drawn no more; runs that drew it verify.
+# Philox is no longer drawn; runs that drew it still verify.
 GENERATORS = ("aes-256-ctr", EXACT, "chacha20", "philox4x64-10", "philox4x32-10")
 
 
@@ -27,7 +27,7 @@ class StepId:
 
 @dataclass(frozen=True)
 class SamplingFact:
-    """By the sampler: who could take part, how likely, and a keyed digest of who did."""
+    """Reported by the sampler: who could take part, how likely that was, and a keyed digest of who did."""
 
     __pydantic_config__ = CLOSED
     threshold: int
@@ -37,7 +37,7 @@ class SamplingFact:
 
 @dataclass(frozen=True)
 class ClippingFact:
-    """By the clip engine: the most that one record moves the sum."""
+    """Reported by the clip engine: the most that one record moves the sum."""
 
     __pydantic_config__ = CLOSED
     rule: str
@@ -46,8 +46,8 @@ class ClippingFact:
 
 @dataclass(frozen=True)
 class NoiseFact:
-    """By the noise mechanism: the deviation it drew and from which random bits, the elements that got a draw, the
-    constant it divided by, and the grid of exact noise (0 for any other)."""
+    """Reported by the noise mechanism: the standard deviation of its draws and the source of their random bits, the
+    number of elements that got a draw, the constant it divided by, and the grid of exact noise (0 for any other)."""
 
     __pydantic_config__ = CLOSED
     std: float
@@ -59,8 +59,8 @@ class NoiseFact:
 
 @dataclass(frozen=True)
 class MetricFact:
-    """By whoever releases a noised metric of the same draw: its name, what one record moves it by, its noise, the grid
-    of exact noise."""
+    """Reported by the part that releases a noised metric of the same draw: its name, how far one record moves it, its
+    noise, and the grid of exact noise."""
 
     __pydantic_config__ = CLOSED
     name: str
@@ -81,7 +81,7 @@ class StepFacts:
         value = asdict(self)
         metrics = list(value.pop("metrics"))
         for part in (value["noise"], *metrics):
-            if not part["grid"]:  # as ledgers had it before there were any
+            if not part["grid"]:  # as in ledgers from before there were grids
                 del part["grid"]
         return {**value, "metrics": metrics} if metrics else value
 
@@ -92,11 +92,11 @@ class StepFacts:
         return Event(self.sampling.threshold / RATE_DENOMINATOR, combined_sigma(released), 1)
 
     def departure_from(self, plan: PrivacyPlan) -> str | None:
-        """Where an announced step contradicts its frozen plan. Where C adapts, C and its noise are `NormTrail`'s."""
+        """How an announced step contradicts its frozen plan; None if it does not. `NormTrail` checks an adaptive C."""
         if self.clipping.rule not in RULES:
-            return f"clips by the rule {self.clipping.rule!r}, of which nothing is known; read it with a newer version"
+            return f"clips by the rule {self.clipping.rule!r}, which is unknown here; read it with a newer version"
         if self.noise.generator not in GENERATORS:
-            return f"draws noise from {self.noise.generator!r}, of which nothing is known; read it with a newer version"
+            return f"draws noise from {self.noise.generator!r}, which is unknown here; read it with a newer version"
         if self.noise.elements < 1:
             return "announces noise for no element"
         if (departure := self._departure_from_grid(plan)) is not None:
@@ -114,11 +114,11 @@ class StepFacts:
         if plan.adaptive is None and abs(self.clipping.sensitivity - plan.clip_norm) > ROUNDING * plan.clip_norm:
             return f"states the sensitivity {self.clipping.sensitivity}, but its plan says {plan.clip_norm}"
         if [(m.name, m.sensitivity, m.std) for m in self.metrics] != [(m.name, m.bound, m.std) for m in plan.metrics]:
-            return "publishes metrics of its records otherwise than its plan"
+            return "publishes metrics of its records that differ from its plan"
         return None
 
     def _departure_from_grid(self, plan: PrivacyPlan) -> str | None:
-        """Exact noise is what the plan says or not at all, and no grid is coarser than what the plan charges for it."""
+        """Noise is exact if and only if the plan says so, and no grid is coarser than the plan charges for."""
         grids = [(self.noise.grid, self.noise.elements, self.clipping.sensitivity)]
         grids += [(metric.grid, 1, metric.sensitivity) for metric in self.metrics]
         if not plan.grid_growth:
@@ -136,7 +136,7 @@ class StepFacts:
         return None
 
     def fault_of(self, done: StepFacts) -> str | None:
-        """What puts a step that was announced so outside any accounting; weaker noise alone is charged instead."""
+        """Why a step announced like this cannot be accounted for; None if it can. Merely weaker noise is charged."""
         if done.sampling != self.sampling:
             return "used other records than were announced"
         if done.noise.elements != self.noise.elements:
@@ -157,7 +157,7 @@ class StepFacts:
 def combined_sigma(released: Sequence[tuple[float, float]]) -> float:
     """Noise multiplier of everything released from one draw: (sensitivity, std) of each, joined as one vector.
 
-    One draw is one event. Charging its parts as events of their own would sample it again for each of them.
+    One draw is one event. Charging its parts as separate events would count the sampling once for each of them.
     """
     if not all(sensitivity > 0 and std > 0 for sensitivity, std in released):
         return math.nan
@@ -187,7 +187,7 @@ class Segment:
 
     @property
     def chain_name(self) -> str:
-        """What its chain of keys is called in the secret file."""
+        """The name of its chain of keys in the secret file."""
         return f"phase {self.phase}, segment {self.key_name}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Charge:
-    """Steps of one phase that are one mechanism."""
+    """Steps of one phase that are the same mechanism."""
 
     __pydantic_config__ = CLOSED
     phase: int

@@ -1,8 +1,8 @@
-"""How long a ledger is known to have been, written down outside it, so that one restored from a backup is recognised.
+"""Notes outside the ledger of how long it has been, so that a ledger restored from a backup is recognised.
 
-A ledger that was cut is a valid shorter ledger, and goes on from there as if the steps behind the cut had never been
-made. After every durable checkpoint its length, its head and what it charges are therefore noted in the run's secret
-folder and in the data set's log of runs. Steps behind the last checkpoint released nothing, so no note need know them.
+A truncated ledger is a valid shorter ledger, and would continue as if the steps after the cut had never been made.
+After every durable checkpoint its length, its head and what it charges are therefore noted in the run's secret folder
+and in the data set's log of runs. Steps after the last checkpoint released nothing, so no note has to cover them.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ NAME = "heads.jsonl"
 
 
 def append(path: Path, line: dict[str, Any], mode: int) -> None:
-    """Durable when it returns. A newline first: a line torn by a crash must not swallow this one."""
+    """Returns once the line is durable. It begins with a newline: a line torn by a crash must not swallow this one."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
     try:
         content = b"\n" + json.dumps(line).encode() + b"\n"
         if os.write(descriptor, content) != len(content):
-            raise OSError(errno.ENOSPC, "the disk took only a part of a line", str(path))
+            raise OSError(errno.ENOSPC, "the disk took only part of a line", str(path))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def heads_in(lines: Iterable[bytes]) -> list[Head]:
-    """In the order in which they were noted; torn lines and lines of other kinds are passed over."""
+    """The heads in the order in which they were noted; torn lines and lines of other kinds are skipped."""
     found = []
     for line in lines:
         if b'"ledger_of"' not in line:
@@ -55,9 +55,9 @@ def read_heads(path: Path) -> list[Head]:
 
 
 def lost_charges(entries: Sequence[LedgerEntry], noted: Sequence[Head]) -> tuple[Head, list[Charge]] | None:
-    """The newest head that this ledger does not contain, and what was charged since the two went apart.
+    """The newest head that this ledger does not contain, and what was charged since the two diverged.
 
-    Not the last head alone is looked for: two ledgers of one run (a cloned machine) may note theirs in turns.
+    All heads are checked, not just the last: two ledgers of one run (a cloned machine) may note theirs alternately.
     """
     taken_over = {entry.fields.get("head") for entry in entries if entry.kind == "lost"}
     since = max((place for place, head in enumerate(noted, 1) if head.head in taken_over), default=0)
@@ -67,7 +67,7 @@ def lost_charges(entries: Sequence[LedgerEntry], noted: Sequence[Head]) -> tuple
     newest = noted[strange[-1]]
     common = next((head for head in reversed(noted[: strange[0]]) if contains(entries, head)), None)
     if any(contains(entries, head) for head in noted[strange[0] :]):
-        common = None  # in turns: how much of the own notes before is common to both is not known
+        common = None  # alternately: it is unknown how many of this ledger's earlier notes are common to both
     before = {(each.phase, each.rate, each.sigma): each.count for each in common.charged} if common else {}
     lost = [
         Charge(each.phase, each.rate, each.sigma, count)
@@ -79,5 +79,5 @@ def lost_charges(entries: Sequence[LedgerEntry], noted: Sequence[Head]) -> tuple
 
 def contains(entries: Sequence[LedgerEntry], head: Head) -> bool:
     if any(entry.kind == "lost" and entry.fields.get("head") == head.head for entry in entries):
-        return True  # its charges were taken over before
+        return True  # its charges were already taken over
     return 0 < head.length <= len(entries) and entries[head.length - 1].hash == head.head

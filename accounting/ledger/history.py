@@ -1,6 +1,6 @@
 """What a ledger says happened: segments, opened and committed steps, checkpoints, and the epsilon that is charged.
 
-Every opened step is charged, committed or not, in whichever segment; a step replayed within its segment is one.
+Every opened step is charged, committed or not, in whichever segment; a step replayed within its segment counts once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class History:
     trails: dict[int, NormTrail] = field(default_factory=dict)
     """Clipping norms of phases that adapt them."""
     shares: dict[StepId, float] = field(default_factory=dict)
-    """What was released at a committed step for the next norm, with noise."""
+    """The noised share that a committed step released for the next norm."""
     checkpoints: list[CheckpointMark] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)  # steps that did what no epsilon covers
     late_plans: list[int] = field(default_factory=list)  # phases whose plan may depend on steps opened before
@@ -77,13 +77,13 @@ class History:
     segment_lines: dict[tuple[int, int], int] = field(default_factory=dict)
     """How long the ledger was before each segment: what was written before belongs to an earlier one."""
     marks_before: dict[tuple[int, int], int] = field(default_factory=dict)
-    """How many checkpoints a segment was preceded by."""
+    """How many checkpoints there were before each segment."""
     copied: int = 0
     """How many segments there were when the run directory was last found to be a copy."""
     ids: list[str] = field(default_factory=list)
-    """By which the run is known, and before it the runs that it is a copy of, oldest first."""
+    """The id of the run comes last; before it, oldest first, those of the runs that it is a copy of."""
     lost: list[Charge] = field(default_factory=list)
-    """Charged by parts of this ledger that were lost when it was restored from a backup."""
+    """Charges of parts of this ledger that were lost when it was restored from a backup."""
     lost_at: int = 0
     """How many segments there were when the last such part was noticed."""
 
@@ -100,7 +100,7 @@ class History:
             raise LedgerError(f"there is no ledger at {path}; name the run directory that holds ledger.jsonl")
         entries = parse(path.read_bytes(), path.name)
         if not entries:
-            raise LedgerError(f"{path} is empty, so it tells of no run; restore it, or name another run directory")
+            raise LedgerError(f"{path} is empty, so it describes no run; restore it, or name another run directory")
         return History.of(entries), entries
 
     def take(self, entry: LedgerEntry) -> None:
@@ -192,7 +192,7 @@ class History:
             self.faults.append(f"step {step_id.step} of phase {step_id.phase} {fault}")
 
     def _require_current(self, step_id: StepId) -> Segment:
-        """Acts happen in the segment that was begun last, in any phase: going back to another needs a new one."""
+        """Steps belong to the segment that was begun last in any phase: going back to another needs a new one."""
         if not self.segments or (self.segments[-1].phase, self.segments[-1].number) != (step_id.phase, step_id.segment):
             raise ValueError(f"{step_id} is outside the current segment")
         return self.segments[-1]
@@ -214,7 +214,7 @@ class History:
         self.lost_at = len(self.segments)
 
     def _resume(self, line: ResumeLine | RecoveredLine) -> None:
-        del line  # tells a reader where the run went on; nothing is charged or credited for it
+        del line  # shows a reader where the run continued; nothing is charged or credited for it
 
     _recovered = _resume
 
@@ -251,7 +251,7 @@ class History:
 
     @property
     def keyed(self) -> bool:
-        """Whether its digests of records say nothing to those who have the records."""
+        """Whether its record digests are keyed, so that they tell nothing to anyone who has the records."""
         return self.run["record_digests"] == KEYED
 
     def segments_of(self, phase: int) -> list[Segment]:
@@ -273,7 +273,7 @@ class History:
         return found
 
     def protected(self) -> frozenset[str]:
-        """Digests of all records that these weights may tell of: this run's own, and those of runs before it."""
+        """Digests of all record sets that these weights may reveal: this run's own, and those of runs before it."""
         before = (digest for origin in self.origins for digest in origin.protected)
         return frozenset(segment.manifest_digest for segment in self.segments).union(before)
 
@@ -330,7 +330,7 @@ class History:
         )
 
     def event(self, phase: int, facts: StepFacts) -> Event:
-        """Where C adapts, σ·C_t / C_t is σ but for its last bit: steps that differ by no more are one mechanism."""
+        """If C adapts, σ·C_t / C_t is σ except for its last bit: steps that differ by no more are one mechanism."""
         event, plan = facts.event(), self.plans[phase]
         planned, event = plan.effective_noise_multiplier, replace(event, sigma=plan.charged_as(event.sigma))
         moves = plan.adaptive is not None or plan.grid_growth > 0
@@ -349,12 +349,12 @@ class History:
         return deltas.pop()
 
     def claimed_delta(self) -> float:
-        """Plans that were declared in the beginning are composed as one; each that outputs may have shaped adds its own
-        delta, as basic composition has it."""
+        """Plans declared before any private step are composed as one; each later plan, which outputs may have shaped,
+        adds its own delta by basic composition."""
         return self.delta() * (1 + len(self.late_plans))
 
     def epsilon(self, accountant: Accountant = "pld") -> float:
-        """Of everything opened in all private phases, at the run's delta."""
+        """Epsilon of everything opened in all private phases, at the run's delta."""
         events = self.charged()
         try:
             return epsilon(events, self.delta(), accountant) if events else 0.0

@@ -34,7 +34,7 @@ class Journal:
         self.history = History.of(ledger.entries)
         self._credit: dict[tuple[float, float], int] = {}
         self.witnesses: dict[str, Callable[[Head], None]] = {}
-        """Told how long the ledger is after every durable checkpoint, and at the end."""
+        """Called with the ledger's head after every durable checkpoint, and at the end."""
 
     def head(self) -> Head:
         return Head(self.history.run_id, self.ledger.length, self.ledger.head, self.history.charges())
@@ -46,8 +46,8 @@ class Journal:
                 tell(head)
 
     def admit_lost(self, found: tuple[Head, list[Charge]] | None, new_segment: str | None) -> None:
-        """Refuses a ledger that is older than it is known to have been (`heads.lost_charges`), unless a new segment is
-        declared: then all that is known to have been opened is charged here, too."""
+        """Refuses a ledger that lacks lines it is known to have had (`heads.lost_charges`), unless a new segment is
+        declared: then everything that is known to have been opened is charged here, too."""
         if found is None:
             return
         newest, lost = found
@@ -68,24 +68,24 @@ class Journal:
             self._append("choice", by=by)
 
     def declare_public(self, phase: int, use: PublicUse, digest: str) -> None:
-        """The owner's word for records or weights that are used without noise; what was used once was used."""
+        """Records the owner's word that records or weights used without noise are public; it is never taken back."""
         line = PublicLine(phase, use, digest)
         if line not in self.history.public_uses:
             self._append("public", **line.__dict__)
 
     def declare_store(self, phase: int, host: str) -> None:
-        """It sees which records are drawn, and what it saw once it knows."""
+        """Records a store, which sees which records are drawn; it is never taken back."""
         line = StoreLine(phase, host)
         if line not in self.history.stores:
             self._append("store", **line.__dict__)
 
     def declare_private_curves(self) -> None:
-        """Un-noised curves are kept for the owner; what was looked at cannot be unlooked at."""
+        """Records that un-noised curves are kept for the owner; it is never taken back."""
         if not self.history.private_curves:
             self._append("curves")
 
     def _append(self, kind: str, **fields: Any) -> None:
-        # Read by the rules first, so that a line that would make the ledger unreadable is never written.
+        # Checked by `History` first, so that a line that would make the ledger unreadable is never written.
         self.history.take(make_entry(self.ledger.length, kind, fields, self.ledger.head))
         self.ledger.append(kind, **fields)
 
@@ -124,7 +124,7 @@ class Journal:
         """`public_data` is the user's word, and every change of it is kept; one "no" marks the run NOT PRIVATE."""
         if phase in self.history.plans:
             raise LedgerError(
-                f"phase {name!r} began as a private phase, so it cannot go on without noise; start a new run directory"
+                f"phase {name!r} began as a private phase, so it cannot run without noise; start a new run directory"
             )
         known = self.history.nonprivate.get(phase)
         if known is None or known > public_data or manifest_digest not in self.history.public_manifests[phase]:
@@ -132,14 +132,14 @@ class Journal:
             self._append("nonprivate", phase=phase, **fields)
 
     def declare_origin(self, origin: Origin) -> bool:
-        """Whether it was not known before."""
+        """Returns whether the origin is new."""
         if origin in self.history.origins:
             return False
         self._append("origin", **origin.as_dict())
         return True
 
     def declare_tuning(self, declared: Declared) -> float | None:
-        """Written once, before the first step if it is known then. The epsilon that it will make of the planned run."""
+        """Writes it once, before the first step if known then. Returns the epsilon that it makes of the planned run."""
         planned = self.history.planned()
         cost = tuned_epsilon(planned, self.history.delta(), declared.tuning) if declared.tuning and planned else None
         if declared not in self.history.tunings:
@@ -163,7 +163,7 @@ class Journal:
         self._append("resume", phase=phase, step=step)
 
     def open_step(self, phase: int, step: int, facts: StepFacts) -> None:
-        """Durable before anything of the step is computed; a replay writes nothing and must be identical."""
+        """Durable before any part of the step is computed; a replay writes nothing and must be identical."""
         step_id = self._step_id(phase, step)
         known = self.history.opened.get(step_id)
         if known is not None:
@@ -188,8 +188,8 @@ class Journal:
         self._credit[key] -= 1
 
     def commit_step(self, phase: int, step: int, facts: StepFacts, share: float | None = None) -> float | None:
-        """`share`: what is released for the next clipping norm. Returns what stands in the ledger: on a replay, which
-        may round otherwise, that of the first time, since a share is released once."""
+        """`share`: what is released for the next clipping norm. Returns the share in the ledger: on a replay, which may
+        round differently, that of the first time, since a share is released only once."""
         step_id = self._step_id(phase, step)
         known = self.history.committed.get(step_id)
         if known is not None:
@@ -211,13 +211,13 @@ class Journal:
         return share
 
     def clip_norm_after(self, phase: int, step: int, digest: str | None) -> float:
-        """C of the step after the checkpoint with this digest, from the ledger alone; None: the phase begins."""
+        """C of the step after the checkpoint with this digest, from the ledger alone; no digest: the phase begins."""
         named = [mark.segment for mark in self.history.checkpoints if mark.digest == digest]
         newest = len(self.history.segments_of(phase))
         return self.history.trails[phase].after(named[0] if named else newest, step)
 
     def checkpointed(self, phase: int, step: int, digest: str) -> None:
-        """Only after the checkpoint is durable: from here on, what depends on it may leave the job."""
+        """Call only once the checkpoint is durable: from here on, outputs that depend on it may leave the job."""
         segments = self.history.segments_of(phase)
         mark = CheckpointMark(phase, segments[-1].number if segments else 0, step, digest)
         if mark != self.history.last_checkpoint():
@@ -230,16 +230,16 @@ class Journal:
             self.tell_witnesses()
 
     def note_copied(self, reason: str) -> None:
-        """This directory is a copy, and its original may go on too: no key of before may be used from here on."""
+        """This directory is a copy, and its original may continue too: no earlier key may be used from here on."""
         self._append("copied", reason=reason, id=secrets.token_hex(16))
 
     def admit_checkpoint(self, phase: int, step: int, digest: str, written_at: int) -> None:
-        """Refuses to go on from weights whose last step may stand elsewhere, made again and rounded differently.
+        """Refuses to continue from weights whose last step may also exist elsewhere, repeated with other rounding.
 
         The ledger names every checkpoint that outputs may depend on. One that it does not name is either the newest,
-        whose line a kill prevented, or an orphan: of a copy, or of a segment that was left. `written_at` is the length
-        of the ledger that the checkpoint remembers: an orphan is older than the current segment, or than a resume from
-        elsewhere.
+        whose line a kill prevented, or an orphan: of a copy, or of an abandoned segment. `written_at` is the length of
+        the ledger recorded in the checkpoint: an orphan is older than the current segment, or than a resume from
+        another step.
         """
         if phase not in self.history.plans or any(mark.digest == digest for mark in self.history.checkpoints):
             return
@@ -247,7 +247,7 @@ class Journal:
         if current is not None and current.phase == phase and self._same_directory():
             done = [s.step for s in self.history.committed if (s.phase, s.segment) == (phase, current.number)]
             own = written_at > self.history.segment_lines[phase, current.number]
-            # Since then the run may have gone on from an older checkpoint, and made these very steps again.
+            # Since then the run may have continued from an older checkpoint, and repeated these very steps.
             own = own and not any(
                 later.kind in ("resume", "checkpoint")
                 and (later.fields["phase"], later.fields["step"]) != (phase, step)
@@ -256,8 +256,8 @@ class Journal:
             if own and max(done, default=current.from_step) == step:
                 return
         raise LedgerError(
-            f"the ledger does not know this checkpoint of step {step}, and another copy of the run may have made the "
-            "step again; go on from a checkpoint that the ledger names, or start a new run directory"
+            f"the ledger does not know this checkpoint of step {step}, and another copy of the run may have repeated "
+            "the step; continue from a checkpoint that the ledger names, or start a new run directory"
         )
 
     def _same_directory(self) -> bool:
@@ -285,7 +285,7 @@ class Journal:
             return f"another phase was trained after phase {phase}"
         trail = self.history.trails.get(phase)
         if trail is not None and trail.told(current.number) > step + 1:
-            # The first share after the checkpoint came from its weights; later ones from weights that nobody has.
+            # The first share after the checkpoint came from its weights; later ones came from weights that are lost.
             return f"the ledger tells shares of clipped records from weights that were lost after step {step}"
         return self._reason_of_checkpoints(current, step)
 
@@ -307,7 +307,7 @@ class Journal:
         if last.step > step:
             return f"rolled back to step {step} of phase {phase}, behind a checkpoint that outputs may depend on"
         # A kill between a checkpoint and its line leaves a checkpoint of the newest committed step.
-        # (The step after it may be open: it was dropped in the middle, and released nothing.)
+        # (The step after it may be open: it was interrupted, and released nothing.)
         done = [s.step for s in self.history.committed if (s.phase, s.segment) == (phase, current.number)]
         if last.step < step and max(done, default=None) != step:
             return f"the checkpoint of step {step} is not the last one that the ledger knows of"
@@ -320,12 +320,12 @@ class Journal:
         return StepId(phase, segments[-1].number, step)
 
     def _budget(self, phase: int) -> float:
-        """Of the phases up to this one, and of later ones that were opened before a rollback led back here."""
+        """The budget of the phases up to this one, and of later ones that were begun before a rollback to here."""
         reached = max([phase, *(segment.phase for segment in self.history.segments)])
         return sum(plan.epsilon_budget for index, plan in self.history.plans.items() if index <= reached)
 
     def _affordable(self, phase: int, event: Event, wanted: int) -> int:
-        """Of all phases together, and of this one by itself: what an earlier one left is not this one's to spend."""
+        """Steps that fit the budgets of all phases together and of this one: an earlier one's rest may not be spent."""
         history, own = self.history, self.history.plans[phase].epsilon_budget
         return min(
             affordable_steps(charged, event.rate, event.sigma, wanted, budget, history.delta())

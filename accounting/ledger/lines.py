@@ -1,4 +1,4 @@
-"""What the lines of a ledger hold, by kind. `History` reads every line as one of these, and refuses any other."""
+"""The contents of ledger lines, by kind. `History` reads every line as one of these, and refuses any other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RecordDigests = Literal["sha256", "hmac-sha256", "name"]
 UNKEYED: RecordDigests = "sha256"
 KEYED: RecordDigests = "hmac-sha256"
 NAMED: RecordDigests = "name"
-"""By what a ledger knows records: a bare hash of their files, one keyed by a secret, or what a program calls them."""
+"""How a ledger identifies records: by a bare hash of their files, one keyed by a secret, or a name from a program."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TuningLine:
 
 @dataclass(frozen=True)
 class CopiedLine:
-    """`id` is by which the copy is known from here on; copies that were noted by version 0.1 have none."""
+    """`id` is the id of the copy from here on; copies that were noted by version 0.1 have none."""
 
     __pydantic_config__ = CLOSED
     reason: str
@@ -94,7 +94,7 @@ class CopiedLine:
 
 @dataclass(frozen=True)
 class LostLine:
-    """This ledger is older than it was once known to be; what the lost part had charged is charged here."""
+    """This ledger lacks lines that it is known to have had; what they had charged is charged here."""
 
     __pydantic_config__ = CLOSED
     length: int
@@ -134,7 +134,7 @@ class PublicLine:
     digest: str
 
     def deviation(self, name: str) -> str:
-        """What a certificate must say of it."""
+        """The sentence that a certificate must contain about it."""
         return f"{PUBLIC_USES[self.use]} phase {name!r} (digest {self.digest[:16]}) {PUBLIC_WORD}"
 
 
@@ -148,14 +148,14 @@ PUBLIC_WORD = "are public by the word of the run's owner, which nothing here can
 
 @dataclass(frozen=True)
 class StoreLine:
-    """A store that private records are fetched from, one range of bytes for each that is drawn."""
+    """A store that private records are fetched from, one range of bytes for each drawn record."""
 
     __pydantic_config__ = CLOSED
     phase: int
     host: str
 
     def deviation(self, name: str) -> str:
-        """What a certificate must say of it."""
+        """The sentence that a certificate must contain about it."""
         return (
             f"The records of phase {name!r} were fetched from {self.host} as they were drawn. Whoever runs that store, "
             "or sees its access log, knows which records took part in which step; the claim rests on that being a "

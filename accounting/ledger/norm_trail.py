@@ -1,4 +1,4 @@
-"""The clipping norms of one phase as its ledger is read: what each step had to use, and what follows."""
+"""Tracks the clipping norms of one phase as its ledger is read: what each step had to use, and what follows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from murmuration.accounting.ledger.facts import StepFacts
 
 @dataclass
 class NormTrail:
-    """Of one phase, as its ledger is read: what C_t had to be at each step, and what follows. Keys: (segment, step)."""
+    """What C_t had to be at each step of one phase, and the C that follows from it. Keys are (segment, step)."""
 
     rule: AdaptiveRule
     first: float
@@ -36,7 +36,7 @@ class NormTrail:
         )
 
     def _at_begin(self, segment: int, begun_after: int) -> list[float]:
-        """A segment goes on from weights of an earlier one, which knew the shares up to there."""
+        """Norms that a segment may begin with: it continues from weights of an earlier one, which has those shares."""
         if begun_after == 0:
             return [self.first]
         return [norm for (s, step), norm in self._following.items() if s < segment and step == begun_after]
@@ -56,5 +56,5 @@ class NormTrail:
         return self._following[max(made_in), step]
 
     def told(self, segment: int) -> int:
-        """The last step whose share stands in the ledger; 0 if none does."""
+        """The last step whose share is in the ledger; 0 if none is."""
         return max((step for s, step in self._following if s == segment), default=0)

@@ -1,4 +1,4 @@
-"""Runs whose weights a run began from: what they promised is about other records, and adds up where both meet."""
+"""Runs whose weights a run began from: their promises are about their own records, and add up for records in both."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from murmuration.accounting.typed import CLOSED
 
 @dataclass(frozen=True)
 class Origin:
-    """A run that is known by its ledger; `protected` are digests of its records, and of those of runs before it."""
+    """A run that is known by its ledger; `protected` has the digests of its records, and of those of runs before it."""
 
     __pydantic_config__ = CLOSED
     run: str
     id: str
-    """Of the ledger's first line."""
+    """The hash of the ledger's first line."""
     epsilon: float
     """Its budget."""
     delta: float
@@ -29,7 +29,7 @@ class Origin:
         return asdict(self) | {"protected": list(self.protected)}
 
     def deviation(self) -> str:
-        """What a certificate must say of it."""
+        """The sentence that a certificate must contain about it."""
         return (
             f"The weights began from those of run {self.run!r}, which promised (epsilon = {self.epsilon:g}, delta = "
             f"{self.delta:.3g}) on records of its own. Whoever has records there, too, in whichever set of them, is "

@@ -1,4 +1,4 @@
-"""Micro-batches of records that a function returns: tensors in memory, a data set of one's own."""
+"""Micro-batches of records that a function returns, such as tensors in memory or a custom data set."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from murmuration.data.decode.decode import BadRecord
 from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
 
 Read = Callable[[np.ndarray], Mapping[str, Tensor]]
-"""From an array with the number of one record to the model's inputs: by name, each with one row."""
+"""Maps an array with the number of one record to the model's inputs, by name, each with one row."""
 
 
 class FunctionReader:
-    """What a `Loader` reads by. `read` is asked for one record at a time, by one thread at a time, so that no record's
-    inputs can depend on the others that were drawn.
+    """A `Reader` for a `Loader`. `read` is called for one record at a time, by one thread at a time, so that the inputs
+    of a record cannot depend on the others that were drawn.
 
-    A record for which it raises BadRecord, or gives another shape than `like` has, is left out: absent, and n stays.
+    A record for which it raises BadRecord, or returns another shape than that of `like`, is absent; n does not change.
     """
 
     in_flight = 1
@@ -52,8 +52,8 @@ class FunctionReader:
         found = dict(self._read(number))
         if found.keys() != self._empty.keys():
             raise ValueError(
-                f"read() gives other inputs than the synthetic records have, which are {sorted(self._empty)}; both are "
-                "the model's inputs, so give both the same names"
+                f"read() returns other inputs than those of the synthetic records, {sorted(self._empty)}; both are the "
+                "model's inputs, so give both the same names"
             )
         for name, row in found.items():
             if row.shape != self._empty[name].shape:
@@ -61,9 +61,9 @@ class FunctionReader:
         return found
 
     def report(self, fetched: Fetched) -> None:
-        """Private: which records are unusable says something about them."""
+        """Note the bad records. Private: which records are unusable reveals something about them."""
         for record, reason in fetched.bad.items():
             self.bad_reasons.setdefault(record, reason)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""

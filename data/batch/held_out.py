@@ -1,7 +1,7 @@
-"""Private records that are drawn like all others and not trained on, so that accuracy can be measured on them.
+"""Private records that are drawn like all others but not trained on, so that accuracy can be measured on them.
 
-Which ones is a function of the record's number and the share, and of nothing else: of no key, so that a run that goes
-on with new keys holds out the same, and of no content, so that neighbouring data sets are cut alike.
+Whether a record is held out is a function of its number and the share only. It depends on no key, so that a run that
+continues with new keys holds out the same records, and on no content, so that neighbouring data sets are split alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GOLDEN, _FACTORS, _SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB
 
 
 def is_held_out(records: np.ndarray, share: float) -> np.ndarray:
-    """Of record numbers; whatever stands in the place of a missing one is not."""
+    """Whether each record number is held out; the placeholder of an empty slot is not."""
     mixed = (records.astype(np.int64).view(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -26,7 +26,7 @@ def is_held_out(records: np.ndarray, share: float) -> np.ndarray:
 
 
 class HeldOutReader:
-    """Marks the held-out records of each micro-batch; the step takes the mark off and trains on the rest."""
+    """Marks the held-out records of each micro-batch; the step removes the mark and trains on the rest."""
 
     def __init__(self, inner: Reader, share: float) -> None:
         self._inner, self._share = inner, share

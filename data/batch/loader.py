@@ -1,9 +1,9 @@
 """Micro-batches step after step, read ahead across step boundaries, with no state but the step number.
 
-The draw of step t+1 is known while t trains, because the sampler is a function of the step. So it is drawn in a
-background thread, and its first micro-batches are read as soon as the last ones of t are on their way. Reading
-ahead computes nothing on private records and reports nothing about them: bad records are reported, and errors
-raised, with the micro-batch that is handed out. At most `ahead` micro-batches are in memory or on their way.
+The draw of step t+1 can be known while t trains, because the sampler is a function of the step. So it is drawn in a
+background thread, and its first micro-batches are requested as soon as the last ones of t are. Reading ahead computes
+nothing on private records and reports nothing about them: bad records are reported, and errors raised, with the
+micro-batch that is handed out. At most `ahead` micro-batches are in memory or being read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ D = TypeVar("D", bound=Ids)
 
 
 class BackgroundSampler(Generic[D]):
-    """The same draws as `sampler`, each begun while the step before it trains."""
+    """The same draws as `sampler`, each started while the previous step trains."""
 
     def __init__(self, sampler: Sampler[D], last: int) -> None:
         self._sampler, self._last = sampler, last
@@ -44,7 +44,7 @@ class BackgroundSampler(Generic[D]):
             self._begin(step + 1)
 
     def ready(self, step: int) -> D | None:
-        """The draw where it is there already; None where it is not, or failed (it will fail again when asked for)."""
+        """The draw if it is ready; None if it is not, or if it failed (it fails again when it is requested)."""
         found = self._known.get(step)
         return found.result() if found is not None and found.done() and found.exception() is None else None
 
@@ -64,7 +64,7 @@ class PublicDraw:
 
 @dataclass(frozen=True)
 class PublicOrder:
-    """Public epochs as a sampler whose steps, like all trainers' steps, count from one."""
+    """Public epochs as a sampler whose steps count from one, as in all trainers."""
 
     epochs: Epochs
 
@@ -74,7 +74,7 @@ class PublicOrder:
 
 @dataclass(frozen=True)
 class _Row:
-    """One micro-batch on its way."""
+    """One micro-batch that is being read."""
 
     step: int
     number: int
@@ -83,7 +83,7 @@ class _Row:
 
 
 class Reader(Protocol):
-    """What a loader reads by: records of shards, or rows that were made of them."""
+    """Reads micro-batches for a loader, from the records of shards or from rows derived from them."""
 
     @property
     def in_flight(self) -> int: ...
@@ -96,9 +96,9 @@ class Reader(Protocol):
 
 
 class Loader(Generic[D]):
-    """`step(t)`, or `draw(t)` and then `micro_batches(ids, t)`. Used by one thread; owns the reader it is given.
+    """`step(t)`, or `draw(t)` and then `micro_batches(ids, t)`. For use by one thread; owns the reader it is given.
 
-    Steps may be asked for in any order; only when they come one after the other is reading ahead of use.
+    Steps may be requested in any order, but reading ahead helps only if they are consecutive.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class Loader(Generic[D]):
         last: int, ahead: int | None = None, plan: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:  # fmt: skip
         if ahead is None:
-            # Small micro-batches must not keep the reader from having as many records on their way as it can.
+            # Small micro-batches must not keep the reader from reading as many records at a time as it can.
             ahead = max(3, 1 + math.ceil(reader.in_flight / micro_batch))
         if ahead < 1:
-            raise ValueError(f"{ahead} micro-batches ahead: at least the one that is asked for must be read")
+            raise ValueError(f"{ahead} micro-batches ahead: at least the requested one must be read")
         self._reader, self._last, self._ahead = reader, last, ahead
         self._plan = plan or (lambda ids: slots(ids, rank, world, micro_batch))
         self._sampler = BackgroundSampler(sampler, last)
@@ -124,7 +124,7 @@ class Loader(Generic[D]):
         return self._sampler.draw(step)
 
     def micro_batches(self, ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
-        """Those of `ids`, in order. Leaving the iterator early drops what was read for it."""
+        """The micro-batches of `ids`, in order. Leaving the iterator early drops those read ahead."""
         self._sampler.begin_after(step)
         rows = self._plan(ids)
         at = 0
@@ -142,7 +142,7 @@ class Loader(Generic[D]):
                 self._drop()
 
     def _fill(self, rows: np.ndarray, step: int, at: int) -> None:
-        """Sends off what is missing of the next `ahead` micro-batches, counted from row `at` of `step`."""
+        """Start reading those of the next `ahead` micro-batches, from row `at` of `step`, not yet being read."""
         wanted = [(step, number, rows[number]) for number in range(at, min(len(rows), at + self._ahead))]
         if len(wanted) < self._ahead and step < self._last and (coming := self._sampler.ready(step + 1)) is not None:
             following = self._plan(coming.ids)[: self._ahead - len(wanted)]
@@ -161,7 +161,7 @@ class Loader(Generic[D]):
             self._waiting.pop().fetched.cancel()
 
     def close(self) -> None:
-        """At once, in the middle of anything; what is still being read ends by itself and goes nowhere."""
+        """Close at once, at any point; reads in progress end by themselves and their results are discarded."""
         self._drop()
         self._sampler.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

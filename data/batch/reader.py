@@ -1,9 +1,9 @@
-"""Sampled ids -> micro-batches of fixed shape, equally many on every rank.
+"""Sampled ids -> micro-batches of fixed shape, the same number on every rank.
 
 Shapes and counts never depend on the data: padding fills the last micro-batch and idle ranks, because ranks
 that disagree about the number of collectives hang, and because |S_t| is private. A bad record keeps its slot
-with `present` False and zero inputs; putting another record in its place would let that one count twice. The slot of
-an excluded record is as empty as padding: nothing is read for it.
+with `present` False and zero inputs; another record in its place would count twice. The slot of an excluded record is
+as empty as padding: nothing is read for it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What the model needs of a record, and in which shape."""
+    """The inputs that the model needs of a record, and their shapes."""
 
     image_size: int
     augment: Kind = "none"
     mask_patches: int = 0  # > 0: `mask_noise` with that many columns
     drop_keys: bool = False  # `drop_key`, for a model that drops units
     labels: tuple[str, ...] = ()  # integer fields of the record's .json; `cls` is its .cls or class folder
-    target: str | None = None  # one of `labels`: what a classifier is to say, handed over as "labels"
-    weight: str | None = None  # a number in the record's .json, handed over as WEIGHT
-    classes: int = 0  # > 0: a target that is not in 0..classes-1 makes a bad record
-    class_list: ClassList | None = field(default=None, repr=False)  # numbers the names that a .cls may hold
+    target: str | None = None  # one of `labels`: the classifier's target, passed on as "labels"
+    weight: str | None = None  # a number in the record's .json, passed on as WEIGHT
+    classes: int = 0  # > 0: a record whose target is not in 0..classes-1 is bad
+    class_list: ClassList | None = field(default=None, repr=False)  # numbers for the names that a .cls may contain
     image_suffixes: tuple[str, ...] = SUFFIXES
     text_suffix: str = "txt"
     mean: tuple[float, float, float] = IMAGENET_MEAN
@@ -66,7 +66,7 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class _Parts:
-    """One record, ready to be laid into its slot."""
+    """One record, ready to be written into its slot."""
 
     pixels: np.ndarray
     tokens: list[int]
@@ -76,7 +76,7 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Rows:
-    """One micro-batch; a row keeps its zeros until a record is laid into it."""
+    """One micro-batch; a row stays zero until a record is written into it."""
 
     images: np.ndarray
     tokens: np.ndarray
@@ -102,7 +102,7 @@ class _Rows:
 class BatchReader:
     """Reads rows of ids into MicroBatches. `bad_records` is private: its length is a function of the data.
 
-    `read` may be called from several threads; records of all rows go through one pool of them, first come first.
+    `read` may be called from several threads; the records of all rows go through one thread pool in order of arrival.
     """
 
     def __init__(
@@ -139,14 +139,14 @@ class BatchReader:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="records") if threads > 1 else None
         self._pin = pin_memory
         self._bad: dict[int, str] = {}
-        # In the form the uint8 pixels want: x * scale + shift.
+        # Normalisation in the form that suits uint8 pixels: x * scale + shift.
         std = np.asarray(spec.std, dtype=np.float32)
         self._scale = (1 / (255 * std)).reshape(3, 1, 1)
         self._shift = (-np.asarray(spec.mean, dtype=np.float32) / std).reshape(3, 1, 1)
 
     @property
     def bad_records(self) -> list[int]:
-        """Ids found bad so far, each once. For private sinks only."""
+        """Ids of the bad records found so far, each once. For private sinks only."""
         return list(self._bad)
 
     @property
@@ -162,7 +162,7 @@ class BatchReader:
         return fetched.batch
 
     def report(self, fetched: Fetched) -> None:
-        """Bad records of a batch that is used. What was read ahead and dropped is nobody's business."""
+        """Note the bad records of a batch that is used; those of batches read ahead and dropped are not noted."""
         for record, reason in fetched.bad.items():
             self._bad.setdefault(record, reason)
 
@@ -181,7 +181,7 @@ class BatchReader:
         return Fetched(MicroBatch(inputs, there), bad)
 
     def _lay(self, parts: _Parts, rows: _Rows, row: int, record: int, step: int) -> None:
-        # Normalised one by one: a picture fits in the processor's cache, a batch does not.
+        # Normalised one by one: a picture fits into the processor's cache, a batch does not.
         np.multiply(parts.pixels.transpose(2, 0, 1), self._scale, out=rows.images[row], dtype=np.float32)
         rows.images[row] += self._shift
         rows.tokens[row], rows.labels[row], rows.weights[row] = parts.tokens, parts.labels, parts.weight
@@ -192,7 +192,7 @@ class BatchReader:
         rows.present[row] = True
 
     def _inputs(self, rows: _Rows) -> dict[str, torch.Tensor]:
-        """What the model takes of the rows, by the names it takes them under."""
+        """The model's inputs from the rows, by name."""
         spec = self.spec
         inputs = {"images": torch.from_numpy(rows.images)}
         if self.text is not None:
@@ -208,7 +208,7 @@ class BatchReader:
         return inputs
 
     def close(self) -> None:
-        """At once: reads in progress end with an error, nothing waits for a slow store."""
+        """Close at once: reads in progress end with an error, and nothing waits for a slow store."""
         self._cancelled.set()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
@@ -220,7 +220,7 @@ class BatchReader:
             return (self._one(record, step) for record in records)
         try:
             return self._pool.map(self._one, records, [step] * len(records))
-        except RuntimeError:  # closed by another thread between two of them
+        except RuntimeError:  # another thread closed the pool between two records
             if self._cancelled.is_set():
                 raise CancelledError from None
             raise
@@ -237,7 +237,7 @@ class BatchReader:
     def _prepare(self, members: dict[str, bytes], record: int, step: int) -> _Parts:
         suffix = next((suffix for suffix in self.spec.image_suffixes if suffix in members), None)
         if suffix is None:
-            raise BadRecord(f"no image: the record holds {sorted(members)}")
+            raise BadRecord(f"no image: the record contains {sorted(members)}")
         # The cheap parts first: a record without a caption needs no decoding.
         spec = self.spec
         with parsing("the caption or a number cannot be read"):
@@ -250,7 +250,7 @@ class BatchReader:
         if self.text is None:
             return []
         if self.spec.text_suffix not in members:
-            raise BadRecord(f"no caption: the record holds {sorted(members)}")
+            raise BadRecord(f"no caption: the record contains {sorted(members)}")
         try:
             return self.text.encode(members[self.spec.text_suffix].decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -258,7 +258,7 @@ class BatchReader:
 
 
 def iterate(reader: BatchReader, rows: np.ndarray, step: int) -> Iterator[MicroBatch]:
-    """The micro-batches of `rows` in order, the next one being read while the caller computes."""
+    """The micro-batches of `rows` in order; the next one is read while the caller computes."""
     with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as ahead:
         waiting = ahead.submit(reader.read, rows[0], step) if len(rows) else None
         for row in rows[1:]:

@@ -1,7 +1,7 @@
-"""One record in one read: the bytes that the index points at, taken apart into its members.
+"""One record in one read: the bytes that the index points at, split into the record's members.
 
 A record that cannot be *read* is a ShardError, never a bad record: leaving it out would make the sampled set
-depend on the weather of a file system, so reads are tried again and then the run stops.
+depend on transient faults of a file system, so reads are retried and then the run stops.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from murmuration.data.store.tar import DAMAGED
 
 @runtime_checkable
 class RecordReader(Protocol):
-    """Anything that gives a record's members, by lower-case suffix. An index whose records are made, not stored,
-    is one itself, and is then read without any of what follows here."""
+    """Anything that returns a record's members, by lower-case suffix. An index whose records are generated, not stored,
+    is itself a RecordReader and is read without the rest of this module."""
 
     def read(self, record: int) -> dict[str, bytes]: ...
 
@@ -47,9 +47,9 @@ class ShardReader:
 
     def read(self, record: int) -> dict[str, bytes]:
         if self.index.left_out(record):
-            raise ShardError(f"{self.index.folder}: an excluded record was asked for, and those are never read")
+            raise ShardError(f"{self.index.folder}: an excluded record was requested, and those are never read")
         place, start, end = self.index.locate(record)
-        what = self.index.owner(record)  # which record was drawn is nobody's business, and this reaches the console
+        what = self.index.owner(record)  # which record was drawn is private, and this reaches the console
         try:
             return patiently(lambda: self._once(place, start, end, record, what), self._patience, self._cancelled)
         except _DamagedError as error:
@@ -66,7 +66,7 @@ class ShardReader:
         except ChangedShardError:
             raise
         except ShardError as error:
-            # Damaged headers are tried again too: a page torn in transit looks just like that.
+            # Damaged headers are retried too: a page torn in transit looks the same.
             self._source.forget(place)
             raise _DamagedError(str(error)) from error
         except OSError:
@@ -75,22 +75,22 @@ class ShardReader:
 
 
 class _DamagedError(OSError):
-    """Bytes that came and were wrong: worth another try, like bytes that did not come."""
+    """Bytes came but were wrong: worth a retry, as if they had not come."""
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How bytes are fetched and pictures decoded. None of it changes a pixel, so a resumed run may change it."""
+    """How bytes are fetched and pictures decoded. No option changes a pixel, so a resumed run may change them."""
 
     workers: int = 0  # decoding processes; 0 decodes in this process, where a hostile file can end it
     in_flight: int = 1  # records that are being read at a time
     timeout_seconds: float = 30.0  # of one request to a remote store
     cache: Cache | None = None
-    limits: Limits = LIMITS  # of one decode; no option of a run, because they decide which records are bad
+    limits: Limits = LIMITS  # of one decode; not an option of a run, because they decide which records are bad
 
 
 def open_source(index: RecordIndex, reading: ReadOptions) -> RangeSource:
-    """The source that fits where the records lie, behind the cache where one is wanted."""
+    """The source for the place of the records, behind the cache if one is configured."""
     place = index.locate(0)[0]
     if isinstance(place, Path):
         return LocalFiles()

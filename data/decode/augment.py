@@ -1,8 +1,8 @@
 """Image augmentation keyed by (key, step, record id), so that pixels never depend on who computes them.
 
-The random numbers of a record come straight from a keyed hash of (step, record): the same crop at any world
-size, worker count, batch composition or restart, which is what makes a replayed step identical. Integers
-become uniforms by one exact division, so no random-number library's promises are needed.
+The random numbers of a record come straight from a keyed hash of (step, record): the crop is the same at any world
+size, worker count, batch composition or restart, which makes a replayed step identical. Integers become uniforms by
+one exact division, so nothing depends on the promises of a random-number library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from PIL import Image
 
 Kind = Literal["none", "center", "random_resized_crop", "inception_crop"]
 KINDS: tuple[Kind, ...] = ("none", "center", "random_resized_crop", "inception_crop")
-# Smallest and largest share of the area that a random crop keeps.
+# The smallest and largest share of the area that a random crop keeps.
 AREAS: dict[Kind, tuple[float, float]] = {"random_resized_crop": (0.2, 1.0), "inception_crop": (0.05, 1.0)}
 RATIO = (3 / 4, 4 / 3)
 
@@ -31,12 +31,13 @@ class View:
     flip: bool = False
 
     def shorter_side(self, width: int, height: int, size: int) -> int:
-        """How many pixels the image's shorter side needs for this part to be shown with `size` pixels."""
+        """The number of pixels the image's shorter side needs for this part to be shown with `size` pixels."""
         left, top, right, bottom = self.box
         return math.ceil(min(width, height) * size / min(right - left, bottom - top))
 
     def render(self, pixels: np.ndarray, size: int, shrunk: int = 1, margin: tuple[int, int] = (0, 0)) -> np.ndarray:
-        """uint8 [size, size, 3]. `pixels` may be the image at 1/`shrunk`, after `margin` pixels left and above."""
+        """uint8 [size, size, 3]. `pixels` may be the image at 1/`shrunk`, with `margin` full pixels before it on the
+        left and at the top."""
         left, top, right, bottom = ((side + margin[at % 2]) / shrunk for at, side in enumerate(self.box))
         box = (left, top, min(right, pixels.shape[1]), min(bottom, pixels.shape[0]))
         if box == (0, 0, size, size) == (0, 0, *pixels.shape[1::-1]):
@@ -101,13 +102,13 @@ def _crop_box(
 
 
 def drop_key(key: bytes, step: int, record: int) -> int:
-    """An int64, from which a model that drops units makes this record's masks of this step."""
+    """An int64 from which a model that drops units derives this record's masks for this step."""
     raw = hashlib.shake_128(b"mur-drop-key" + struct.pack("<QQQ", len(key), step, record) + key).digest(8)
     return int.from_bytes(raw, "little", signed=True)
 
 
 def mask_noise(key: bytes, step: int, record: int, patches: int) -> np.ndarray:
-    """float32 uniforms in [0, 1), one per patch; an MAE keeps the patches with the smallest ones."""
+    """float32 uniforms in [0, 1), one per patch; an MAE keeps the patches with the smallest values."""
     name = struct.pack("<QQ", step, record)
     raw = hashlib.shake_128(b"mur-mask-noise" + struct.pack("<Q", len(key)) + key + name).digest(4 * patches)
     # 24 bits, the most that float32 holds exactly: a value rounded up to 1.0 would leave the interval.

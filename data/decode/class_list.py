@@ -1,8 +1,8 @@
-"""A public list of classes: which output of a classifier stands for which name, whatever folders or records there are.
+"""A public list of classes: which output of a classifier stands for which name, whatever folders or records exist.
 
-Without one, class folders are numbered by the place of their names among those that are there. For private records that
-is a leak: one record more, alone in its folder, shifts the label of every record behind it, and the noise is sized for
-one. And two folders with different classes would share outputs by rank.
+Without one, class folders are numbered by the rank of their names among those present. For private records that is a
+leak: one additional record, alone in its folder, shifts the label of every record behind it, and the noise is sized for
+one record. Also, two data folders with different classes would share outputs by rank.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class ClassList:
 
     @staticmethod
     def read(path: Path) -> ClassList:
-        """One name per line, or a JSON list where the file is called .json."""
+        """One name per line, or a JSON list if the file name ends in .json."""
         try:
             raw = path.read_bytes()
             found = parse(raw) if path.suffix == ".json" else raw.decode("utf-8-sig").splitlines()
         except OSError as error:
             raise ShardError(f"{path}: the class list cannot be read ({error.strerror}); name another") from None
         except ValueError as error:
-            raise ShardError(f"{path}: no class list ({error}); write one name per line, in UTF-8") from None
+            raise ShardError(f"{path}: not a class list ({error}); write one name per line, in UTF-8") from None
         if not isinstance(found, list) or not found or not all(isinstance(name, str) for name in found):
-            raise ShardError(f"{path}: no class list; write one name per line, or a JSON list of names")
+            raise ShardError(f"{path}: not a class list; write one name per line, or a JSON list of names")
         names = tuple(name.strip() for name in found)
         if "" in names:
             raise ShardError(f"{path}: line {names.index('') + 1} names no class, and numbers count lines; remove it")

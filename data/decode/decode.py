@@ -1,14 +1,14 @@
-"""Image bytes -> RGB pixels, with one clear answer for bytes that are no image.
+"""Image bytes -> RGB pixels, with one clear answer for bytes that are not an image.
 
-BadRecord means: these bytes will fail in the same way on every machine and at every try. Only such a record
-may be left out of a step (its slot contributes zero); anything that could go better next time must stop the
-run instead, which is why a MemoryError passes through here untouched.
+BadRecord means that these bytes fail in the same way on every machine and at every try. Only such a record may be left
+out of a step (its slot contributes zero); any failure that may not recur must stop the run instead, which is why a
+MemoryError passes through here untouched.
 
-What becomes of unusual images: EXIF orientation is applied; CMYK, grey, palette and 1-bit become RGB; alpha and
-transparent palettes are laid on white; 16 bits per channel are scaled to 8 (Pillow alone turns 16-bit grey
-white); of an animation the first frame counts; a damaged EXIF block is ignored. Refused as bad: images over
-MAX_PIXELS (decompression bombs), truncated ones, and formats that are not in FORMATS. Bit flips in the middle
-of a JPEG decode to noise without an error: no decoder notices them all.
+Unusual images: EXIF orientation is applied; CMYK, grey, palette and 1-bit become RGB; alpha and transparent palettes
+are composited on white; 16 bits per channel are scaled to 8 (Pillow alone turns 16-bit grey white); only the first
+frame of an animation is used; a damaged EXIF block is ignored. Images over MAX_PIXELS (decompression bombs), truncated
+images and formats not in FORMATS are refused as bad. Bit flips in the middle of a JPEG decode to noise without an
+error: no decoder notices them all.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError, WebPImagePlugin
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # a short list: every further parser is attack surface
-SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")  # of members that hold an image, in the order of preference
-MAX_PIXELS = 89_478_485  # Pillow's own limit, spelt out because other libraries like to switch Pillow's off
-# Pillow loads this parser late, and all its others with it: a quarter of a second of computing in whichever record
-# comes first that is no JPEG, PNG, GIF or BMP.
+SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")  # of image members, in order of preference
+MAX_PIXELS = 89_478_485  # Pillow's own limit, spelt out because other libraries tend to switch Pillow's off
+# Pillow loads this parser late, and all its others with it: a quarter of a second of CPU time in the first record that
+# is not a JPEG, PNG, GIF or BMP.
 assert WebPImagePlugin.WebPImageFile.format in FORMATS
 _ORIENTATION = 0x0112
 _TURNS = {
@@ -40,12 +40,12 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIDEWAYS = (5, 6, 7, 8)
-# Whose first column, and whose first row, is the last one stored.
+# Orientations whose first column, and whose first row, is the last one stored.
 _LEFT_WAS_LAST, _TOP_WAS_LAST = (2, 3, 6, 7), (3, 4, 7, 8)
 
-# Set once, here: warnings.catch_warnings around each decode would not be thread-safe. Pillow's remarks about
-# a file (corrupt EXIF and the like) would reach the console, a public sink, and speak of private records;
-# but between its pixel limit and twice that it warns and then decodes, which has to be an error.
+# Set once, here: warnings.catch_warnings around each decode would not be thread-safe. Pillow's warnings about a file
+# (such as corrupt EXIF) would reach the console, a public sink, and describe private records. Between its pixel limit
+# and twice that, Pillow only warns and then decodes; that has to be an error.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 warnings.simplefilter("error", Image.DecompressionBombWarning)
 
@@ -56,17 +56,17 @@ class BadRecord(ValueError):
 
 @contextmanager
 def parsing(what: str) -> Iterator[None]:
-    """Any error in the block makes a bad record: parsers do no I/O, so it speaks about the content.
+    """Turn any error in the block into BadRecord: parsers do no I/O, so an error is about the content.
 
     They raise nearly everything on hostile bytes (OSError, SyntaxError, struct.error, IndexError ...), and one
-    record must not end a run. Only memory may be there next time.
+    record must not end a run. Only MemoryError passes through, because memory may be available next time.
     """
     try:
         yield
     except (BadRecord, MemoryError):
         raise
     except BaseException as error:
-        # A library in Rust may panic, as tokenizers does where a regular expression gives up: that is no Exception.
+        # A Rust library may panic, as tokenizers does when a regular expression gives up; that is not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise BadRecord(f"{what} ({type(error).__name__}: {error})") from error
@@ -74,10 +74,10 @@ def parsing(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Pixels, uint8 [rows, columns, 3], and the upright size of the image in full.
+    """Pixels, uint8 [rows, columns, 3], and the upright size of the full image.
 
-    An image shrunk by 8 has a last column that stands for up to 8 pixels, some of them beyond the edge. Turned
-    around it is the first column: the image begins `margin` (left, top) full pixels inside of it.
+    An image shrunk by 8 has a last column that stands for up to 8 pixels, some of them beyond the edge. If the image is
+    turned around, that is the first column, and the image begins `margin` (left, top) full pixels inside it.
     """
 
     pixels: np.ndarray
@@ -93,7 +93,7 @@ def decode(data: bytes, at_least: int | None = None) -> np.ndarray:
 
 
 def decode_scaled(data: bytes, at_least: Callable[[int, int], int | None]) -> Decoded:
-    """`at_least(width, height)`, asked with the upright full size, says what the shorter side must keep.
+    """`at_least(width, height)` gets the upright full size and returns the least length of the shorter side.
 
     A large JPEG is then decoded at 1/2, 1/4 or 1/8, which is several times faster than decoding in full and
     shrinking afterwards. None decodes in full.
@@ -124,7 +124,7 @@ def _decoded(data: bytes, at_least: Callable[[int, int], int | None]) -> Decoded
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise BadRecord(f"the image has more than {MAX_PIXELS} pixels") from None
     except UnidentifiedImageError:
-        raise BadRecord(f"the bytes are no image in any of {', '.join(FORMATS)}") from None
+        raise BadRecord(f"the bytes are not an image in any of {', '.join(FORMATS)}") from None
 
 
 def _orientation(image: Image.Image) -> int:
@@ -140,7 +140,7 @@ def _upright(size: tuple[int, int], orientation: int) -> tuple[int, int]:
 
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
-        # Pillow clips 16-bit grey to 255, that is to white; scale it instead.
+        # Pillow clips 16-bit grey to 255, which is white; scale it instead.
         wide = np.asarray(image).clip(0, 65535).astype(np.uint32)
         return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:

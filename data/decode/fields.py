@@ -1,4 +1,4 @@
-"""Numbers that come with a record: labels and its weight, from its .json or its .cls."""
+"""The numbers that come with a record: its labels and its weight, from its .json or its .cls."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from murmuration.data.decode.decode import BadRecord
 
 _ANY_NUMBER = 1 << 62  # fits into a tensor
 MOST_WEIGHT = 1e6
-# Python's own limits on long numbers and deep nesting depend on its settings and on the stack of the thread. What is
-# bad must not, so these are lower.
+# Python's own limits on long numbers and deep nesting depend on its settings and on the thread's stack. The verdict on
+# a record must not, so these limits are lower.
 _MOST_DIGITS = 19
 _MOST_NESTED = 100
 _INTEGER = re.compile(rf"-?[0-9]{{1,{_MOST_DIGITS}}}")
-_NESTING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)  # strings whole, an open one to the end
+_NESTING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)  # whole strings, an open one to the end
 
 
 def numbers_of(
     members: Mapping[str, bytes], labels: Sequence[str], target: str | None, classes: int, weight: str | None,
     names: Mapping[str, int] | None = None,
 ) -> tuple[list[int], float]:  # fmt: skip
-    """By their names; `cls` is the record's .cls, a number or one of `names`. With `classes`, the target must be the
-    number of one of them."""
+    """The named labels and the weight; `cls` is the record's .cls, a number or one of `names`. With `classes`, the
+    target must be the number of one of them."""
     wanted = [*(name for name in labels if name != "cls"), *([] if weight is None else [weight])]
     fields = _fields(members, wanted) if wanted else None
     found = [_class_number(members, names or {}) if name == "cls" else _integer(fields, name) for name in labels]
-    # A number that no class has would crash a GPU much later, and say nothing about where it came from.
+    # A number without a class would crash a GPU much later, with no hint of where it came from.
     for name, number in zip(labels, found, strict=True):
         bounded = classes > 0 and name == target
         low, high = (0, classes) if bounded else (-_ANY_NUMBER, _ANY_NUMBER)
         if not low <= number < high:
-            raise BadRecord(f"the record's {name} is no number of a class")
+            raise BadRecord(f"the record's {name} is not the number of a class")
     return found, 1.0 if weight is None else _weight(fields, weight)
 
 
 def _fields(members: Mapping[str, bytes], wanted: Sequence[str]) -> Any:
     if _nested(members.get("json", b"")) > _MOST_NESTED:
-        raise BadRecord(f"no .json that can be read for {', '.join(wanted)} (nested more than {_MOST_NESTED} deep)")
+        raise BadRecord(f"no readable .json for {', '.join(wanted)} (nested more than {_MOST_NESTED} deep)")
     try:
         return json.loads(members["json"], parse_int=_bounded)
     except (KeyError, ValueError, RecursionError) as error:
-        raise BadRecord(f"no .json that can be read for {', '.join(wanted)} ({type(error).__name__})") from error
+        raise BadRecord(f"no readable .json for {', '.join(wanted)} ({type(error).__name__})") from error
 
 
 def _nested(raw: bytes) -> int:
-    """How deep the brackets outside of strings go."""
+    """The nesting depth of the brackets outside strings."""
     depth = deepest = 0
     for found in _NESTING.finditer(raw):
         depth += (found[0] in b"[{") - (found[0] in b"]}")
@@ -56,12 +56,12 @@ def _nested(raw: bytes) -> int:
 
 
 def _bounded(digits: str) -> int | float:
-    """A number of thousands of digits costs no more than another; as a float it is out of every bound here."""
+    """A number with thousands of digits costs no more than any other; as a float it exceeds every bound here."""
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
 def _integer(fields: Any, name: str) -> int:
-    """A whole number, also written as 3.0 or "3"; 3.7 and "1_0" are none, though int() takes them."""
+    """An integer, which may be written as 3.0 or "3"; 3.7 and "1_0" are refused, though int() takes them."""
     try:
         value = fields[name]
     except (KeyError, TypeError) as error:
@@ -70,7 +70,7 @@ def _integer(fields: Any, name: str) -> int:
         return int(value)
     if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
         return int(value)
-    raise BadRecord(f"the record's {name} is no whole number")
+    raise BadRecord(f"the record's {name} is not a whole number")
 
 
 def _weight(fields: Any, name: str) -> float:
@@ -78,14 +78,14 @@ def _weight(fields: Any, name: str) -> float:
         weight = fields[name]
     except (KeyError, TypeError) as error:
         raise BadRecord(f"no weight {name} in the record ({type(error).__name__})") from error
-    # NaN compares as false; and true is no number here, though Python counts with it.
+    # Comparisons with NaN are false; true is not a number here, though it is one in Python.
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT:
-        raise BadRecord(f"the record's {name} is no weight from 0 to {MOST_WEIGHT:g}")
+        raise BadRecord(f"the record's {name} is not a weight from 0 to {MOST_WEIGHT:g}")
     return float(weight)
 
 
 def _class_number(members: Mapping[str, bytes], names: Mapping[str, int]) -> int:
-    """Digits alone: int() would take 1_0, and digits of any script."""
+    """The class number in .cls, given as a number or a name. Only ASCII digits: int() would take 1_0 and any script."""
     text = members.get("cls", b"").strip()
     if text.isdigit() and len(text) <= _MOST_DIGITS:
         return int(text)

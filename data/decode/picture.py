@@ -1,7 +1,7 @@
 """Image bytes -> the pixels that a model sees: decoding and augmentation in one step, pure in (key, step, record).
 
 They belong together because the crop is chosen first, from the size in the header: a large JPEG is then decoded
-no larger than the crop needs. This is what a decoding process runs; it imports neither torch nor our index.
+no larger than the crop needs. Decoding processes run this module, so it imports neither torch nor the index.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from murmuration.data.decode.decode import decode_scaled, parsing
 
 @dataclass(frozen=True)
 class PictureMaker:
-    """`key` is secret: it decides the random crops. It is one for all steps, or a function of the step."""
+    """`key` is secret: it decides the random crops. It is one key for all steps, or a function of the step."""
 
     size: int
     augment: Kind = "none"
@@ -32,13 +32,13 @@ class PictureMaker:
             raise ValueError(f"{self.augment} needs an augmentation key; derive one from the run key")
 
     def key_of(self, step: int) -> bytes:
-        """Nothing where nothing is random: some views are asked for outside of any step."""
+        """The key of a step; empty where nothing is random, because some views are needed outside any step."""
         if self.augment not in AREAS:
             return b""
         return self.key(step) if callable(self.key) else self.key
 
     def make(self, data: bytes, step: int, record: int) -> np.ndarray:
-        """uint8 [size, size, 3]; raises BadRecord for bytes that are no usable image."""
+        """uint8 [size, size, 3]; raises BadRecord for bytes that are not a usable image."""
 
         key = self.key_of(step)
 

@@ -1,9 +1,10 @@
-"""Decoding in processes of their own: a file that crashes or hangs its decoder costs one record, not the run.
+"""Decoding in separate processes: a file that crashes or hangs its decoder costs one record, not the run.
 
 The verdict "bad" must not depend on chance, because it decides what enters a private sum. A record whose
-process died is tried once more, in a fresh process that handles nothing else, with ten times the time, and only
-what fails there too is bad. Time means CPU time of that process, which a busy machine does not use up. Where
-the machine itself is to blame (killed from outside, or a known picture does not decode either), the run stops.
+process died is tried once more, in a fresh process that handles nothing else, with ten times the time; only a record
+that fails there too is bad. Time means CPU time of that process, which a busy machine does not use up. Where the
+machine itself is to blame (the process was killed from outside, or a known picture does not decode either), the run
+stops.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from murmuration.data.store.place import UnreadableError
 # Not resolved: in a checkout `murmuration/data` is a link to `data`, and the package lies beside it.
 _ROOT = str(Path(__file__).absolute().parents[3])
 _START_SECONDS = 120.0
-# How much later than the process's own timers the parent acts: only a stopped process is still there then.
+# How much later than the process's own timers the parent acts: by then only a stopped process is still alive.
 _GRACE = 1.5
 
 
 class ProcessDied(Exception):
-    """`signal` is what killed it, 0 where it ended by itself."""
+    """`signal` is the signal that killed the process, or 0 if it exited by itself."""
 
     def __init__(self, code: int | None) -> None:
         self.signal = -code if code is not None and code < 0 else 0
@@ -53,11 +54,11 @@ class ProcessDied(Exception):
 
 
 class OutOfMemory(Exception):
-    """The decoder came to the end of its address space."""
+    """The decoder ran out of address space."""
 
 
 class DecodeProcess:
-    """Used by one thread at a time. Pixels come through memory that both ends map, never through the socket."""
+    """For use by one thread at a time. Pixels come through memory that both ends map, never through the socket."""
 
     def __init__(self, pictures: PictureMaker, program: str, address_bytes: int) -> None:
         self.jobs = 0
@@ -71,7 +72,7 @@ class DecodeProcess:
         try:
             self._pixels = np.frombuffer(mmap.mmap(shared, room), dtype=np.uint8)
             # Not multiprocessing: forking a process with torch's threads may deadlock, and its spawning runs the
-            # main script again. Popen executes a new interpreter, which sees nothing but these two descriptors.
+            # main script again. Popen executes a new interpreter, which inherits only these two descriptors.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno()), str(shared)],
                 pass_fds=(theirs.fileno(), shared),
@@ -94,7 +95,7 @@ class DecodeProcess:
         return self._process.pid
 
     def make(self, data: bytes, step: int, record: int, cpu_seconds: float, wall_seconds: float) -> np.ndarray:
-        """The picture; raises BadRecord, OutOfMemory or ProcessDied, and is of no more use after the last."""
+        """The picture; raises BadRecord, OutOfMemory or ProcessDied; after the last, this object is of no more use."""
         self.jobs += 1
         key = self._key_of(step)
         job = JOB.pack(step, record, cpu_seconds, wall_seconds, len(key)) + key + data
@@ -118,7 +119,7 @@ class DecodeProcess:
             raise ProcessDied(self._ended()) from None
 
     def _wait_at_most(self, seconds: float) -> None:
-        """A time-out of the socket itself: polling before each answer would cost a tenth of a decode."""
+        """Set a time-out on the socket itself: polling before each answer would cost a tenth of a decode."""
         if seconds != self._patience:
             limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
             for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -126,7 +127,7 @@ class DecodeProcess:
             self._patience = seconds
 
     def _ended(self) -> int | None:
-        """How a process ended whose socket is closed already."""
+        """The exit code of a process whose socket is already closed."""
         try:
             return self._process.wait(5)
         except subprocess.TimeoutExpired:
@@ -141,7 +142,7 @@ class DecodeProcess:
 
 
 def _anonymous_file(size: int) -> int:
-    """Without a name, so that nothing is left behind whoever is killed."""
+    """A file without a name, so that nothing is left behind if either process is killed."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("pixels")
     else:
@@ -151,29 +152,29 @@ def _anonymous_file(size: int) -> int:
     return descriptor
 
 
-_OUTSIDE_TRIES = 3  # deaths by a signal that no decoder sends itself
+_OUTSIDE_TRIES = 3  # tries that end by a signal no decoder sends itself
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one record may use. Constants of the data plane, not options: they decide which records are bad."""
+    """What one record may use. These are constants, not options, because they decide which records are bad."""
 
     cpu_seconds: float = 10.0  # the largest images that are decoded at all take about a second
     wall_seconds: float = 120.0
-    patience: float = 10.0  # by which both grow for the second, lonely try
+    patience: float = 10.0  # the factor by which both grow for the second try, alone in its process
     address_bytes: int = 4 << 30
-    jobs_per_process: int = 50_000  # then replaced, so that what decoders leak cannot add up
+    jobs_per_process: int = 50_000  # then the process is replaced, so that memory leaks of decoders cannot add up
 
 
 LIMITS = Limits()
 
 
 class DecoderError(UnreadableError):
-    """Decoding cannot go on on this machine. The run stops: no record is to blame."""
+    """Decoding cannot continue on this machine. The run stops: no record is to blame."""
 
 
 class DecodePool:
-    """`make(data, step, record)` from any number of threads; as many processes as asked for, started when needed."""
+    """`make(data, step, record)` from any number of threads; up to `processes` processes, started when needed."""
 
     def __init__(
         self,
@@ -195,7 +196,7 @@ class DecodePool:
         self._all: set[DecodeProcess] = set()
 
     def make(self, data: bytes, step: int, record: int) -> np.ndarray:
-        """uint8 [size, size, 3]; raises BadRecord for content, DecoderError for trouble of the machine."""
+        """uint8 [size, size, 3]; raises BadRecord if the content is at fault, DecoderError if the machine is."""
         process = self._idle.get()
         try:
             if process is None or process.jobs >= self.limits.jobs_per_process:
@@ -230,19 +231,19 @@ class DecodePool:
                 finally:
                     self._drop(process)
         raise DecoderError(
-            f"decoding processes were killed from outside {_OUTSIDE_TRIES} times running; the machine may be out of "
+            f"decoding processes were killed from outside {_OUTSIDE_TRIES} times in a row; the machine may be out of "
             "memory: use fewer data workers and resume"
         )
 
     def _check_machine(self, step: int, wall_seconds: float) -> None:
-        """A known picture decodes here and now, else it is not the record that stands still."""
+        """Decode a known picture; if that fails, the machine is stuck and not the record."""
         known = io.BytesIO()
         Image.new("RGB", (16, 16)).save(known, "JPEG")
         process = self._start()
         try:
             process.make(known.getvalue(), step, 0, wall_seconds, wall_seconds)
         except (ProcessDied, OutOfMemory) as error:
-            raise DecoderError("decoding stands still on this machine; see to its load and resume") from error
+            raise DecoderError("decoding is stuck on this machine; reduce its load and resume") from error
         finally:
             self._drop(process)
 
@@ -250,7 +251,7 @@ class DecodePool:
         try:
             process = DecodeProcess(self._pictures, self._program, self.limits.address_bytes)
         except (ProcessDied, OSError) as error:
-            raise DecoderError(f"a decoding process cannot start ({error}); see to memory and limits") from error
+            raise DecoderError(f"a decoding process cannot start ({error}); check memory and limits") from error
         self._all.add(process)
         if self._closed:
             self._drop(process)
@@ -263,7 +264,7 @@ class DecodePool:
             process.close()
 
     def close(self) -> None:
-        """At once: whoever still waits for a picture gets a DecoderError."""
+        """Close at once: threads that still wait for a picture get a DecoderError."""
         self._closed = True
         for process in list(self._all):
             self._drop(process)

@@ -1,7 +1,7 @@
-"""The process in which image bytes from strangers are parsed, so that no file can take the trainer with it.
+"""The process that parses untrusted image bytes, so that no file can take the trainer down with it.
 
-It is started by data/decode/pool.py, holds nothing but its own socket and one block of shared memory, and is
-confined: bounded address space, no core dumps (they would hold private pixels), no output. Time is limited by
+It is started by data/decode/pool.py, has only its own socket and one block of shared memory, and is
+confined: bounded address space, no core dumps (they would contain private pixels), no output. Time is limited by
 kernel timers with their default action, death, because a decoder that loops in C never returns to Python.
 """
 
@@ -27,15 +27,15 @@ JOB = struct.Struct("<QQddB")  # step, record, CPU seconds, wall seconds, length
 READY, MADE, BAD, NO_MEMORY = b"ready", b"made", b"bad:", b"memory"
 _STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 Make = Callable[[bytes, int, int, bytes], np.ndarray]
-"""Image, step, record and the key of the step, which comes with each image: a process holds none for later."""
+"""Image, step, record and the key of the step, which comes with each image: a process keeps no key for later."""
 
 
 def serve(maker: Callable[[dict[str, Any]], Make] | None = None) -> None:
-    """Answers until the parent closes the socket or dies; `maker` builds the decoder from the setup message."""
-    # Schedulers signal the whole job to ask for an orderly stop: that is the trainer's to arrange.
+    """Answer until the parent closes the socket or dies; `maker` builds the decoder from the setup message."""
+    # Schedulers signal the whole job to ask for an orderly stop; the trainer arranges that.
     for name in _STOPS:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    # Ignored and blocked signals are inherited, and these two must kill.
+    # Whether a signal is ignored or blocked is inherited, and these two must kill.
     for timer in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(timer, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
@@ -43,7 +43,7 @@ def serve(maker: Callable[[dict[str, Any]], Make] | None = None) -> None:
     setup = json.loads(control.recv_bytes())
     make = (maker or _picture_maker)(setup)
     pixels = np.frombuffer(mmap.mmap(int(sys.argv[2]), setup["room"]), dtype=np.uint8)
-    Image.preinit()  # loads parsers, which is not to count as the first record's time
+    Image.preinit()  # loads parsers, which must not count towards the first record's time
     _confine(setup["address_bytes"])
     control.send_bytes(READY)
     while True:
@@ -58,14 +58,14 @@ def _answer(message: bytes, make: Make, pixels: np.ndarray) -> bytes:
     step, record, cpu_seconds, wall_seconds, key_length = JOB.unpack_from(message)
     image = JOB.size + key_length
     try:
-        # Both kill this process: PROF counts the CPU time that it burns, REAL the time that passes.
+        # Both kill this process: PROF counts its CPU time, REAL the time that passes.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         signal.setitimer(signal.ITIMER_REAL, wall_seconds)
         made = make(message[image:], step, record, message[JOB.size : image])
         pixels[:] = made.reshape(-1)
         return MADE
     except BadRecord as error:
-        # Decoders report a lack of memory in words of their own; what earlier images left here decides about no record.
+        # Decoders report a lack of memory in their own words; memory left over from earlier images must not decide.
         return NO_MEMORY if _cramped() else BAD + str(error)[:500].encode(errors="backslashreplace")
     except MemoryError:
         return NO_MEMORY
@@ -82,7 +82,7 @@ def _picture_maker(setup: dict[str, Any]) -> Make:
 
 
 def _cramped() -> bool:
-    """Whether less than half of the address space is left, which no image that is decoded at all can need."""
+    """Whether less than half of the address space is left; no image that is decoded at all can need more than half."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:

@@ -28,7 +28,7 @@ def slots(ids: np.ndarray, rank: int, world: int, micro_batch: int) -> np.ndarra
 
 
 def row_count(total: int, world: int, micro_batch: int) -> int:
-    """Rows of every rank where `world` ranks share `total` records."""
+    """Rows of every rank if `world` ranks share `total` records."""
     largest = (total + world - 1) // world
     return max(1, (largest + micro_batch - 1) // micro_batch)
 

@@ -1,7 +1,7 @@
-"""The rank plan where each node holds only its own shards: records are read where they lie.
+"""The layout of records over ranks when each node has only its own shards: records are read where they are stored.
 
-The draw is the same, to the last record, as with the ordinary plan; only who computes what differs. So the
-accounting does not change. The price is the load of the fullest node: |S_t| scatters over nodes by chance.
+The draw is the same, to the last record, as with the ordinary layout; only which rank computes what differs. So the
+accounting does not change. The price is the load of the fullest node: |S_t| is spread over the nodes at random.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from murmuration.data.store.place import RecordIndex, ShardError
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Stretches of records and who computes them: each stretch (a shard) belongs to one group of ranks (a node).
+    """Ranges of records and the ranks that compute them: each range (a shard) belongs to one group of ranks (a node).
 
-    `ends[i]` is where stretch i ends and i + 1 begins; `owners[i]` the number of its group. The same on every rank.
+    `ends[i]` is where range i ends and i + 1 begins; `owners[i]` is the number of its group. The same on every rank.
     """
 
     ends: np.ndarray
@@ -32,7 +32,7 @@ class Placement:
     def rows(self, ids: np.ndarray, rank: int, micro_batch: int) -> np.ndarray:
         """This rank's rows, int64 [count, micro_batch], padded with -1; `count` is the same on every rank."""
         if len(ids) and not 0 <= ids[0] <= ids[-1] < self.ends[-1]:
-            raise ValueError("ids beyond the last stretch; a record without an owner is lost")
+            raise ValueError("ids beyond the last range; a record without an owner is lost")
         owner = self.owners[np.searchsorted(self.ends, ids, side="right")]
         loads = np.bincount(owner, minlength=len(self.groups)).tolist()
         count = max(row_count(load, len(ranks), micro_batch) for load, ranks in zip(loads, self.groups, strict=True))
@@ -45,10 +45,10 @@ class Placement:
 
 
 def place(names: Sequence[str], ends: np.ndarray, holdings: Sequence[np.ndarray]) -> Placement:
-    """Shares the shards out among those who hold them; `holdings[rank]` says of each shard whether it is there.
+    """Distributes the shards over the ranks that have them; `holdings[rank]` says for each shard whether it is there.
 
-    Ranks that hold the same shards are one group (the ranks of a node). A shard that several groups hold goes to the
-    one with the least to do, so that every record is computed exactly once.
+    Ranks that have the same shards are one group (the ranks of a node). A shard that several groups have goes to the
+    least loaded one, so that every record is computed exactly once.
     """
     held = np.array(holdings, dtype=bool)
     if np.any(np.diff(ends, prepend=0) < 0) or held.shape[1] != len(ends) or len(names) != len(ends):
@@ -65,7 +65,7 @@ def place(names: Sequence[str], ends: np.ndarray, holdings: Sequence[np.ndarray]
     holders = held[[group[0] for group in ranks]]
     sizes = np.diff(ends, prepend=0)
     owners, loads = np.full(len(ends), -1, dtype=np.int64), [0] * len(ranks)
-    # Shards with one holder first: they leave no choice, the others even out what they cause.
+    # Shards with one holder first: they leave no choice, and the others then even out the load.
     for shard in np.argsort(holders.sum(axis=0), kind="stable").tolist():
         able = np.flatnonzero(holders[:, shard]).tolist()
         owner = min(able, key=lambda group: ((loads[group] + int(sizes[shard])) / len(ranks[group]), group))
@@ -74,9 +74,9 @@ def place(names: Sequence[str], ends: np.ndarray, holdings: Sequence[np.ndarray]
 
 
 def on_this_node(index: RecordIndex, folder: str) -> ShardIndex:
-    """The index, its shards looked for in this node's own folder. Variables of the environment may name the node."""
+    """The index with its shards in this node's own folder, whose name may contain environment variables."""
     if not isinstance(index, ShardIndex):
-        raise ShardError(f"{index.folder}: no index of tar shards as a whole, so its records cannot be told by node")
+        raise ShardError(f"{index.folder}: not an index of whole tar shards, so its records have no nodes; use one")
     own = Path(os.path.expandvars(folder))
     if "$" in str(own) or not own.is_absolute():
         raise ShardError(f"{folder}: here this is {own}; give an absolute path whose $VARIABLES are set on every node")

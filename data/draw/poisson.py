@@ -53,7 +53,7 @@ Drawn = TypeVar("Drawn", bound=Ids, covariant=True)
 
 
 class Sampler(Protocol[Drawn]):
-    """What decides about the records of a step: a function of the step number alone."""
+    """Decides which records take part in a step: a function of the step number alone."""
 
     def draw(self, step: int) -> Drawn: ...
 
@@ -62,7 +62,7 @@ class PoissonSampler:
     """Draws each of `records` records independently with probability threshold / 2^32."""
 
     def __init__(self, key: bytes | StepKey, digest_key: bytes | StepKey, records: int, threshold: int) -> None:
-        """A key of bytes is the key of all steps."""
+        """A key given as bytes is the key of all steps."""
         if (isinstance(key, bytes) and len(key) != 32) or (isinstance(digest_key, bytes) and len(digest_key) < 32):
             raise ValueError("the sampler needs a 32-byte key and a digest key of at least 32 bytes; derive both")
         if records < 1:
@@ -77,14 +77,14 @@ class PoissonSampler:
         return self.threshold / LANES
 
     def draw(self, step: int) -> Draw:
-        """The records of one step, sorted; the same at any rank, at any time."""
+        """The records of one step, sorted; the same on any rank, at any time."""
         if not 0 <= step < 1 << 64:
             raise ValueError(f"step {step} is outside 0..2**64-1")
         records, threshold = self.records, self.threshold
         # An unsigned 64-bit K: as a 32-bit number 2**32 would wrap to 0 and q = 1 would draw nobody.
         limit = np.uint64(threshold)
         stream = Cipher(algorithms.AES256(self._key(step)), modes.CTR((step << 64).to_bytes(16, "big"))).encryptor()
-        # update_into wants room for one block more than it writes.
+        # update_into needs room for one block more than it writes.
         buffer = bytearray(_CHUNK_BYTES + 16)
         found: list[np.ndarray] = []
         for first in range(0, records, _CHUNK_BYTES // 4):
@@ -97,7 +97,7 @@ class PoissonSampler:
         return Draw(step, threshold, records, self._digest(step, threshold, records, ids), ids)
 
     def _digest(self, step: int, threshold: int, records: int, ids: np.ndarray) -> str:
-        """Keyed, because a bare hash of the ids would let anybody test a guess about who took part."""
+        """Keyed, because a bare hash of the ids would let anyone test a guess about who took part."""
         mac = hmac.new(self._digest_key(step), struct.pack("<QQQ", step, threshold, records), hashlib.sha256)
         mac.update(np.ascontiguousarray(ids, dtype="<i8").tobytes())
         return mac.hexdigest()

@@ -2,12 +2,12 @@
 
 The shards are dealt out to lanes, as webdataset splits them by node. A lane is an endless stream: its shards in
 shuffled order, their records through a shuffle buffer, then the same with another order, and so on. Step t takes
-fixed places of every lane, so what it gets depends on key, shards, lanes and buffer, but not on ranks, workers or
-restarts, and the step number is all there is to save. A record comes once per epoch of its lane.
+fixed places of every lane, so its records depend on key, shards, lanes and buffer, but not on ranks, workers or
+restarts, and only the step number has to be saved. A record comes once per epoch of its lane.
 
-A stream cannot be entered in the middle. To go on at step t a lane is read from its first byte, without decoding: to
-its place where that lies in the first epoch, else to the end of that epoch, which then is known to have N records, and
-on through the epoch that holds the place. So it costs two passes over the shards at most, however long the run was.
+A stream cannot be entered in the middle. To continue at step t, a lane is read from its first byte, without decoding:
+to its place if that lies in the first epoch; otherwise to the end of that epoch, which shows that it has N records, and
+then through the epoch that contains the place. This costs at most two passes over the shards, however long the run was.
 
 Not for private phases: a shuffled stream is no Poisson sample.
 """
@@ -47,9 +47,9 @@ T = TypeVar("T")
 
 
 class Tape:
-    """`read(count)` gives at most one tar block at a time, and nothing at the end.
+    """`read(count)` returns at most one tar block at a time, and nothing at the end.
 
-    Given more, tarfile would take in what follows the end marker, and nobody could look at it any more.
+    Given more, tarfile would consume what follows the end marker, and nobody could check it any more.
     """
 
     def __init__(self, more: Callable[[int], bytes]) -> None:
@@ -66,7 +66,7 @@ class Tape:
         return found
 
     def check_end(self, what: str) -> None:
-        """tarfile stopped at the end marker, and that is all that is left: else the shard was cut, or has a hole."""
+        """Requires that tarfile stopped at the end marker and only zeros are left: else it was cut or has a hole."""
         stopped_at, rest = self._last, 0
         while found := self.read(BLOCK):
             rest += len(found)
@@ -78,7 +78,7 @@ class Tape:
 
 @contextmanager
 def open_tape(place: str, timeout_seconds: float, patience: Patience | None = None) -> Iterator[Tape]:
-    """UnreadableError, from here or from a read, once patience is at its end."""
+    """Raises UnreadableError, here or from a read, once `patience` is exhausted."""
     if is_url(place):
         from murmuration.data.store.remote import open_shard
 
@@ -109,7 +109,7 @@ def open_tape(place: str, timeout_seconds: float, patience: Patience | None = No
 
 
 class Tapes:
-    """Opens shard after shard for webdataset, and looks at each afterwards: tarfile ends silently where one is cut."""
+    """Opens shard after shard for webdataset and checks the end of each: tarfile stops silently where one is cut."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout = timeout_seconds
@@ -128,7 +128,7 @@ class Tapes:
                 raise
 
     def check_ends(self, files: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """webdataset marks the end of a shard; not before it is a sound one may its last record be taken for whole."""
+        """webdataset marks the end of a shard; only if that end is sound may its last record be taken as complete."""
         for file in files:
             if not file and self._tape is not None:
                 self._tape.check_end(self._url)
@@ -138,10 +138,10 @@ class Tapes:
         self._error = self._error or error
 
     def trouble(self, error: Exception) -> UnreadableError:
-        """What went wrong, in the words of who noticed: webdataset adds its own to errors that pass through it."""
+        """The error in its original words: webdataset adds its own to errors that pass through it."""
         if self._error is not None:
             return UnreadableError(_own_words(self._error))
-        return UnreadableError(f"{self._url}: no sound tar archive ({_own_words(error)}); fetch it again")
+        return UnreadableError(f"{self._url}: not a sound tar archive ({_own_words(error)}); fetch it again")
 
 
 def _own_words(error: Exception) -> str:
@@ -149,7 +149,7 @@ def _own_words(error: Exception) -> str:
 
 
 class _Watched:
-    """What tarfile reads from."""
+    """The file object that tarfile reads from."""
 
     def __init__(self, tape: Tape, tapes: Tapes) -> None:
         self._tape, self._tapes = tape, tapes
@@ -167,9 +167,9 @@ Members = dict[str, bytes]
 
 
 class StreamIndex:
-    """What is known before a step: the shards and how they are dealt out. How many records they hold is not."""
+    """What is known before a step: the shards and how they are dealt out, but not how many records they contain."""
 
-    folder = Path()  # nothing lies anywhere
+    folder = Path()  # there is no index folder
     shards: tuple[Shard, ...] = ()
     excluded_digest = ""
 
@@ -183,7 +183,7 @@ class StreamIndex:
             if not str(place).endswith(".tar"):
                 raise ShardError(f"{place}: only plain .tar files are streamed; unpack it, or name the right files")
         self.lanes, self.shuffle, self.timeout_seconds = lanes, shuffle, timeout_seconds
-        self.records = lanes * PLACES  # as far as numbers reach
+        self.records = lanes * PLACES  # the range of record numbers
         self.sizes = [_size(place) for place in self.places]
 
     @property
@@ -211,8 +211,8 @@ class StreamIndex:
                 raise ShardError(f"{place}: changed since the run began; restore it")
 
     def shared_with(self, others: Sequence[Shard], at: frozenset[str] = frozenset()) -> Shard | None:
-        """The first of the shards that is one of `others`, which lie `at` these places. Files of equal size are read
-        and compared; what lies behind a URL is known by it."""
+        """The first of the shards that is one of `others`, which are stored `at` these places. Files of equal size are
+        read and compared; a shard behind a URL is known by its URL."""
         known = {shard.bytes for shard in others if shard.records}
         for place, size in zip(self.places, self.sizes, strict=True):
             if str(place) in at:
@@ -221,7 +221,7 @@ class StreamIndex:
                 continue
             try:
                 found = scan(place)
-            except ShardError:  # an index holds whole shards alone
+            except ShardError:  # an index contains only whole shards
                 continue
             twin = Shard(str(place), found.records, found.bytes, found.sha256, found.offsets_sha256)
             if any(same_content(shard, twin) for shard in others if shard.bytes == size):
@@ -233,7 +233,7 @@ class StreamIndex:
 
 
 class Stream(StreamIndex):
-    """The index of a running phase, which can be read: by several threads, best in the order of the numbers."""
+    """The index of a running phase, whose records can be read: by several threads, ideally in the order of numbers."""
 
     def __init__(self, shards: StreamIndex, key: bytes, batch: int) -> None:
         self.__dict__.update(shards.__dict__)
@@ -248,13 +248,13 @@ class Stream(StreamIndex):
 
 
 def portions(batch: int, lanes: int) -> list[int]:
-    """How many records of a step each lane gives."""
+    """How many records of a step come from each lane."""
     return [batch // lanes + (lane < batch % lanes) for lane in range(lanes)]
 
 
 @dataclass(frozen=True)
 class StreamEpochs:
-    """`ids(step)` of endless epochs, counted from zero; every step has exactly `batch` records."""
+    """`ids(step)` of endless epochs, with steps counted from zero; every step has exactly `batch` records."""
 
     lanes: int
     batch: int
@@ -270,16 +270,16 @@ class StreamEpochs:
 
 
 def lane_placement(lanes: int, world: int) -> Placement:
-    """Each lane on one rank, or two of them would stream the same bytes."""
+    """Puts each lane on one rank; otherwise two ranks would stream the same bytes."""
     if world > lanes:
-        raise ShardError(f"{lanes} lanes do not feed {world} ranks; give as many lanes, and as many shards at least")
+        raise ShardError(f"{lanes} lanes cannot feed {world} ranks; use at least as many lanes and shards as ranks")
     owners = np.arange(lanes, dtype=np.int64) * world // lanes
     return Placement((np.arange(lanes, dtype=np.int64) + 1) * PLACES, owners, tuple((rank,) for rank in range(world)))
 
 
 class Lane:
-    """`read(place)`: cheap from one place to the next, dear backwards. What was skipped near by is kept, because
-    threads do not come in order."""
+    """`read(place)` is cheap from one place to the next, expensive backwards. Records skipped nearby are kept, because
+    threads do not ask in order."""
 
     def __init__(
         self, places: Sequence[Place], key: bytes, number: int, shuffle: int, portion: int, timeout_seconds: float
@@ -297,7 +297,7 @@ class Lane:
             if place not in self._waiting:
                 self._go_to(place)
             found = self._waiting.pop(place)
-            # Two steps are on their way at a time; what is older was asked for or never will be.
+            # Two steps are in flight at a time; older records were asked for or never will be.
             for old in [kept for kept in self._waiting if kept < place - 3 * self._portion]:
                 del self._waiting[old]
             return found
@@ -318,7 +318,7 @@ class Lane:
             self._next += 1
 
     def _beyond(self, floor: int) -> bool:
-        """Whether whole epochs lie between here and there, which need not be read."""
+        """Whether whole epochs lie between the current place and `floor`; they need not be read."""
         return self._length is not None and floor // self._length > self._epoch + 1
 
     def _end_epoch(self, floor: int) -> None:
@@ -327,8 +327,8 @@ class Lane:
             raise UnreadableError(f"{self._urls[0]}: no record in it or in the other shards of its lane")
         if self._length not in (None, found):
             raise UnreadableError(
-                f"{self._urls[0]}: it or another shard of its lane changed while it was streamed ({found} records in "
-                f"the place of {self._length}); restore it"
+                f"{self._urls[0]}: it or another shard of its lane changed while it was streamed ({found} records "
+                f"instead of {self._length}); restore it"
             )
         self._length = found
         self._open(max(self._epoch + 1, floor // found))
@@ -338,7 +338,7 @@ class Lane:
         self._coming = self._records(epoch)
 
     def _records(self, epoch: int) -> Iterator[Members]:
-        """One epoch by webdataset."""
+        """One epoch, read by webdataset."""
         tapes = Tapes(self._timeout)
         order, mix = (random.Random(self._seed(epoch, use)) for use in (0, 1))
         shards, buffer = len(self._urls), self._shuffle
@@ -364,7 +364,7 @@ class Lane:
 
 
 def _size(place: Place) -> int | None:
-    """Of a local file; None behind a URL."""
+    """Size of a local file; None for a URL."""
     if not isinstance(place, Path):
         return None
     try:

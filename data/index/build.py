@@ -1,8 +1,8 @@
-"""Writes an index: shards are scanned in parallel, each result is kept as soon as it is there, none is made twice.
+"""Writes an index: shards are scanned in parallel, each result is saved as soon as it is there, none is made twice.
 
-What is trusted from an earlier run: a shard whose size, mtime and ctime (for a URL: size and ETag) are those noted
-when it was scanned is taken to hold the same bytes. Noted results carry a hash of their own. Everything else is
-scanned anew, and the index comes out bitwise the same by whichever way.
+Trust in earlier runs: a shard whose size, mtime and ctime (for a URL: size and ETag) are those noted when it was
+scanned is assumed to contain the same bytes. Each noted result carries its own hash. Everything else is scanned again,
+and the index is bitwise the same either way.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from murmuration.data.store.index_files import cannot_write, index_file, make_fo
 from murmuration.data.store.place import Place, Shard, ShardError, join
 from murmuration.data.store.retry import until_hopeless
 
-# What earlier runs of the index builder found out about shards, and whether it still holds.
+# Results of earlier runs of the index builder, and whether they are still valid.
 #
-# Two places: the work area, with one file per shard scanned since the last complete index, and that index itself.
+# They are kept in two places: the work area, with one file per shard scanned since the last complete index, and that
+# index itself.
 
 STAMPS = "stamps.json"
 _ASKED_AT_ONCE = 32
@@ -47,12 +48,12 @@ class Noted:
     shard: Shard
     stamp: Stamp | None
     row: int | None = None
-    census: Census | None = None  # of a shard that was read since the last complete index
+    census: Census | None = None  # set for a shard that was read since the last complete index
 
 
 @dataclass(frozen=True)
 class WorkArea:
-    """One file per scanned shard, complete or not there; what worker processes write to."""
+    """One file per scanned shard, complete or absent; worker processes write here."""
 
     folder: Path
     root: Place
@@ -69,13 +70,13 @@ class WorkArea:
         head = {"place": str(self.place(name)), "stamp": scan.stamp, "shard": asdict(shard)}
         if scan.census is not None:
             head["census"] = scan.census.facts()
-        # Readable by its owner alone: which members records have is nobody else's business.
+        # Readable only by its owner: the names of records' members are private.
         with index_file(self._file(name), 0o600) as file:
             file.write(json.dumps(head).encode() + b"\n" + scan.offsets.tobytes())
         return Noted(shard, scan.stamp, census=scan.census)
 
     def read(self, name: str) -> tuple[Noted, np.ndarray] | None:
-        """None for what is not there, not whole, or about another place."""
+        """The noted result and its offsets; None if it is missing, incomplete or about another place."""
         try:
             head, _, raw = self._file(name).read_bytes().partition(b"\n")
             facts = parse(head)
@@ -99,7 +100,7 @@ class WorkArea:
 
 
 class Known:
-    """Answers from both places, as far as the shard still looks as it did when it was scanned."""
+    """Results from both places, for shards that still look as they did when they were scanned."""
 
     def __init__(self, target: Path, work: WorkArea) -> None:
         self._work = work
@@ -123,7 +124,8 @@ class Known:
             row += shard.records + 1
 
     def look_up(self, names: Sequence[str], *, without_content: bool) -> list[Noted | None]:
-        """What is known of each shard, None for what has to be scanned; `without_content` accepts unread ones."""
+        """The known result of each shard, None if it must be scanned; `without_content` accepts results without a
+        content hash."""
         if all(isinstance(self._work.place(name), Path) for name in names):
             return [self._find(name, without_content) for name in names]
         with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
@@ -133,7 +135,7 @@ class Known:
         if noted.row is None:
             found = self._work.read(noted.shard.name)
             if found is None or found[0].shard != noted.shard:
-                raise ShardError(f"{self._work.folder}: changed while the index was written; give the command again")
+                raise ShardError(f"{self._work.folder}: changed while the index was written; repeat the command")
             return found[1]
         assert self._rows is not None
         return np.asarray(self._rows[noted.row : noted.row + noted.shard.records + 1])
@@ -147,7 +149,7 @@ class Known:
         fitting = next((each for each in usable if each.stamp == now), None)
         if fitting is None:
             return None
-        # In the old index the shard may have been named from another root.
+        # In the old index the shard's name may be relative to another root.
         shard = replace(fitting.shard, name=name)
         return replace(fitting, shard=shard)
 
@@ -155,7 +157,7 @@ class Known:
         return hashlib.sha256(self.offsets(noted).tobytes()).hexdigest() == noted.shard.offsets_sha256
 
     def _stamp(self, name: str) -> Stamp | None:
-        """What the shard looks like now; None where it cannot be asked, so that scanning says what is wrong."""
+        """The shard's current stamp; None if it cannot be read, so that scanning reports what is wrong."""
         place = self._work.place(name)
         try:
             if isinstance(place, Path):
@@ -173,12 +175,12 @@ Tell = Callable[[str], None]
 WORK = ".work"
 # Below this many bytes, starting worker processes costs more than it saves.
 _WORTH_PROCESSES = 512 << 20
-_NAMED = 3  # shards that a remark names
+_NAMED = 3  # the most shards that a remark names
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """How to index: `trust_sidecars` spares reading the shards, `rescan` trusts nothing from before."""
+    """How to index: `trust_sidecars` avoids reading the shards, `rescan` trusts no earlier result."""
 
     trust_sidecars: bool = False
     write_sidecars: bool = False
@@ -189,10 +191,10 @@ class Wanted:
 def write_index(root: Place, names: Sequence[str], target: Path, wanted: Wanted, progress: Report, tell: Tell) -> int:
     """Index `root`/`names` in this order into `target`; returns how many shards had to be scanned.
 
-    What is no reason to refuse, but may not have been meant, is told in sentences.
+    `tell` gets a sentence for each finding that may be a mistake but is no reason to refuse.
     """
     if wanted.write_sidecars and not isinstance(root, Path):
-        raise ShardError(f"{root}: sidecars cannot be written beside remote shards; leave --energon out")
+        raise ShardError(f"{root}: sidecars cannot be written beside remote shards; omit --energon")
     make_folder(target)
     with _only_one(target):
         work = WorkArea(target / WORK, root)
@@ -223,7 +225,7 @@ def write_index(root: Place, names: Sequence[str], target: Path, wanted: Wanted,
 
 @contextmanager
 def _only_one(target: Path) -> Iterator[None]:
-    """Two builders in one folder would mix their results; the lock ends with the process, however it ends."""
+    """Lock the folder: two builders in it would mix their results. The lock ends with the process, however it ends."""
     folder = os.open(target, os.O_RDONLY)
     try:
         _lock(folder, target)
@@ -257,15 +259,15 @@ def _scan_all(work: WorkArea, names: Sequence[str], wanted: Wanted) -> Generator
                 yield job.result()
         except BrokenProcessPool:
             raise ShardError(
-                f"{work.folder.parent}: a process that scans shards was killed, perhaps for memory; give the command "
-                "again, with fewer --workers, and it goes on"
+                f"{work.folder.parent}: a process that scans shards was killed, perhaps for lack of memory; repeat the "
+                "command with fewer --workers, and it resumes"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def _end_with_parent() -> None:
-    """A worker of a killed builder would otherwise wait for work for ever."""
+    """End this worker with its builder; after a kill of the builder it would otherwise wait for work for ever."""
 
     def watch() -> None:
         parent = parent_process()
@@ -277,7 +279,7 @@ def _end_with_parent() -> None:
 
 
 def _scan_one(work: WorkArea, name: str, wanted: Wanted) -> Noted | ShardError:
-    """Errors are returned: one damaged shard among thousands should not hide the next one until tomorrow."""
+    """Errors are returned, so that one damaged shard among thousands does not hide the next one until the next run."""
     place = work.place(name)
     try:
         trusting = wanted.trust_sidecars and isinstance(place, Path) and sidecar(place).is_file()
@@ -285,7 +287,7 @@ def _scan_one(work: WorkArea, name: str, wanted: Wanted) -> Noted | ShardError:
         _ask_witnesses(place, found.offsets, wanted)
     except ShardError as error:
         return error
-    # Not returned: where one result cannot be written, the next one cannot either.
+    # These errors are raised: if one result cannot be written, the next one cannot either.
     _write_sidecar(place, found.offsets, wanted)
     return work.note(name, found)
 
@@ -304,7 +306,7 @@ def _assemble(work: WorkArea, known: Known, found: Sequence[Noted], target: Path
             yield offsets
 
     write_offsets(target, shards, parts())
-    # After the offsets, so that a kill in between leaves hashes that do not match: refused, not misread.
+    # After the offsets, so that a kill in between leaves hashes that do not match, which is refused and not misread.
     write_manifest(target, SHARDS, work.root, shards, {})
     stamps = {str(work.place(noted.shard.name)): noted.stamp for noted in found if noted.stamp}
     with index_file(target / STAMPS) as file:
@@ -316,12 +318,12 @@ def _remarks(found: Sequence[Noted]) -> Iterator[str]:
     empty = [noted.shard.name for noted in found if not noted.shard.records]
     if empty:
         more = f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else ""
-        yield f"{len(empty)} of {len(found)} shards hold no record: {', '.join(empty[:_NAMED])}{more}"
+        yield f"{len(empty)} of {len(found)} shards contain no record: {', '.join(empty[:_NAMED])}{more}"
     yield from remarks(total(noted.census for noted in found if noted.census is not None))
 
 
 def write_offsets(target: Path, shards: Sequence[Shard], parts: Iterable[np.ndarray]) -> None:
-    """offsets.npy, one shard's part after the other: never all of it in memory."""
+    """Write offsets.npy one shard's part after the other, never with all of it in memory."""
     with index_file(target / OFFSETS) as file:
         shape = (sum(shard.records + 1 for shard in shards),)
         np.lib.format.write_array_header_1_0(file, {"descr": "<u8", "fortran_order": False, "shape": shape})
@@ -330,9 +332,9 @@ def write_offsets(target: Path, shards: Sequence[Shard], parts: Iterable[np.ndar
 
 
 def _ask_witnesses(place: Place, offsets: np.ndarray, wanted: Wanted) -> str | None:
-    """What lies beside a shard. Asked of known shards too: it may have changed although the shard has not.
+    """Check a shard, even a known one, against the files beside it: these may have changed though the shard has not.
 
-    Returns what is to be said of a witness that cannot be understood.
+    Returns a remark about a witness that cannot be understood.
     """
     if not isinstance(place, Path):
         return None

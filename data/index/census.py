@@ -1,7 +1,7 @@
-"""What the members of shards are called: how many records have which, and what belongs to no record.
+"""The names of the members of shards: how many records have which suffixes, and which files belong to no record.
 
-Names alone are counted, never contents. It is said to the person who indexes, and kept nowhere once the index is
-complete: of private records, n is all that is published.
+Only names are counted, never contents. The counts are shown to the person who builds the index and are not kept once
+the index is complete: n is all that is published about private records.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _COMPANIONS = (".tar", ".tar.idx", "_stats.json", ".parquet")  # Energon's and i
 
 @dataclass
 class Census:
-    """`sets` counts records by the suffixes they have, `loose` the files that are part of no record."""
+    """`sets` counts records by their suffixes, `loose` counts the files that belong to no record."""
 
     sets: Counter[tuple[str, ...]] = field(default_factory=Counter)
     loose: int = 0
 
     def count(self, suffixes: Iterable[str]) -> None:
-        """One more record; nothing where there are no suffixes."""
+        """Count one more record; without suffixes there is nothing to count."""
         if found := tuple(sorted(suffixes)):
             self.sets[found] += 1
 
@@ -52,7 +52,7 @@ def total(parts: Iterable[Census]) -> Census:
 
 
 def remarks(census: Census) -> Iterator[str]:
-    """Which members records have, and what a person who made shards may not have meant."""
+    """Which members records have, and what may be a mistake in how the shards were made."""
     records = census.sets.total()
     members: Counter[str] = Counter()
     for suffixes, count in census.sets.items():
@@ -60,7 +60,7 @@ def remarks(census: Census) -> Iterator[str]:
     if members:
         shares = (f"{'all' if count == records else count} have .{shown(name)}" for name, count in _first(members))
         others = f", {len(members) - _SHOWN} other suffixes" if len(members) > _SHOWN else ""
-        yield f"of {records} records that were read, {', '.join(shares)}{others}"
+        yield f"of {records} records read, {', '.join(shares)}{others}"
     if bare := sum(count for suffixes, count in census.sets.items() if not set(suffixes) & set(SUFFIXES)):
         known = " ".join(f".{suffix}" for suffix in SUFFIXES)
         yield f"records without a picture ({known}): {bare}; where a run needs one they are bad records"
@@ -76,7 +76,7 @@ def _first(members: Counter[str]) -> list[tuple[str, int]]:
 
 
 def beside_shards(folder: Path) -> Iterator[str]:
-    """What lies in a folder of shards and is not read. Folders are left out, as the index is one itself."""
+    """The files in a folder of shards that are not read. Folders are not counted, as the index is one itself."""
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if not entry.name.startswith(".") and not entry.is_dir()]
     if others := Counter(extension(name) for name in names if not name.endswith(_COMPANIONS)):

@@ -1,8 +1,8 @@
-"""Whether records are, byte for byte, the ones that were indexed: asked before steps are made again.
+"""Checks that records are, byte for byte, the ones that were indexed, before steps are repeated.
 
-A step that is made again under its old keys draws the old noise. If one of its records was changed in the meantime, the
-two sums differ by that record alone, and whoever saw what came of both reads it off. Sizes, which every start compares,
-do not show a record that was blanked.
+A step that is repeated under its old keys draws the old noise. If one of its records was changed in the meantime, the
+two sums differ by that record alone, and anyone who saw the results of both can read it off. Sizes, which every start
+compares, do not reveal a record that was blanked.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex
 
-# Of the shards that no record is drawn from, so many are compared as well, chosen anew each time.
+# This many of the shards without a drawn record are compared as well; the choice is random each time.
 SAMPLED = 2
 
 
 def shards_of(index: RecordIndex, ids: np.ndarray) -> list[int]:
-    """Local shards in which these records lie. Images in folders are compared at every read where their index has
-    hashes, and remote shards with the manifest; made-up records follow from their rule."""
+    """The local shards that contain these records. Images in folders are compared at every read if their index has
+    hashes, and remote shards with the manifest; synthetic records follow from their rule."""
     whole = index.whole if isinstance(index, SplitIndex) else index
     if not isinstance(whole, ShardIndex) or not isinstance(whole.root, Path):
         return []
@@ -33,14 +33,14 @@ def shards_of(index: RecordIndex, ids: np.ndarray) -> list[int]:
 
 
 def with_sample(index: RecordIndex, shards: Collection[int]) -> list[int]:
-    """The shards and a few of the others."""
+    """These shards and a few of the others."""
     others = sorted(set(range(len(index.shards))).difference(shards)) if shards else []
     chosen = secrets.SystemRandom().sample(others, min(SAMPLED, len(others)))
     return sorted([*shards, *chosen])
 
 
 def require_contents(index: RecordIndex, shards: Sequence[int], beat: Callable[[], None]) -> None:
-    """Reads the shards from end to end; ShardError for the first that is another one."""
+    """Read the shards from end to end; ShardError for the first that is not the indexed one."""
     whole = index.whole if isinstance(index, SplitIndex) else index
     assert isinstance(whole, ShardIndex) or not shards
     for shard in shards:

@@ -1,7 +1,7 @@
 """NVIDIA Energon's `.tar.idx` beside each shard: u64 little-endian starts of the samples, then the end of the last.
 
 That is one shard's part of our offsets.npy, so a set prepared for one is prepared for the other. A sidecar is a
-claim that somebody else made: it is compared with the shard, and even on trust every offset must hold a record.
+third party's claim: it is compared with the shard, and even a trusted one must have a record at every offset.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def write_sidecar(path: Path, offsets: np.ndarray) -> None:
 
 
 def check_sidecar(path: Path, offsets: np.ndarray) -> None:
-    """A sidecar that disagrees with the shard means that one of the two is not what its maker saw."""
+    """Refuse a sidecar that disagrees with the shard: one of the two has changed since the sidecar was made."""
     target = sidecar(path)
     if not target.is_file() or _same(target, offsets):
         return
     claimed = target.stat().st_size // 8 - 1
     raise ShardError(
-        f"{target}: does not fit its shard ({claimed} records claimed, {len(offsets) - 1} found); check that the shard "
-        "is the right one, then delete the sidecar or replace it with --energon"
+        f"{target}: does not match its shard ({claimed} records claimed, {len(offsets) - 1} found); check that the "
+        "shard is the right one, then delete the sidecar or replace it with --energon"
     )
 
 
 def _same(target: Path, offsets: np.ndarray) -> bool:
-    """Whether the sidecar holds these offsets; one of another size is not read."""
+    """Whether the sidecar contains these offsets; one of another size is not read."""
     try:
         if not target.is_file() or target.stat().st_size != offsets.nbytes:
             return False
@@ -58,8 +58,8 @@ def _same(target: Path, offsets: np.ndarray) -> bool:
 def trusted_scan(path: Path) -> Scan:
     """Offsets from the sidecar, each checked in the shard, without reading the contents; so there is no content hash.
 
-    Not noticed here: a record that the sidecar leaves out, so that it counts as part of the one before it. Reading
-    notices that (two keys in one record) and stops the run.
+    One error is not noticed here: a record that the sidecar omits, so that it counts as part of the one before it.
+    Reading notices it (two keys in one record) and stops the run.
     """
     target = sidecar(path)
     started = time.time_ns()
@@ -70,7 +70,7 @@ def trusted_scan(path: Path) -> Scan:
             _check_records(lambda at, count: os.pread(file.fileno(), count, at), offsets, before.st_size, str(path))
             after = os.fstat(file.fileno())
     except FileNotFoundError as error:
-        raise ShardError(f"{error.filename}: not there; without --trust-idx the shard itself is read") from error
+        raise ShardError(f"{error.filename}: missing; without --trust-idx the shard itself is read") from error
     except OSError as error:
         raise unreadable(path, error) from error
     if stamp_of(before) != stamp_of(after):
@@ -80,20 +80,20 @@ def trusted_scan(path: Path) -> Scan:
 
 def _parsed(target: Path, size: int) -> np.ndarray:
     count = target.stat().st_size
-    # A shard has no room for more records than blocks, so a list that is longer is not worth reading.
+    # A shard cannot contain more records than blocks, so a longer list is not worth reading.
     if count < 8 or count % 8 or count // 8 > size // BLOCK + 1:
-        raise ShardError(f"{target}: {count} bytes are no list of offsets; delete it, or replace it with --energon")
+        raise ShardError(f"{target}: {count} bytes are not a list of offsets; delete it, or replace it with --energon")
     offsets = np.frombuffer(target.read_bytes(), dtype="<u8")
-    # The differences of unsigned numbers never are negative, so compare neighbours.
+    # Differences of unsigned numbers are never negative, so compare neighbours.
     if np.any(offsets % BLOCK) or np.any(offsets[1:] <= offsets[:-1]) or int(offsets[-1]) > size:
         raise ShardError(f"{target}: offsets out of order or beyond the shard; delete it, or replace it with --energon")
     return offsets
 
 
 def _check_records(read: Read, offsets: np.ndarray, size: int, what: str) -> None:
-    """Every offset starts a record of a new key, nothing before the first is one, and the archive ends at the last."""
+    """Every offset starts a record with a new key, none lies before the first, and the archive ends at the last."""
     bounds = [int(offset) for offset in offsets]
-    stale = "the .tar.idx is stale, leave --trust-idx out"
+    stale = "the .tar.idx is stale, omit --trust-idx"
     first = bounds[0]
     if any(split_name(member.name) for member in walk(read, first, what, whole=False)):
         raise ShardError(f"{what}: a record lies before the first offset; {stale}")

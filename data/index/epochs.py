@@ -1,9 +1,9 @@
 """Ordinary shuffled epochs, for PUBLIC data only: every record exactly once per epoch, no privacy claimed.
 
 Epochs are one endless stream cut into batches, so every step has exactly `batch` records and no epoch drops its tail.
-A step's ids are a pure function of (key, step): resuming needs the step number and nothing else. The order of an epoch
-is a keyed permutation that is computed where it is needed (a Feistel network of integers), so a step costs as much for
-two billion records as for a thousand, and no order lies in memory.
+A step's ids are a pure function of (key, step): resuming needs only the step number. The order of an epoch is a keyed
+permutation that is computed on demand (a Feistel network of integers), so a step costs as much for two billion records
+as for a thousand, and no order is kept in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROUNDS = 8  # four make a good shuffle of a large set; small sets have small ha
 
 
 class Epochs(Protocol):
-    """Which records the steps of a phase get, counted from zero; equally many each."""
+    """The records of each step of a phase, steps counted from zero; every step gets the same number."""
 
     @property
     def batch(self) -> int: ...
@@ -37,9 +37,9 @@ class PublicEpochs:
         self.records, self.batch, self._key = records, batch, key
 
     def ids(self, step: int) -> np.ndarray:
-        """The `batch` ids of one step, sorted (for sequential reads; order within a batch carries nothing).
+        """The `batch` ids of one step, sorted (for sequential reads; order within a batch has no meaning).
 
-        An id can occur twice where a batch spans two epochs.
+        An id can occur twice if a batch spans two epochs.
         """
         if step < 0:
             raise ValueError(f"step {step} is negative")
@@ -59,7 +59,7 @@ class PublicEpochs:
 
 
 class Shuffle:
-    """One fixed order of `records` records: `at(places)` says which stand there."""
+    """One fixed order of `records` records: `at(places)` gives the records at these places."""
 
     def __init__(self, records: int, key: bytes) -> None:
         self._epochs = PublicEpochs(records, 1, key)
@@ -69,10 +69,10 @@ class Shuffle:
 
 
 def _permuted(places: np.ndarray, records: int, keys: np.ndarray) -> np.ndarray:
-    """Which record stands at each place of the order; every record stands at one place."""
+    """The record at each place of the order; every record is at exactly one place."""
     half = max(1, ((records - 1).bit_length() + 1) // 2)
     found = _feistel(places, half, keys)
-    # The network shuffles a power of four. What falls outside the set goes through it again, until it falls inside.
+    # The network shuffles a power of four. Numbers outside the set go through it again until they fall inside.
     while len(outside := np.flatnonzero(found >= np.uint64(records))):
         found[outside] = _feistel(found[outside], half, keys)
     return found

@@ -1,12 +1,12 @@
-"""Which records of an index are left out of training, and why: two small files beside the index.
+"""Which records of an index are excluded from training, and why: two small files beside the index.
 
-`exclusions.npy` holds the ids (sorted u64, numbered as in the index without exclusions), `exclusions.json` what
+`exclusions.npy` contains the ids (sorted u64, numbered as in the index without exclusions), `exclusions.json` the sets
 they were compared with. An excluded record keeps its place: it is drawn like any other and contributes exactly
 zero, as if it were absent, and it is never read. So n, the sampling rate, delta and the divisor do not depend on the
-list, which is a function of private records: two data sets that differ in one record may differ in it.
+list, which is a function of private records: two data sets that differ in one record may have different lists.
 
-The list is part of a phase's identity: a run that has begun goes on with another one only in a new segment. Public
-epochs skip what is excluded.
+The list is part of a phase's identity: a run that has started continues with another list only in a new segment. Public
+epochs skip excluded records.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, eq=False)
 class Exclusions:
-    """`manifest_digest` is that of the index as a whole; `ids` are numbers in it. Both files are private."""
+    """`manifest_digest` is the digest of the whole index; `ids` are record numbers in it. Both files are private."""
 
     manifest_digest: str
     ids: np.ndarray
@@ -47,7 +47,7 @@ class Exclusions:
         return hashlib.sha256(np.ascontiguousarray(self.ids, dtype="<u8").tobytes()).hexdigest()
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Into the index folder. A kill in between leaves files that do not fit together: refused, not misread."""
+        """Write both files to the index folder. `read` refuses the mismatched files that a kill in between leaves."""
         target = Path(folder)
         with index_file(target / IDS, 0o600) as file:
             np.save(file, self.ids.astype("<u8"))
@@ -65,9 +65,9 @@ class Exclusions:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str], manifest_digest: str, records: int) -> Exclusions | None:
-        """None where there are none; ShardError where they belong to other records or are damaged.
+        """The exclusions, or None if there are none; ShardError if they belong to other records or are damaged.
 
-        `manifest_digest` and `records` are those of the index as a whole.
+        `manifest_digest` and `records` are those of the whole index.
         """
         target = Path(folder)
         mend = "run launch/prepare.py overlap again, or remove both files to train on every record"
@@ -88,7 +88,7 @@ class Exclusions:
         if damaged:
             raise ShardError(f"{target / IDS}: not the ids that {FACTS} was written for; {mend}")
         if found.manifest_digest != manifest_digest:
-            raise ShardError(f"{target / FACTS}: made for other records than this index holds; {mend}")
+            raise ShardError(f"{target / FACTS}: made for other records than those of this index; {mend}")
         if len(found.ids) and int(found.ids[-1]) >= records:
             raise ShardError(f"{target / IDS}: names a record beyond the {records} of the index; {mend}")
         return found

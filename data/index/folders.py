@@ -1,10 +1,10 @@
 """Folders of single image files as records: ImageFolder, ImageNet, Places365 and iNaturalist as they are unpacked.
 
 A record is one file; its id is its place in the sorted list of files, frozen in the index together with its size.
-Trusted afterwards is that list: files that appear later are no records, one that is gone or of another size stops
-the run. Contents are pinned only where the index was made with `contents`, because that reads every file.
+From then on that list is trusted: files that appear later are not records, and a file that is missing or has another
+size stops the run. Contents are pinned only if the index was made with `contents`, because that reads every file.
 
-`names.bin` holds the paths one after the other, `files.npy` where each ends and how large its file is.
+`names.bin` contains the paths one after the other, `files.npy` the end of each path and the size of its file.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from murmuration.data.store.tar import shown
 
 # Which files of a folder are records, in which order, and of which class.
 #
-# Symbolic links are followed, but nothing is counted twice: a folder or a file that is reached by two ways is refused,
-# which also ends every loop. Hidden files and other extensions are no records; the caller is told how many there were.
+# Symbolic links are followed, but nothing is counted twice: a folder or a file that can be reached in two ways is
+# refused, which also ends every loop. Hidden files and files with other extensions are not records; `ignored_files`
+# counts the latter.
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 NO_FILE = "pipe or device"
 _SHOWN = 5
 _SPLITS = {"train", "val", "valid", "validation", "test", "train_mini", "train2017", "val2017", "test2017"}
 
-# auto: what the folder looks like. top: the first folder is the class (torchvision's ImageFolder, ImageNet,
-# iNaturalist). leaf: the whole path of folders is (Places365: a/abbey). none: no classes.
+# auto: recognised from the folder. top: the first folder is the class (torchvision's ImageFolder, ImageNet,
+# iNaturalist). leaf: the whole path of folders is the class (Places365: a/abbey). none: no classes.
 Rule = Literal["auto", "top", "leaf", "none"]
 
 
@@ -76,7 +77,7 @@ def list_images(root: Path, rule: Rule = "auto") -> tuple[list[ImageFile], bool]
     files = [ImageFile(_group(name, chosen), name, size) for name, size in found]
     if chosen != "none" and (loose := next((file for file in files if not file.group), None)):
         raise ShardError(
-            f"{root / os.fsdecode(loose.name)}: an image beside the class folders has no class; move it, or give "
+            f"{root / os.fsdecode(loose.name)}: an image beside the class folders has no class; move it, or pass "
             "--classes none"
         )
     if chosen == "top":
@@ -85,13 +86,13 @@ def list_images(root: Path, rule: Rule = "auto") -> tuple[list[ImageFile], bool]
 
 
 def ignored_files(root: Path) -> Counter[str]:
-    """How many files of which extension are no records."""
+    """The number of files that are not records, by extension."""
     others = ((os.fsdecode(name), size) for name, size in _walk(root) if size is None or not _is_image(name))
     return Counter(NO_FILE if size is None else extension(name) for name, size in others)
 
 
 def extension(name: str) -> str:
-    """As it may be printed: `.dcm`, `.tar.gz`, or the whole name where there is none."""
+    """The extension, safe to print: `.dcm`, `.tar.gz`, or the whole name if there is none."""
     stem, last = os.path.splitext(os.path.basename(name).lower())
     before = os.path.splitext(stem)[1]
     return shown(before + last if before == ".tar" else last or stem)
@@ -119,7 +120,7 @@ def _walk(root: Path) -> Iterator[tuple[bytes, int | None]]:
                 inside = sorted((entry for entry in entries if not entry.name.startswith(b".")), key=lambda e: e.name)
             states = [(entry, entry.stat()) for entry in inside]
         except OSError as error:
-            raise ShardError(f"{os.fsdecode(error.filename or root)}: {error.strerror}; mend or remove it") from error
+            raise ShardError(f"{os.fsdecode(error.filename or root)}: {error.strerror}; repair or remove it") from error
         for entry, state in states:
             path = os.path.join(folder, entry.name)
             if stat.S_ISDIR(state.st_mode):
@@ -160,7 +161,7 @@ def _recognise(root: Path, names: list[bytes]) -> Rule:
         return "none"
     if tops <= _SPLITS:
         shown = ", ".join(sorted(tops))
-        raise ShardError(f"{root}: holds splits ({shown}), not classes; name one of them, such as {root / min(tops)}")
+        raise ShardError(f"{root}: contains splits ({shown}), not classes; name one, such as {root / min(tops)}")
     # Places365 sorts its classes into one folder per letter.
     return "leaf" if all(len(top) == 1 and top.isalpha() for top in tops) and _deep(names) else "top"
 
@@ -174,7 +175,7 @@ def _refuse_empty(root: Path, groups: set[str]) -> None:
     with os.scandir(root) as entries:
         folders = {entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
     if empty := min(folders - groups, default=None):
-        raise ShardError(f"{root / empty}: no image in this class folder; remove it, or give --classes none")
+        raise ShardError(f"{root / empty}: no image in this class folder; remove it, or pass --classes none")
 
 
 NAMES, ROWS, DIGESTS = "names.bin", "files.npy", "digests.npy"
@@ -273,7 +274,7 @@ def _refuse_twins(paths: list[Path], digests: np.ndarray) -> None:
 
 
 class FolderIndex:
-    """The same interface as ShardIndex; each class folder plays a shard."""
+    """The same interface as ShardIndex; each class folder acts as a shard."""
 
     def __init__(
         self, manifest: Manifest, digest: str, names: np.ndarray, rows: np.ndarray, digests: np.ndarray | None,
@@ -281,7 +282,7 @@ class FolderIndex:
     ) -> None:  # fmt: skip
         assert isinstance(manifest.root, Path)
         self.manifest_digest = digest
-        """Paths and sizes of all files, and their contents where hashed. Private where the files are."""
+        """Covers the paths and sizes of all files, and their contents if hashed. Private if the files are."""
         self.folder, self.root = manifest.folder, manifest.root
         self.shards = manifest.shards
         self.records = kept.records
@@ -302,7 +303,7 @@ class FolderIndex:
             names = np.asarray(np.memmap(manifest.folder / NAMES, dtype=np.uint8, mode="r"))
             hashed, labelled = manifest.head["contents"], manifest.head["labelled"]
             if not isinstance(manifest.root, Path) or not isinstance(hashed, bool) or not isinstance(labelled, bool):
-                raise ValueError("the manifest is none of a folder of images")
+                raise ValueError("the manifest is not that of a folder of images")
             digests = open_npy(manifest.folder / DIGESTS) if hashed else None
         except (OSError, ValueError, KeyError) as error:
             raise ShardError(f"{manifest.folder}: the index cannot be read ({error}); {mend(folder)}") from error
@@ -319,7 +320,7 @@ class FolderIndex:
 
     @property
     def excluded_digest(self) -> str:
-        """SHA-256 of the list of excluded records; empty where none is. Private."""
+        """SHA-256 of the list of excluded records; empty if none is excluded. Private."""
         return self._kept.excluded_digest
 
     def left_out(self, record: int) -> bool:
@@ -327,12 +328,12 @@ class FolderIndex:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Class names in the order of their numbers; none for a folder without classes."""
+        """Class names in the order of their numbers; empty for a folder without classes."""
         return tuple(shard.name for shard in self.shards) if self.labelled else ()
 
     def numbered_by(self, classes: ClassList) -> FolderIndex:
-        """The same records; classes have the numbers of that list, whichever folders there are. Those of another name
-        have none, so that their records are bad where a label is needed."""
+        """The same records, with classes numbered by that list, whichever folders exist. Classes not on the list have
+        no number, so their records are bad where a label is needed."""
         other = copy(self)
         other._numbers = tuple(classes.numbers.get(name) for name in self.classes)
         return other
@@ -343,7 +344,7 @@ class FolderIndex:
         return self.root / os.fsdecode(self._name(number)), 0, int(self._rows["size"][number])
 
     def owner(self, record: int) -> str:
-        """The class folder: a file name would tell which record was drawn."""
+        """The class folder: a file name would reveal which record was drawn."""
         return str(self.root / self.shards[self._find(record)[1]].name)
 
     def members(self, record: int, raw: bytes) -> dict[str, bytes]:
@@ -353,13 +354,13 @@ class FolderIndex:
         if same and self._digests is not None:
             same = hashlib.sha256(raw).digest()[:_DIGEST_BYTES] == self._digests[place].tobytes()
         if not same:
-            raise ShardError(f"{self.owner(record)}: a file changed since it was indexed; restore it or index anew")
+            raise ShardError(f"{self.owner(record)}: a file changed since it was indexed; restore it or index again")
         suffix = os.fsdecode(self._name(place)).rpartition(".")[2].lower()
         number = self._numbers[group] if self.labelled else None
         return {suffix: raw} if number is None else {suffix: raw, "cls": str(number).encode()}
 
     def check_unchanged(self, *, contents: bool = False) -> None:
-        """Every file is there with its size; with `contents`, where they were hashed, their bytes too."""
+        """Check that every file is there with its size; with `contents`, also the bytes if they were hashed."""
         for number in range(len(self._rows)):
             path = self.root / os.fsdecode(self._name(number))
             try:
@@ -373,7 +374,7 @@ class FolderIndex:
                 raise ShardError(f"{path}: changed since it was indexed; restore it or run launch/prepare.py index")
 
     def _find(self, record: int) -> tuple[int, int]:
-        """Number in the whole list, and class."""
+        """The record's number in the whole list, and its class."""
         number = self._kept.number(record)
         group = int(np.searchsorted(self._ends, number, side="right"))
         self._check(group)

@@ -1,7 +1,7 @@
-"""The files of an index: the manifest that pins the set, and what may be left out of it.
+"""The files of an index: the manifest that pins the set, and the handling of excluded records.
 
 The manifest names every shard with its count, size and hashes. Its digest is the identity of the record set in the
-ledger; it holds no place and no time, so it is equal wherever the same shards lie.
+ledger; it covers no location and no time, so it is equal wherever the same shards are stored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from murmuration.data.store.place import Place, Shard, ShardError, is_url
 
 FORMAT = 2
 OFFSETS, MANIFEST, FOLDER = "offsets.npy", "manifest.json", "index"
-BESIDE = ".index"  # an index of single files lies beside their folder, where it cannot be taken for a class
+BESIDE = ".index"  # an index of single files is beside their folder, where it cannot be taken for a class
 SHARDS, FILES = "shards", "files"  # what an index is made of
 Handling = Literal["absent", "skipped", "ignored"]  # of excluded records; see Kept
 
@@ -37,7 +37,7 @@ def digest_of(kind: str, shards: Iterable[Shard]) -> str:
 
 
 def same_content(one: Shard, other: Shard) -> bool:
-    """Whether two lines are the same shard. Where one was indexed without reading it, equal offsets count as equal:
+    """Whether two lines are the same shard. If one was indexed without being read, equal offsets count as equal:
     a false alarm is harmless, a record that counts twice is not."""
     if one.sha256 and other.sha256:
         return one.sha256 == other.sha256
@@ -45,7 +45,7 @@ def same_content(one: Shard, other: Shard) -> bool:
 
 
 def shared_shard(one: Sequence[Shard], other: Sequence[Shard]) -> Shard | None:
-    """The first shard of `other` whose records also lie in `one`."""
+    """The first shard of `other` whose records are also in `one`."""
     by_content = {shard.sha256: shard for shard in one if shard.records}
     by_layout = {(shard.bytes, shard.offsets_sha256): shard for shard in one if shard.records}
     for shard in other:
@@ -66,7 +66,7 @@ def write_manifest(target: Path, kind: str, root: Place, shards: Sequence[Shard]
 
 @dataclass(frozen=True)
 class Manifest:
-    """`root` is where the shards lie now; `head` what else the manifest says."""
+    """`root` is where the shards are now; `head` is the rest of the manifest."""
 
     folder: Path
     kind: str
@@ -112,7 +112,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
 
 
 def shard_of(entry: Mapping[str, Any]) -> Shard:
-    """One line of a manifest as it was read; ValueError or TypeError where it is none."""
+    """The shard in one line of a manifest; ValueError or TypeError if the line is not valid."""
     shard = Shard(**{"sha256": "", **entry})
     for text in (shard.name, shard.sha256, shard.offsets_sha256, shard.etag):
         _text(text)
@@ -123,17 +123,17 @@ def shard_of(entry: Mapping[str, Any]) -> Shard:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or "\0" in value:
-        raise ValueError("a name or hash in it is no text")
+        raise ValueError("a name or hash in it is not text")
     try:
-        os.fsencode(value)  # half a character, which JSON can hold, is no file's name
+        os.fsencode(value)  # JSON can contain half a character, which no file name can
     except UnicodeEncodeError:
-        raise ValueError("a name or hash in it is no text") from None
+        raise ValueError("a name or hash in it is not text") from None
     return value
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError("a count in it is no number from 0 on")
+        raise ValueError("a count in it is not a whole number of at least 0")
     return value
 
 
@@ -141,8 +141,8 @@ class Kept:
     """Which records of an index take part, and how they are numbered.
 
     `absent`: an excluded record keeps its number. It is drawn like any other and contributes nothing, so n does not
-    depend on what is excluded, which is a fact about private records. `skipped`: what is left is numbered densely, for
-    epochs of public records. `ignored`: as if nothing were excluded.
+    depend on which records are excluded, which is a fact about private records. `skipped`: the remaining records are
+    numbered densely, for epochs of public records. `ignored`: as if nothing were excluded.
     """
 
     def __init__(self, total: int, excluded: Exclusions | None, handling: Handling = "absent") -> None:
@@ -153,7 +153,7 @@ class Kept:
         self.records = total - len(self._ids) if self._dense else total
         if not self.records:
             raise ShardError("every record is excluded; remove exclusions.npy and exclusions.json")
-        # How many kept records come before each excluded one: 8 bytes per excluded record, none per kept one.
+        # The number of kept records before each excluded one: 8 bytes per excluded record, none per kept one.
         self._before = self._ids - np.arange(len(self._ids))
 
     @classmethod
@@ -163,17 +163,17 @@ class Kept:
         return cls(manifest.records, excluded, handling)
 
     def below(self, numbers: np.ndarray) -> np.ndarray:
-        """How many ids come before each of these places of the index as a whole."""
+        """The number of ids before each of these places of the whole index."""
         return numbers - np.searchsorted(self._ids, numbers, side="left") if self._dense else numbers
 
     def number(self, record: int) -> int:
-        """The number of a record in the index as a whole."""
+        """The number of a record in the whole index."""
         if not 0 <= record < self.records:
             raise ShardError(f"record {record} is outside 0..{self.records - 1}; the ids belong to another index")
         return int(record) + int(np.searchsorted(self._before, record, side="right")) if self._dense else int(record)
 
     def left_out(self, record: int) -> bool:
-        """Whether this id is an excluded record's, whose slot stays empty. Where they are skipped, none is."""
+        """Whether this id is an excluded record's, whose slot stays empty. If excluded records are skipped, none is."""
         if self._dense:
             return False
         at = int(np.searchsorted(self._ids, record))

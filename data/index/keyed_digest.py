@@ -1,15 +1,15 @@
-"""Digests of records as ledgers, certificates, checkpoints and feature stores may show them: keyed.
+"""Keyed digests of records, for ledgers, certificates, checkpoints and feature stores.
 
-A bare hash of private records answers a guess: anyone who knows all records but one hashes the set with and without it
-and compares. So what leaves the machine is HMAC-SHA256 under 32 random bytes, the salt, which lies beside the index
-(0600) and is as private as the records. It belongs to the index, not to a run: only so do a resume, other runs on the
-same records, and weights that were made of them find the same digest again. It is made with the index, or when the
-records of an older index are first used. It is never replaced, not by indexing again in place either, and a copy of the
-index folder takes it along.
+A bare hash of private records confirms a guess: anyone who knows all records but one can hash the set with and without
+it and compare. So the digest that leaves the machine is HMAC-SHA256 under 32 random bytes, the salt, which is stored
+beside the index (0600) and is as private as the records. It belongs to the index, not to a run, so that a resume, other
+runs on the same records, and weights trained on them give the same digest. It is made with the index, or when the
+records of an older index are first used. It is never replaced, not even by indexing again in place, and a copy of the
+index folder includes it.
 
-With a salt beside its secret key instead, each run would give the same records another digest, and weights that were
+If each run kept a salt beside its secret key instead, it would give the same records another digest, and weights
 trained on them would no longer be recognised. So private records whose salt can neither be read nor made are refused.
-Records that are declared public may then be named by the bare hash: nobody's secret depends on them.
+Records declared public may then be named by the bare hash: nobody's secret depends on them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from murmuration.data.store.place import RecordIndex, ShardError
 
 
 def ledger_digests(index: RecordIndex, *, public: bool, keyed: bool = True) -> tuple[str, str]:
-    """Digests of the records, and of the list of those that are excluded (empty where none is).
+    """Digests of the records and of the list of excluded ones (empty if none is excluded).
 
-    `public` is the user's word. Without `keyed` both are bare hashes, as runs of version 0.1.0 have them, which go on.
-    Makes the salt where there is none yet; ShardError where private records must do without.
+    `public` is the user's declaration. Without `keyed` both are bare hashes, as in runs of version 0.1.0, so that these
+    can continue. Makes the salt if there is none yet; ShardError if that fails for private records.
     """
     salt = _salt(index, public) if keyed else None
     if salt is None:
@@ -38,9 +38,9 @@ def ledger_digests(index: RecordIndex, *, public: bool, keyed: bool = True) -> t
 
 
 def every_ledger_digest(index: RecordIndex) -> frozenset[str]:
-    """All digests by which a ledger may know these records, from before there were salts as well."""
+    """All digests by which a ledger may know these records, including those from before there were salts."""
     bare = {index.manifest_digest}
-    if index.excluded_digest:  # version 0.1.0 gave a part of the records a digest of its own
+    if index.excluded_digest:  # version 0.1.0 gave the records without the excluded ones a separate digest
         bare.add(hashlib.sha256(f"{index.manifest_digest} without {index.excluded_digest}".encode()).hexdigest())
     whole = _in_a_folder(index)
     salt = read_salt(whole.folder) if whole is not None else None
@@ -52,7 +52,7 @@ def _keyed(salt: bytes, what: str, digest: str) -> str:
 
 
 def _in_a_folder(index: RecordIndex) -> ShardIndex | FolderIndex | None:
-    """None for what is made by rule, streamed, or no records at all."""
+    """The index in a folder behind `index`; None for records that are synthetic or streamed, or for none at all."""
     whole = index.whole if isinstance(index, SplitIndex) else index
     return whole if isinstance(whole, ShardIndex | FolderIndex) else None
 
@@ -69,7 +69,7 @@ def _salt(index: RecordIndex, public: bool) -> bytes | None:
         if isinstance(error, ShardError):
             raise
         raise ShardError(
-            f"{whole.folder / SALT}: cannot be made ({error.strerror}), and without it the ledger would hold a bare "
-            "hash of private records; let the owner of the index give prepare.py index again, which reads no shard "
+            f"{whole.folder / SALT}: cannot be made ({error.strerror}), and without it the ledger would contain a bare "
+            "hash of private records; ask the owner of the index to run prepare.py index again, which reads no shard "
             "twice, or index into a folder of your own with --out"
         ) from error

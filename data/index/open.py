@@ -12,11 +12,11 @@ from murmuration.data.store.place import RecordIndex, is_url
 
 
 def open_index(folder: str | os.PathLike[str], *, excluded: Handling = "absent") -> RecordIndex:
-    """What `folder` holds decides; see ShardIndex.open and FolderIndex.open."""
+    """Open the kind of index that `folder` contains; see ShardIndex.open and FolderIndex.open."""
     kind = read_manifest(folder).kind
     return (FolderIndex if kind == FILES else ShardIndex).open(folder, excluded=excluded)
 
 
 def is_image_folder(source: str) -> bool:
-    """A folder without tar shards. Patterns and URLs name shards."""
+    """Whether `source` is a folder without tar shards. Patterns and URLs name shards."""
     return not is_url(source) and Path(source).is_dir() and not any(Path(source).glob("*.tar"))

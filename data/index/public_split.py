@@ -1,12 +1,12 @@
-"""One set of records cut in two that share no record: a public part, and the rest.
+"""One set of records split into two disjoint parts: a public part, and the rest.
 
-The cut depends on how many records there are and on the share, on nothing else. Not on a run: one that took another
-part as public, after one that protected it, would give the promise away. And on no content, not by a hash either: two
-neighbouring sets must be cut alike, or a record that is protected in one would be public in the other. It is a
-permutation of integers, so no list of records lies in memory and a billion records are cut as quickly as ten.
+The split depends only on the number of records and on the share. It does not depend on a run: a run that took as public
+a part that an earlier run protected would break that run's guarantee. Nor does it depend on any content, not even by a
+hash: two neighbouring sets must be split alike, or a record that is protected in one would be public in the other. It
+is a permutation of integers, so no list of records is kept in memory and a billion records are split as quickly as ten.
 
-Share and number are frozen beside the index when it is first cut: with another share, or dealt out anew over another
-number, records that one run protects would be trained on in the open by the next.
+Share and number are frozen beside the index when it is first split: with another share, or a new split over another
+number, the next run would train without protection on records that an earlier run protects.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _NAME = b"murmuration public fraction 1"
 
 
 class SplitIndex:
-    """Behaves like the index of one part. Record i of the public part is place i of a shuffled order of all records;
-    the private part begins where the public one ends."""
+    """An index of one part. Record i of the public part is at place i of a shuffled order of all records; the private
+    part begins where the public one ends."""
 
     def __init__(self, whole: RecordIndex, fraction: float, public: bool) -> None:
         shared = public_share(whole.records, fraction)
@@ -63,7 +63,7 @@ class SplitIndex:
         return self.whole.left_out(self.original(record))
 
     def original(self, record: int) -> int:
-        """Its number in the whole set."""
+        """The record's number in the whole set."""
         if not 0 <= record < self.records:
             raise IndexError(f"record {record} is outside the {self.records} of this part")
         return int(self.originals(np.array([record]))[0])
@@ -86,36 +86,36 @@ class SplitIndex:
 
 @dataclass(frozen=True)
 class Cut:
-    """Of the set as a whole."""
+    """How a set is split: its number of records, and the public fraction of them."""
 
     records: int
     fraction: float
 
     @staticmethod
     def frozen(folder: Path) -> Cut | None:
-        """How the index in this folder was cut first; None if it was not."""
+        """How the index in this folder was first split; None if it was not."""
         path = folder / FROZEN
         try:
             found = read_json(path)
             cut = Cut(int(found["records"]), float(found["public_fraction"]))
             if found["format"] != 1 or not 0 < cut.fraction < 1:
-                raise ValueError("its numbers make no cut")
+                raise ValueError("its numbers are not a valid split")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise ShardError(
-                f"{path}: cannot be read ({error}), and it says which records are public; restore it"
+                f"{path}: cannot be read ({error}), but it decides which records are public; restore it"
             ) from None
         return cut
 
     def freeze(self, folder: Path) -> None:
-        """OSError where it cannot be written; what was frozen first stays."""
+        """Write the split unless one is already frozen; OSError if it cannot be written."""
         text = json.dumps({"format": 1, "records": self.records, "public_fraction": self.fraction}) + "\n"
         write_once(folder / FROZEN, text.encode())
 
 
 def index_folders(index: RecordIndex) -> tuple[Path, ...]:
-    """Where something may be noted about its records: its own folder, and that of the index beside the files."""
+    """The folders with notes about these records: the index's own, and that of the index beside the files."""
     whole = index.whole if isinstance(index, SplitIndex) else index
     if isinstance(whole, ShardIndex):
         beside = whole.root / FOLDER if isinstance(whole.root, Path) else whole.folder
@@ -131,14 +131,14 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def public_share(records: int, fraction: float) -> int:
-    """How many records the public part has: at least one, and one is left."""
+    """The number of records in the public part; each part has at least one."""
     if records < 2:
-        raise ValueError(f"{records} record cannot be cut in two; drop public_fraction")
+        raise ValueError(f"{records} record cannot be split in two; drop public_fraction")
     return min(records - 1, max(1, round(records * fraction)))
 
 
 def places_of(index: RecordIndex) -> frozenset[str]:
-    """Where the shards of an index lie, as far as it knows."""
+    """The places of the shards of an index; empty unless it is an index of tar shards."""
     whole = index.whole if isinstance(index, SplitIndex) else index
     return frozenset(str(join(whole.root, shard.name)) for shard in whole.shards if isinstance(whole, ShardIndex))
 

@@ -1,4 +1,4 @@
-"""32 random bytes beside an index, which key the digests of its records (see keyed_digest.py). Made once."""
+"""32 random bytes beside an index that key the digests of its records (see keyed_digest.py). They are made once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GONE = (errno.ENOENT, errno.ENOTDIR)
 
 
 def read_salt(folder: Path) -> bytes | None:
-    """None where there is none. ShardError where one is there that cannot be read or is damaged."""
+    """The salt, or None if there is none. ShardError if it cannot be read or is damaged."""
     path = folder / SALT
     try:
         descriptor = open_regular(path)
@@ -27,8 +27,8 @@ def read_salt(folder: Path) -> bytes | None:
         if error.errno in _GONE:
             return None
         raise ShardError(
-            f"{path}: cannot be read ({error.strerror}), and without it ledgers cannot name these records; let its "
-            "owner give you access to it, as to the records"
+            f"{path}: cannot be read ({error.strerror}), and without it ledgers cannot name these records; ask its "
+            "owner for access to it, as to the records"
         ) from error
     if len(found) != SALT_BYTES:
         raise ShardError(f"{path}: damaged; restore it from a copy of the index, since ledgers name the records by it")
@@ -36,8 +36,8 @@ def read_salt(folder: Path) -> bytes | None:
 
 
 def make_salt(folder: Path, *elsewhere: Path) -> bytes:
-    """The salt of the index in `folder`, made if there is none: that of another index of the same records where one of
-    the folders `elsewhere` holds one, so that both name them alike. OSError where it cannot be written."""
+    """The salt of the index in `folder`, made if there is none. If another index of the same records, in one of the
+    folders `elsewhere`, has a salt, it is copied, so that both name them alike. OSError if it cannot be written."""
     known = read_salt(folder)
     if known is not None:
         return known
@@ -50,7 +50,7 @@ def make_salt(folder: Path, *elsewhere: Path) -> bytes:
 
 
 def _readable_salt(folder: Path) -> bytes | None:
-    """Somebody else's index may keep its salt to itself; then this one has another."""
+    """The salt, or None if it cannot be read: another owner's salt may be private, and then this index gets its own."""
     try:
         return read_salt(folder)
     except ShardError:

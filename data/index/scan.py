@@ -1,4 +1,4 @@
-"""One pass over one shard: where its records begin, its size and its hash, or the reason not to trust it."""
+"""One pass over one shard, which yields record offsets, size and hash, or the reason not to trust the shard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from murmuration.data.store.tar import Member, Read, shown, split_name, walk
 
 _CHUNK = 4 << 20
 _LARGEST_STATS = 64 << 20
-# A file written within the resolution of its time stamp may change again without the stamp telling.
+# A file written within the resolution of its time stamp may change again without a change of the stamp.
 _FINE_STAMP_NS, _COARSE_STAMP_NS = 50_000_000, 2_000_000_000
 
 Stamp = tuple[int | str, ...]
@@ -27,14 +27,14 @@ Stamp = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class Scan:
-    """`stamp` is what the shard looked like from outside; None where that could not tell a later change."""
+    """`stamp` is the shard's size and times, or its ETag; None if these could not reveal a later change."""
 
     offsets: np.ndarray
     bytes: int
     sha256: str
     etag: str = ""
     stamp: Stamp | None = None
-    census: Census | None = None  # None where the contents were not read
+    census: Census | None = None  # None if the contents were not read
 
     @property
     def records(self) -> int:
@@ -46,7 +46,7 @@ class Scan:
 
 
 def scan(place: Place) -> Scan:
-    """Reads the shard once from front to back; raises ShardError on anything doubtful."""
+    """Read the shard once from front to back; raises ShardError on anything doubtful."""
     return scan_file(place) if isinstance(place, Path) else scan_url(place)
 
 
@@ -78,13 +78,13 @@ def scan_url(url: str) -> Scan:
         window.drain(stream.size)
     if window.size != stream.size:
         raise ShardError(f"{url}: {window.size} bytes came, {stream.size} were announced; fetch it again")
-    # Without an ETag nothing tells a later change of the same size.
+    # Without an ETag nothing reveals a later change that keeps the size.
     stamp = (stream.size, stream.etag) if stream.etag else None
     return Scan(offsets, stream.size, window.sha256, stream.etag or "", stamp, census)
 
 
 def stamp_of(stat: os.stat_result) -> Stamp:
-    """ctime too: copying tools set mtime back, nothing sets ctime back."""
+    """Size, mtime and ctime: copying tools set mtime back, but nothing sets ctime back."""
     return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
@@ -98,7 +98,7 @@ def unreadable(path: Path, error: OSError) -> ShardError:
 
 
 class _Window:
-    """A stream as `walk` wants it, each byte read once and hashed on the way."""
+    """A stream in the form that `walk` needs; each byte is read once and hashed on the way."""
 
     def __init__(self, more: Callable[[int], bytes]) -> None:
         self._more = more
@@ -119,7 +119,7 @@ class _Window:
         return bytes(self._held[offset - self._at : offset - self._at + count])
 
     def drain(self, size: int) -> None:
-        """Up to the end, or beyond `size`: something that never ends is not followed."""
+        """Read to the end, or until more than `size` bytes came, in case the stream never ends."""
         while self.size <= size and self._pull(self.size):
             pass
 
@@ -134,9 +134,9 @@ class _Window:
 
 
 def record_offsets(read: Read, size: int, what: str, census: Census) -> np.ndarray:
-    """Start of every record and then the end of the last member: exactly what Energon's .tar.idx holds.
+    """The start of every record and then the end of the last member: exactly the content of Energon's .tar.idx.
 
-    `census` is told which members were met.
+    `census` counts the members found.
     """
     starts: list[int] = []
     key, suffixes, end = None, set[str](), 0
@@ -161,16 +161,16 @@ def record_offsets(read: Read, size: int, what: str, census: Census) -> np.ndarr
             seen.add(key)
             starts.append(member.start)
         if parts[1] in suffixes:
-            raise ShardError(f"{what}: '{shown(member.name)}' occurs twice; write the shard anew")
+            raise ShardError(f"{what}: '{shown(member.name)}' occurs twice; rewrite the shard")
         suffixes.add(parts[1])
     census.count(suffixes)
     return np.array([*starts, end], dtype="<u8")
 
 
 def check_stats(path: Path, records: int) -> str | None:
-    """img2dataset leaves a count beside each shard, the only witness against one that ends too early.
+    """Compare with the count that img2dataset leaves beside each shard, the only evidence that one ends too early.
 
-    Returns what is to be said where the witness cannot be understood.
+    Returns a remark if that file cannot be understood.
     """
     stats = path.with_name(f"{path.stem}_stats.json")
     if not stats.is_file():
@@ -180,11 +180,11 @@ def check_stats(path: Path, records: int) -> str | None:
             raise ValueError("it is far too large")
         expected = parse(stats.read_bytes())["successes"]
         if type(expected) is not int:
-            raise ValueError("its successes are no count")
+            raise ValueError("its successes are not a count")
     except OSError as error:
         raise unreadable(stats, error) from error
     except (ValueError, KeyError, TypeError) as error:
-        return f"{stats}: no count of img2dataset ({error}), so it was not compared with the shard"
+        return f"{stats}: not a count of img2dataset ({error}), so it was not compared with the shard"
     if expected != records:
         raise ShardError(f"{path}: {records} records, but {stats.name} counts {expected}; fetch the shard again")
     return None

@@ -1,10 +1,10 @@
 """Where every record of a set of tar shards begins: 8 bytes per record, plus a manifest that pins the set.
 
 n, the number of records, is a public constant of the privacy claim and comes from here, never from a person.
-Whatever would make n or the identity of a record doubtful (a cut shard, a hole, a key or a shard that occurs
-twice) is refused when the index is built, because nobody notices it later.
+Anything that would make n or the identity of a record doubtful (a cut shard, a hole, a key or a shard that occurs
+twice) is refused when the index is built, because nobody would notice it later.
 
-`offsets.npy` holds, shard after shard, the start of each record and then the end of the last one. It is
+`offsets.npy` contains, shard after shard, the start of each record and then the end of the last one. It is
 memory-mapped; the shards themselves never are (one page fault at a time is ten times slower than `pread`).
 """
 
@@ -42,7 +42,7 @@ from murmuration.data.store.tar import parse
 
 __all__ = ["ShardIndex", "Wanted", "build", "expand", "shared_shard"]
 
-# Offsets up to this size are checked when the index is opened, larger ones shard by shard when they are first used.
+# Offsets up to this size are checked when the index is opened; larger ones shard by shard on first use.
 _CHECK_AT_ONCE = 64 << 20
 _DIGITS = re.compile("[0-9]{1,20}")
 _MOST_SHARDS = 10_000_000  # that one range may name
@@ -56,7 +56,7 @@ def expand(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -
     if not is_url(text) and os.path.isdir(text):
         found = sorted(Path(text).glob("*.tar"))
         if not found:
-            raise ShardError(f"{text}: no *.tar in this folder; name the folder that holds the shards")
+            raise ShardError(f"{text}: no *.tar in this folder; name the folder that contains the shards")
         return list[Place](found)
     return [each if is_url(each) else Path(each) for each in _braces(text)]
 
@@ -72,7 +72,7 @@ def _braces(text: str) -> list[str]:
     elif _DIGITS.fullmatch(first) and _DIGITS.fullmatch(last) and 0 <= int(last) - int(first) < _MOST_SHARDS:
         choices = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     else:
-        raise ShardError(f"{text}: '{{{inside}}}' is no range of shards; write it as {{000000..000019}}")
+        raise ShardError(f"{text}: '{{{inside}}}' is not a range of shards; write it as {{000000..000019}}")
     return [text[:start] + choice + rest for choice in choices for rest in tail]
 
 
@@ -87,15 +87,15 @@ def build(
 ) -> ShardIndex:
     """Index the shards into `folder` (default: `index/` beside them) and open the result.
 
-    `tell` gets sentences about what was found and may not have been meant.
+    `tell` gets a sentence for each finding that may be a mistake.
     """
-    # Not Path.resolve(), which has an error of its own for links that lead in a circle.
+    # Not Path.resolve(), which raises its own error for links that lead in a circle.
     places = [Path(os.path.realpath(place)) if isinstance(place, Path) else place for place in expand(shards)]
     if not places:
         raise ShardError("no shards given; name a folder or a pattern such as data/{000000..000019}.tar")
     root, names = _common_root(places)
     if folder is None and not isinstance(root, Path):
-        raise ShardError(f"{root}: the index of remote shards lies here, not there; name a folder with --out")
+        raise ShardError(f"{root}: the index of remote shards is stored locally; name a folder for it with --out")
     target = Path(os.path.realpath(folder)) if folder is not None else Path(root) / FOLDER
     report, said = progress or (lambda done, total: None), tell or (lambda sentence: None)
     write_index(root, names, target, wanted or Wanted(workers=workers), report, said)
@@ -107,7 +107,7 @@ def build(
 
 
 def _name_alike(target: Path, beside_shards: Path) -> None:
-    """A second index of the same shards names their records in ledgers as the one beside them does."""
+    """Give a second index of the same shards the salt of the one beside them: ledgers then name the records alike."""
     try:
         make_salt(target, beside_shards)
     except OSError as error:
@@ -125,18 +125,18 @@ def _common_root(places: Sequence[Place]) -> tuple[Place, list[str]]:
         root = Path(os.path.commonpath([path.parent for path in paths]))
         return root, [path.relative_to(root).as_posix() for path in paths]
     if paths:
-        raise ShardError(f"{paths[0]}: local and remote shards in one index; make them two, or copy one side")
+        raise ShardError(f"{paths[0]}: local and remote shards in one index; make two indexes, or copy one side")
     urls = [str(place) for place in places]
     folders = [url.split("/")[:-1] for url in urls]
     alike = takewhile(lambda parts: len(set(parts)) == 1, zip(*folders, strict=False))
     shared = "/".join(parts[0] for parts in alike)
     if not re.fullmatch(r"[a-z0-9]+://[^/]+.*", shared):
-        raise ShardError(f"{urls[0]}: shards from several servers in one index; make it several")
+        raise ShardError(f"{urls[0]}: shards from several servers in one index; make one index per server")
     return shared, [url[len(shared) + 1 :] for url in urls]
 
 
 class ShardIndex:
-    """An opened index: how many records there are, and where each one lies."""
+    """An opened index: the number of records, and where each one is."""
 
     def __init__(self, manifest: Manifest, digest: str, offsets: np.ndarray, kept: Kept) -> None:
         self.folder = manifest.folder
@@ -144,7 +144,7 @@ class ShardIndex:
         self.root = manifest.root
         self.records = kept.records
         self.manifest_digest = digest
-        """Names, counts, sizes and hashes: equal wherever the same shards lie. Private where the records are."""
+        """Covers names, counts, sizes and hashes; equal wherever the same shards are. Private if the records are."""
         self._kept = kept
         self._offsets = offsets
         self._ends = np.cumsum([shard.records for shard in manifest.shards], dtype=np.int64)
@@ -154,8 +154,8 @@ class ShardIndex:
     def open(cls, folder: str | os.PathLike[str], *, verify: bool = True, excluded: Handling = "absent") -> ShardIndex:
         """Open `folder`, an index or a folder of shards that has one.
 
-        `verify` compares each shard's offsets with the manifest, at the latest when one is used. `excluded` says what
-        becomes of records that were excluded (see Kept).
+        `verify` compares each shard's offsets with the manifest, at the latest when one is used. `excluded` is the
+        handling of excluded records (see Kept).
         """
         manifest = read_manifest(folder)
         if manifest.kind != SHARDS:
@@ -177,7 +177,7 @@ class ShardIndex:
 
     @property
     def excluded_digest(self) -> str:
-        """SHA-256 of the list of excluded records; empty where none is. Private."""
+        """SHA-256 of the list of excluded records; empty if none is excluded. Private."""
         return self._kept.excluded_digest
 
     def left_out(self, record: int) -> bool:
@@ -185,7 +185,7 @@ class ShardIndex:
 
     @property
     def shard_ends(self) -> np.ndarray:
-        """int64, one per shard: the ids of its records end here, and those of the next one begin."""
+        """int64, one per shard: the end of the ids of its records, where those of the next shard begin."""
         return self._kept.below(self._ends)
 
     def place(self, shard: int) -> Place:
@@ -198,7 +198,7 @@ class ShardIndex:
         return other
 
     def held(self) -> np.ndarray:
-        """Of each shard whether it is there. One of another size is no copy of it: ShardError."""
+        """Whether each shard is there. A file of another size is not a copy of it: ShardError."""
         found = np.zeros(len(self.shards), dtype=bool)
         for number, shard in enumerate(self.shards):
             place = self.place(number)
@@ -209,16 +209,16 @@ class ShardIndex:
         return found
 
     def locate(self, record: int) -> tuple[Place, int, int]:
-        """Shard, first byte and end of one record."""
+        """The shard, first byte and end of one record."""
         number = self._kept.number(record)
         shard = int(np.searchsorted(self._ends, number, side="right"))
         self._check(shard)
-        # Every shard stores one number more than it has records.
+        # Every shard stores one more number than it has records.
         at = number + shard
         return self.place(shard), int(self._offsets[at]), int(self._offsets[at + 1])
 
     def owner(self, record: int) -> str:
-        """The shard that holds the record."""
+        """The shard that contains the record."""
         return str(self.locate(record)[0])
 
     def members(self, record: int, raw: bytes) -> dict[str, bytes]:
@@ -226,7 +226,7 @@ class ShardIndex:
         return parse(raw, self.owner(record))
 
     def check_unchanged(self, *, contents: bool = False) -> None:
-        """Sizes on disk are those of the manifest; with `contents` the bytes too (reads everything).
+        """Check that sizes on disk match the manifest; with `contents` also the bytes (reads everything).
 
         Remote shards are compared with the manifest at every read, and here only with `contents`.
         """

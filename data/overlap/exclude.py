@@ -1,13 +1,13 @@
-"""Leave private records out that look like public or evaluation pictures, record by record.
+"""Exclude private records that look like public or evaluation pictures, record by record.
 
-What may be filtered by what is a question of privacy, and most directions leak:
+Which set may be filtered by which is a question of privacy, and most directions leak:
 
-- A private record compared with PUBLIC pictures is kept or left out for reasons of its own: no other private record
-  has a say, so one record more or less changes one record, and the promise of training holds for what is left.
-- A PUBLIC set filtered by a private one says who is in the private set, to everybody who sees what was trained on.
-- A private set deduplicated within itself couples its records. Keeping one of several copies, or none of them, makes
-  the presence of one person's record decide about another person's, so one record more can change several, or replace
-  one gradient by another: the noise is sized for one (Debenedetti et al., arXiv 2309.05610).
+- A private record compared with PUBLIC pictures is kept or excluded on its own merits: no other private record affects
+  the decision, so adding or removing one record changes one record, and the guarantee of training holds for the rest.
+- A PUBLIC set filtered by a private one reveals who is in the private set to anyone who sees what was trained on.
+- A private set deduplicated within itself couples its records. Whether one of several copies is kept or none of them,
+  the presence of one person's record decides about another person's, so one additional record can change several, or
+  replace one gradient by another: the noise is sized for one (Debenedetti et al., arXiv 2309.05610).
 
 An excluded record keeps its place: it is drawn like any other and contributes nothing, so n stays that of the index.
 """
@@ -26,15 +26,15 @@ from murmuration.data.overlap.hash_store import Hashes, hash_index
 from murmuration.data.overlap.phash import hamming
 from murmuration.data.store.place import RecordIndex, ShardError
 
-MOST_DISTANCE = 16  # beyond it pictures that merely look alike are taken for copies
-_PARTS = 4  # of a hash: two hashes at distance d agree, up to d // 4 bits, in one of their four parts
+MOST_DISTANCE = 16  # beyond this, pictures that merely look alike are taken for copies
+_PARTS = 4  # parts of a hash: two hashes at distance d differ in at most d // 4 bits in one of their four parts
 _QUERIES = 1 << 14
 
 Meter = Callable[[int, int], None]
 
 
 class LeakError(ShardError):
-    """What was asked for would tell something about private records; the message says what, and what to do."""
+    """The requested comparison would leak information about private records; the message names the leak and the fix."""
 
 
 def exclude_overlaps(
@@ -45,7 +45,7 @@ def exclude_overlaps(
     progress: Callable[[str], Meter],
     runs_on: Callable[[Path], Sequence[str]],
 ) -> Exclusions:
-    """Hash, compare, and write the list beside the private index. `runs_on` names the private runs of an index."""
+    """Hash, compare, and write the list beside the private index. `runs_on` names the private runs on an index."""
     if not 0 <= distance <= MOST_DISTANCE:
         raise ValueError(f"--distance {distance}: choose 0 (equal hashes) to {MOST_DISTANCE} bits")
     ours = open_index(private, excluded="ignored")
@@ -67,23 +67,23 @@ def exclude_overlaps(
 def refuse_leaks(
     private: RecordIndex, against: Sequence[RecordIndex], runs_on: Callable[[Path], Sequence[str]]
 ) -> None:
-    """Raise LeakError for the directions that this module's head forbids."""
+    """Raise LeakError for the directions that this module's docstring rules out."""
     for other in against:
         if other.manifest_digest == private.manifest_digest or shared_shard(private.shards, other.shards):
             raise LeakError(
-                f"{other.folder}: holds the private records themselves; deduplicating a private set within itself "
-                "makes one person's record decide about another's (keeping one copy, or none, alike), which the noise "
+                f"{other.folder}: contains the private records themselves; deduplicating a private set within itself "
+                "makes one person's record decide about another's (whether one copy is kept or none), which the noise "
                 "does not cover; compare with public or evaluation pictures only"
             )
         if used := runs_on(other.folder):
             raise LeakError(
                 f"{other.folder}: its records are private (run {used[0]!r} trained on them); filtering another set by "
-                "them would tell who is among them; swap the two, if the other one is public"
+                "them would reveal who is among them; swap the two sets if the other one is public"
             )
         if Exclusions.read(other.folder, other.manifest_digest, other.records) is not None:
             raise LeakError(
-                f"{other.folder}: was itself filtered as a private set; filtering another set by it would tell who is "
-                "in it; name a public set"
+                f"{other.folder}: was itself filtered as a private set; filtering another set by it would reveal who "
+                "is in it; name a public set"
             )
 
 
@@ -91,7 +91,7 @@ def overlapping(
     private: Hashes, public: np.ndarray, distance: int, progress: Meter = lambda done, total: None
 ) -> np.ndarray:
     """Sorted u64 ids of the private records within `distance` bits of any public hash."""
-    import faiss  # slow to load, and of no use to training
+    import faiss  # slow to load, and not needed for training
 
     rows = np.flatnonzero(private.valid)
     progress(0, len(rows))
@@ -105,7 +105,7 @@ def overlapping(
     for start in range(0, len(rows), _QUERIES):
         part = rows[start : start + _QUERIES]
         asked = private.values[part]
-        # The radius is exclusive, and what comes back is checked: the list must not rest on faiss's reading of it.
+        # The radius is exclusive, and the matches are checked: the list must not rest on faiss's reading of the radius.
         limits, _, matches = index.range_search(_as_bytes(asked), distance + 1)  # pyright: ignore[reportCallIssue]
         each = np.repeat(np.arange(len(part)), np.diff(limits.astype(np.int64)))
         within = hamming(asked[each], unique[matches]) <= distance

@@ -1,8 +1,8 @@
-"""The perceptual hash of every record of an index, kept beside it: made once, by several processes, going on after a
+"""The perceptual hash of every record of an index, kept beside it: made once, by several processes, resumable after a
 kill.
 
-Pictures are decoded as for training, in processes of their own: a hostile file costs one record. One that is no usable
-picture has no hash. Hashes of private records are private (0700): they tell what the pictures look like.
+Pictures are decoded as for training, in separate processes: a hostile file costs one record. A record without a usable
+picture has no hash. Hashes of private records are private (0700): they reveal what the pictures look like.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Hashes:
 
 
 def hash_index(index: RecordIndex, workers: int, progress: Callable[[int, int], None]) -> Hashes:
-    """`index` must be opened with exclusions ignored: what is left out is decided by these hashes."""
+    """`index` must be opened with exclusions ignored: these hashes decide what is excluded."""
     folder = index.folder / FOLDER
     values, states = _open(folder, index)
     missing = np.flatnonzero(states == _MISSING)
     done = len(states) - len(missing)
     progress(done, len(states))
     for numbers, found, state in _made(index, missing, workers):
-        # The hash first: a kill between the two lines makes it again.
+        # The hash first: after a kill between the two lines it is made again.
         values[numbers] = found
         states[numbers] = state
         done += len(numbers)
@@ -60,7 +60,7 @@ def hash_index(index: RecordIndex, workers: int, progress: Callable[[int, int], 
 
 
 def _open(folder: Path, index: RecordIndex) -> tuple[np.memmap, np.memmap]:
-    """The two files as far as an earlier call filled them, or new ones."""
+    """The two files, filled as far as an earlier call got, or new ones."""
     about = {"version": VERSION, "manifest_digest": index.manifest_digest, "records": index.records}
     if not _known(folder, about):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -76,7 +76,7 @@ def _open(folder: Path, index: RecordIndex) -> tuple[np.memmap, np.memmap]:
 
 
 def _known(folder: Path, about: dict[str, Any]) -> bool:
-    """Whether the files are whole and of these records; damaged ones are made anew."""
+    """Whether the files are whole and belong to these records; damaged ones are rebuilt."""
     try:
         found = [open_npy(folder / name) for name in _KINDS]
         whole = all(

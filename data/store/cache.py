@@ -1,11 +1,11 @@
-"""Remote bytes kept on local NVMe, shared by all ranks of a node. Never the only copy, never trusted unchecked.
+"""Remote bytes cached on local NVMe, shared by all ranks of a node; never the only copy, never trusted unchecked.
 
-Nothing is evicted. Poisson draws have no favourites, so replacing one record by another cannot raise the share
-of hits; it would only wear the disk. What does not fit is read from the store, now as at first.
+Nothing is evicted. Poisson draws have no favourites, so replacing one record by another cannot raise the hit rate; it
+would only wear the disk. Records that do not fit are read from the store every time.
 
-It holds private records in the clear: folders are 0700, files 0600. Files appear complete (temporary file, then
-rename). A kept range carries its length and SHA-256 and is checked at every read; a kept shard is checked
-against the manifest's SHA-256 before its rename and by its length whenever it is opened.
+The cache contains private records in the clear: folders are 0700, files 0600. Files appear complete (temporary file,
+then link). A cached range carries its length and SHA-256 and is checked at every read; a cached shard is checked
+against the manifest's SHA-256 before it appears and by its length whenever it is opened.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True)
 class Cache:
-    """Where, how much at most, and whether single records are kept or the whole shards that they lie in.
+    """Where to cache, how much at most, and whether to keep single records or the whole shards that contain them.
 
-    Shards pay off when a run reads most records of most shards at least once; the first touch of each fetches it.
+    Shards pay off when a run reads most records of most shards at least once; the first access fetches the shard.
     """
 
     folder: Path
@@ -42,7 +42,7 @@ class Cache:
 
 
 class CachedRanges:
-    """A source of ranges that asks the disk first. Safe for several threads and processes."""
+    """A source of ranges that tries the disk first. Safe for several threads and processes."""
 
     def __init__(self, behind: RangeSource, cache: Cache, shards: Mapping[str, Shard]) -> None:
         self._behind, self._cache, self._shards = behind, cache, shards
@@ -60,7 +60,7 @@ class CachedRanges:
         return self._range(path, shard, start, end)
 
     def forget(self, path: Place) -> None:
-        """What was read last did not fit: drop the whole shard. Ranges are checked anyway."""
+        """Drop the whole shard, because bytes read from it were wrong. Ranges are checked anyway."""
         kept = self._file(str(path), self._shards[str(path)], "tar")
         if kept.exists():
             self._room.remove(kept)
@@ -76,12 +76,12 @@ class CachedRanges:
             self._room.remove(kept)
         raw = self._behind.read(path, start, end)
         if len(raw) == end - start:
-            with contextlib.suppress(OSError):  # a full or broken cache disk costs speed, nothing else
+            with contextlib.suppress(OSError):  # a full or broken cache disk costs only speed
                 self._room.add(kept, len(raw) + _HEAD, iter((_head(raw), raw)))
         return raw
 
     def _shard(self, url: str, shard: Shard) -> Path | None:
-        """The kept file, fetched now by the first who asks; None where it is not here (yet)."""
+        """The cached file, fetched now by the first caller; None if it is not here (yet)."""
         kept = self._file(url, shard, "tar")
         if kept.exists():
             return kept
@@ -92,7 +92,7 @@ class CachedRanges:
                 if first and not kept.exists():
                     self._room.add(kept, shard.bytes, self._whole(url, shard))
         except OSError:
-            # Its records are read one by one from now on, where failures are retried and then reported.
+            # From now on its records are read one by one; failures there are retried and then reported.
             self._given_up.add(url)
         return kept if kept.exists() else None
 
@@ -108,7 +108,7 @@ class CachedRanges:
             raise OSError("the fetched shard is not the indexed one")
 
     def _file(self, name: str, shard: Shard, ending: str) -> Path:
-        """Named by the content that it must hold: another version of the shard is another file."""
+        """A file named by its expected content: another version of the shard is another file."""
         key = hashlib.sha256(f"{name}\n{shard.bytes} {shard.sha256} {shard.etag}".encode()).hexdigest()[:40]
         return self._cache.folder / key[:2] / f"{key[2:]}.{ending}"
 
@@ -118,21 +118,21 @@ def _head(raw: bytes) -> bytes:
 
 
 class _Room:
-    """How much is kept, agreed upon by all processes through one locked file.
+    """The number of bytes cached, agreed upon by all processes through one locked file.
 
-    Whoever finds the folder unused counts anew, which also sweeps up what killed processes left.
+    A process that finds the folder unused counts again, which also removes files left by killed processes.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self._folder, self._limit = folder, limit
         self._threads = threading.Lock()
         self._used = os.open(folder / "used", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        # Held, shared, for as long as this process lives; the kernel lets go of it for the killed.
+        # A shared lock, held for as long as this process lives; the kernel releases it if the process is killed.
         self._users = os.open(folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with self._locked():
             if try_lock(self._users):
                 self._write(self._count())
-            # By hand: filelock has no shared lock on a descriptor, and each process that reads here holds this one.
+            # By hand: filelock has no shared lock on a descriptor, and each process that uses the cache holds this one.
             fcntl.flock(self._users, fcntl.LOCK_SH)
 
     def fits(self, size: int) -> bool:
@@ -140,7 +140,7 @@ class _Room:
             return self._read() + size <= self._limit
 
     def add(self, target: Path, size: int, content: Iterator[bytes]) -> None:
-        """Writes `target` whole, or not at all, or not where it does not fit."""
+        """Write `target` whole or not at all; skip it if it does not fit."""
         with self._locked():
             used = self._read()
             if used + size > self._limit:
@@ -156,7 +156,7 @@ class _Room:
                     if target.suffix == ".tar":  # not checked at each read, so it must not be torn by a power cut
                         file.flush()
                         os.fsync(file.fileno())
-                # Two who fetched the same range wrote the same bytes, but only one of them is kept.
+                # Two processes that fetched the same range wrote the same bytes; only one of the files is kept.
                 os.link(temporary, target)
             finally:
                 os.unlink(temporary)
@@ -188,7 +188,7 @@ class _Room:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with self._threads:
-            # By hand: filelock would ask again and again, while the kernel wakes whoever waits for these few lines.
+            # By hand: filelock would poll, while the kernel wakes a process that waits for these few lines.
             fcntl.flock(self._used, fcntl.LOCK_EX)
             try:
                 yield
@@ -209,7 +209,7 @@ class _Room:
 
 @contextlib.contextmanager
 def _only_one(lock: Path) -> Iterator[bool]:
-    """True for the first who comes, in any process; the others go on without waiting."""
+    """True for the first caller in any process; the others continue without waiting."""
     lock.parent.mkdir(exist_ok=True, mode=0o700)
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

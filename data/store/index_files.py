@@ -1,4 +1,4 @@
-"""The files of an index, and those that lie beside shards: written whole or not at all, and read without trust."""
+"""The files of an index and those beside shards: written whole or not at all, and read without trust."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from murmuration.accounting.durable import atomic
 from murmuration.accounting.strict_json import parse
 from murmuration.data.store.place import ShardError
 
-_AGAIN = "then give the same command again"
+_AGAIN = "then repeat the command"
 _FIXES = {
     errno.ENOSPC: f"free some space there, {_AGAIN}",
     errno.EDQUOT: f"free some of the quota, {_AGAIN}",
     errno.EFBIG: f"raise the limit of file sizes (ulimit -f), {_AGAIN}",
 }
 
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)  # of file systems without hard links
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)  # errors of file systems without hard links
 
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 @contextmanager
 def index_file(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
-    """`atomic`, where a disk that is full or read-only is a ShardError that names the file and the fix."""
+    """`atomic`, but a full or read-only disk is a ShardError that names the file and the fix."""
     try:
         with atomic(path, mode) as file:
             yield file
@@ -41,7 +41,7 @@ def index_file(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
 
 
 def write_once(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Writes the file if it is not there; of processes that do it at once, one wins. OSError where it cannot be."""
+    """Write the file if it does not exist; of several processes that do so at once, one wins. OSError on failure."""
     if path.exists():
         return
     aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -61,7 +61,7 @@ def write_once(path: Path, content: bytes, mode: int = 0o644) -> None:
 
 
 def make_folder(target: Path) -> None:
-    """Data often lie where nobody may write."""
+    """Make the folder; ShardError if it cannot be made, because data are often on read-only storage."""
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -74,22 +74,22 @@ def cannot_write(path: Path, error: OSError) -> ShardError:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor for reading. A pipe would wait for ever, and a device may never end: those are a ShardError."""
+    """A descriptor for reading. A pipe would block for ever, and a device may never end, so both are a ShardError."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ShardError(f"{path}: not a regular file but a folder, a pipe or a device; remove it or name the shards")
-    # Not blocking: in between, somebody may have put a pipe in its place.
+    # Non-blocking: in the meantime somebody may have put a pipe in its place.
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def read_json(path: Path) -> Any:
-    """What the file holds, read strictly. OSError where it cannot be read, ValueError for all that is no JSON."""
+    """The file's content, parsed strictly. OSError if it cannot be read, ValueError if it is not JSON."""
     return parse(path.read_bytes())
 
 
 def open_npy(path: Path) -> np.ndarray:
-    """The array in a .npy file, mapped for reading. ValueError for one that is damaged, OSError if it cannot be read.
+    """The array in a .npy file, mapped for reading. ValueError if the file is damaged, OSError if it cannot be read.
 
-    Shape and type are for the caller to compare: what the header says is a claim.
+    The caller must check shape and type: the header is only a claim.
     """
     try:
         _require_mappable(path)
@@ -101,32 +101,32 @@ def open_npy(path: Path) -> np.ndarray:
     except Exception as error:
         # numpy reads the header as Python and a zip as an archive: SyntaxError, TokenError, EOFError, OverflowError,
         # MemoryError, BadZipFile and others.
-        raise ValueError(f"{path.name} is no .npy file: {type(error).__name__}") from error
+        raise ValueError(f"{path.name} is not a .npy file: {type(error).__name__}") from error
     if not isinstance(found, np.ndarray):
         found.close()
-        raise ValueError(f"{path.name} is no .npy file but an archive of several")
+        raise ValueError(f"{path.name} is not a .npy file but an archive of several")
     return np.asarray(found)
 
 
 class _Unmappable(Exception):
-    """Continues a sentence that begins with the name of the file."""
+    """The message continues a sentence that begins with the name of the file."""
 
 
 def _require_mappable(path: Path) -> None:
-    """numpy's memmap divides by the item size and multiplies the sizes without looking at them.
+    """Check what numpy's memmap does not: it divides by the item size and multiplies the sizes unchecked.
 
-    An item size of 0 ends the process (SIGFPE), and a negative or overflowing size maps what is not there.
+    An item size of 0 ends the process (SIGFPE), and a negative or overflowing size maps memory that is not there.
     """
     with path.open("rb") as file:
         if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
-            return  # an archive or something else, which np.load tells apart and maps nothing of
+            return  # an archive or something else, which np.load distinguishes and does not map
         file.seek(0)
         version = np.lib.format.read_magic(file)
         if version not in _HEADERS:
-            raise _Unmappable(f"has a header of version {version[0]}.{version[1]}, which no index is written with")
+            raise _Unmappable(f"has a header of version {version[0]}.{version[1]}, which no index uses")
         shape, _, kind = _HEADERS[version](file)
         if kind.itemsize == 0:
-            raise _Unmappable("holds items of 0 bytes, so it cannot be mapped")
+            raise _Unmappable("contains items of 0 bytes, so it cannot be mapped")
         if min(shape, default=0) < 0:
             raise _Unmappable(f"claims a negative size, {min(shape)}")
         claimed, there = math.prod(shape) * kind.itemsize, os.fstat(file.fileno()).st_size - file.tell()

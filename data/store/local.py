@@ -1,4 +1,4 @@
-"""Where bytes come from: what a source of byte ranges is, and the plainest one, files on a local or network disk."""
+"""Sources of byte ranges: the protocol, and the simplest one, files on a local or network disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OPEN_FILES = 256  # well under the usual limit of 1,024 descriptors per process
 
 
 class RangeSource(Protocol):
-    """Where bytes come from; raises OSError when they do not. A short answer is the caller's to notice."""
+    """A source of bytes; raises OSError when they cannot be read. The caller must check for short answers."""
 
     def read(self, path: Place, start: int, end: int) -> bytes: ...
 
@@ -23,11 +23,11 @@ class RangeSource(Protocol):
 
 
 class _Handle:
-    """A descriptor that closes with its last user, so that eviction cannot pull it from under a reader."""
+    """A descriptor that closes with its last user, so that eviction cannot close it under a reader."""
 
     def __init__(self, path: Place) -> None:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        # Records lie far apart: read-ahead would fetch megabytes that nobody asked for.
+        # Records lie far apart: read-ahead would fetch megabytes that are never used.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 

@@ -1,4 +1,4 @@
-"""Where bytes lie, what identifies a set of records, and what may be wrong with either."""
+"""Where records are stored, what identifies a set of them, and the errors of either."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class ShardError(RunError, ValueError):
 
 
 class UnreadableError(ShardError):
-    """Bytes did not come, or came damaged, however patiently they were asked for. Nothing in the run is wrong: once
-    the store or the machine is mended, the same command goes on."""
+    """Bytes could not be read, or were damaged, even after all retries. Nothing in the run is wrong: once the store or
+    the machine is repaired, the same command resumes it."""
 
     exit_code = RESUME_ME
 
 
-Place = Path | str  # of a shard or a file: a path, or a URL as it is written
+Place = Path | str  # of a shard or a file: a path, or a URL as written
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Shard:
     name: str
     records: int
     bytes: int
-    sha256: str  # of the content; empty where the index was made without reading it
+    sha256: str  # of the content; empty if the index was made without reading it
     offsets_sha256: str = ""  # of this shard's part of offsets.npy
-    etag: str = ""  # of a remote shard; no part of the digest, because a copy has another one
+    etag: str = ""  # of a remote shard; not part of the digest, because a copy has a different one
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
@@ -46,7 +46,7 @@ def join(root: Place, name: str) -> Place:
 
 
 class RecordIndex(Protocol):
-    """What reading, sampling and training need of an index, whatever its records are made of."""
+    """What reading, sampling and training need of an index, whatever the form of its records."""
 
     @property
     def folder(self) -> Path: ...
@@ -62,7 +62,7 @@ class RecordIndex(Protocol):
 
     @property
     def excluded_digest(self) -> str:
-        """Of the list of records that are left out; empty where none is."""
+        """The digest of the list of excluded records; empty if none is excluded."""
         ...
 
     def left_out(self, record: int) -> bool:
@@ -70,15 +70,15 @@ class RecordIndex(Protocol):
         ...
 
     def locate(self, record: int) -> tuple[Place, int, int]:
-        """Where one record lies: place, first byte, end."""
+        """The location of one record: place, first byte, end."""
         ...
 
     def owner(self, record: int) -> str:
-        """The shard or class of a record: all that a message may name, because which record was drawn is private."""
+        """The shard or class of a record. Messages may name only this, because which record was drawn is private."""
         ...
 
     def members(self, record: int, raw: bytes) -> dict[str, bytes]:
-        """The bytes that lie there, taken apart by lower-case suffix; ShardError where they are no such record."""
+        """The record's bytes, split by lower-case suffix; ShardError if they are not that record."""
         ...
 
     def check_unchanged(self, *, contents: bool = False) -> None: ...

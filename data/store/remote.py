@@ -1,12 +1,12 @@
 """Shards behind a URL: HTTP(S), S3, Google and Azure stores, read by byte range through obstore.
 
 Credentials and endpoints come from the stores' usual environment variables (AWS_REGION, AWS_ENDPOINT_URL,
-AWS_SKIP_SIGNATURE for public buckets ...). Every answer tells the size, and mostly the ETag, of the whole
+AWS_SKIP_SIGNATURE for public buckets ...). Every answer gives the size, and usually the ETag, of the whole
 object; an object that is not the indexed one stops the run, because its records are other people's.
-Nothing is tried again here: `data.batch.shard_reader` owns patience, so that each failure is treated alike.
+Nothing is retried here: `data.batch.shard_reader` does that, so that all failures are treated alike.
 
-Which ranges are asked for tells which records were drawn, so requests go to the named host alone: redirects to other
-hosts or to plain http are refused. And errors reach the console: of an answer only its status is told.
+The requested ranges reveal which records were drawn, so requests go only to the named host: redirects to other
+hosts or to plain http are refused. Errors reach the console, so they quote only the status of an answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STREAM_CHUNK = 8 << 20
 _STREAM_AHEAD = 4
 _NO_RETRY: Any = {"max_retries": 0, "retry_timeout": timedelta(0)}
 _NOWHERE = "127.0.0.1:0"  # nothing can listen on port 0
-# What obstore's debug text says, and what of it is told. It also quotes bodies, headers and byte ranges.
+# Patterns in obstore's debug text, and the reason reported for each. The text also quotes bodies, headers and ranges.
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)")
 _REASONS = (
@@ -56,7 +56,7 @@ _REASONS = (
 
 @dataclass(frozen=True)
 class Identity:
-    """Which object a URL stood for when it was indexed; `etag` is None where the server tells none."""
+    """The object that a URL stood for when it was indexed; `etag` is None if the server sends none."""
 
     size: int
     etag: str | None = None
@@ -74,7 +74,7 @@ class Stores:
         self._lock = threading.Lock()
 
     def fetch(self, url: str, start: int, end: int) -> tuple[bytes, Identity]:
-        """Bytes [start, end) and what they are part of; OSError for whatever could go better next time."""
+        """Bytes [start, end) and the object they belong to; OSError for any failure that a retry may fix."""
         store, path = self._store(url)
         try:
             answer = obstore.get(store, path, options={"range": (start, end)})
@@ -94,9 +94,9 @@ class Stores:
     def _store(self, url: str) -> tuple[Any, str]:
         parts = urlsplit(url)
         if parts.scheme not in SCHEMES:
-            raise ShardError(f"{url}: {parts.scheme}:// is not read; use one of {', '.join(SCHEMES)}")
+            raise ShardError(f"{url}: {parts.scheme}:// is not supported; use one of {', '.join(SCHEMES)}")
         if parts.query or parts.fragment:
-            raise ShardError(f"{parts.scheme}://{parts.netloc}{parts.path}: a URL of a shard has no ? or #; drop it")
+            raise ShardError(f"{parts.scheme}://{parts.netloc}{parts.path}: the URL of a shard has no ? or #; drop it")
         root = f"{parts.scheme}://{parts.netloc}"
         with self._lock:
             if root not in self._stores:
@@ -110,16 +110,16 @@ class Stores:
                 try:
                     self._stores[root] = from_url(root, client_options=options, retry_config=_NO_RETRY)
                 except (BaseError, ValueError) as error:
-                    reason = str(error).partition("\n")[0][:200]  # of our own settings: no server was asked yet
+                    reason = str(error).partition("\n")[0][:200]  # about local settings: no server was contacted yet
                     raise ShardError(f"{root}: cannot be used as a store ({reason}); check the URL") from error
         path = parts.path.lstrip("/")
         return self._stores[root], unquote(path) if parts.scheme.startswith("http") else path
 
 
 def _plain_http(scheme: str) -> bool:
-    """Whether it was asked for, by the URL or by a store's variables: a cluster's own store often has no TLS.
+    """Whether the URL or a store's variables ask for plain http: a cluster's own store often has no TLS.
 
-    Elsewhere a redirect must not lead to it.
+    Otherwise a redirect must not lead to it.
     """
     if scheme in ("http", "https"):
         return scheme == "http"
@@ -131,7 +131,8 @@ def _plain_http(scheme: str) -> bool:
 
 
 def read_on_the_way(url: str) -> str | None:
-    """What makes requests readable for anyone between here and the store; None where TLS or loopback protects them."""
+    """The URL or setting that makes requests readable on the way to the store; None if TLS or loopback protects
+    them."""
     parts = urlsplit(url)
     if parts.scheme in ("http", "https"):
         return f"http://{parts.netloc}" if parts.scheme == "http" and not _is_loopback(parts.hostname) else None
@@ -151,8 +152,8 @@ def _is_loopback(host: str | None) -> bool:
 
 
 def _no_other_host(scheme: str, host: str) -> dict[str, str]:
-    """obstore follows redirects and has no option for it. So all hosts but this one lie behind a proxy that is not
-    there. Where the way out is a real proxy, it stays in use, and only redirects to plain http are refused."""
+    """Options that block redirects to other hosts. obstore always follows redirects, so all hosts but this one go
+    through a proxy that does not exist. A real proxy stays in use; then only redirects to plain http are refused."""
     proxies = getproxies()
     if (proxies.get(scheme) or proxies.get("all")) and not proxy_bypass(host):
         return {}
@@ -160,11 +161,11 @@ def _no_other_host(scheme: str, host: str) -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    """One that may reach the console."""
+    """The reason for an error, as it may reach the console."""
     text = str(error)
     if status := _STATUS.search(text):
         return f"{status[1]} {responses.get(int(status[1]), '')}".rstrip() + " from the server"
-    # What stands before is the request, and its URL may read like anything.
+    # The text before "inner: " is the request, and its URL may contain anything.
     text = text.rpartition("inner: ")[2]
     if certificate := _CERTIFICATE.search(text):
         return (
@@ -175,7 +176,7 @@ def _reason(error: Exception) -> str:
 
 
 class RemoteRanges:
-    """A RangeSource over URLs. `expected` says which object each URL was when the index was made."""
+    """A RangeSource over URLs. `expected` gives the object that each URL was when the index was made."""
 
     def __init__(self, expected: Mapping[str, Identity], timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self._expected = expected
@@ -197,7 +198,7 @@ class RemoteRanges:
 
 
 class ChangedShardError(ShardError):
-    """Not the shard that was indexed. Trying again cannot help."""
+    """The shard is not the one that was indexed. A retry cannot help."""
 
 
 class ShardStream:
@@ -211,7 +212,7 @@ class ShardStream:
         self._have = memoryview(b"")
 
     def read(self, count: int = -1) -> bytes:
-        """Up to `count` bytes, all that are left for -1; empty at the end, as files do it."""
+        """Up to `count` bytes, or all remaining bytes for -1; empty at the end, as with files."""
         if count < 0:
             return b"".join(iter(lambda: self.read(_STREAM_CHUNK), b""))
         if not self._have:
@@ -232,7 +233,7 @@ class ShardStream:
 def open_shard(
     url: str, *, timeout_seconds: float = TIMEOUT_SECONDS, patience: Patience | None = None
 ) -> Iterator[ShardStream]:
-    """`with open_shard(url) as stream`: `.size`, `.etag`, `.read(n)`. ShardError once patience is at its end."""
+    """`with open_shard(url) as stream`: `.size`, `.etag`, `.read(n)`. ShardError once `patience` is exhausted."""
     patience = patience or Patience()
     stores = Stores(timeout_seconds)
     mend = "check the URL and the access to it"
@@ -251,7 +252,7 @@ def open_shard(
             if not identity.same(found):
                 raise ChangedShardError(f"{url}: changed while it was read; wait until its writer is done")
             if len(raw) != end - start:
-                raise OSError(f"{len(raw)} bytes came in the place of {end - start}")
+                raise OSError(f"{len(raw)} bytes came instead of {end - start}")
             return raw
 
         return asked(once)

@@ -1,4 +1,4 @@
-"""How often, and after which pauses, something that may go better next time is tried again."""
+"""Retries: how often, and after which pauses."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Patience:
     longest_pause: float = 20.0
 
     def pauses(self) -> Iterator[float]:
-        """One fewer than tries. Jitter keeps a thousand ranks from knocking at one server at the same moment."""
+        """One pause fewer than tries. Jitter keeps a thousand ranks from asking one server at the same moment."""
         for attempt in range(self.tries - 1):
             whole = min(self.longest_pause, self.first_pause * 2**attempt)
             yield whole * random.uniform(0.5, 1.0)
 
 
 def patiently(act: Callable[[], T], patience: Patience, cancelled: threading.Event | None = None) -> T:
-    """What `act` returns, tried again after OSError; the last OSError when patience ends or `cancelled` is set."""
+    """The result of `act`, retried after OSError; raises the last OSError when patience ends or `cancelled` is set."""
     cancelled = cancelled or threading.Event()
     for pause in patience.pauses():
         try:
@@ -43,9 +43,9 @@ def patiently(act: Callable[[], T], patience: Patience, cancelled: threading.Eve
 
 
 def until_hopeless(results: Generator[T]) -> Iterator[T]:
-    """The results, until several in a row are UnreadableErrors, each at the end of its own patience: then ShardError.
+    """The results; ShardError once several in a row are UnreadableErrors, each after its own retries.
 
-    With a wrong URL in front, thousands of shards would take half a minute each.
+    Otherwise, with a wrong base URL, thousands of shards would take half a minute each.
     """
     in_a_row: list[UnreadableError] = []
     with closing(results):

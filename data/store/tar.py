@@ -1,13 +1,13 @@
-"""The one tar walker: the index is built with it and records are later parsed with it.
+"""The only tar parser: the index is built with it, and records are later parsed with it.
 
 Python's tarfile ends *silently* at a zeroed hole or at a cut inside a header, which would quietly change n,
-a number the privacy claim rests on. This walker has no such case: it ends at the end marker or it raises.
+a number the privacy claim rests on. This parser has no such case: it ends at the end marker or it raises.
 It is also some twenty times faster, which matters for a hundred million records.
 
-Shards come from elsewhere, so no field is believed: numbers are digits alone and never negative, each header lies
-behind the one before it, and the work grows with the bytes, whatever they hold.
+Shards are untrusted, so no field is believed: numbers consist of digits only and are never negative, each header lies
+behind the one before it, and the work is proportional to the bytes, whatever they contain.
 
-Names are split into key and suffix exactly as webdataset does it, so that a record here is a record there.
+Names are split into key and suffix exactly as webdataset does it, so that both see the same records.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import NamedTuple
 from murmuration.data.store.place import ShardError
 
 BLOCK = 512
-# A length, or a place in a shard, may tell which record was drawn.
+# Without details: a length, or an offset in a shard, may reveal which record was drawn.
 DAMAGED = "a record came cut or damaged; restore the shard"
-# The largest run of zeros accepted as an end marker (tar -b128). More than that is a hole, not a marker.
+# The longest run of zeros accepted as an end marker (tar -b128). A longer one is a hole, not a marker.
 LONGEST_END = 64 * 1024
-# Long names and PAX headers are held in memory; Go's reader takes 1 MiB at most, and real ones have a few KiB.
+# Long names and PAX headers are held in memory; Go's reader accepts at most 1 MiB, and real ones have a few KiB.
 LONGEST_EXTENSION = 16 << 20
 _ZERO = bytes(BLOCK)
 _META = re.compile(r"__[^/]*__($|/)")
@@ -53,15 +53,15 @@ class Member:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Key and lower-case suffix as webdataset groups them; None for what it does not read.
+    """Key and lower-case suffix as webdataset groups them; None for names it does not read.
 
-    This is what `^((?:.*/|)[^.]+)[.]([^/]*)$` finds, without trying every slash of a hostile name.
+    Equivalent to `^((?:.*/|)[^.]+)[.]([^/]*)$`, but without trying every slash of a hostile name.
     """
     if _META.match(name):
         return None
     slash = name.rfind("/")
     dot = name.find(".", slash + 1)
-    # Where the dot comes right after the slash, the folder's name is part of the key, unless it has a dot itself.
+    # If the dot comes right after the slash, the folder's name is part of the key, unless it has a dot itself.
     start = slash + 1 if dot > slash + 1 else name.rfind("/", 0, max(slash, 0)) + 1
     if dot <= start or "." in name[start:dot]:
         return None
@@ -69,22 +69,22 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def shown(name: str) -> str:
-    """A name out of a shard as it may be printed: on one line, no escape sequences, and not for pages."""
+    """A name from a shard, safe to print: one line, no escape sequences, bounded length."""
     return repr(name if len(name) <= 200 else f"{name[:100]}…{name[-100:]}")[1:-1]
 
 
 def walk(read: Read, size: int, what: str, *, whole: bool) -> Generator[Member, None, int]:
-    """Regular members of the `size` bytes behind `read(offset, count)`; returns where the last block of them ends.
+    """Regular members of the `size` bytes behind `read(offset, count)`; returns where their last block ends.
 
     With `whole` the bytes are an archive and must close with an end marker; without, they are a record cut
-    out of one and must end exactly on its last block. Offsets never go down, so a stream will do.
+    out of one and must end exactly on its last block. Offsets never decrease, so a stream is enough.
     """
     at, start = 0, 0
     extension: _Extension | None = None  # of a member that has not come yet
     while at < size and (header := _header(read, at, size, extension, what)) is not None:
         if header.kind == b"g":
             _check_global(read, header, what)
-            # It belongs to the archive, not to the member after it: tarfile, and so Energon, counts it like that.
+            # It belongs to the archive, not to the member after it, as in tarfile and therefore Energon.
             start = header.end if extension is None else start
         elif header.kind in _OF_NEXT:
             extension = _extension(read, header, extension, what)
@@ -116,7 +116,7 @@ def parse(raw: bytes, what: str) -> dict[str, bytes]:
     except ShardError as error:
         raise ShardError(f"{what}: {DAMAGED}") from error
     if len(keys) != 1:
-        raise ShardError(f"{what}: holds {len(keys)} keys, not one; the index is stale, run launch/prepare.py index")
+        raise ShardError(f"{what}: contains {len(keys)} keys, not one; the index is stale, run launch/prepare.py index")
     return members
 
 
@@ -130,14 +130,14 @@ class _Header(NamedTuple):
 
 
 class _Extension(NamedTuple):
-    """What an extension header says of the member after it; None where that member's own header holds."""
+    """What an extension header says about the member after it; None where that member's own header applies."""
 
     name: str | None = None
     size: int | None = None
 
 
 def _header(read: Read, at: int, size: int, extension: _Extension | None, what: str) -> _Header | None:
-    """The header at this byte, with the length of what follows it; None for a block of zeros."""
+    """The header at this byte, with the length of its content; None for a block of zeros."""
     block = read(at, BLOCK)
     if len(block) < BLOCK:
         raise ShardError(f"{what}: cut off inside the header at byte {at}")
@@ -155,35 +155,34 @@ def _header(read: Read, at: int, size: int, extension: _Extension | None, what: 
         raise ShardError(f"{what}: cut off, the member at byte {at} needs {end} bytes and {size} are there")
     if kind in _EXTENSIONS and length > LONGEST_EXTENSION:
         raise ShardError(
-            f"{what}: the extension header at byte {at} has {length} bytes, more than any name needs; write the "
-            "shard anew"
+            f"{what}: the extension header at byte {at} has {length} bytes, more than any name needs; rewrite the shard"
         )
     return _Header(block, kind, at, at + BLOCK, length, end)
 
 
 def _extension(read: Read, header: _Header, before: _Extension | None, what: str) -> _Extension:
-    """Read from a PAX header, or from the long name of GNU tar; `before` is one whose member has not come yet."""
+    """The content of a PAX header or of GNU tar's long name; `before` is an extension still waiting for its member."""
     at, data, length = header.at, header.data, header.length
-    if before is not None:  # of two names readers believe different ones
-        raise ShardError(f"{what}: the extension header at byte {at} follows another one; write the shard anew")
+    if before is not None:  # given two names, readers believe different ones
+        raise ShardError(f"{what}: the extension header at byte {at} follows another one; rewrite the shard")
     if header.kind == b"x":
         found = _pax(read(data, length), at, what)
         return _Extension(found.get("path"), int(found["size"]) if "size" in found else None)
     block = read(data, header.end - data)
     name = _text(block[:length])
-    if name != _text(block):  # which is what tarfile takes for it
-        raise ShardError(f"{what}: the name at byte {data} goes on behind its end; write the shard anew")
+    if name != _text(block):  # tarfile would read the name from the whole block
+        raise ShardError(f"{what}: the name at byte {data} continues past its end; rewrite the shard")
     return _Extension(name)
 
 
 def _check_global(read: Read, header: _Header, what: str) -> None:
     if {"path", "size"} & _pax(read(header.data, header.length), header.at, what).keys():
-        raise ShardError(f"{what}: a global header at byte {header.at} renames members; write the shard anew")
+        raise ShardError(f"{what}: a global header at byte {header.at} renames members; rewrite the shard")
 
 
 def _check_member(header: _Header, extension: _Extension | None, what: str) -> None:
     if extension is not None and extension.name == "":
-        raise ShardError(f"{what}: the member at byte {header.at} has an empty name; write the shard anew")
+        raise ShardError(f"{what}: the member at byte {header.at} has an empty name; rewrite the shard")
     if header.kind not in _REGULAR and header.kind not in _EMPTY:
         raise ShardError(f"{what}: the member at byte {header.at} is a link or of unknown type {header.kind!r}")
 
@@ -205,12 +204,12 @@ def _check_sum(header: bytes, at: int, what: str) -> None:
     if _number(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * 32:
         return
     if at == 0 and header.startswith(_COMPRESSED):
-        raise ShardError(f"{what}: compressed; only plain .tar files have places to read from, so unpack it")
+        raise ShardError(f"{what}: compressed; only plain .tar files can be read by offset, so unpack it")
     raise ShardError(f"{what}: no valid tar header at byte {at} (checksum)")
 
 
 def _number(field: bytes) -> int | None:
-    """Never negative; None for what is no number. int() would take signs, underscores and 0o, too."""
+    """A number field, never negative; None if it is not a number. int() would also take signs, underscores and 0o."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     digits = field.split(b"\0", 1)[0].strip()
@@ -219,7 +218,7 @@ def _number(field: bytes) -> int | None:
 
 def _ustar_name(header: bytes) -> str:
     name = _text(header[:100])
-    # GNU tar keeps time stamps where POSIX keeps the path prefix; the version bytes tell them apart.
+    # GNU tar keeps time stamps where POSIX keeps the path prefix; the version bytes distinguish them.
     prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
     return f"{prefix}/{name}" if prefix else name
 
@@ -238,7 +237,7 @@ def _pax(raw: bytes, at: int, what: str) -> dict[str, str]:
         if length is None or stop < max(begin + 5, length.end()) or raw[stop - 1 : stop] != b"\n":
             raise ShardError(f"{what}: damaged PAX header at byte {at}")
         key, equals, value = raw[length.end() : stop - 1].partition(b"=")
-        if not (key and equals):  # tarfile of Python 3.11 leaves out all that follows, other readers do not
+        if not (key and equals):  # Python 3.11's tarfile ignores all that follows, other readers do not
             raise ShardError(f"{what}: damaged PAX header at byte {at}")
         if key == b"path":
             found["path"] = value.decode("utf-8", "surrogateescape")
@@ -247,6 +246,6 @@ def _pax(raw: bytes, at: int, what: str) -> dict[str, str]:
                 raise ShardError(f"{what}: damaged PAX header at byte {at}")
             found["size"] = value.decode()
         elif key.startswith(b"GNU.sparse"):
-            raise ShardError(f"{what}: the member at byte {at} is sparse; write the shard anew")
+            raise ShardError(f"{what}: the member at byte {at} is sparse; rewrite the shard")
         begin = stop
     return found

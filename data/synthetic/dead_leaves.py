@@ -1,6 +1,6 @@
-"""Dead leaves: opaque discs and turned boxes that hide each other, with radii by a power law.
+"""Dead leaves: opaque discs and rotated boxes that hide each other, with radii from a power law.
 
-The model of images of Lee, Mumford and Huang: occlusion makes edges at all scales. A density of r^-3 between the
+The image model of Lee, Mumford and Huang: occlusion makes edges at all scales. A density of r^-3 between the
 limits is the only one for which zooming changes nothing.
 
 All leaves of a batch are painted at once into a depth buffer: radii are stratified, so the number of leaves of each
@@ -23,7 +23,7 @@ LARGEST, SMALLEST_PIXELS = 0.4, 1.5  # radii: a share of the side, and pixels of
 _LEAVES_PER_PIXEL_OF_SIDE = 4
 _BACK = 6  # large leaves behind the others, so that the ground is hardly ever seen
 _BOXES = 0.4
-_CORNER = 1.4143  # a box reaches further than its radius
+_CORNER = 1.4143  # a box reaches farther than its radius
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def dead_leaves(draws: Draws, side: int, exponent: float = 3.0) -> Tensor:
     leaves = radius.shape[1]
     centre = draws.uniform(leaves, 2, low=-0.05, high=1.05)
     turn = draws.uniform(leaves, high=math.pi)
-    # Rank 0 lies in front. Which leaves lie in front has nothing to do with their size, but for the last few.
+    # Rank 0 lies in front. Except for the last few, which leaves lie in front does not depend on their size.
     order = draws.uniform(leaves)
     order[:, -_BACK:] += 1
     depth = order.argsort(dim=1).argsort(dim=1).to(torch.int32)
@@ -60,7 +60,7 @@ def dead_leaves(draws: Draws, side: int, exponent: float = 3.0) -> Tensor:
 
 
 def _radii(draws: Draws, side: int, exponent: float) -> Tensor:
-    """[batch, leaves], ascending up to the jitter inside each stratum; the large ones of the back come last."""
+    """[batch, leaves], ascending up to the jitter inside each stratum; the large ones at the back come last."""
     count = _LEAVES_PER_PIXEL_OF_SIDE * side
     strata = torch.arange(count, dtype=torch.float32, device=draws.device)
     small = _quantile((strata + draws.uniform(count)) / count, side, exponent)
@@ -74,7 +74,7 @@ def _quantile(share: Tensor, side: int, exponent: float) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _size_classes(side: int, exponent: float, leaves: int) -> list[tuple[int, int, int]]:
-    """Runs of leaves (first, last) that fit into square windows of so many buffer pixels."""
+    """Runs of leaves (first, last, window) that fit into square windows of `window` buffer pixels."""
     count = leaves - _BACK
     upper = _quantile(torch.arange(1, count + 1, dtype=torch.float64) / count, side, exponent)
     fine = _SHARPNESS * side
@@ -82,7 +82,7 @@ def _size_classes(side: int, exponent: float, leaves: int) -> list[tuple[int, in
     classes: list[tuple[int, int, int]] = []
     first = 0
     while first < count:
-        # A third larger than the smallest of its class, at most: waste and launches both stay small.
+        # At most a third larger than the smallest of its class: waste and launches both stay small.
         last = first + 1
         while last < count and need[last] <= max(need[first] + 2, need[first] * 4 // 3):
             last += 1
@@ -92,7 +92,7 @@ def _size_classes(side: int, exponent: float, leaves: int) -> list[tuple[int, in
 
 
 def _paint(front: Tensor, leaves: Leaves, nothing: int, window: int) -> None:
-    """Lower the depth buffer wherever one of these leaves lies in front of what is there."""
+    """Lower the depth buffer wherever one of these leaves lies in front of the current one."""
     fine = math.isqrt(front.shape[1])
     whole = window >= fine
     # A window as large as the buffer is the buffer; smaller ones are centred on their leaf.
@@ -107,7 +107,7 @@ def _paint(front: Tensor, leaves: Leaves, nothing: int, window: int) -> None:
         inside = ((cos * x + sin * y).abs() < reach) & ((cos * y - sin * x).abs() < reach)
     else:
         inside = x * x + y * y < reach * reach
-    # By arithmetic: several times faster on a CPU than a choice between two tensors.
+    # Arithmetic is several times faster on a CPU than a choice between two tensors.
     deep = nothing - inside.to(torch.int32) * (nothing - leaves.depth[..., None, None])
     if whole:
         torch.minimum(front, deep.amin(dim=1).flatten(1), out=front)
@@ -126,7 +126,7 @@ def _colour(draws: Draws, front: Tensor, depth: Tensor, centre: Tensor, leaves: 
     near = torch.gather(few, 1, draws.choice(4, leaves + 1)[..., None].expand(-1, -1, 3))
     colour = (near + 0.12 * draws.normal(leaves + 1, 3)).clamp_(0, 1)
     slope = draws.uniform(leaves + 1, 2, low=-0.35, high=0.35)
-    # By depth, because the buffer holds depths; the ground lies behind all leaves.
+    # Indexed by depth, because the buffer holds depths; the ground lies behind all leaves.
     middle = torch.zeros_like(slope)
     middle.scatter_(1, depth.to(torch.int64)[..., None].expand(-1, -1, 2), centre)
     grid = (torch.arange(fine, dtype=torch.float32, device=front.device) + 0.5) / fine

@@ -1,8 +1,8 @@
 """Fractals of iterated function systems on a textured background.
 
-A few random affine maps that contract; walkers jump by one of them at random, and where they land is counted. Most
-random systems leave a picture nearly black, so several are tried for each record and the first whose points reach
-enough of the plane is drawn; one that fills a square stands in where none does.
+A system is a few random contracting affine maps. Walkers jump by one of them at random, and the places where they land
+are counted. Most random systems leave a picture nearly black, so several are tried for each record and the first whose
+points reach enough of the plane is drawn; if none does, one that fills a square stands in.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from murmuration.data.synthetic.random import Draws
 from murmuration.data.synthetic.spectrum import noise_field
 
 MAPS = 6
-FILL = 0.25  # of the cells of a 32 x 32 grid hold a point
+FILL = 0.25  # the least share of the cells of a 32 x 32 grid that contain a point
 _CELLS = 32
 _TRIES = 8
 _BURN_IN = 10
@@ -52,7 +52,7 @@ def fill(draws: Draws) -> Tensor:
 def _system(draws: Draws) -> tuple[Tensor, Tensor]:
     """Maps [batch, MAPS, 6] (a b c d e f of x' = ax + by + e, y' = cx + dy + f) and cumulative odds [batch, MAPS]."""
     batch = draws.batch
-    # All tries at once, as if they were records: no record waits for another one's luck.
+    # All tries run at once, as if they were records: no record waits for another one's luck.
     maps, odds = _random_maps(draws.branch(2), batch * _TRIES)
     scouts = draws.branch(3)
     points, _ = _walk(scouts, maps.view(batch, _TRIES, MAPS, 6), odds.view(batch, _TRIES, MAPS), _SCOUTS, _SCOUT_STEPS)
@@ -69,7 +69,7 @@ def _random_maps(draws: Draws, count: int) -> tuple[Tensor, Tensor]:
     tries = count // draws.batch
     shape = (tries, MAPS)
     turn, tilt = draws.uniform(*shape, high=2 * math.pi), draws.uniform(*shape, high=2 * math.pi)
-    # Both scales of a map stay below 1 (it contracts), and not far below: weak maps fill the plane.
+    # Both scales of a map stay below 1 (it contracts), but not far below: weak maps fill the plane.
     long, short = draws.uniform(*shape, low=0.45, high=0.92), draws.uniform(*shape, low=0.15, high=0.85)
     short = torch.minimum(short, long) * torch.where(draws.uniform(*shape) < 0.3, -1.0, 1.0)
     shift = draws.uniform(*shape, 2, low=-1, high=1)
@@ -79,7 +79,7 @@ def _random_maps(draws: Draws, count: int) -> tuple[Tensor, Tensor]:
         sin * long * left + cos * short * right, -sin * long * right + cos * short * left,
         shift[..., 0], shift[..., 1],
     ], dim=-1)  # fmt: skip
-    # By area: equal odds would spend most points on small copies. Two to MAPS maps take part.
+    # Odds go by area: equal odds would spend most points on small copies. Two to MAPS maps take part.
     odds = (long * short).abs() + 0.02
     part = torch.arange(MAPS, device=draws.device) < 2 + draws.choice(MAPS - 1, tries, 1)
     odds = torch.where(part, odds, 0.0).cumsum(dim=-1)
@@ -121,7 +121,7 @@ def _walk(draws: Draws, maps: Tensor, odds: Tensor, walkers: int, steps: int) ->
 
 
 def _places(points: Tensor, side: int) -> Tensor:
-    """Pixel numbers [batch, points]: the box around all points, with a margin, is the picture."""
+    """Pixel numbers [batch, points]; the picture is the box around all points, with a margin."""
     low, high = points.amin(dim=1, keepdim=True), points.amax(dim=1, keepdim=True)
     unit = 0.03 + 0.94 * (points - low) / (high - low + 1e-6)
     pixel = (unit * side).to(torch.int64).clamp_(0, side - 1)

@@ -1,4 +1,4 @@
-"""The names of the pictures that are made by rule; a file of its own, so that naming them loads no library."""
+"""The names of the kinds of synthetic pictures, in a separate file so that naming them loads no library."""
 
 from __future__ import annotations
 

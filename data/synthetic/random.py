@@ -1,8 +1,8 @@
-"""Random numbers for pictures made by rule: number j of record i is a hash of (seed, i, j), on any device.
+"""Random numbers for synthetic pictures: number j of record i is a hash of (seed, i, j), on any device.
 
-Integers only, and the same ones on CPU and GPU, in any batch and any order; torch's own generators promise neither.
-A record draws the same count of numbers whatever it drew before, so records of a batch never wait for each other.
-Nothing here is secret: for pictures, never for privacy.
+The hash uses only integers, and gives the same ones on CPU and GPU, in any batch and any order; torch's own generators
+promise neither. A record draws the same count of numbers whatever values it drew before, so records of a batch never
+wait for each other. Nothing here is secret: use it for pictures, never for privacy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from murmuration.data.integer_hash import GOLDEN, mixed, shifted
 
-_UNIT = 2.0**-24  # 24 bits are what float32 holds exactly
+_UNIT = 2.0**-24  # float32 represents 24 bits exactly
 
 
 class Draws:
-    """One stream per record of a batch; each call goes on where the last one stopped."""
+    """One stream per record of a batch; each call continues where the last one stopped."""
 
     def __init__(self, keys: Tensor) -> None:
         self._keys, self._used = keys, 0
@@ -40,7 +40,7 @@ class Draws:
         return self._keys.device
 
     def branch(self, number: int) -> Draws:
-        """A stream of its own: what one part of a picture draws does not move what another part gets."""
+        """A separate stream: the numbers one part of a picture draws do not shift those of another part."""
         return Draws(mixed(self._keys ^ ((number + 1) * 0x9E3779B97F4A7C1 & 0x7FFFFFFFFFFFFFFF)))
 
     def some(self, rows: Tensor) -> Draws:

@@ -1,8 +1,8 @@
 """Captioned shapes: a coloured shape on a grey background, and a small grammar that describes it.
 
-Made for proving a trainer at toy size: colours and shapes are far apart, backgrounds are close to grey so
+Made for testing a trainer at toy size: colours and shapes are far apart, backgrounds are close to grey so
 that colour is never in doubt, and most captions begin like the prompt that zero-shot evaluation uses. All of
-it, words included, is public by construction: nothing here has seen data.
+it, including the words, is public by construction: nothing here was derived from data.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ SIZES = ("small", "medium", "big")
 BACKGROUNDS = ("plain", "striped", "dotted", "checkered", "noisy")
 # Radius as a share of the image side. The gaps keep the size words true.
 _RADII = ((0.19, 0.23), (0.28, 0.32), (0.38, 0.43))
-# Equal radii would make triangles and stars look small: scaled towards equal area.
+# Equal radii would make triangles and stars look small, so radii are scaled towards equal area.
 _FILL = (0.92, 0.80, 1.12, 1.18)
 
-# Of backgrounds, per channel: faint, so that colour is never in doubt. Only what is asked for with --tint has more.
+# Tint of backgrounds, per channel: faint, so that colour is never in doubt. Only --tint raises it.
 FAINT = 6.0
 
-# "a orange" is on purpose: one article, so that the prompt "a photo of a" is followed by every colour.
+# "a orange" is intentional: with one article, the prompt "a photo of a" is followed by every colour.
 _PROMPTED = (
     "a photo of a {colour} {shape}",
     "a photo of a {colour} {shape} on a {background} background",
@@ -63,7 +63,7 @@ GRAMMAR_WORDS: tuple[str, ...] = tuple(
 
 @dataclass(frozen=True)
 class Scene:
-    """What one picture shows, as indices into the tables above."""
+    """The contents of one picture, as indices into the tables above."""
 
     colour: int
     shape: int
@@ -97,8 +97,8 @@ def caption(scene: Scene, rng: np.random.Generator) -> str:
 
 @dataclass(frozen=True)
 class _Canvas:
-    """Where pixels are computed: by numpy on the CPU, by torch on another device. Random numbers always are numpy's,
-    and numbers that are no arrays are rounded to float32 before they meet one, so both see the same."""
+    """Where pixels are computed: by numpy on the CPU, by torch on another device. Random numbers always come from
+    numpy, and scalars are rounded to float32 before they meet an array, so both compute with the same values."""
 
     side: int
     device: torch.device | None = None
@@ -118,7 +118,7 @@ class _Canvas:
 def render(
     scene: Scene, side: int, rng: np.random.Generator, device: torch.device | str = "cpu", tint: float = FAINT
 ) -> np.ndarray:
-    """uint8 [side, side, 3]. Another device than the CPU rounds a little otherwise."""
+    """uint8 [side, side, 3]. Devices other than the CPU round slightly differently."""
     where = torch.device(device)
     canvas = _Canvas(side, None if where.type == "cpu" else where)
     found = _render(scene, canvas, rng, tint)
@@ -176,7 +176,7 @@ def _star(math: Any, x: Any, y: Any, radius: np.float32) -> Any:
 
 
 def _background(canvas: _Canvas, kind: int, rng: np.random.Generator, tint: float) -> Any:
-    """A texture in greys with a tint, float32 [side, side, 3]."""
+    """A tinted grey texture, float32 [side, side, 3]."""
     math, side = canvas.math, canvas.side
     grey, contrast = rng.uniform(95, 165), rng.uniform(30, 48) * (1 if rng.random() < 0.5 else -1)
     pattern = canvas.array(np.zeros((side, side), np.float32))

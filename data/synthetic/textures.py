@@ -2,7 +2,7 @@
 
 They have the statistics that natural images have and flat shapes lack: dead leaves (occlusion at all scales), 1/f
 spectra (correlation at all distances), fractals (self-similar outlines) and shaders (smooth shading). Record i of a
-seed is a pure function of (seed, i): on a CPU byte for byte, in any batch and order; a GPU rounds a little otherwise.
+seed is a pure function of (seed, i): on a CPU byte for byte, in any batch and order; a GPU rounds slightly differently.
 
 Pictures per second and core at 224 px, on a core shared with other work (python benchmarks/synthetic.py): dead leaves
 48, spectrum 197, fractals 34, shaders 206, mixed 63; JPEG encoding 3,023. Not measured on a GPU yet.
@@ -22,9 +22,9 @@ from murmuration.data.synthetic.kinds import TEXTURES, Texture
 from murmuration.data.synthetic.random import Draws
 from murmuration.data.synthetic.spectrum import spectrum
 
-# Smooth shading after the idea of shader art: a plane bent again and again by its own sines, then coloured.
+# Smooth shading in the manner of shader art: a plane bent again and again by its own sines, then coloured.
 #
-# The formulas are our own; no shader of anybody is ported, so none needs a licence.
+# The formulas are our own; no existing shader was ported, so no licence is needed.
 
 OCTAVES = 4
 
@@ -49,7 +49,7 @@ def shaders(draws: Draws, side: int) -> Tensor:
 
 
 def _plane(draws: Draws, side: int) -> tuple[Tensor, Tensor]:
-    """Coordinates to begin with: flat, around a point (rings and spirals), or folded like a kaleidoscope."""
+    """Initial coordinates: flat, around a point (rings and spirals), or folded like a kaleidoscope."""
     zoom = draws.uniform(1, low=0.8, high=3.0)
     centre = draws.uniform(2, 1, low=-0.5, high=0.5)
     turn = draws.uniform(1, 1, high=2 * math.pi)
@@ -61,7 +61,7 @@ def _plane(draws: Draws, side: int) -> tuple[Tensor, Tensor]:
     arms = draws.choice(5, 1, 1) + 3
     wedge = 2 * math.pi / arms
     folded = (torch.remainder(angle, wedge) - wedge / 2).abs()
-    # A whole number of windings, or a seam would show where the angle wraps.
+    # The number of windings is whole, or a seam would show where the angle wraps.
     spiral = angle * (draws.choice(4, 1, 1) + 1)
     kind = draws.choice(4, 1, 1)
     ring, mirror = kind == 1, kind == 2
@@ -81,7 +81,7 @@ def textures(kind: Texture, seed: int, records: Sequence[int], side: int, device
     where = torch.device(device)
     if where.type != "cpu":
         return _batch(kind, seed, records, side, where)
-    # One by one: vectorised code may round the last elements of a row otherwise than the first, so a record in a
+    # One by one: vectorised code may round the last elements of a row differently from the first, so a record in a
     # batch could differ from the same record alone.
     return torch.cat([_batch(kind, seed, [record], side, where) for record in records])
 

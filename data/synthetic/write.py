@@ -1,7 +1,7 @@
-"""Large synthetic sets as tar shards: made by several processes or on a GPU, going on after a kill.
+"""Large synthetic sets as tar shards: made by several processes or on a GPU, resumable after a kill.
 
-Each shard appears complete or not at all, beside a note of what was asked for; the folder gets its final name, with
-its index, once all of them are there.
+Each shard appears complete or not at all, beside a note of the request; the folder gets its final name, with its
+index, once all shards are there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BATCH = 64  # pictures at a time on a GPU
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be made; its numbers decide every byte (on one kind of device)."""
+    """The set to be made; these numbers decide every byte (on one kind of device)."""
 
     kind: Kind
     records: int
@@ -47,14 +47,14 @@ class Request:
         if not 8 <= self.size <= 1024:
             raise ValueError(f"--size {self.size}: choose 8 to 1024 pixels")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError(f"--device {self.device}: PyTorch finds no GPU here; leave --device away")
+            raise ValueError(f"--device {self.device}: PyTorch finds no GPU here; omit --device")
 
     @property
     def shards(self) -> int:
         return -(-self.records // self.per_shard)
 
     def facts(self) -> dict[str, Any]:
-        # A CPU and a GPU round a little otherwise; which GPU it was is not told apart.
+        # A CPU and a GPU round slightly differently; models of GPU are not distinguished.
         return asdict(self) | {"device": torch.device(self.device).type}
 
     def samples(self, shard: int) -> Iterator[Sample]:
@@ -70,11 +70,11 @@ class Request:
 
 
 def make(request: Request, target: Path, workers: int, progress: Callable[[int, int], None]) -> ShardIndex:
-    """Make the set at `target`, or go on with it, and open its index."""
+    """Make the set at `target`, or resume making it, and open its index."""
     if target.exists():
         if _note(target) == request.facts():
             return ShardIndex.open(target)
-        raise ValueError(f"{target}: holds other data; remove it or use another --out")
+        raise ValueError(f"{target}: contains other data; remove it or use another --out")
     partial_folder = target.with_name(f".{target.name}.partial")
     if _note(partial_folder) != request.facts():
         shutil.rmtree(partial_folder, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""CLIP's byte-level BPE, from the merges file inside the installed open_clip_torch wheel; no network, no import of it.
+"""CLIP's byte-level BPE, from the merges file of the installed open_clip_torch wheel, without network or import.
 
-Merges are ranked, so the first of them are a smaller vocabulary in their own right: "clip:16384" is CLIP's tokenizer
-with its later merges left out, and what it cannot join it spells, down to single bytes; nothing is unknown.
+Merges are ranked, so a prefix of them is a smaller vocabulary in its own right: "clip:16384" is CLIP's tokenizer
+without its later merges. Words it cannot join are spelt out, down to single bytes; nothing is unknown.
 
 Ids are PAD 0, START 1, END 2, then open_clip's ids plus 3. They are not open_clip's own because its id 0 is both "!"
-and the padding, while padding here must never count as a word; its control tokens come last, which would move them
-with every cut. Cleaning is open_clip's "lower": ftfy, HTML entities twice, white space joined, lower case.
+and the padding, while padding here must never count as a word; its control tokens come last, so every cut would move
+them. Cleaning is open_clip's "lower": ftfy, HTML entities unescaped twice, white space joined, lower case.
 A caption that spells out a control token gets ordinary tokens for it, where open_clip would obey it.
 """
 
@@ -31,8 +31,8 @@ _BYTES = 512  # each byte twice: inside a word and at its end
 _END_OF_WORD = "</w>"
 _FILE = "bpe_simple_vocab_16e6.txt.gz"
 _SHA256 = "924691ac288e54409236115652ad4aa250f48203de50a9e4722a6ecd48d6804a"
-# Of a character's number no digit beyond these matters: it is too large already, and becomes U+FFFD. Python refuses to
-# read thousands of digits.
+# In a numeric character reference no digit beyond these matters: the number is too large already and becomes U+FFFD.
+# Python refuses to read thousands of digits.
 _LONG_NUMBER = re.compile(r"(&#)0*([0-9]{1,8})[0-9]*")
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
 
@@ -72,13 +72,13 @@ def clean(text: str) -> str:
 def _decode(tokens: list[str], ids: list[int]) -> str:
     values = {symbol: byte for byte, symbol in _byte_symbols().items()}
     joined = "".join(tokens[number] for number in ids if number < len(tokens))
-    # Control tokens and the end-of-word mark are spelt in ASCII, whose bytes stand for themselves.
+    # Control tokens and the end-of-word mark are ASCII, whose bytes stand for themselves.
     return bytes(values[symbol] for symbol in joined).decode("utf-8", "replace").replace(_END_OF_WORD, " ").strip()
 
 
 @lru_cache(maxsize=1)
 def _byte_symbols() -> dict[int, str]:
-    """A printable character for each byte, in CLIP's order: those that are printable, then the others from U+0100."""
+    """A printable character for each byte, in CLIP's order: printable bytes first, then the others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + at) for at, byte in enumerate(others)}
@@ -86,11 +86,11 @@ def _byte_symbols() -> dict[int, str]:
 
 @lru_cache(maxsize=1)
 def _merges() -> list[tuple[str, str]]:
-    # A top-level package is found without running it; running open_clip would take seconds and import its models.
+    # find_spec does not run a top-level package; running open_clip would take seconds and import its models.
     spec = find_spec("open_clip")
     mend = "install open_clip_torch, or name a local tokenizer.json"
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"CLIP's merges are not here; {mend}")
+        raise ValueError(f"CLIP's merges are not installed; {mend}")
     path = Path(spec.submodule_search_locations[0]) / _FILE
     try:
         raw = path.read_bytes()
@@ -98,6 +98,6 @@ def _merges() -> list[tuple[str, str]]:
         raise ValueError(f"{path}: CLIP's merges cannot be read ({error.strerror}); {mend}") from error
     if hashlib.sha256(raw).hexdigest() != _SHA256:
         raise ValueError(f"{path}: not the merges that CLIP was published with; {mend}")
-    # A comment first; after CLIP's own merges come longer ones that it never used.
+    # The first line is a comment; after CLIP's own merges come longer ones that it never used.
     lines = gzip.decompress(raw).decode().split("\n")[1 : 1 + FULL_SIZE - len(_CONTROL) - _BYTES]
     return [(left, right) for left, _, right in (line.partition(" ") for line in lines)]

@@ -1,7 +1,7 @@
-"""Captions -> fixed-length token rows, from a tokenizer on this disk; nothing is ever downloaded or learnt.
+"""Captions -> fixed-length token rows, from a tokenizer on the local disk; nothing is ever downloaded or learnt.
 
 `"clip"` is CLIP's BPE at 32,768 tokens, `"clip:16384"` a smaller cut of it and `"clip:full"` all of it (see
-clip_vocabulary.py); anything else is a file: BERT's WordPiece where its name ends in .txt, a tokenizer.json otherwise.
+clip_bpe.py); anything else is a file: BERT's WordPiece if its name ends in .txt, a tokenizer.json otherwise.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from murmuration.data.text.vocabulary import PAD, Vocabulary, open_bert, open_js
 __all__ = ["PAD", "TextEncoder", "is_built_in", "word_tokenizer"]
 
 _BUILT_IN = re.compile(r"clip(?::(\w+))?")
-# Characters looked at per token of the row: bounds the cost of a caption of many megabytes.
+# Characters read per token of the row; this bounds the cost of a caption of many megabytes.
 _CHARACTERS_PER_TOKEN = 64
 
 
 def is_built_in(source: str) -> bool:
-    """Whether a config's `tokenizer` names a vocabulary of ours, rather than a file."""
+    """Whether a config's `tokenizer` names a built-in vocabulary rather than a file."""
     return _BUILT_IN.fullmatch(source) is not None
 
 

@@ -1,6 +1,6 @@
-"""What a tokenizer is here: words to ids and back, its control tokens, its cleaning, and a digest of all of it.
+"""Tokenizers: words to ids and back, control tokens, cleaning, and a digest of all of it.
 
-Every vocabulary comes from a file that is on this disk already. One that was learnt from private captions is an
+Every vocabulary comes from a file that is already on the local disk. A vocabulary learnt from private captions is an
 unaccounted release of them; nothing in this package can learn one.
 """
 
@@ -20,7 +20,7 @@ from murmuration.accounting.durable import atomic
 PAD, START, END, UNK = "<pad>", "<start>", "<end>", "<unk>"
 SPECIAL = (PAD, START, END, UNK)
 BERT_SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
-NO_UNKNOWN = -1  # the id of the unknown token where every text can be spelt: no real id equals it
+NO_UNKNOWN = -1  # the id of the unknown token where every text can be spelt; no real id equals it
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Rows an embedding needs: the largest id plus one."""
+        """The number of rows an embedding needs: the largest id plus one."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def open_json(path: str | os.PathLike[str]) -> Vocabulary:
-    """A local `tokenizer.json`, whose own normalizer is all the cleaning there is."""
+    """A local `tokenizer.json`; the only cleaning is its own normalizer."""
     raw = _read(path, "tokenizer.json")
     try:
         tokenizer = Tokenizer.from_buffer(raw)
@@ -53,22 +53,22 @@ def open_json(path: str | os.PathLike[str]) -> Vocabulary:
 
 
 def open_bert(path: str | os.PathLike[str]) -> Vocabulary:
-    """BERT's WordPiece over a local `vocab.txt`, one token a line.
+    """BERT's WordPiece over a local `vocab.txt`, one token per line.
 
-    A vocabulary with capital letters in its words is a cased one; without any, text is lower-cased and loses its
-    accents, as bert-base-uncased does it.
+    A vocabulary with capital letters in its words is cased; without any, text is lower-cased and stripped of accents,
+    as in bert-base-uncased.
     """
     raw = _read(path, "vocab.txt")
     lines = raw.decode("utf-8", "replace").removesuffix("\n").split("\n")
     tokens = {line.rstrip("\r"): number for number, line in enumerate(lines)}
     if len(tokens) != len(lines):
-        raise ValueError(f"{path}: a token stands twice; this is no vocab.txt of BERT, one token a line")
+        raise ValueError(f"{path}: a token occurs twice; this is not BERT's vocab.txt with one token per line")
     lower = not any(token != token.lower() for token in tokens if not (token.startswith("[") and token.endswith("]")))
     tokenizer = Tokenizer(models.WordPiece(tokens, unk_token=BERT_SPECIAL[3], max_input_chars_per_word=100))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.WordPiece()  # pyright: ignore[reportAttributeAccessIssue]
-    # Only those that are there: a token that is added would get an id beyond the file.
+    # Only those that are present: an added token would get an id beyond the file.
     tokenizer.add_special_tokens([token for token in BERT_SPECIAL if token in tokens])
     return _with_control_tokens(tokenizer, raw, path)
 
@@ -85,18 +85,20 @@ def _with_control_tokens(tokenizer: Tokenizer, raw: bytes, path: str | os.PathLi
     tokenizer.no_padding()
     for names in (SPECIAL, BERT_SPECIAL):
         ids = [number for token in names if (number := tokenizer.token_to_id(token)) is not None]
-        # The model takes id 0 for padding: it must not be a word too.
+        # The model takes id 0 for padding, so it must not also be a word.
         if len(ids) == len(names) and ids[0] == 0:
             decode = partial(tokenizer.decode, skip_special_tokens=False)
             return Vocabulary(tokenizer, ids[0], ids[1], ids[2], ids[3], hashlib.sha256(raw).hexdigest(), str, decode)
-    raise ValueError(f"{path}: must hold the tokens {' '.join(SPECIAL)} or {' '.join(BERT_SPECIAL)}, the first as 0")
+    raise ValueError(
+        f"{path}: must contain the tokens {' '.join(SPECIAL)} or {' '.join(BERT_SPECIAL)}, the first with id 0"
+    )
 
 
 def word_tokenizer(words: Iterable[str], path: str | os.PathLike[str]) -> Path:
     """Write a word-level, lower-casing `tokenizer.json` over a PUBLIC word list.
 
-    The list must be public by construction, such as the words of a grammar: never collect it from private
-    captions, since which words occur is itself information about them.
+    The list must be public by construction, such as the words of a grammar. Never collect it from private
+    captions: which words occur in them is itself private information.
     """
     vocabulary = {token: number for number, token in enumerate(SPECIAL)}
     for word in sorted({word.lower() for word in words}):

@@ -201,7 +201,7 @@ def test_a_generator_that_is_not_cryptographic_is_stated_whatever_the_config_say
     with pytest.raises(CertificateError, match="leaves out a known deviation"):
         verify(tmp_path)
     honest = facts(4)
-    with pytest.raises(LedgerError, match="of which nothing is known"):
+    with pytest.raises(LedgerError, match="which is unknown here"):
         strange = replace(honest, noise=replace(honest.noise, generator="rand()"))
         journal.open_step(0, 4, strange)
         compose(journal.history, journal.ledger.entries, {})

@@ -106,13 +106,13 @@ CONTRADICTIONS: dict[str, tuple[PrivacyPlan, Callable[[StepFacts], StepFacts], s
     "rule": (PLAN, lambda f: replace(f, clipping=replace(f.clipping, rule="none")), "clips by the rule 'none'"),
     "generator": (PLAN, lambda f: replace(f, noise=replace(f.noise, generator="rand()")), "draws noise from 'rand"),
     "elements": (PLAN, lambda f: replace(f, noise=replace(f.noise, elements=0)), "noise for no element"),
-    "a metric more": (PLAN, lambda f: replace(f, metrics=(MetricFact("loss", 2.0, 80.0),)), "otherwise than its plan"),
-    "a metric less": (MEASURED, lambda f: replace(f, metrics=()), "otherwise than its plan"),
+    "a metric more": (PLAN, lambda f: replace(f, metrics=(MetricFact("loss", 2.0, 80.0),)), "differ from its plan"),
+    "a metric less": (MEASURED, lambda f: replace(f, metrics=()), "differ from its plan"),
     "a metric's noise": (
-        MEASURED, lambda f: replace(f, metrics=(MetricFact("loss", 2.0, 1e9),)), "otherwise than its plan",
+        MEASURED, lambda f: replace(f, metrics=(MetricFact("loss", 2.0, 1e9),)), "differ from its plan",
     ),
     "a metric's bound": (
-        MEASURED, lambda f: replace(f, metrics=(MetricFact("loss", 1e-9, 80.0),)), "otherwise than its plan",
+        MEASURED, lambda f: replace(f, metrics=(MetricFact("loss", 1e-9, 80.0),)), "differ from its plan",
     ),
 }  # fmt: skip
 

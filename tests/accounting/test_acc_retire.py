@@ -43,7 +43,7 @@ def test_a_retired_run_is_closed_certified_and_without_a_key(
     journal.ledger.close()
 
     assert main(["retire", str(tmp_path)]) == 0
-    assert "no key any more" in capsys.readouterr().out
+    assert "no key left" in capsys.readouterr().out
     assert main(["retire", str(tmp_path / "absent")]) == 5
 
 

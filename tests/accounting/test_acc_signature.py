@@ -147,7 +147,7 @@ def behind_a_nameless_one(folder: Path) -> None:
         (swapped, "the tensor '(weight|bias)' is not the one that was certified"),
         (relisted, "weights.json is not the one that was certified"),
         (one_more, "the tensor 'extra' is not the one that was certified"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(bytes(range(256)) * 40), "is not a safetensors file"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(bytes(range(256)) * 40), "not a safetensors file"),
         (lambda folder: (folder / "weights.json").unlink(), "weights.json is missing"),
         (lambda folder: (folder / "weights.json").write_text("[]"), "weights.json is not a list of tensors"),
     ],

@@ -114,7 +114,7 @@ def test_a_machine_that_stands_still_is_nobodys_fault(picture: Callable[..., byt
     limits = Limits(cpu_seconds=0.3, wall_seconds=0.4, patience=1.5)
     with (
         pool(1, limits, "tests.support.hostile_files:standing_machine") as made,
-        pytest.raises(DecoderError, match="stands still on this machine"),
+        pytest.raises(DecoderError, match="is stuck on this machine"),
     ):
         made.make(picture(1), 0, 0)
 

@@ -188,7 +188,7 @@ def test_links_that_lead_elsewhere_are_followed(fill: Callable[..., Path]) -> No
 
 def test_folders_that_hold_something_else_are_refused(fill: Callable[..., Path], tmp_path: Path) -> None:
     splits = fill(["train/a/1.jpg", "val/a/1.jpg"], "splits")
-    with pytest.raises(ShardError, match=r"holds splits \(train, val\)"):
+    with pytest.raises(ShardError, match=r"contains splits \(train, val\)"):
         build_folder(splits)
     empty = fill(["a/1.jpg", "c/1.jpg"], "empty")
     (empty / "b").mkdir()

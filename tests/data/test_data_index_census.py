@@ -39,8 +39,8 @@ def odd(tmp_path: Path, write_members: Callable[..., Path], picture: Callable[..
 
 
 SAID = [
-    "2 of 3 shards hold no record: 1.tar, 2.tar",
-    "of 4 records that were read, 2 have .jpg, 2 have .txt, 1 have .caption, 1 have .dcm",
+    "2 of 3 shards contain no record: 1.tar, 2.tar",
+    "of 4 records read, 2 have .jpg, 2 have .txt, 1 have .caption, 1 have .dcm",
     "records without a picture (.jpg .jpeg .png .webp .gif .bmp): 2; where a run needs one they are bad records",
     "records without a caption (.txt): 2; where a run needs one they are bad records",
     "files that belong to no record: 4; members of records are named like 000123.jpg",
@@ -79,13 +79,13 @@ def test_what_was_read_before_a_stop_is_said_as_well_and_kept_nowhere(
     assert _told(odd, out)[:5] == SAID[:5]
     assert not any(b"caption" in path.read_bytes() for path in out.rglob("*") if path.is_file())
     # Shards that are known are not read again, so of their members nothing is said.
-    assert [each.partition(":")[0] for each in _told(odd, out)] == ["2 of 3 shards hold no record", "not used"]
+    assert [each.partition(":")[0] for each in _told(odd, out)] == ["2 of 3 shards contain no record", "not used"]
 
 
 def test_of_a_set_as_it_should_be_nothing_is_found_odd(small_set: ShardIndex, tmp_path: Path) -> None:
     said: list[str] = []
     build(small_set.folder.parent, tmp_path / "out", tell=said.append)
-    assert said == ["of 25 records that were read, all have .jpg, all have .txt"]
+    assert said == ["of 25 records read, all have .jpg, all have .txt"]
 
 
 def test_suffixes_are_printed_without_what_a_terminal_obeys_and_not_for_pages() -> None:

@@ -75,9 +75,9 @@ def test_a_sidecar_that_disagrees_is_refused_and_may_be_replaced(odd: Path) -> N
     right = path.read_bytes()
     for wrong in (right[8:], right[:-16] + right[-8:], right[:-8] + struct.pack("<Q", 512), b"", right + b"x"):
         path.write_bytes(wrong)
-        with pytest.raises(ShardError, match=r"wds\.tar\.idx: does not fit its shard"):
+        with pytest.raises(ShardError, match=r"wds\.tar\.idx: does not match its shard"):
             build(odd)  # although the shards themselves are known and unchanged
-        with pytest.raises(ShardError, match="does not fit"):
+        with pytest.raises(ShardError, match="does not match"):
             build(odd, wanted=Wanted(rescan=True))
     build(odd, wanted=WRITE)
     assert path.read_bytes() == right

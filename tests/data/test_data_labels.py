@@ -145,8 +145,8 @@ def test_lists_are_read_from_lines_and_from_json(tmp_path: Path) -> None:
     [
         ("gone.txt", None, "cannot be read"), ("a.txt", b"", "write one name per line"),
         ("a.txt", b"cat\n\ndog", "line 2 names no class"), ("a.txt", b"cat\ndog\ncat", "names cat twice"),
-        ("a.txt", b"\xff\xfe", "no class list"), ("a.json", b"[1]", "no class list"), ("a.json", b"{", "no class list"),
-        ("a.json", b'{"cat": 1}', "no class list"),
+        ("a.txt", b"\xff\xfe", "not a class list"), ("a.json", b"[1]", "not a class list"),
+        ("a.json", b"{", "not a class list"), ("a.json", b'{"cat": 1}', "not a class list"),
     ],
 )  # fmt: skip
 def test_what_is_no_list_is_refused(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:

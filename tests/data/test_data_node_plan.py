@@ -150,5 +150,5 @@ def test_folders_that_hold_something_else_are_refused(
     images = tmp_path / "images" / "cat"
     images.mkdir(parents=True)
     (images / "1.jpg").write_bytes(picture(1))
-    with pytest.raises(ShardError, match="no index of tar shards"):
+    with pytest.raises(ShardError, match="not an index of whole tar shards"):
         on_this_node(build_folder(images.parent), str(folder))

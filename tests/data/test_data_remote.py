@@ -229,7 +229,7 @@ def test_s3(server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_urls_that_cannot_be_read() -> None:
-    with pytest.raises(ShardError, match="ftp:// is not read; use one of http"):
+    with pytest.raises(ShardError, match="ftp:// is not supported; use one of http"):
         Stores().fetch("ftp://host/a.tar", 0, 1)
     with pytest.raises(ShardError) as caught:
         Stores().fetch("https://host/a.tar?X-Signature=secret", 0, 1)

@@ -121,14 +121,14 @@ def test_a_damaged_one_is_refused_and_never_replaced(small_set: ShardIndex, cont
 @as_user
 def test_private_records_need_it_and_public_ones_do_not(small_set: ShardIndex) -> None:
     (small_set.folder / SALT).chmod(0)
-    with pytest.raises(ShardError, match="let its owner give you access"):
+    with pytest.raises(ShardError, match="ask its owner for access"):
         keyed(small_set)
     assert ledger_digests(small_set, public=True)[0] == small_set.manifest_digest
     (small_set.folder / SALT).chmod(0o600)
     (small_set.folder / SALT).unlink()
     small_set.folder.chmod(0o500)
     try:
-        with pytest.raises(ShardError, match=r"bare hash of private records; let the owner.*--out"):
+        with pytest.raises(ShardError, match=r"bare hash of private records; ask the owner.*--out"):
             keyed(small_set)
         assert ledger_digests(small_set, public=True)[0] == small_set.manifest_digest
     finally:

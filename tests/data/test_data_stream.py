@@ -161,7 +161,7 @@ def test_ranks_split_the_same_stream_and_any_number_of_them_resumes_it(shards: P
     whole = _step_bytes(index, range(1, 13), 1)
     for world, start in ((1, 8), (2, 1), (3, 11), (5, 7)):
         assert _step_bytes(index, range(start, 13), world) == whole[start - 1 :]
-    with pytest.raises(ShardError, match="5 lanes do not feed 6 ranks"):
+    with pytest.raises(ShardError, match="5 lanes cannot feed 6 ranks"):
         lane_placement(5, 6)
 
 

@@ -38,7 +38,7 @@ def test_shards_are_the_same_however_they_are_made(tmp_path: Path) -> None:
     picture = np.asarray(Image.open(io.BytesIO(ShardReader(one).read(9)["jpg"]))).astype(int)
     assert np.abs(picture - textures("mixed", 1, [9], 16)[0].numpy()).mean() < 8
     assert make(request, tmp_path / "one", 1, _silent).manifest_digest == one.manifest_digest
-    with pytest.raises(ValueError, match="holds other data"):
+    with pytest.raises(ValueError, match="contains other data"):
         make(Request("mixed", 11, 16, per_shard=4), tmp_path / "one", 1, _silent)
     captioned = ShardReader(make(Request("shapes", 3, 16), tmp_path / "three", 1, _silent))
     assert captioned.read(0)["txt"].startswith(b"a ") or captioned.read(0)["txt"].startswith(b"there ")
@@ -73,7 +73,7 @@ def test_making_shards_goes_on_after_a_kill(tmp_path: Path) -> None:
         (["--records", "5", "--size", "4"], "8 to 1024"),
         pytest.param(
             ["--records", "5", "--device", "cuda"],
-            "leave --device away",
+            "omit --device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],

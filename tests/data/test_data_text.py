@@ -199,9 +199,9 @@ def test_what_is_no_vocabulary_is_refused(source: str, message: str) -> None:
 def test_files_that_cannot_serve_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "twice.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\na\na\n")
     (tmp_path / "late.txt").write_text("a\n[PAD]\n[UNK]\n[CLS]\n[SEP]\n")
-    with pytest.raises(ValueError, match="stands twice"):
+    with pytest.raises(ValueError, match="occurs twice"):
         TextEncoder(tmp_path / "twice.txt", 9)
-    with pytest.raises(ValueError, match="the first as 0"):
+    with pytest.raises(ValueError, match="the first with id 0"):
         TextEncoder(tmp_path / "late.txt", 9)
     clip_vocabulary._merges.cache_clear()
     monkeypatch.setattr(clip_vocabulary, "_SHA256", "0" * 64)

@@ -267,7 +267,7 @@ def test_an_audit_draws_the_noise_that_the_config_names(small_file: Path) -> Non
     refused = subprocess.run(
         [*command, "--noise-scale", "0.3"], cwd=small_file.parent, env=environment(), capture_output=True, text=True
     )
-    assert refused.returncode == 2 and "one of AES noise" in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and "weakens AES noise only" in refused.stderr, refused.stderr
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def test_a_server_that_fails_stops_all_ranks_in_order_and_resuming_changes_nothi
         code, output = remote.run()
         assert code == 75, output
         said = f"stopped by records that cannot be read: {server.url}/{names[-1]}: cannot be read ("
-        assert said in output and "start the same command again to go on" in output, output
+        assert said in output and "start the same command again to continue" in output, output
         assert "another rank ended" not in output and "Traceback" not in output, output
         state = json.loads((remote_dir / "run_state.json").read_text())
         assert state["status"] == "stopped, resume me"

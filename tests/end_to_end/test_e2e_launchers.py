@@ -90,6 +90,7 @@ ENDING = """#!/bin/sh
 exit $(cat {folder}/code)
 """
 STOPPED, FAILED = {"status": "stopped, resume me", "step": 4}, {"status": "failed", "error": "LedgerError"}
+TRAINING = {"status": "training; resume me if killed", "step": 4}
 
 
 def end(script: str, folder: Path, code: int, state: dict[str, Any] | None, acts: bool = True) -> tuple[int, str]:
@@ -129,6 +130,7 @@ def end(script: str, folder: Path, code: int, state: dict[str, Any] | None, acts
         (1, STOPPED, 75), (137, STOPPED, 75), (75, STOPPED, 75),
         (5, STOPPED, 5),  # one rank was refused and the others were stopped
         (0, STOPPED, 0),
+        (137, TRAINING, 75), (1, TRAINING, 75), (5, TRAINING, 5),  # killed before it could write another
     ],
 )  # fmt: skip
 def test_a_script_says_resume_me_only_if_this_very_start_was_stopped(

@@ -118,7 +118,7 @@ def test_a_head_is_trained_by_one_step_over_all_records_on_features_computed_onc
     job = launch("transfer/transfer_vith_onestep.json", run_dir, changes)
     code, output = job.run()
     assert code == 0, output
-    assert "18 taken" in output and "300 are to be made" in output and "private, like the records" in output
+    assert "18 taken" in output and "300 to be computed" in output and "private, like the records" in output
     losses = curve(run_dir, "private", "public_loss")
     assert losses[-1] < losses[0], losses
     claim = claim_of(run_dir)

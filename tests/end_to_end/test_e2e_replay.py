@@ -146,4 +146,4 @@ def test_the_command_says_that_its_result_is_private(recipe: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("PRIVATE") and "ledger with its keyed digests" in done.stdout
     refused = subprocess.run([*command, "--record", "600"], env=environment(), capture_output=True, text=True)
-    assert refused.returncode == 2 and "--record 600 is none of the 600 records" in refused.stderr
+    assert refused.returncode == 2 and "--record 600 is not among the 600 records" in refused.stderr

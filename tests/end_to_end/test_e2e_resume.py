@@ -48,6 +48,8 @@ def test_stopped_and_resumed_ends_where_it_would_have(finished: tuple[Path, str]
     else:
         (run_dir / "stop").touch()
     output, _ = process.communicate(timeout=120)
+    if how == "SIGKILL":
+        assert state_of(run_dir) == "training; resume me if killed"
     if how.startswith("stop file"):
         assert process.returncode == 75 and "start the same command again" in output, output
         assert state_of(run_dir) == "stopped, resume me"
@@ -153,4 +155,4 @@ def test_resume_must_and_never_are_obeyed(launch: Make) -> None:
     (run_dir / "ledger.jsonl").touch()
     job.arguments = ["--resume", "never"]
     code, output = job.run()
-    assert code == 5 and "holds a run already" in output, output
+    assert code == 5 and "has a run already" in output, output

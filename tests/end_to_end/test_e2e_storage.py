@@ -29,7 +29,7 @@ def test_a_file_that_cannot_grow_costs_nothing_once_it_can(warm: WarmLauncher, w
     job, run_dir = launch("full", toy)
     ended = warm.run(job.config, job.cwd, file_size=60_000)
     assert 2 in ended.codes and "could not be written" in ended.output, (ended.codes, ended.output)
-    assert "File too large" in ended.output and "free space or mend the permissions" in ended.output, ended.output
+    assert "File too large" in ended.output and "free space or fix the permissions" in ended.output, ended.output
     ended = warm.run(job.config, job.cwd)
     assert ended.codes == [0, 0], ended.output
     nothing_lost_and_nothing_twice(run_dir, whole)

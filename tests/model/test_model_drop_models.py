@@ -179,7 +179,9 @@ def test_the_probe_finds_masks_of_a_neighbours_key() -> None:
 def test_drops_without_keys_are_refused_beside_keyed_ones(part: nn.Module) -> None:
     model = dropping("classify")
     model.add_module("extra", part)
-    with pytest.raises(CouplingError, match=r"^extra .* is not keyed by sample; set it to 0, or use what model\.drop"):
+    with pytest.raises(
+        CouplingError, match=r"^extra .* is not keyed by sample; set it to 0, or use the layers of model\.drop"
+    ):
         refuse_coupling(model)
 
 
@@ -187,12 +189,12 @@ def test_drops_without_keys_are_refused_beside_keyed_ones(part: nn.Module) -> No
 def test_training_without_keys_is_an_error_and_a_part_alone_never_has_stale_ones(objective: Objective) -> None:
     model, inputs = dropping(objective), inputs_of(objective, 4)
     without = {name: tensor for name, tensor in inputs.items() if name != DROP_KEY}
-    with pytest.raises(ValueError, match=r"has no keys .* give its inputs drop_key \(int64 \[B\]\), or call eval"):
+    with pytest.raises(ValueError, match=r"has no keys .* add drop_key \(int64 \[B\]\) to its inputs, or call eval"):
         model(without)
     losses = model(inputs)
     for act in (lambda: None, lambda: losses.sum().backward()):
         act()
-        with pytest.raises(ValueError, match="give its inputs drop_key"):
+        with pytest.raises(ValueError, match="add drop_key"):
             model.tokens(inputs["images"])  # pyright: ignore[reportCallIssue]
     model.eval()
     assert model.tokens(inputs["images"]).shape[0] == 4  # pyright: ignore[reportCallIssue]

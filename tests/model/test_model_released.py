@@ -180,16 +180,16 @@ def damaged(kind: str) -> dict[str, Any]:
         ("missing", r"lacks blocks\.1\.mlp\.fc1\.bias; pass all of its weights"),
         ("missing block", r"lacks some of blocks\.0"),
         ("no size", r"lacks pos_embed; pass a whole checkpoint"),
-        ("extra", r"has blocks\.0\.ls1\.gamma, which that architecture has not"),
-        ("wrong shape", r"decoder_pred\.weight is \[47, 64\] where the other weights ask for \[48, 64\]"),
-        ("wrong dimensions", r"patch_embed\.proj\.weight is \[48, 48\] and not of 4 dimensions"),
+        ("extra", r"has blocks\.0\.ls1\.gamma, which that architecture lacks"),
+        ("wrong shape", r"decoder_pred\.weight is \[47, 64\] where the other weights require \[48, 64\]"),
+        ("wrong dimensions", r"patch_embed\.proj\.weight is \[48, 48\], which is not 4-dimensional"),
         ("not square", r"pos_embed has 16 rows, not 1 \+ a square"),
-        ("not finite", r"norm\.weight holds values that are not finite"),
-        ("integers", r"norm\.weight is int64 and no floating-point weight"),
-        ("no tensor", r"under 'norm\.weight' a list where a tensor should be"),
+        ("not finite", r"norm\.weight contains values that are not finite"),
+        ("integers", r"norm\.weight is int64, not a floating-point weight"),
+        ("no tensor", r"a list under 'norm\.weight' where a tensor should be"),
         ("huge number", r"lacks some of blocks\.0"),
-        ("empty", r"holds no tensors"),
-        ("optimizer", r"under 'optimizer' a dict where"),
+        ("empty", r"contains no tensors"),
+        ("optimizer", r"a dict under 'optimizer' where"),
         ("odd width", r"pass heads="),
     ],
 )
@@ -204,7 +204,7 @@ def test_a_mask_that_is_not_causal_and_wrong_heads_are_refused() -> None:
     with pytest.raises(WeightsError, match=r"decoder_heads = 7 does not divide the width 24"):
         read_dpcap(state, decoder_heads=7)
     state["decoder.layers.0.self_attn.bias"] = torch.ones(1, 1, 128, 128)
-    with pytest.raises(WeightsError, match=r"no causal mask"):
+    with pytest.raises(WeightsError, match=r"not a causal mask"):
         read_dpcap(state)
 
 

@@ -141,8 +141,8 @@ def test_huge_is_patch_14_unless_told() -> None:
             {"family": "classifier", "size": "base", "image_size": 225, "positions": "sincos"},
             "set image_size to 224 or",
         ),
-        ({"family": "classifier", "size": "r50x4", "heads": 4}, "leave it out, and set its size by model.width"),
-        ({"family": "classifier", "stages": [1, 1]}, "needs model.width beside"),
+        ({"family": "classifier", "size": "r50x4", "heads": 4}, "omit it, and set the size by model.width"),
+        ({"family": "classifier", "stages": [1, 1]}, "needs model.width with"),
         ({"family": "classifier", "size": "r50x4", "width": 36}, "set width to 32"),
     ],
 )

@@ -88,5 +88,5 @@ def test_what_cannot_be_is_refused() -> None:
         select(build(CLASSIFIER, "classify"), "lora", rank=32)
     with pytest.raises(ValueError, match="no trainable"):
         select(build(CLASSIFIER, "classify"), "everything")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="no head"):
+    with pytest.raises(ValueError, match="no known head"):
         select(torch.nn.Linear(2, 2), "head")

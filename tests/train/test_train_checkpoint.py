@@ -130,7 +130,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     assert loaded is not None
     with pytest.raises(CheckpointError, match="another model"):
         loaded.state_dict({"something": torch.zeros(2)})
-    with pytest.raises(CheckpointError, match="holds 288 of 300 elements"):
+    with pytest.raises(CheckpointError, match="has 288 of 300 elements"):
         loaded.read("weights", "first.weight", 0, 300)
 
 

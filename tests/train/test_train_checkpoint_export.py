@@ -118,7 +118,7 @@ def test_foreign_classes_in_a_pickle_do_nothing_and_functions_of_the_system_are_
     torch.save(model | {"ds_config": Settings()}, path)
     assert same(read_deepspeed(tmp_path / "out"), loaded.weights())
     torch.save(model | {"ds_config": Hostile()}, path)
-    with pytest.raises(LayoutError, match=rf"{MODEL} holds code .*, which was not run"):
+    with pytest.raises(LayoutError, match=rf"{MODEL} contains code .*, which was not run"):
         read_deepspeed(tmp_path / "out")
     assert not (tmp_path / "was here").exists()
     torch.load(path, weights_only=False)

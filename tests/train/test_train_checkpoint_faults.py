@@ -78,7 +78,7 @@ def test_what_cannot_be_written_leaves_the_one_before(
             part.chmod(0o755)  # for nobody's eyes
     folder.chmod(0o555)
     message = refused_in_a_process(lambda: act(folder, second))
-    assert why in message and "the checkpoint before it is whole" in message and "free space or mend" in message
+    assert why in message and "the checkpoint before it is whole" in message and "free space or fix" in message
     assert str(folder) in message
     folder.chmod(0o755)
     step, weights = stored(Checkpoints(folder, alone(), Keep(9)), first)
@@ -281,7 +281,7 @@ def test_a_manifest_that_promises_more_than_its_pieces_hold_is_refused_before_it
     text = json.dumps(MANIFEST | {"shapes": {"w": [1 << 30, 1 << 20]}}).encode()
     (tmp_path / "manifest.json").write_bytes(text)
     loaded = Loaded.open(tmp_path, hashlib.sha256(text).hexdigest())
-    with pytest.raises(CheckpointError, match=f"holds 0 of {1 << 50} elements of w"):
+    with pytest.raises(CheckpointError, match=f"has 0 of {1 << 50} elements of w"):
         loaded.weights()
 
 

@@ -15,12 +15,18 @@ import torch
 from murmuration.accounting.adaptive import METRIC, AdaptiveRule
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.model.build import build
+from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import Observation
 from murmuration.train.config.phase import Phase
+from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.aes import NoiseMechanism
 from murmuration.train.noise.metrics import MetricRelease
+from murmuration.train.public.evaluation import PublicEvaluator
+from murmuration.train.public.monitor import LossMonitor
 from murmuration.train.recipe.ready_phase import RecipeError, make_plan, planned_epsilon
 from murmuration.train.step import PrivateStep
+from tests.support.drops_world import measured, ready
 from tests.support.self_test_world import tried
 from tests.support.step_world import METRIC_KEY, journal_at, read, step_of, weights
 from tests.support.train_helpers import LocalEngine, alone, on_ranks, plan_for, private_engine
@@ -252,5 +258,19 @@ def test_what_does_not_go_with_adaptive_clipping_is_refused() -> None:
             settings({**clip, "adaptive": {}})
     phase = settings({"adaptive": {}}, {"noise_floor": 1e-6})
     assert phase.privacy is not None
-    with pytest.raises(RecipeError, match="noise moves with C"):
+    with pytest.raises(RecipeError, match="noise changes with C"):
         make_plan(phase, phase.privacy, 1000, "phases.0")
+
+
+def test_what_is_measured_at_a_checkpoint_is_measured_at_the_norm_of_the_next_step() -> None:
+    phase, plan = measured(ready()), adaptive_plan()
+    engine, clip, _ = private_engine(alone(), plan, False, build(phase.shape, "mae"))
+    moved = AdaptiveNorm(plan, 400.0)
+    there = BookKeepingClip(clip.rule.at(400.0))
+    for make in (PublicEvaluator, LossMonitor):
+
+        def found(clip: Any, norm: AdaptiveNorm | None, make: Any = make) -> dict[str, float]:
+            seen = make(phase, engine, alone(), 8, b"m" * 32, clip, plan, norm).measure()
+            return seen if isinstance(seen, dict) else seen.values
+
+        assert found(clip, moved) == pytest.approx(found(there, None), rel=1e-6) != pytest.approx(found(clip, None))

@@ -238,8 +238,8 @@ def test_sections_that_contradict_each_other_are_refused(
     ("text", "message"),
     [
         ("{", "is not valid JSON"), ("[]", "must contain one JSON object"), ("3", "must contain one JSON object"),
-        ('{"run": {}, "run": {}}', "the key 'run' stands twice in one object"),
-        ('{"phases": [{"privacy": {"epsilon": 8, "epsilon": 1}}]}', "the key 'epsilon' stands twice"),
+        ('{"run": {}, "run": {}}', "the key 'run' appears twice in one object"),
+        ('{"phases": [{"privacy": {"epsilon": 8, "epsilon": 1}}]}', "the key 'epsilon' appears twice"),
         ('{"a": NaN}', "NaN is not a number"),
     ],
 )  # fmt: skip

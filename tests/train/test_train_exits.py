@@ -45,7 +45,7 @@ def test_a_message_says_what_the_next_start_does(
         raise error
 
     assert guarded(act, True) == code
-    assert " again to go on\n" in "".join(capsys.readouterr())
+    assert " again to continue\n" in "".join(capsys.readouterr())
     assert guarded(act, True, FROM_THE_START) == code
     assert " again from the start\n" in "".join(capsys.readouterr())
 

@@ -66,7 +66,7 @@ def test_a_row_that_was_never_made_is_an_error_and_no_record_without_a_gradient(
     with pytest.raises(UnreadableError) as gone:
         reader.fetch(np.array(ids), 1)
     told = str(gone.value)
-    assert told == f"features that were made are gone from {reader.stored.path}; have them made again"
+    assert told == f"features that were computed are gone from {reader.stored.path}; compute them again"
     assert "5" not in told.replace(str(reader.stored.path), ""), "which record a step drew is no one's to know"
     assert reader.fetch(np.array([3, 4, EMPTY]), 1).batch.present.tolist() == [True, True, False]
 
@@ -146,7 +146,7 @@ def test_files_of_an_older_version_stay_and_are_named(tmp_path: Path) -> None:
     assert "are of an older version and are not used; delete them if no older version needs them" in said[-1]
     said.clear()
     made(tmp_path / "fresh", alone(), Pictures(), said=said.append)
-    assert len(said) == 1 and "23 are to be made" in said[0]
+    assert len(said) == 1 and "23 to be computed" in said[0]
 
 
 def stepped(kind: str, rules: list[ParameterRule], steps: int = 1) -> list[torch.Tensor]:

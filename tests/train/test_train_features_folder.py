@@ -69,13 +69,13 @@ def test_only_files_of_its_own_are_replaced(tmp_path: Path) -> None:
         shared = tmp_path / f"mine{len(inside)}"
         (shared / inside).mkdir(parents=True)
         (shared / inside / "thesis.txt").write_text("precious")
-        with pytest.raises(RecipeError, match=r"holds other things \(thesis.txt\); name a folder of its own"):
+        with pytest.raises(RecipeError, match=r"contains other things \(thesis.txt\); name a folder of its own"):
             folder(shared).claimed().__enter__()
         assert [path.name for path in (shared / inside).iterdir()] == ["thesis.txt"]
         assert (shared / inside / "thesis.txt").read_text() == "precious"
     (tmp_path / "file").mkdir()
     (tmp_path / "file" / ANOTHER[:16]).touch()  # named like a folder of ours
-    with pytest.raises(RecipeError, match="holds other things"):
+    with pytest.raises(RecipeError, match="contains other things"):
         folder(tmp_path / "file").claimed().__enter__()
 
 
@@ -87,7 +87,9 @@ def test_one_run_fills_while_others_are_refused_and_readers_and_other_bodies_are
             return 0
 
     with of.claimed():
-        with pytest.raises(RecipeError, match=r"another run is making the features in .*; start this one again once"):
+        with pytest.raises(
+            RecipeError, match=r"another run is computing the features in .*; start this one again once"
+        ):
             second()
         assert guarded(second, True) == BAD_INPUT
         filled(folder(tmp_path, ANOTHER))

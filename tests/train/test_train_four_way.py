@@ -113,7 +113,7 @@ def test_a_phase_that_goes_on_from_a_trained_one_is_refused() -> None:
     phases = config().model_dump(by_alias=True, exclude_unset=True)
     phases["phases"].insert(0, phases["phases"][0] | {"name": "before"})
     whole = Config.model_validate(phases)
-    with pytest.raises(RecipeError, match="goes on from what phase 'before' trains"):
+    with pytest.raises(RecipeError, match="continues from what phase 'before' trains"):
         run_study(whole, prepare(whole)[1], STUDY, alone(), lambda _: None, local)
 
 

@@ -112,7 +112,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
      "phases.1.mixing.data.path: the class folder cow is not on the list"),
     ({}, {"path": "odd"}, "phases.1.data.path: none of its class folders is on the list"),
     ({"model.classes": 3}, {}, "phases.0.data.classes: 4 classes, but the model has 3 outputs"),
-    ({"phases.0.data.classes": "other.txt"}, {}, "phases.1.data.classes: another list than the phases before it"),
+    ({"phases.0.data.classes": "other.txt"}, {}, "phases.1.data.classes: not the list of the phases before it"),
 ]  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def _absolute(value: Any, folder: Path) -> Any:
 def test_public_folders_of_other_classes_do_not_share_outputs_by_rank(sets: Path) -> None:
     public_alone = {"phases.1.privacy": None, "phases.1.data.public": True, "phases.1.data.path": str(sets / "held")}
     none = {"phases.0.data.classes": None, "phases.1.data.classes": None}
-    with pytest.raises(RecipeError, match=r"phases.1.data.path: other class folders than phases.0.data.path"):
+    with pytest.raises(RecipeError, match=r"phases.1.data.path: not the class folders of phases.0.data.path"):
         prepare(config_of(sets, public_alone | none))
     same = {"phases.0.data.path": str(sets / "held")}
     assert [labels(phase, phase.index) for phase in prepare(config_of(sets, public_alone | none | same))] == [

@@ -179,7 +179,7 @@ def test_weights_that_are_not_there_or_tell_nothing_are_refused(tmp_path: Path) 
     with pytest.raises(WarmStartError, match="does not exist"):
         WarmStart.at(tmp_path / "none")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(WarmStartError, match="holds neither checkpoints nor"):
+    with pytest.raises(WarmStartError, match="has neither checkpoints nor"):
         WarmStart.at(tmp_path / "empty")
 
 

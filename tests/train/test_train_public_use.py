@@ -74,7 +74,7 @@ def test_another_share_of_the_same_records_is_refused(world: Path, capsys: pytes
     config_of(world, part(PUBLIC, 0.5), part(PRIVATE, 0.5))
     assert train(["--config", str(world / "config.json")]) == 2
     said = capsys.readouterr().err
-    assert "was cut with public_fraction 0.1 of 60 records, and is asked for 0.5 of 60" in said
+    assert "was cut with public_fraction 0.1 of 60 records, but the config asks for 0.5 of 60" in said
     again = ready(world, part(PUBLIC, 0.1), part(PRIVATE, 0.1))
     assert [phase.index.records for phase in again] == [public.index.records, private.index.records] == [6, 54]
 
@@ -84,7 +84,9 @@ def test_another_number_of_records_would_be_dealt_out_anew(world: Path) -> None:
     write_shards(world / "more", shape_samples(9, 5, 32), 5)
     (world / "more" / "000000.tar").rename(world / "set" / "000009.tar")
     build(world / "set")
-    with pytest.raises(RecipeError, match=r"with public_fraction 0\.1 of 60 records, and is asked for 0\.1 of 65"):
+    with pytest.raises(
+        RecipeError, match=r"with public_fraction 0\.1 of 60 records, but the config asks for 0\.1 of 65"
+    ):
         ready(world, part(PRIVATE, 0.1))
 
 
@@ -117,10 +119,12 @@ def test_records_that_a_run_protects_are_public_for_nobody(
 ) -> None:
     ready(world, *phases)
     trained(world)
-    with pytest.raises(RecipeError, match=rf"{where}: run 'first' protects these records.*public for nobody"):
+    with pytest.raises(
+        RecipeError, match=rf"{where}: run 'first' protects these records.*nobody may use them as public"
+    ):
         ready(world, *phases)
     assert train(["--config", str(world / "config.json")]) == 2
-    assert "public for nobody" in capsys.readouterr().err
+    assert "nobody may use them as public" in capsys.readouterr().err
     ready(world, PRIVATE)
 
 
@@ -129,7 +133,7 @@ def test_the_public_part_of_the_frozen_cut_may_be_used_beside_private_runs(world
     trained(world)
     mixing = {"data": {"path": "set", "public": True, "public_fraction": 0.1}, "batch": 2}
     ready(world, part(PUBLIC, 0.1), part(PRIVATE, 0.1, mixing=mixing))
-    with pytest.raises(RecipeError, match="public for nobody"):
+    with pytest.raises(RecipeError, match="nobody may use them as public"):
         ready(world, part(PUBLIC, 0.1) | {"evaluation": {"path": "set", "public": True}})
 
 
@@ -138,7 +142,7 @@ def test_a_second_index_of_the_shards_knows_what_the_first_one_knows(world: Path
     trained(world)
     build(world / "set", world / "second")
     second = {"data": {"path": "second", "public": True}}
-    with pytest.raises(RecipeError, match="public for nobody"):
+    with pytest.raises(RecipeError, match="nobody may use them as public"):
         ready(world, PUBLIC | second)
     with pytest.raises(RecipeError, match=r"was cut with public_fraction 0\.1"):
         ready(world, part(PUBLIC | second, 0.2))
@@ -164,7 +168,7 @@ def test_a_refused_config_freezes_nothing_and_where_nothing_can_be_written_the_r
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(world, "held")
-    with pytest.raises(RecipeError, match="public for nobody"):
+    with pytest.raises(RecipeError, match="nobody may use them as public"):
         ready(world, part(PRIVATE, 0.1, evaluation={"path": "held", "public": True}))
     assert not (world / "set" / "index" / FROZEN).exists()
 

@@ -149,7 +149,7 @@ def test_a_stream_is_dealt_out_to_ranks(tmp_path: Path, shards: Path) -> None:
     rows = on_ranks(2, act)
     assert [set((row[row >= 0] // PLACES).tolist()) for row in rows] == [{0, 1}, {2}]
     assert len({row.shape for row in rows}) == 1 and sum(int((row >= 0).sum()) for row in rows) == 7
-    with pytest.raises(RecipeError, match=r"phases\.0\.data\.lanes: 3 lanes do not feed 4 ranks"):
+    with pytest.raises(RecipeError, match=r"phases\.0\.data\.lanes: 3 lanes cannot feed 4 ranks"):
         on_ranks(4, lambda ranks: agree(phases, ranks))
 
 

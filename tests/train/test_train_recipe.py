@@ -47,7 +47,7 @@ def test_phases_open_their_data(real: Callable[..., Config]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ([put("phases.1.data.expected_records", 400)], "is 400, but the index holds 40 records, more than 1 % off"),
+        ([put("phases.1.data.expected_records", 400)], "is 400, but the index has 40 records, more than 1 % off"),
         ([put("phases.1.data.tokenizer", "nothing.json")], r"phases.1.data.tokenizer: .*no tokenizer here"),
         ([put("model.vocabulary", 8)], r"more than model.vocabulary = 8; set model.vocabulary to at least"),
         ([put("phases.1.evaluation.path", "private")], r"phases.1.evaluation.path: .* belongs to the private records"),
@@ -60,7 +60,7 @@ def test_phases_open_their_data(real: Callable[..., Config]) -> None:
           put("phases.1.monitor", {"path": "private", "public": True})],
          r"phases.1.monitor.path: .* which are not declared public"),
         ([put("phases.0.batch", 17)], "phases.0.batch = 17 exceeds the 16 records"),
-        ([put("model.image_size", 33)], "model.image_size 33 does not divide"),
+        ([put("model.image_size", 33)], "model.image_size 33 is not divisible"),
     ],
 )  # fmt: skip
 def test_data_that_do_not_fit_are_refused(real: Callable[..., Config], changes: list[Change], message: str) -> None:
@@ -113,7 +113,7 @@ def test_captions_are_not_looked_for_in_single_images(loaded: Callable[..., Conf
     change = [put("phases.0.data.path", str(single_images)), put("phases.0.batch", 2)]
     change.append(put("phases.1.data.expected_records", 3))
     config = loaded(*change, put("phases.1.data.path", str(single_images)))
-    with pytest.raises(RecipeError, match=r"phases.1.data.path holds single images, which have no captions"):
+    with pytest.raises(RecipeError, match=r"phases.1.data.path has single images, which have no captions"):
         prepare(config)
 
 

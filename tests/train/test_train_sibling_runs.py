@@ -103,7 +103,7 @@ def test_later_runs_are_held_to_the_budget_of_the_records(tmp_path: Path) -> Non
     log.require_budget({"b"}, 2.0)
     log.claim("a", 7.0)  # it finished below its budget
     log.require_budget({"b"}, 3.0)
-    with pytest.raises(DataBudgetError, match="a run without noise passes"):
+    with pytest.raises(DataBudgetError, match="a run without noise exceeds"):
         log.require_budget({"c"}, None)
     log.register("twin", "private", "a twin", None, None)
     with pytest.raises(DataBudgetError, match="take inf"):

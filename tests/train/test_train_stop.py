@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,21 @@ import torch.distributed as dist
 
 from murmuration.train.distributed import stop as stop_module
 from murmuration.train.distributed.stop import Stopped, StopRequest
+from tests.support.launching import ROOT, environment
 from tests.support.train_helpers import alone, on_ranks
 
 
 @pytest.fixture
 def request_at(tmp_path: Path) -> Any:
-    kept = {number: signal.getsignal(number) for number in stop_module.SIGNALS}
-    yield lambda: StopRequest(tmp_path / "stop")
-    for number, handler in kept.items():
-        signal.signal(number, handler)
+    made: list[StopRequest] = []
+
+    def make() -> StopRequest:
+        made.append(StopRequest(tmp_path / "stop"))
+        return made[-1]
+
+    yield make
+    for request in reversed(made):
+        request.restore()
 
 
 @pytest.mark.parametrize("number", stop_module.SIGNALS)
@@ -32,6 +40,51 @@ def test_a_signal_is_a_reason_and_not_a_death(request_at: Any, number: signal.Si
     assert request.raised() == number.name
     with pytest.raises(Stopped, match=number.name):
         request.check(alone())
+
+
+BLOCKED = """
+import ctypes, os, sys, threading, time
+from pathlib import Path
+from murmuration.train.distributed.stop import StopRequest
+
+request = StopRequest(Path(sys.argv[1]))
+
+def tell():
+    while request.reason is None:
+        time.sleep(0.01)
+    print(request.reason, flush=True)
+    os._exit(0)
+
+threading.Thread(target=tell).start()
+lock = ctypes.create_string_buffer(256)  # a mutex that is free
+libc = ctypes.CDLL(None)
+libc.pthread_mutex_lock(lock)
+print("blocked", flush=True)
+libc.pthread_mutex_lock(lock)  # never returns, and no signal interrupts it
+"""
+
+
+def test_a_signal_is_seen_while_the_main_thread_waits_where_no_python_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BLOCKED, str(tmp_path / "stop")]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"blocked\n"
+        process.send_signal(signal.SIGTERM)
+        try:
+            told, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert told == b"SIGTERM\n" and process.returncode == 0
+
+
+def test_requests_give_signals_back_in_whatever_order_they_end(request_at: Any) -> None:
+    before = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    first, second = request_at(), request_at()
+    first.restore()
+    second.restore()
+    found = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    assert found in (-1, before)
 
 
 def test_the_stop_file_stops(request_at: Any, tmp_path: Path) -> None:

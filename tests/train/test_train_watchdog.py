@@ -48,12 +48,30 @@ def works(pulse: Pulse) -> None:
     os._exit(0)
 
 
+def parts(pulse: Pulse) -> None:
+    del pulse
+    time.sleep(0.3)
+    WATCHDOGS[-1].stop()
+
+
+def writes(pulse: Pulse) -> None:
+    """The end of a checkpoint, while the others have left."""
+    del pulse
+    time.sleep(3)
+
+
 def waits_for_the_slow_one(pulse: Pulse) -> None:
     with pulse.exchange():
         time.sleep(3 * STALL)
 
 
-def ranks_that(acts: list[Callable[[Pulse], None]], folder: Path) -> tuple[list[int], str]:
+WATCHDOGS: list[Watchdog] = []
+
+
+def ranks_that(
+    acts: list[Callable[[Pulse], None]], folder: Path, stall: float = STALL,
+    asked: Callable[[], str | None] = lambda: None, period: float | None = None,
+) -> tuple[list[int], str]:  # fmt: skip
     """Each act is the main thread of a rank. Exit codes (-1: had to be killed), and what was written."""
     log = folder / "log"
     pids = []
@@ -64,7 +82,10 @@ def ranks_that(acts: list[Callable[[Pulse], None]], folder: Path) -> tuple[list[
             pulse = Pulse()
             store = dist.FileStore(str(folder / "store"), len(acts))
             ended = (folder / f"ended{rank}").write_text
-            Watchdog(rank, len(acts), pulse, store, STALL, lambda reason, write=ended: write(reason) and None).start()
+            note = lambda reason, write=ended: write(reason) and None  # noqa: E731
+            watchdog = Watchdog(rank, len(acts), pulse, store, stall, note, asked)
+            watchdog.period = period or watchdog.period
+            WATCHDOGS.append(watchdog.start())
             act(pulse)
             os._exit(0)
         pids.append(pid)
@@ -100,6 +121,15 @@ def test_a_hang_ends_with_75_and_names_who_is_to_blame(
     assert log.count("error (rank") == 1, "one rank speaks for all"
     for rank, code in enumerate(found):
         assert (tmp_path / f"ended{rank}").exists() == (code == 75), "what is to be written last is written"
+
+
+def test_who_was_asked_to_stop_does_not_wait_long_for_a_dead_rank(tmp_path: Path) -> None:
+    found, log = ranks_that([dies, waits], tmp_path, stall=60.0, asked=lambda: "SIGTERM", period=0.2)
+    assert found == [0, 75] and "error (rank 1): stopped by SIGTERM: rank 0 gave no sign of life" in log, log
+
+
+def test_a_rank_that_is_done_is_not_taken_for_dead_by_one_that_still_writes(tmp_path: Path) -> None:
+    assert ranks_that([parts, writes], tmp_path, stall=60.0, asked=lambda: "SIGTERM", period=0.2) == ([0, 0], "")
 
 
 def test_progress_however_slow_is_no_hang(tmp_path: Path) -> None:

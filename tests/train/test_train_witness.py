@@ -50,7 +50,7 @@ def test_a_server_gets_a_post() -> None:
         server.server_close()
     assert [json.loads(body)["length"] for body in bodies] == [7, 7]
     [sentence] = said
-    assert "not told of ledger line 7" in sentence and "503" in sentence
+    assert "ledger line 7 could not be reported" in sentence and "503" in sentence
 
 
 def test_one_that_is_not_reached_is_told_of(tmp_path: Path) -> None:

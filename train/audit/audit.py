@@ -1,11 +1,12 @@
 """A one-run privacy audit on the live stack: the config's private phase, shortened, with canaries as extra records.
 
 Everything that a run's epsilon rests on is the real thing: plan and calibration, keys, ledger, self-test, Poisson
-sampler, `PrivateStep`, clip engine, DeepSpeed, noise, optimizer. Only the canaries are added, and somebody watches
-what the optimizer is given. It uses a temporary directory and a key of its own, and never touches a run directory.
+sampler, `PrivateStep`, clip engine, DeepSpeed, noise, optimizer. Only the canaries are added, and the gradients handed
+to the optimizer are watched. The audit uses a temporary directory and a key of its own, and never touches a run
+directory.
 
-What a gradient audit prints depends on coins and noise alone, because what the real records added is subtracted. What
-an audit with input canaries prints depends on weights that saw real records: publishing it costs the audit's own
+The output of a gradient audit depends on coins and noise alone, because the real records' contributions are subtracted.
+The output of an audit with input canaries depends on weights that saw real records: publishing it costs the audit's own
 epsilon, on top of that of the training.
 """
 
@@ -66,7 +67,7 @@ from murmuration.train.storage.sibling_runs import RunLog
 SAMPLING_STEPS, SAMPLING_RECORDS = 64, 200_000
 DIVISOR_STEPS, DIVISOR_RATE = 6, 0.5
 INPUT_SEED = 9_001
-FAULT, SMALL_FAULT = 0.3, 0.9  # of the planned noise: whether the audit would find it is told with its result
+FAULT, SMALL_FAULT = 0.3, 0.9  # shares of the planned noise; the report says how often an audit would find each
 
 
 def audit(config: Config, planned: AuditSetup, ranks: Ranks) -> AuditReport:
@@ -91,7 +92,7 @@ class _Audit:
         self._journals: dict[str, Journal] = {}  # on the main rank alone
 
     def _register(self) -> None:
-        """It trains on real records and prints what came of them, which costs epsilon like any other run."""
+        """Logs an audit with input canaries: its output depends on real records, which costs epsilon like any run."""
         log = RunLog.of(self.phase.index, self.config.run.registry)
         own = secrets.token_hex(16)
         with log.alone():
@@ -138,7 +139,7 @@ class _Audit:
         )  # fmt: skip
 
     def _train(self, engine: WatchedEngine, clip: CanaryClip, included: np.ndarray) -> tuple[Evidence, Claim]:
-        """The audited run: what its canaries show, and what its ledger charges."""
+        """Makes the audited run; returns what its canaries show and what its ledger charges."""
         plan, derive, gradient = self.plan, self._keys("audit"), self.options.kind == "gradient"
         crafted = None
         if not gradient:
@@ -166,11 +167,12 @@ class _Audit:
         if not gradient:
             return collect(before - self._losses(engine, crafted), included), claim
         values = seen.values(known, plan.divisor, self.ranks, self.replicated)
-        # Every step weighs alike in a canary's score.
+        # Every step has the same weight in a canary's score.
         return collect(values.sum(axis=0), included, pairs_of(values, np.array(took_part))), claim
 
     def _divisor(self, engine: WatchedEngine, clip: CanaryClip) -> Check:
-        """Steps of `PrivateStep` with present records that contribute zero, at learning rate 0, in another ledger."""
+        """Checks the divisor with a `PrivateStep` whose records are present but contribute zero, at learning rate 0 and
+        in another ledger."""
         plan = replace(
             self.plan, threshold=threshold_for(self.plan.records, DIVISOR_RATE * self.plan.records),
             steps=DIVISOR_STEPS, epsilon_budget=1e3,
@@ -196,7 +198,7 @@ class _Audit:
         return core.step(self.phase.number, self._journals.get(purpose), records, self.stop, noise=noise)
 
     def _begin(self, purpose: str, plan: PrivacyPlan) -> None:
-        """On the main rank: a ledger of its own, as every run has one."""
+        """On the main rank: begins a separate ledger, as every run has one."""
         journal = Journal(Ledger.open(self.folder / f"{purpose}.jsonl"))
         number, contents = self.phase.number, self.phase.contents()
         journal.start_run(f"{purpose} of phase {self.phase.name}", self.key.check_value(), self.key.debug, {}, KEYED)
@@ -205,12 +207,13 @@ class _Audit:
         self._journals[purpose] = journal
 
     def _keys(self, purpose: str) -> PhaseKeys:
-        """As a run has them, but repeatable: whoever asks, on whichever rank, gets the same chain from its start."""
+        """Keys like a run's, but repeatable: every call, on any rank, returns the same chain from its start."""
         link = Link(purpose, 1, hkdf(self.key.secret, f"audit|{purpose}"))
         return PhaseKeys(partial(self.key.derive, phase=self.phase.number, segment=purpose), KeyChain(link))
 
     def _losses(self, engine: WatchedEngine, crafted: Mapping[str, Tensor] | None) -> np.ndarray:
-        """Of every input canary under the present weights; ranks hold the same weights, so each computes all."""
+        """The loss of every input canary under the current weights. All ranks hold the same weights, so each computes
+        all losses."""
         if crafted is None:
             return np.zeros(0)
         found = []
@@ -221,7 +224,7 @@ class _Audit:
         return torch.cat(found).numpy()
 
     def _sampling(self) -> Check:
-        """The real sampler at the rate that the config really trains with."""
+        """Checks the real sampler at the config's own sampling rate."""
         total = self.phase.index.records
         records, threshold = min(total, SAMPLING_RECORDS), threshold_for(total, self.planned.trained_rate_batch)
         derive = self._keys("sampling")
@@ -229,7 +232,8 @@ class _Audit:
         return check_sampling([sampler.draw(t).ids for t in range(1, SAMPLING_STEPS + 1)], records, sampler.q)
 
     def _power(self, bound: float, claim: Claim, evidence: Evidence) -> dict[float, float]:
-        """How many such audits would refute noise of so many times the planned one; {} where that is not known."""
+        """By scale: the share of such audits that would refute noise of that many times the planned deviation; {} where
+        that is not known."""
         if self.options.kind != "gradient":
             return {}
         options, plan, level = self.options, self.plan, ACCUSED / evidence.looks

@@ -1,8 +1,8 @@
-"""Canaries: extra records whose presence is a coin, and the two thin layers that put them into the real stack.
+"""Canaries: extra records whose presence is decided by a coin, and two thin layers that put them into the real stack.
 
 A gradient canary contributes the whole clipping bound along one coordinate of its own (the strongest record that
 clipping lets through). It enters where clipped gradients are summed, so that accumulation, reduction, noise,
-division and the optimizer's hook are those of every run. An input canary is a picture and a caption made of chance.
+division and the optimizer's hook are those of every run. An input canary is a random picture with a random caption.
 A canary whose coin says out keeps its place in n and in the draws, and contributes exactly zero.
 """
 
@@ -53,11 +53,13 @@ class Coordinates:
 
     @staticmethod
     def choose(model: nn.Module, count: int, seed: int = 0) -> Coordinates:
-        """Distinct, and public: what must be secret is the coins."""
+        """Distinct coordinates. They are public: only the coins must be secret."""
         sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
         starts = np.concatenate([[0], np.cumsum(list(sizes.values()), dtype=np.int64)])
         if count > starts[-1]:
-            raise CanaryError(f"{count} canaries need as many parameters, the model has {starts[-1]}; use fewer")
+            raise CanaryError(
+                f"{count} canaries need as many parameters; the model has {starts[-1]}, so use fewer canaries"
+            )
         flat = np.random.default_rng(seed).choice(int(starts[-1]), size=count, replace=False)
         return Coordinates(tuple(sizes), starts, np.sort(flat))
 
@@ -71,9 +73,9 @@ class Coordinates:
 class CanaryClip:
     """A clip engine around the real one: adds the gradient canaries' clipped contributions to its sum.
 
-    `known` is what the real records added at the canaries' coordinates since it was last taken. The adversary of the
-    definition knows every record but the one that it asks about, so the auditor may subtract that; private, like
-    everything before the noise.
+    `known` is what the real records have added at the canaries' coordinates since it was last taken. The adversary in
+    the definition of differential privacy knows every record but the one in question, so the auditor may subtract
+    `known`. It is private, like everything before the noise.
     """
 
     def __init__(self, inner: ClipEngine, coordinates: Coordinates) -> None:
@@ -102,7 +104,7 @@ class CanaryClip:
             return self.inner.add_clipped(model, inputs, present, sums, rule)
         which = inputs[CANARY]
         others = {name: tensor for name, tensor in inputs.items() if name != CANARY}
-        # Without an ordinary record, too: where parameters are sharded, each rank must take part in each forward pass.
+        # Even if no record is ordinary: where parameters are sharded, each rank must take part in each forward pass.
         totals, found = clipped_totals(self.inner, model, others, present & (which == ORDINARY), self.shapes, rule)
         hits = which[present & (which >= 0)].cpu().numpy()
         for parameter, name in enumerate(self.coordinates.names):
@@ -157,7 +159,7 @@ class CanaryBatches:
                 inputs[name][there] = own[which[there.numpy()]].to(inputs[name].dtype)
             if RECORD_WEIGHT in inputs:
                 inputs[RECORD_WEIGHT][there] = 1.0
-            if DROP_KEY in inputs:  # of its own at each step, as a record has it
+            if DROP_KEY in inputs:  # its own key at each step, like a record
                 keys = [self.reader.drop_key(int(record), step) for record in row[there.numpy()]]
                 inputs[DROP_KEY][there] = torch.tensor(keys, dtype=torch.int64)
         return MicroBatch(inputs, batch.present | there)
@@ -165,7 +167,7 @@ class CanaryBatches:
 
 @dataclass(frozen=True)
 class SilentBatches:
-    """As many present records as were drawn, each contributing zero: what leaves such a step is noise alone."""
+    """As many present records as were drawn, each contributing zero: such a step releases noise alone."""
 
     example: MicroBatch
     ranks: Ranks
@@ -179,9 +181,9 @@ class SilentBatches:
 
 
 class WeakenedNoise(NoiseMechanism):
-    """A planted fault, for the audit's own proof of power: says `std` and draws `scale` times that.
+    """A planted fault that proves the audit's own power: it reports `std` and draws `scale` times that.
 
-    Nothing in a training run can make one: no config key and no flag of launch/train.py leads here.
+    A training run cannot create one: no config key and no flag of launch/train.py leads here.
     """
 
     def __init__(self, key: bytes | StepKey, std: float, divisor: float, scale: float) -> None:

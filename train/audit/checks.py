@@ -1,8 +1,8 @@
-"""Two faults that a canary's coordinate does not show, each with a test that tells it from the honest thing.
+"""Two faults that a canary's coordinate does not show, each with a test that tells it from an honest run.
 
-Shuffled batches under a Poisson claim: sizes do not vary, every record comes once per epoch, and batches that follow
-each other share nobody. A divisor that leaks: noise divided by the realised batch size has a size of its own in
-every step, and with many elements that size can be read off to a fraction of a per cent.
+Shuffled batches under a Poisson claim: sizes do not vary, every record comes once per epoch, and successive batches
+share no record. A divisor that leaks: noise divided by the realised batch size has a different scale in every step,
+and with many elements that scale can be read off to a fraction of a per cent.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from itertools import pairwise
 import numpy as np
 from scipy.stats import chi2, norm
 
-# Below this the honest explanation is given up. An honest run is wrongly accused once in a million.
+# Below this p-value the honest explanation is rejected. An honest run is wrongly accused once in a million.
 ACCUSED = 1e-6
 
 
 @dataclass(frozen=True)
 class Check:
-    """Two-sided p-values of the honest explanation, by what was looked at."""
+    """Two-sided p-values of the honest explanation, by statistic."""
 
     p_values: dict[str, float]
 
     @property
     def p_value(self) -> float:
-        """Of all together (Bonferroni)."""
+        """The p-value of all statistics together (Bonferroni)."""
         return min(1.0, min(self.p_values.values()) * len(self.p_values))
 
     @property
@@ -39,7 +39,7 @@ def check_sampling(draws: Sequence[np.ndarray], records: int, rate: float) -> Ch
     """Whether these batches (record ids each, of successive steps) are independent draws at `rate`.
 
     Compared with Poisson sampling: how much sizes vary, how much the records' participations vary, how many records
-    two successive batches share, and the total. With rate 1 every draw must be everybody.
+    two successive batches share, and the total. With rate 1 every draw must contain every record.
     """
     steps = len(draws)
     if steps < 2:
@@ -83,7 +83,8 @@ def check_divisor(squares: np.ndarray, elements: np.ndarray, std: float, divisor
 
 
 def _dispersion(squares: np.ndarray, rate: float, trials: int) -> float:
-    """Of a sum of squared standardised binomials: chi-square, its variance corrected for their fourth moment."""
+    """The p-value of a sum of squared standardised binomials: chi-square, its variance corrected for their fourth
+    moment."""
     variance = 2 + (1 - 6 * rate * (1 - rate)) / (trials * rate * (1 - rate))
     # A scaled chi-square with the right mean and variance; the tail on the left is what shuffling shows.
     scale = variance / 2

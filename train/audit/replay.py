@@ -1,12 +1,12 @@
 """Two trainings under the same keys, one record blanked in the second: what may differ, and by how much?
 
-Both are made by the trainer of every run, with its board, checkpoints, measurements, ledger and report, each in a
-folder of its own. What the mechanism gives out (weights, optimizer state, released numbers) may depend on the record,
-hidden by noise, so the second training takes over what the first one's gave, and both compute the same next step of
-neighbouring data sets. Everything else must then be equal, byte for byte: who is drawn, the other records' rows of the
-micro-batches, the noise, the ledger, and everything that the public sees. The sums may differ by at most C. A branch
-that depends on a record's value shows itself in one such pair, and so does noise that is not what the ledger says it
-is. What is printed is a function of real records without noise: PRIVATE.
+Both use the trainer of every run, with its board, checkpoints, measurements, ledger and report, each in a folder of its
+own. The mechanism's outputs (weights, optimizer state, released numbers) may depend on the record, hidden by noise. So
+the second training takes over the outputs of the first after each step, and both compute the same next step on
+neighbouring data sets. Everything else must then be equal, byte for byte: which records are drawn, the other records'
+rows of the micro-batches, the noise, the ledger, and everything that the public sees. The sums may differ by at most C.
+A branch that depends on a record's value shows in one such pair, and so does noise that is not what the ledger says.
+The printed report is a function of real records without noise: PRIVATE.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ from murmuration.train.storage.checkpoint import Checkpoints, Keep
 from murmuration.train.storage.public_times import PublicTimes
 from murmuration.train.storage.run_dir import RunDir
 
-# The two sums are made of the same products of which one is absent: rounding is all else that may move them.
+# The two sums are made of the same products except for one record's: beyond that, only rounding may move them.
 ROUNDING = 1e-3
-# Standard errors by which the measured deviation of all noise may miss the planned one.
+# By how many standard errors the measured deviation of all noise may miss the planned one.
 MOST_ERRORS = 5.0
 Around = Callable[[Noise], Noise]
-# Equal in both: the speed that a self-test would have timed on synthetic records, and the time of the start.
+# Equal in both trainings: the speed that a self-test would have timed on synthetic records, and the start time.
 PACE, START = 1000.0, 0
 
 
@@ -82,9 +82,9 @@ class ReplayReport:
     """In how many steps the record was drawn."""
     bound: float
     moves: list[float] = field(default_factory=list)
-    """Of each step, how far the sums lie apart, in units of C."""
+    """Per step, the distance between the two sums, in units of C."""
     released: dict[str, float] = field(default_factory=dict)
-    """Of each number that is released with noise, how far the two lie apart at most, in units of its bound."""
+    """For each number that is released with noise, the largest distance between the two, in units of its bound."""
     noise_ratio: float = math.nan
     """Measured deviation of the noise over the planned one, with the error of that measurement."""
     noise_error: float = math.nan
@@ -108,7 +108,7 @@ class ReplayReport:
 
 
 class BlankedReader:
-    """⊥ in the place of one record: its slot is drawn and planned alike, and nothing is read for it."""
+    """Replaces one record by ⊥: its slot is drawn and planned as before, and nothing is read for it."""
 
     def __init__(self, inner: Reader, record: int) -> None:
         self._inner, self._record = inner, record
@@ -137,7 +137,7 @@ class SeenNoise:
 
 
 class RecordedNoise:
-    """The noise that a step really adds, for the comparison."""
+    """Records the noise that a step really adds, for the comparison."""
 
     def __init__(self, inner: Noise, seen: SeenNoise | None = None) -> None:
         self._inner = inner
@@ -177,7 +177,7 @@ class RecordedNoise:
 
 
 class SummedEngine(EngineAround):
-    """Keeps each step's sum as it goes to the noise."""
+    """Keeps each step's sum as it is before the noise is added."""
 
     def __init__(self, inner: ShardedEngine) -> None:
         super().__init__(inner)
@@ -225,7 +225,7 @@ class _Summed:
 
 
 class Leading:
-    """The first training's step: remembers what it released."""
+    """The first training's step, which remembers the numbers it released."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -238,7 +238,7 @@ class Leading:
 
 
 class Following:
-    """The second training's step: ends with what the first one's mechanism gave out."""
+    """The second training's step, which ends by taking over the outputs of the first training's mechanism."""
 
     def __init__(self, step: Step, engine: ShardedEngine, leader: Leading, leaders_engine: ShardedEngine) -> None:
         self._step, self._engine, self._leader, self._leaders = step, engine, leader, leaders_engine
@@ -267,7 +267,7 @@ class World:
     noise: RecordedNoise
     loader: Loader[Any]
     steps: Iterator[int]
-    """Of the trainer, which pauses before each step."""
+    """The trainer's steps; it pauses before each."""
     console: StringIO = field(default_factory=StringIO)
 
     def advance(self) -> None:
@@ -281,7 +281,7 @@ class World:
 
 
 def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport) -> None:
-    """Makes the steps in both, and writes into the report what was equal and what was not."""
+    """Makes the steps in both trainings, and writes into the report what was equal and what was not."""
     worlds = (first, second)
     for world in worlds:
         world.advance()
@@ -320,13 +320,13 @@ def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport
 
 
 def _judge_released(report: ReplayReport, pairs: dict[str, list[tuple[float, float]]], plan: PrivacyPlan) -> None:
-    """Numbers released with the same noise: as far apart as the sums behind them."""
+    """Judges the numbers released with the same noise: they lie as far apart as the sums behind them."""
     for metric in plan.metrics:
         share = plan.held_out or 0.0
         scale = plan.divisor * (share if metric.name == ACCURACY else 1 - share)
         both = pairs.get(f"noised_{metric.name}", [])
         apart = max((abs(one - other) * scale for one, other in both), default=0.0)
-        # They are told as 32-bit floats.
+        # They are released as 32-bit floats.
         rounded = max((max(abs(one), abs(other)) * scale for one, other in both), default=0.0) * 2.0**-23
         report.released[metric.name] = apart / metric.bound
         if apart > metric.bound * (1 + ROUNDING) + rounded:
@@ -335,20 +335,20 @@ def _judge_released(report: ReplayReport, pairs: dict[str, list[tuple[float, flo
 
 def _judge(report: ReplayReport, noise: SeenNoise, plan: PrivacyPlan) -> None:
     if (largest := max(report.moves, default=0.0)) > report.bound * (1 + ROUNDING):
-        report.refuted.append(f"one record moved a sum by {largest:.6f}·C, and {report.bound:.6f}·C is promised")
+        report.refuted.append(f"one record moved a sum by {largest:.6f}·C, but {report.bound:.6f}·C is promised")
     report.noise_ratio = math.sqrt(noise.squares / max(1, noise.elements)) / plan.noise_std
     report.noise_error = math.sqrt(0.5 / max(1, noise.elements))
     if abs(report.noise_ratio - 1) > MOST_ERRORS * report.noise_error:
         report.refuted.append(
-            f"the noise has {report.noise_ratio:.4f} of the planned deviation, {MOST_ERRORS:g} errors of measurement "
-            "or more away from 1"
+            f"the noise has {report.noise_ratio:.4f} of the planned deviation, more than {MOST_ERRORS:g} standard "
+            "errors away from 1"
         )
 
 
 def replay(
     config: Config, ranks: Ranks, steps: int, record: int | None, around: Around = lambda noise: noise
 ) -> ReplayReport:
-    """`around` is for planted faults in tests."""
+    """Runs both trainings and compares them; `around` is for planted faults in tests."""
     phase = _audited(config)
     privacy, where = phase.settings.privacy, f"phases.{phase.number}"
     assert privacy is not None
@@ -363,7 +363,7 @@ def replay(
     if record is None:
         record = _first_drawn(derive, plan, steps)
     if not 0 <= record < plan.records:
-        raise RecipeError(f"--record {record} is none of the {plan.records} records; give a smaller number")
+        raise RecipeError(f"--record {record} is not among the {plan.records} records; give a smaller number")
     folder = Path(tempfile.mkdtemp(prefix="murmuration-replay-"))
     phase = replace(phase, settings=phase.settings.model_copy(update={"steps": steps}))
     worlds: list[World] = []
@@ -391,7 +391,7 @@ def _audited(config: Config) -> ReadyPhase:
 
 
 def _first_drawn(derive: Derive, plan: PrivacyPlan, steps: int) -> int:
-    """A record that is never drawn would show nothing."""
+    """A random record of the first non-empty draw: a record that is never drawn would show nothing."""
     sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), plan.records, plan.threshold)
     for number in range(1, steps + 1):
         if len(ids := sampler.draw(number).ids):
@@ -438,7 +438,7 @@ def _world(
 def _run(
     config: Config, phase: ReadyPhase, plan: PrivacyPlan, key: RunKey, ranks: Ranks, folder: Path
 ) -> RunContext:  # fmt: skip
-    """A run directory as every run has one, with board and ledger."""
+    """A run directory like that of any run, with board and ledger."""
     run_dir = RunDir(folder)
     run_dir.prepare()
     journal = Journal(Ledger.open(run_dir.ledger))

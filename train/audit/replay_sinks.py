@@ -1,4 +1,4 @@
-"""All that a run shows to the public, as bytes: what two runs that differ in one record must have in common."""
+"""Everything that a run shows to the public, as bytes: it must be equal in two runs that differ in one record."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def public_sinks(root: Path, console: StringIO) -> dict[str, bytes]:
             continue
         content = path.read_bytes()
         if path.parent.name == "public" and "tfevents" in path.name:
-            # The name has a process and a time in it, and the first event says when the file was opened.
+            # The name contains a process id and a time, and the first event says when the file was opened.
             name, content = "tb/public", _without_first_event(content)
         elif name == "run_state.json":
             content = json.dumps(json.loads(content) | {"id": "random"}).encode()

@@ -1,4 +1,4 @@
-"""What an audit found, for people and for scripts. It can refute a claim; agreement is no proof."""
+"""The result of an audit, for people and for scripts. An audit can refute a claim, but never prove one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from murmuration.train.audit.checks import Check
 class AuditReport:
     """`claim` is the epsilon that the audited run's own ledger charges, at `bound.delta`.
 
-    `p_value` is of all bounds' evidence against it, corrected for their number. The lower bound is reported at the
-    confidence that was asked for; the claim is refuted only where an honest run would be so once in a million.
+    `p_value` is that of all bounds' evidence against the claim, corrected for their number. The lower bound is reported
+    at the requested confidence; the claim is refuted only at a level that refutes an honest run once in a million.
     """
 
     phase: str
@@ -33,7 +33,8 @@ class AuditReport:
     sampling: Check
     divisor: Check
     power: dict[float, float]
-    """Share of such audits that refute noise of so many times the planned one; empty where that is not known."""
+    """By scale: the share of such audits that refute noise of that many times the planned deviation; empty where that
+    is not known."""
     seconds: float
 
     @property
@@ -93,7 +94,7 @@ class AuditReport:
             f"divisor       p = {self.divisor.p_value:.2g} for the constant q·n",
         ]
         if self.power:
-            found = ", ".join(f"{share:.1%} see noise of {scale:g}·σ" for scale, share in self.power.items())
+            found = ", ".join(f"{share:.1%} detect noise of {scale:g}·σ" for scale, share in self.power.items())
             lines.append(f"power         of such audits {found}; one in a million accuses honest noise")
         else:
             lines.append("power         not known for input canaries; gradient canaries are the stronger test")

@@ -1,4 +1,4 @@
-"""What an audit is going to do, with everything refused that can be refused before a process group is started."""
+"""Plans an audit, and refuses everything that can be refused before a process group is started."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class AuditOptions:
 
 @dataclass(frozen=True)
 class AuditSetup:
-    """`phase` is the config's, `settings` the shortened one that is trained; `real` records, then canaries."""
+    """`phase` is the config's, `settings` the shortened one that is trained; records up to `real` are real, the rest
+    are canaries."""
 
     options: AuditOptions
     phase: ReadyPhase
@@ -42,7 +43,7 @@ class AuditSetup:
     rule: ClipRule
     real: int
     trained_rate_batch: float
-    """The config's own expected batch, for the check of the sampler at the rate that is really trained with."""
+    """The config's own expected batch, for checking the sampler at the config's own sampling rate."""
 
 
 def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
@@ -58,7 +59,9 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
     weights = build(phase.shape, phase.settings.objective, device="meta").parameters()
     elements = sum(p.numel() for p in weights if p.requires_grad)
     if options.kind == "gradient" and options.canaries > elements:
-        raise RecipeError(f"{options.canaries} canaries need as many parameters, the model has {elements}; use fewer")
+        raise RecipeError(
+            f"{options.canaries} canaries need as many parameters; the model has {elements}, so use fewer"
+        )
     real = min(options.records, phase.index.records)
     batch = options.rate * (real + options.canaries)
     claim = {
@@ -71,7 +74,7 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
     privacy = phase.settings.privacy.model_copy(update=claim)
     settings = phase.settings.model_copy(update={"privacy": privacy, "steps": options.steps})
     if options.noise_scale != 1 and config.run.noise != "aes":
-        raise RecipeError("the planted fault is one of AES noise; give --set run.noise=aes beside --noise-scale")
+        raise RecipeError("--noise-scale weakens AES noise only; add --set run.noise=aes")
     plan = make_plan(settings, privacy, real + options.canaries, where, noise=config.run.noise)
     try:
         rule = clip_rule(privacy, plan, config.train_micro_batch_size_per_gpu)

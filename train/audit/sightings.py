@@ -1,4 +1,4 @@
-"""What the auditor sees: the gradient as it goes to the optimizer, after noise and division. Nothing earlier."""
+"""What the auditor sees: the gradient as it goes to the optimizer, after noise and division, and nothing earlier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from murmuration.train.noise.update import Update
 
 
 class Sightings:
-    """Per step, the released value at each canary's coordinate, and how large noise alone is."""
+    """Per step, the released value at each canary's coordinate, and the sum of squares of all released values."""
 
     def __init__(self, coordinates: Coordinates) -> None:
         self.coordinates = coordinates
@@ -38,18 +38,19 @@ class Sightings:
             self.elements[-1] += fragment.length
 
     def values(self, known: Sequence[np.ndarray], divisor: float, ranks: Ranks, replicated: bool) -> np.ndarray:
-        """Per step and canary, without what the real records are `known` to have added on each rank in each step."""
+        """The released values per step and canary, minus what the real records are `known` to have added on each rank
+        in each step."""
         released = sum(ranks.gather(np.array(self.at_canaries))[: 1 if replicated else None])
         return np.asarray(released - sum(ranks.gather(np.array(known))) / divisor)
 
     def sizes_of_noise(self, ranks: Ranks, replicated: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Per step, the sum of squares of what was released and the elements behind it, of the whole model."""
+        """Per step, the sum of squares of the released values and their number, over the whole model."""
         parts = ranks.gather((np.array(self.squares), np.array(self.elements)))[: 1 if replicated else None]
         return np.sum([part[0] for part in parts], axis=0), np.sum([part[1] for part in parts], axis=0)
 
 
 class WatchedEngine(EngineAround):
-    """Lets somebody look at each update once it is finished."""
+    """Shows each finished update to a watcher."""
 
     def __init__(self, inner: ShardedEngine) -> None:
         super().__init__(inner)

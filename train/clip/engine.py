@@ -1,4 +1,4 @@
-"""Per-record clipping: what a clip engine does, and what it says of a micro-batch."""
+"""Per-record clipping: what a clip engine does, and what it reports about a micro-batch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from murmuration.train.clip.sums import Float32Sums, GradientSums, trainable_sha
 
 @dataclass(frozen=True)
 class Clipped:
-    """What clipping a micro-batch saw: [B] each and private (private sinks or nowhere); and what it promises.
+    """What clipping saw of a micro-batch, and what it promises.
 
-    `norms` are over all trainable parameters; a record that is absent or not finite has factor 0.
+    The tensors have length B and are private: they go to private sinks or nowhere. `norms` are over all trainable
+    parameters; a record that is absent or not finite has factor 0.
     """
 
     losses: Tensor
@@ -26,7 +27,7 @@ class Clipped:
     factors: Tensor
     sensitivity: float
     doubtful: Tensor | None = None
-    """Records whose norm was taken once more, from gradients written out in fp64, which is slow; None for nobody."""
+    """Records whose norm was computed again from gradients written out in fp64, which is slow; None if none was."""
 
 
 class ClipEngine(Protocol):
@@ -36,7 +37,7 @@ class ClipEngine(Protocol):
     precision: Precision
 
     def prepare(self, model: nn.Module) -> None:
-        """Sets the model up once, before the sharded engine wraps it; refuses what it could not clip."""
+        """Sets the model up once, before the sharded engine wraps it; refuses a model that it cannot clip."""
         ...
 
     def add_clipped(
@@ -58,9 +59,9 @@ def clipped_totals(
     shapes: Mapping[str, torch.Size] | None = None,
     rule: ClipRule | None = None,
 ) -> tuple[dict[str, Tensor], Clipped]:
-    """The clipped sums of one micro-batch alone, one for every trainable parameter, with what clipping saw.
+    """The clipped sums of a single micro-batch, one for every trainable parameter, and what clipping saw.
 
-    An engine that shards the parameters themselves must say their `shapes`; a plain model shows them.
+    Where an engine shards the parameters themselves, their full `shapes` must be given.
     """
     shapes = trainable_shapes(model) if shapes is None else shapes
     sums = Float32Sums(shapes)
@@ -71,7 +72,7 @@ def clipped_totals(
 
 
 def assert_exact_matmul() -> None:
-    """Reduced-precision products would void the rounding bound: switched off, and checked to be off."""
+    """Switches reduced-precision products off, which would void the rounding bound, and checks that they are off."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -83,8 +84,8 @@ def assert_exact_matmul() -> None:
 
 
 class Observation(NamedTuple):
-    """Private: per-record losses of a micro-batch; and where clipping made the sum, gradient norms, the sum's
-    sensitivity, and which records took the slow way."""
+    """Private: a micro-batch's per-record losses and, if they were clipped, gradient norms, the sum's sensitivity, and
+    which records' gradients had to be written out."""
 
     losses: Tensor
     norms: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The clipping rule: by what a record's gradient is scaled, what that promises, and what rounding may add to it."""
+"""The clipping rule: how far a record's gradient is scaled down, what that promises, and what rounding may add."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNIT_ROUNDOFF = 2.0**-24
 # (`accumulator.TOLERANCE`); factors are rounded once. C is lowered by this much more.
 LONGEST_ROW = 1 << 15
 FACTOR_ROUNDING = 6.1e-3
-# Records whose clipped gradients are added up in fp32; such sums are added up in fp64.
+# Clipped gradients of at most this many records are added up in fp32; the sums of these are added up in fp64.
 RECORDS_AT_ONCE = 128
 # The smallest normal fp32 number times this is still far below any C.
 MOST_LIFT = 1e30
@@ -50,15 +50,15 @@ def rounding_allowance(micro_batch: int) -> float:
 
 
 def stretches(records: int) -> list[slice]:
-    """Of a micro-batch: what may be added up in fp32."""
+    """Cuts a micro-batch into parts that may be added up in fp32."""
     return [slice(start, min(start + RECORDS_AT_ONCE, records)) for start in range(0, records, RECORDS_AT_ONCE)]
 
 
 @dataclass(frozen=True)
 class ClipRule:
-    """Factor by which a record's gradient is scaled so that its norm is at most `bound`.
+    """Scales a record's gradient so that its norm is at most `bound`.
 
-    The sensitivity is stated from the bound in use and what rounding may add to it, not from a config.
+    The stated sensitivity follows from the bound in use and what rounding may add to it, not from a config.
     """
 
     kind: Literal["flat", "automatic"]
@@ -85,22 +85,23 @@ class ClipRule:
         return replace(self, bound=norm / (1 + self.allowance))
 
     def factors(self, norms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Of fp64 norms; 0 for one that is zero or not finite. A record's scaled norm never exceeds `bound`.
+        """Clip factors for fp64 norms; 0 where the norm is zero or not finite. No scaled norm exceeds `bound`.
 
-        Also 0 where the factor is subnormal in fp32 (norms beyond C·1e38): it would be rounded by far more than
-        FACTOR_ROUNDING. And where it would lift what has vanished in fp32: automatic clipping without gamma.
+        The factor is also 0 where it would be subnormal in fp32 (norms beyond C·1e38), since it would be rounded by far
+        more than FACTOR_ROUNDING; and where automatic clipping without gamma would lift a gradient that has vanished in
+        fp32.
         """
         return self._factors(norms, self.bound, dtype)
 
     def group_factors(self, norms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[groups, B] each: every group is clipped to its share C_k, Σ C_k² = C²."""
+        """Norms and factors are [groups, B]: every group is clipped to its share C_k, with Σ C_k² = C²."""
         if len(norms) == 1:
             return self.factors(norms, dtype)
         parts = torch.tensor(shares(self.grouping, len(norms)), dtype=norms.dtype, device=norms.device)
         return self._factors(norms, self.bound * parts.unsqueeze(1), dtype)
 
     def require_groups(self, names: Iterable[str]) -> None:
-        """Of a model's trainable parameters."""
+        """Refuses names of trainable parameters that the groups do not fit."""
         try:
             groups_of(names, self.grouping)
         except GroupError as error:
@@ -108,7 +109,7 @@ class ClipRule:
 
     def _factors(self, norms: Tensor, bound: float | Tensor, dtype: torch.dtype) -> Tensor:
         factors = (bound / norms).clamp(max=1.0) if self.kind == "flat" else bound / (norms + self.gamma)
-        # Beside a norm that is not a number nothing is true; an infinite one has factor 0, below the smallest.
+        # Every comparison with NaN is false; an infinite norm gives factor 0, which is below the smallest.
         usable = (norms > 0) & (factors >= torch.finfo(torch.float32).tiny) & (factors <= MOST_LIFT)
         return torch.where(usable, factors, 0.0).to(dtype)
 

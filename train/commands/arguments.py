@@ -1,4 +1,4 @@
-"""What every command that takes a config is told about it."""
+"""The arguments of every command that takes a config."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def add_config(parser: argparse.ArgumentParser, launched: bool = True) -> None:
-    """`launched`: by `deepspeed`, which tells each rank its number in a way that nobody asked for."""
+    """`launched`: by `deepspeed`, which passes each rank its number as --local_rank unasked."""
     parser.add_argument("--config", type=Path, required=True, help="one of ds_configs/*.json, or your own")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key; may be repeated")
     if launched:

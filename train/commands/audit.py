@@ -1,4 +1,4 @@
-"""The command line of the audit: parse, refuse what makes no audit, run it, print it. Its own exit codes."""
+"""The command line of the audit: parse, refuse unusable options, run, print. It has its own exit codes."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="audit.py",
         description="Audit a recipe's privacy claim from outside: deepspeed launch/audit.py --config "
-        "ds_configs/demo.json --canaries 2000. A short training of its private phase, canaries as extra records, in a "
-        "temporary directory with its own key.",
+        "ds_configs/demo.json --canaries 2000. Trains the recipe's private phase for a few steps with canaries as "
+        "extra records, in a temporary directory with its own key.",
         epilog="Exit codes: 0 not refuted, 2 bad input, 4 self-test failed, 5 ledger refused, 6 claim refuted, 75 "
         "stopped without a result.",
     )
     add_config(parser)
     parser.add_argument("--canaries", type=int, default=2000, metavar="M", help="extra records (default 2000)")
     parser.add_argument("--kind", choices=("gradient", "input"), default="gradient", help="gradient has more power")
-    parser.add_argument("--epsilon", type=float, default=2.0, help="the claim; small ones have power (default 2)")
-    parser.add_argument("--delta", type=float, default=1e-5, help="of claim and bound (default 1e-5)")
+    parser.add_argument("--epsilon", type=float, default=2.0, help="claimed ε; small ones are tested best (default 2)")
+    parser.add_argument("--delta", type=float, default=1e-5, help="δ of claim and bound (default 1e-5)")
     parser.add_argument("--steps", type=int, default=4, help="logical steps (default 4)")
-    parser.add_argument("--rate", type=float, default=1.0, help="q; sampling hides canaries from audits (default 1)")
-    parser.add_argument("--records", type=int, default=256, help="real records beside the canaries (default 256)")
-    parser.add_argument("--confidence", type=float, default=0.95, help="of the lower bound (default 0.95)")
+    parser.add_argument("--rate", type=float, default=1.0, help="sampling rate q; sampling hides canaries (default 1)")
+    parser.add_argument("--records", type=int, default=256, help="real records besides the canaries (default 256)")
+    parser.add_argument("--confidence", type=float, default=0.95, help="confidence of the lower bound (default 0.95)")
     parser.add_argument(
         "--noise-scale", type=float, default=1.0, metavar="S",
-        help="debug: draw S times the claimed noise, to see the audit refute it (0.3)",
+        help="debug: draw S times the claimed noise (such as 0.3), to see the audit refute the claim",
     )  # fmt: skip
     parser.add_argument(
         "--replay", action="store_true",
-        help="make the steps twice under the same keys, with one record and with a blank in its place, and compare "
-        "everything; the result is private",
+        help="run the steps twice under the same keys, once with one record and once with a blank in its place, and "
+        "compare everything; the result is private",
     )  # fmt: skip
     parser.add_argument(
-        "--record", type=int, metavar="N", help="with --replay: the record (default: one that is drawn)"
+        "--record", type=int, metavar="N", help="with --replay: the record to blank (default: one that is drawn)"
     )
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     return parser.parse_args(argv)
@@ -60,20 +60,20 @@ def main(argv: list[str] | None = None) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     for name, least in (("canaries", 2), ("steps", 1), ("records", 1)):
         if getattr(arguments, name) < least:
-            raise AuditError(f"--{name} {getattr(arguments, name)} makes no audit; use at least {least}")
+            raise AuditError(f"--{name} {getattr(arguments, name)} is too few for an audit; use at least {least}")
     for name in ("epsilon", "noise_scale"):
         value = getattr(arguments, name)
         if not (math.isfinite(value) and value > 0):
-            raise AuditError(f"--{name.replace('_', '-')} {value} makes no audit; use a positive number")
+            raise AuditError(f"--{name.replace('_', '-')} {value} is out of range; use a positive number")
     if arguments.noise_scale != 1 and arguments.kind == "input":
         raise AuditError(
-            "--noise-scale with --kind input would print something about real records under too little noise; "
+            "--noise-scale with --kind input would reveal something about real records under too little noise; "
             "use gradient canaries"
         )
     if not 0 < arguments.rate <= 1:
-        raise AuditError(f"--rate {arguments.rate} is no sampling rate; use one in (0, 1]")
+        raise AuditError(f"--rate {arguments.rate} is not a sampling rate; use one in (0, 1]")
     if not 0.5 <= arguments.confidence < 1:
-        raise AuditError(f"--confidence {arguments.confidence} makes no audit; use one in [0.5, 1)")
+        raise AuditError(f"--confidence {arguments.confidence} is out of range; use one in [0.5, 1)")
 
 
 def _run(arguments: argparse.Namespace, config: Config) -> int:
@@ -93,7 +93,7 @@ def _replay(arguments: argparse.Namespace, config: Config) -> int:
 
 
 def _audit(arguments: argparse.Namespace, config: Config) -> int:
-    # Heavy imports only now: bad input is answered quickly, and all of it before a process group is started.
+    # Heavy imports only now: bad input is refused quickly, and all of it before a process group is started.
     from murmuration.train.audit.setup import AuditOptions, set_up_audit
 
     options = AuditOptions(

@@ -83,9 +83,9 @@ def _promise(config: Config, number: int, phase: Phase) -> list[str]:
 
 
 def _memory(config: Config, phase: Phase, model: nn.Module) -> str:
-    """Of every rank, and split over N ranks, as the planner counts it; activations apart.
+    """Memory that every rank needs plus memory split over N ranks, as the planner counts it, without activations.
 
-    FSDP2 splits what ZeRO-3 does, and its optimizer needs no copy of the weights.
+    FSDP2 shards what ZeRO-3 shards, and its optimizer needs no copy of the weights.
     """
     fsdp = config.run.engine == "fsdp2"
     zero = config.zero_optimization

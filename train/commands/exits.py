@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from murmuration.train.distributed.ranks import Ranks
 
 FROM_THE_START = "from the start"
-"""Of commands that keep nothing of a run that was stopped."""
+"""For commands that keep nothing of a stopped run."""
 STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -27,27 +27,31 @@ class LostRank(RunError):
 
 
 def joined(config: Config) -> Ranks:
-    """Starts the ranks, once all input was found good."""
-    # Heavy imports only now: bad input is answered in a second.
+    """Starts the ranks once all input has been checked."""
+    # Heavy imports only now: bad input is refused within a second.
     from murmuration.train.distributed.process import quiet_libraries
     from murmuration.train.engines.choose import start_ranks
 
     quiet_libraries()
     try:
         return start_ranks(config.run.engine)
-    except (OSError, RunError) as error:  # torch's own errors of the kind are RuntimeErrors, with their traceback
+    except (OSError, RunError) as error:  # torch's own start-up errors are RuntimeErrors, and keep their traceback
         leave(complain(error))
 
 
 def leave(code: int) -> NoReturn:
-    """Everything is written and closed. Tearing the process group down in order may abort or hang: it is not done."""
+    """Exits once everything is written and closed. An orderly teardown of the process group may abort or hang, so
+    there is none."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def guarded(act: Callable[[], int], main_rank: bool, then: str = "to go on") -> int:
-    """The act's own code; or of what went wrong, and one sentence. `then`: what the same command would do next time."""
+def guarded(act: Callable[[], int], main_rank: bool, then: str = "to continue") -> int:
+    """Returns the act's own exit code, or prints one sentence about what went wrong and returns the error's code.
+
+    `then`: what starting the same command again would do.
+    """
     from safetensors import SafetensorError
 
     from murmuration.train.distributed.ranks import lost_rank
@@ -62,7 +66,7 @@ def guarded(act: Callable[[], int], main_rank: bool, then: str = "to go on") -> 
     except RunError as error:
         if error.exit_code != RESUME_ME:
             return complain(error)
-        # Each rank says what it could not read: the others may have read their own part well.
+        # Each rank reports what it could not read: the others may have read their own part without errors.
         print(f"error: {sentence(error)}, then start the same command again {then}", file=sys.stderr, flush=True)
         return RESUME_ME
     except SafetensorError as error:
@@ -76,16 +80,17 @@ def guarded(act: Callable[[], int], main_rank: bool, then: str = "to go on") -> 
 
 
 def storage_sentence(error: OSError, then: str) -> OSError:
-    """What a file system says, with the mend: the ledger and the newest checkpoint were synced before."""
+    """The file system's error with its fix: the ledger and the newest checkpoint had been synced before."""
     if error.errno not in STORAGE:
         return error
-    mended = OSError(f"{error}; nothing saved is lost: free space or mend the permissions, then start again {then}")
+    mended = OSError(f"{error}; nothing saved is lost: free space or fix the permissions, then start again {then}")
     mended.__dict__.update(error.__dict__)
     return mended
 
 
 def complain(error: Exception) -> int:
-    """Prints the error, once where all ranks fail alike and by each rank that may be alone with it; its exit code."""
+    """Prints the error, once where all ranks fail alike, otherwise on each rank that may be the only one to fail.
+    Returns its exit code."""
     code = error.exit_code if isinstance(error, RunError) else BAD_INPUT
     rank = os.environ.get("RANK", "0")
     if rank == "0" or (not getattr(error, "everywhere", False) and code in (BAD_INPUT, REFUSED)):

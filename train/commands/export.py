@@ -1,6 +1,7 @@
-"""Weights for release, with the certificate that belongs to them, and with nothing else of the run directory.
+"""Weights for release, with the certificate and the ledger that belong to them, and nothing else of the run directory.
 
-Averaged weights, where the optimizer kept them, leave beside the others: they are made of nothing but released weights.
+Averaged weights, where the optimizer kept them, are exported beside the others: they are computed from released weights
+only.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ class ExportError(RunError, ValueError):
 
 
 def export(root: Path, out: Path, form: str = "safetensors", best: bool = False) -> list[Path]:
-    """A durable checkpoint's weights, its shapes and the certificate; refused if they do not belong together.
+    """Exports a durable checkpoint's weights and shapes with the certificate; refused if they do not belong together.
 
-    The last one's; or the best one's by the metric of run.keep_best, for which the planned budget is claimed.
+    The checkpoint is the last one, or the best one by the metric of run.keep_best, for which the planned budget is
+    claimed.
     """
     run_dir = RunDir(root)
     _must_be_empty(out)
@@ -83,7 +85,7 @@ def from_deepspeed(folder: Path, out: Path) -> list[Path]:
 
 
 def averaged(loaded: Loaded) -> dict[str, Tensor] | None:
-    """With averages in the place of what was trained; None where none were kept."""
+    """The weights with averages in place of the trained tensors; None where no averages were kept."""
     kept = loaded.names(AVERAGE)
     return loaded.weights() | {name: loaded.whole(AVERAGE, name) for name in kept} if kept else None
 
@@ -117,7 +119,7 @@ def _describe(loaded: Loaded, out: Path) -> None:
 def _best(run_dir: RunDir) -> Loaded:
     history = History.read(run_dir.ledger)[0]
     if not history.choices:
-        raise ExportError("the run kept no best checkpoint; it would have needed run.keep_best from its start")
+        raise ExportError("the run kept no best checkpoint, since run.keep_best was not set; export the last one")
     found = Keep(best=history.choices[-1]).best_of(Checkpoints.listed(run_dir.checkpoints))
     if not found:
         raise ExportError(f"no checkpoint has a public metric {history.choices[-1]!r}; export the last one")
@@ -142,7 +144,7 @@ def _by(write: Write, suffix: str) -> Form:
 
 
 FORMS: dict[str, Form] = {
-    # Only safetensors have a place where a file can say which records it was made from.
+    # Of these formats, only safetensors has a place for what the weights were trained on.
     "safetensors": _by(
         lambda tensors, path, made_from: save_file(tensors, str(path), made_from.metadata()), "safetensors"
     ),
@@ -160,7 +162,7 @@ def _belongs(loaded: Loaded, certificate: dict[str, object]) -> None:
 
 
 def _holds_no_key(key: Path, out: Path) -> None:
-    """The last line of defence: the key's bytes, raw or as hex, occur in nothing that is about to leave."""
+    """The last line of defence: the key's bytes, raw or as hex, occur in no exported file."""
     if not key.exists():
         return
     secrets = secrets_in(key)

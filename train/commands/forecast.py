@@ -1,4 +1,4 @@
-"""The command line of the planner: what to ask for, and the answer. Starts nothing and writes nothing."""
+"""The command line of the planner. It starts nothing and writes nothing."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="plan.py",
         description="What a config needs on a cluster: python launch/plan.py --config ds_configs/demo.json --gpus 8 "
         "--memory 80 --tflops 150 --link 25",
-        epilog="Neither the data nor memory for the model is needed; data.expected_records stands for the former.",
+        epilog="Needs neither the data nor memory for the model; data.expected_records stands in for the data.",
     )
     add_config(parser, launched=False)
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="in all")
-    parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="of one GPU")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs in all")
+    parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="memory of one GPU")
     parser.add_argument(
         "--tflops", type=float, required=True, metavar="T",
-        help="that one GPU sustains in products of the config's precision: less than its data sheet says",
+        help="TFLOP/s that one GPU sustains in products of the config's precision: less than its data sheet says",
     )  # fmt: skip
     parser.add_argument(
-        "--link", type=float, default=None, metavar="GB/S", help="that one GPU sends to the next; needed for several"
+        "--link", type=float, default=None, metavar="GB/S", help="GB/s from one GPU to the next; needed for several"
     )
     parser.add_argument("--rate", type=float, default=None, metavar="R", help="records per second of one GPU, measured")
     parser.add_argument("--noise-rate", type=float, default=None, metavar="R", help="normal numbers per second of one "
                         "rank's processor (default: measured here, now)")  # fmt: skip
-    parser.add_argument("--free", type=float, default=0.1, metavar="SHARE", help="of memory to leave (default 0.1)")
+    parser.add_argument("--free", type=float, default=0.1, metavar="SHARE", help="memory to leave free (default 0.1)")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     return parser.parse_args(argv)
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load(arguments.config, arguments.set)
     except RunError as error:
         return complain(error)
-    # Heavy imports only now: bad input is answered in a second.
+    # Heavy imports only now: bad input is refused within a second.
     from murmuration.train.distributed.process import quiet_libraries
     from murmuration.train.planner.cluster import Cluster, PlannerError
     from murmuration.train.planner.forecast import forecast

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="four_way.py",
-        description="Train a public phase four times: neither, clipping only, noise only, both. NOT PRIVATE: deepspeed "
+        description="Train a public phase four times: with clipping, noise, both and neither. NOT PRIVATE: deepspeed "
         "launch/four_way.py --config ds_configs/demo.json --phase warm-start --noise-multiplier 0.5 --out four_way",
     )
     add_config(parser)
     parser.add_argument("--phase", required=True, help="name of a non-private phase over public data")
-    parser.add_argument("--noise-multiplier", type=float, required=True, metavar="S", help="σ of the two noisy ones")
+    parser.add_argument("--noise-multiplier", type=float, required=True, metavar="S", help="σ of the two with noise")
     parser.add_argument(
         "--clip-norm", type=float, default=1.0, metavar="C", help="default 1; the noise is σ·C for both"
     )
     parser.add_argument("--clip-kind", choices=("flat", "automatic"), default="automatic")
-    parser.add_argument("--gamma", type=float, default=0.01, help="of automatic clipping (default 0.01)")
-    parser.add_argument("--rates", type=float, nargs="+", metavar="LR", help="peaks to try; default: the config's, and "
-                        "a third and three times it")  # fmt: skip
+    parser.add_argument("--gamma", type=float, default=0.01, help="γ of automatic clipping (default 0.01)")
+    parser.add_argument("--rates", type=float, nargs="+", metavar="LR", help="peak learning rates to try; default: the "
+                        "config's, a third of it and three times it")  # fmt: skip
     parser.add_argument("--steps", type=int, default=None, help="default: the phase's")
     parser.add_argument("--records", type=int, default=512, help="public records to measure the loss on (default 512)")
     parser.add_argument("--out", type=Path, required=True, help="folder for four_way.json and four_way.png")
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load(arguments.config, arguments.set)
     except RunError as error:
         return complain(error)
-    # Heavy imports only now: bad input is answered in a second.
+    # Heavy imports only now: bad input is refused within a second.
     from murmuration.train.public.four_way import Study, require_public, require_start, run_study
     from murmuration.train.recipe.ready_phase import RecipeError, prepare
 

@@ -25,10 +25,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print what the config means, and stop")
     parser.add_argument(
         "--resume", choices=("auto", "must", "never"), default="auto",
-        help="auto: go on if the run directory holds a run; must/never: refuse otherwise/then",
+        help="auto: continue the run in the run directory, if there is one; must: refuse if there is none; never: "
+        "refuse if there is one",
     )  # fmt: skip
     parser.add_argument(
-        "--new-segment", metavar="WHY", help="declare a changed config: new keys, and all opened steps stay charged"
+        "--new-segment", metavar="WHY", help="declare a changed config: it gets new keys, and opened steps stay charged"
     )
     return parser.parse_args(argv)
 

@@ -145,7 +145,9 @@ def rendezvous_store(ranks: Ranks) -> Store | None:
     return dist.distributed_c10d._get_default_store() if ranks.world > 1 and dist.is_initialized() else None
 
 
-def watch(ranks: Ranks, stall_seconds: float, ended: Callable[[str], None]) -> Watchdog:
+def watch(
+    ranks: Ranks, stall_seconds: float, ended: Callable[[str], None], asked: Callable[[], str | None]
+) -> Watchdog:  # fmt: skip
     """Starts a watchdog; through the store, the ranks show each other that they are alive."""
     store = rendezvous_store(ranks) or dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    return Watchdog(ranks.rank, ranks.world, ranks.pulse, store, stall_seconds, ended).start()
+    return Watchdog(ranks.rank, ranks.world, ranks.pulse, store, stall_seconds, ended, asked).start()

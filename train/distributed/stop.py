@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,12 +48,18 @@ class StopRequest:
         self._listening = False
         self._over = threading.Event()
         self._before: dict[signal.Signals, Any] = {}
+        self._wake: _Wake | None = None
         if threading.current_thread() is threading.main_thread():  # in Python only this thread can set handlers
             self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self._wake = _Wake(self._note)
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         del frame
-        self.reason = signal.Signals(number).name
+        self._note(number)
+
+    def _note(self, number: int) -> None:
+        if number in SIGNALS:
+            self.reason = signal.Signals(number).name
 
     def restore(self) -> None:
         """Restores the signal handlers, for programs that continue after training."""
@@ -61,6 +67,9 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        if self._wake is not None:
+            self._wake.close()
+            self._wake = None
 
     def ask(self, reason: str) -> None:
         """For requests from inside the program: this rank cannot continue."""
@@ -117,6 +126,30 @@ class StopRequest:
         reason = self.raised()
         if ranks.any(reason is not None):
             raise Stopped(next(each for each in ranks.gather(reason) if each is not None))
+
+
+class _Wake:
+    """Python runs signal handlers in the main thread, which may be waiting for a device or for a rank that died. The
+    interpreter also writes each signal's number into a pipe; this thread reads it there."""
+
+    def __init__(self, note: Callable[[int], None]) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._note = note
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def _listen(self) -> None:
+        while numbers := os.read(self._read, 64):
+            for number in numbers:
+                self._note(number)
+        os.close(self._read)
+
+    def close(self) -> None:
+        current = signal.set_wakeup_fd(-1)
+        with contextlib.suppress(ValueError, OSError):  # whoever had it before may have closed it
+            signal.set_wakeup_fd(self._before if current == self._write else current)
+        os.close(self._write)
 
 
 def _ancestors() -> tuple[int, int]:

@@ -18,6 +18,12 @@ from typing import Protocol
 
 from murmuration.accounting.errors import RESUME_ME
 
+# Seconds between two signs of life: a dead rank is known before launchers kill the others, 30 s after SIGTERM.
+LONGEST_PERIOD = 4.0
+# So many periods without a sign of life are silence.
+SILENT = 2.5
+PARTED = "parted"
+
 
 class Pulse:
     """The progress of the main thread. All ranks have equally many micro-batches and meetings, so one with fewer beats
@@ -60,15 +66,21 @@ class Seen:
     def beats(self) -> int:
         return int(self.said.split()[1])
 
+    @property
+    def parted(self) -> bool:
+        return self.said.startswith(PARTED.encode())
+
 
 class Watchdog:
     def __init__(
-        self, rank: int, world: int, pulse: Pulse, store: Store, stall_seconds: float, ended: Callable[[str], None]
-    ) -> None:
-        """`ended` is called with the reason right before the process ends."""
+        self, rank: int, world: int, pulse: Pulse, store: Store, stall_seconds: float, ended: Callable[[str], None],
+        asked: Callable[[], str | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """`ended` is called with the reason right before the process ends. `asked`: why the run is to stop, if it is;
+        then nobody waits for a rank that died, since launchers soon kill what does not end."""
         self.rank, self.world, self.pulse, self.store = rank, world, pulse, store
-        self.stall_seconds, self.ended = stall_seconds, ended
-        self.period = min(10.0, stall_seconds / 8)
+        self.stall_seconds, self.ended, self._asked = stall_seconds, ended, asked
+        self.period = min(LONGEST_PERIOD, stall_seconds / 8)
         self._over = threading.Event()
         self._seen: dict[int, Seen] = {}
         self._asked_since: float | None = None
@@ -80,8 +92,12 @@ class Watchdog:
             threading.Thread(target=act, name="watchdog", daemon=True).start()
         return self
 
-    def stop(self) -> None:
+    def stop(self, parted: bool = True) -> None:
+        """`parted`: this rank is done, so that others, which may still be writing, must not take it for dead."""
         self._over.set()
+        if parted:
+            with contextlib.suppress(RuntimeError):  # the store ends with the first rank that leaves
+                self.store.set(_key(self.rank), f"{PARTED} {self.pulse.beats}")
 
     def _idle(self) -> float:
         return time.monotonic() - self.pulse.since
@@ -93,7 +109,7 @@ class Watchdog:
             # A store that is gone is no reason to end; only a lack of progress is, and its message may name the store.
             with contextlib.suppress(RuntimeError):
                 self.store.set(_key(self.rank), f"{count} {self.pulse.beats}")
-                if self._idle() > self.stall_seconds / 2:
+                if self._idle() > self.stall_seconds / 2 or self._asked() is not None:
                     self._ask()
                 self._answered = time.monotonic()
 
@@ -114,8 +130,11 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._over.wait(self.period / 2):
             if self._idle() > self.stall_seconds and not self._others_get_on():
-                self._end()
-            if self._idle() < self.stall_seconds / 2:
+                self._end(f"no progress for {self.stall_seconds:g} s (run.stall_seconds)")
+            asked = self._asked()
+            if asked is not None and self._idle() > SILENT * self.period and self._silent():
+                self._end(f"stopped by {asked}")
+            if self._idle() < self.stall_seconds / 2 and asked is None:
                 self._asked_since = None
                 self._seen.clear()
 
@@ -124,25 +143,25 @@ class Watchdog:
         late = time.monotonic() - self.stall_seconds
         return any(seen.moved is not None and seen.moved > late for seen in list(self._seen.values()))
 
-    def _end(self) -> None:
+    def _end(self, because: str) -> None:
         silent = self._silent()
-        reason = f"no progress for {self.stall_seconds:g} s (run.stall_seconds): {self._why(silent)}"
+        reason = f"{because}: {self._why(silent)}"
         with contextlib.suppress(Exception):
             self.ended(reason)
         if self.rank == min(set(range(self.world)) - set(silent)):
             print(
-                f"error (rank {self.rank}): {reason}; start the same command again to resume from the last checkpoint",
-                file=sys.stderr, flush=True,
+                f"error (rank {self.rank}): {reason}; start the same command again to continue from the last "
+                "checkpoint", file=sys.stderr, flush=True,
             )  # fmt: skip
         os._exit(RESUME_ME)
 
     def _silent(self) -> list[int]:
         """Ranks whose processes reported nothing new while this rank was looking for them."""
-        if self._asked_since is None or time.monotonic() - self._asked_since < 2.5 * self.period:
+        if self._asked_since is None or time.monotonic() - self._asked_since < SILENT * self.period:
             return []
-        late = time.monotonic() - 2.5 * self.period
-        others = (other for other in range(self.world) if other != self.rank)
-        return [other for other in others if other not in self._seen or self._seen[other].at < late]
+        late = time.monotonic() - SILENT * self.period
+        seen = {other: self._seen.get(other) for other in range(self.world) if other != self.rank}
+        return [other for other, last in seen.items() if last is None or (last.at < late and not last.parted)]
 
     def _why(self, silent: list[int]) -> str:
         if time.monotonic() - self._answered > 3 * self.period:

@@ -1,7 +1,7 @@
-"""Training metrics of private records that may be published: bounded per record, summed, noised, charged.
+"""Training metrics of private records that may be published: bounded per record, summed, noised and charged.
 
-What is released from one draw is one event: the gradient and these sums are one vector with noise on each part, and
-the ledger charges their combined noise multiplier (contract 9). The values are held back until a checkpoint is durable.
+All that is released from one draw is one event: the gradient and these sums form one vector with noise on each part,
+and the ledger charges their combined noise multiplier (contract 9). Values are held back until a checkpoint is durable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from murmuration.train.noise.update import sum_on_grid
 
 
 class MetricRelease:
-    """The noised metrics of one logical step at a time; without planned metrics it does nothing."""
+    """Releases the noised metrics of each logical step; does nothing if the plan has no metrics."""
 
     def __init__(
         self, key: bytes | StepKey, plan: PrivacyPlan, ranks: Ranks,
@@ -38,7 +38,7 @@ class MetricRelease:
         self._sums = torch.zeros(len(plan.metrics), dtype=torch.float64, device=ranks.device)
 
     def facts(self) -> tuple[MetricFact, ...]:
-        """By what each record moves a sum, and the noise that the mechanisms in use draw."""
+        """States how far each record moves a sum, and the noise that the mechanisms in use draw."""
         return tuple(
             MetricFact(metric.name, metric.bound, noise.std, noise.grid)
             for metric, noise in zip(self._planned, self._noise, strict=True)
@@ -48,16 +48,16 @@ class MetricRelease:
         """A micro-batch of this rank, with the norm to which its gradients were clipped."""
         for index, metric in enumerate(self._planned):
             if metric.name == ACCURACY:
-                continue  # of other records: see `count_right`
+                continue  # it is measured on other records: see `count_right`
             lowest = -metric.bound if metric.name == METRIC else 0.0
             self._sums[index] += _bounded_sum(self._values(metric, observed, bound), present, lowest, metric.bound)
 
     def count_right(self, right: Tensor) -> None:
-        """Held-out records of a micro-batch of this rank about which the model was right; each counts once."""
+        """Adds the number of this rank's held-out records that the model classified correctly; each counts once."""
         self._sums[[metric.name for metric in self._planned].index(ACCURACY)] += right
 
     def _of_expected(self, metric: PlannedMetric) -> float:
-        """How many of a step's records a metric is expected to be of: a public constant, like q·n."""
+        """How many of a step's records a metric is expected to cover: a public constant, like q·n."""
         return self._divisor * (self._held_out if metric.name == ACCURACY else 1 - self._held_out)
 
     def _values(self, metric: PlannedMetric, observed: Observation, bound: float) -> Tensor:
@@ -70,11 +70,11 @@ class MetricRelease:
         return torch.where(torch.isfinite(observed.norms), clipped - 0.5, math.nan)
 
     def release(self, step: int) -> dict[str, float]:
-        """Summed over ranks, noised once (each rank draws the same keyed noise), divided by a constant: q·n, or the
-        part of it that is expected to be held out, or not to be.
+        """Adds up the sums of all ranks, adds noise once (each rank draws the same keyed noise), and divides by a
+        constant: q·n, or the part of it that is expected to be held out, or not to be.
 
-        The noise has all bits that the sum has, and what is told of both is rounded to fp32: in the last bits of an
-        fp64 number that stand below those of its noise, the sum would show bare.
+        The noise has as many bits as the sum, and the result is rounded to fp32: any bits of an fp64 number that lie
+        below those of its noise would show the bare sum.
         """
         if not self._planned:
             return {}
@@ -99,7 +99,7 @@ def rounded(value: float) -> float:
 
 
 def _bounded_sum(values: Tensor, present: Tensor, lowest: float, highest: float) -> Tensor:
-    """Each present record adds a number within the bounds; one that is not finite adds 0. It stays on the device."""
+    """Each present record adds a number within the bounds; one that is not finite adds 0. Stays on the device."""
     values = values.detach().double()
     counts = present.to(values.device) & torch.isfinite(values)
     return torch.where(counts, values.clamp(lowest, highest), torch.zeros_like(values)).sum()

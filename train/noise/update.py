@@ -1,11 +1,11 @@
-"""Between the reduced sum and the optimizer: the only door, opened once per logical step.
+"""The only path from the reduced sum to the optimizer, taken once per logical step.
 
-An engine hands every shard of the reduced gradient through an `Update`. `NoisyUpdate` adds the noise and divides
-by the constant q·n; `PlainUpdate` (non-private phases) only divides. Each serves one step; without one the
+An engine passes every shard of the reduced gradient through an `Update`. `NoisyUpdate` adds the noise and divides
+by the constant q·n; `PlainUpdate` (non-private phases) only divides. Each serves one step; without one, the
 optimizer does not move.
 
-Exact noise is a whole number of steps of a grid. The sum is rounded to that grid first, and both stay whole numbers
-until they are one; what is then divided and rounded to fp32 is already private.
+Exact noise is a whole number of grid steps. The sum is first rounded to that grid, and both remain whole numbers
+until they are added; what is then divided and rounded to fp32 is already private.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from murmuration.accounting.ledger.facts import NoiseFact
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import Noise
 
-# Of the grid, and with room for the noise in 64 bits.
+# In grid steps; leaves room for the noise in 64 bits.
 FURTHEST = 2.0**62
 
 
@@ -32,7 +32,7 @@ class UpdateError(RunError, RuntimeError):
 
 
 class Update(Protocol):
-    """Turns the reduced sum on a shard into what the optimizer may see; counts the elements it turned."""
+    """Turns the reduced sum on a shard into what the optimizer may see; counts the elements that passed through it."""
 
     @property
     def elements(self) -> int: ...
@@ -41,7 +41,7 @@ class Update(Protocol):
 
 
 class NoisyUpdate:
-    """One-shot: the noise of one logical step."""
+    """Adds the noise of one logical step, once."""
 
     def __init__(self, mechanism: Noise, step: int) -> None:
         self.mechanism = mechanism
@@ -59,7 +59,7 @@ class NoisyUpdate:
                 raise UpdateError(f"noise for {fragment.name} at {fragment.start} was asked for twice in one step")
             seen.append(asked)
         grid = self.mechanism.grid
-        # In fp64 until here, so that rounding is one more act on what is already private.
+        # Everything is fp64 until the noise is in, so that rounding acts on what is already private.
         for chunk, noise in self.mechanism.chunks(self.step, fragments, flat.device):
             total = chunk.of(flat)
             if grid:
@@ -74,10 +74,10 @@ class NoisyUpdate:
 
 
 def sum_on_grid(total: Tensor, noise: Tensor, grid: float) -> Tensor:
-    """The total, rounded to multiples of the grid, plus the noise, which counts them; in fp64.
+    """The total, rounded to multiples of the grid, plus the noise, which is given in grid steps; in fp64.
 
-    The grid is a power of two, so the quotient is exact, and rounding moves the difference of two totals by at most
-    one grid step in each element. A total beyond FURTHEST is cut off there, which moves no two totals apart.
+    The grid is a power of two, so the quotient is exact, and rounding changes the difference of two totals by at most
+    one grid step in each element. A total beyond FURTHEST is clamped, which never moves two totals further apart.
     """
     if not bool(torch.isfinite(total).all()):
         raise UpdateError("the sum of clipped gradients is no number; a clip engine let one through")

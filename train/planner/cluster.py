@@ -1,4 +1,4 @@
-"""The machines that a plan is made for, in numbers that somebody knows of them. Nothing is guessed here."""
+"""The machines that a plan is made for, in numbers that the user gives or measures. Nothing is guessed here."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class PlannerError(RunError, ValueError):
 class Cluster:
     gpus: int
     memory_gib: float
-    """Of one GPU."""
+    """Memory of one GPU."""
     tflops: float
-    """What one GPU sustains in the products of this precision, in 10¹² operations per second."""
+    """What one GPU sustains in matrix products at the config's precision, in 10¹² operations per second."""
     link_gb_per_s: float
     """What one GPU can send to another, in 10⁹ bytes per second: the slowest link that a ring of all of them uses."""
     noise_per_second: float
-    """Normal numbers that one rank's processor draws."""
+    """Normal numbers that one rank's processor draws per second."""
     free_share: float = 0.1
-    """Of the memory, left to the allocator, the libraries and the communication."""
+    """Share of the memory that is left to the allocator, the libraries and the communication."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
@@ -57,8 +57,8 @@ class Cluster:
 
 # Seconds of one logical step: arithmetic of the expected rows, exchange over the links, noise of a rank's share.
 
-# ZeRO-3 brings all weights together for the forward pass and again for the backward pass of every micro-batch. Twice
-# that is counted, since the clip engine's taps may ask for them as well (tests/end_to_end/test_e2e_planner.py).
+# ZeRO-3 gathers all weights for the forward pass and again for the backward pass of every micro-batch. Twice that is
+# counted, since the clip engine's taps may gather them as well (tests/end_to_end/test_e2e_planner.py).
 GATHERS_PER_MICRO_BATCH = 4
 
 
@@ -67,11 +67,11 @@ class StepTime:
     compute: float
     exchange: float
     noise: float
-    """Drawn on the processor while the micro-batches compute: only what is longer than that is waited for."""
+    """Drawn on the processor while the micro-batches compute: only the time beyond that is waited for."""
     rows: float
     """Micro-batches of each rank, on average over the steps; public records that are mixed in have their own."""
     public: float = 0.0
-    """What of `compute` is for public records that are mixed in."""
+    """The part of `compute` spent on public records that are mixed in."""
 
     @property
     def seconds(self) -> float:
@@ -82,10 +82,10 @@ def step_time(
     cost: RecordCost, weights: WeightCounts, cluster: Cluster, batch: Batch, micro_batch: int, stage: int,
     records_per_second: float | None = None, mixed: int = 0,
 ) -> StepTime:  # fmt: skip
-    """`records_per_second` of one GPU, where it was measured, takes the place of the counted arithmetic.
+    """`records_per_second` of one GPU, where it was measured, replaces the counted arithmetic.
 
-    `mixed` public records beside the batch are a fixed number, cost no clipping, and have a mean gradient of their own
-    that is summed over the ranks in fp32.
+    `mixed` is the fixed number of public records beside the batch; they cost no clipping, and have a mean gradient of
+    their own that is summed over the ranks in fp32.
     """
     rows = batch.rows(cluster.gpus, micro_batch)
     flops = cost.private_flops if weights.private else cost.step_flops

@@ -1,4 +1,4 @@
-"""What one record costs in arithmetic and memory, counted by running the model on tensors that have shapes alone.
+"""What one record costs in arithmetic and memory, counted by running the model on tensors without data.
 
 The real forward and backward pass runs under PyTorch's fake tensors: every product is counted (by PyTorch's own FLOP
 counter) and every tensor that is kept for the backward pass is measured, but nothing is computed or allocated. A model
@@ -22,26 +22,26 @@ from torch.utils.flop_counter import FlopCounterMode
 from murmuration.train.clip.norms import gram_cost
 from murmuration.train.clip.precision import Precision, autocast
 
-# Two sizes, so that what does not grow with the micro-batch drops out; 1 would be treated specially by broadcasting.
+# Two sizes, so that costs that do not grow with the micro-batch cancel; broadcasting would treat size 1 specially.
 SIZES = (2, 4)
 
 Inputs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape, without the batch, and type of what the model is called with, by name."""
+"""Shape, without the batch, and type of the model's inputs, by name."""
 
 
 @dataclass(frozen=True)
 class RecordCost:
-    """Of one record: floating-point operations, and bytes that grow with the micro-batch."""
+    """The cost of one record: floating-point operations, and bytes that grow with the micro-batch."""
 
     forward_flops: float
     step_flops: float
     """Forward and backward of a non-private step."""
     clipping_flops: float
-    """What the norms of per-record gradients need besides."""
+    """What the norms of per-record gradients need in addition."""
     kept_bytes: float
     """Activations that wait for the backward pass."""
     working_bytes: float
-    """The gradient of the largest of them, there beside it when the backward pass begins; and scratch for one norm."""
+    """The gradient of the largest activation, held beside it as the backward pass begins; and scratch for one norm."""
 
     @property
     def private_flops(self) -> float:

@@ -1,6 +1,6 @@
 """What a config will cost on a cluster: memory, micro-batch, time and ε of each phase, and what to change.
 
-Needs neither the data (`expected_records` stands for them) nor memory for the model, and starts nothing.
+Needs neither the data (`expected_records` stands in for them) nor memory for the model, and starts nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAYOUTS = ((0, False), (1, False), (1, True), (2, False), (2, True), (3, False),
 MARKS = 5
 
 
-# Of the rate at which a processor draws other noise: measured for a hundred million weights (benchmarks/noise.py).
+# Share of the rate at which a processor draws other noise; measured for 100 million weights (benchmarks/noise.py).
 EXACT_RATE = 0.5
 
 
@@ -39,7 +39,7 @@ class Layout:
     micro_batch: int
     """The largest that fits; 0 if the phase does not."""
     peak_bytes: float
-    """With the micro-batch of the config."""
+    """Peak memory with the micro-batch of the config."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class PhaseForecast:
     time: StepTime | None
     plan: PrivacyPlan | None
     epsilons: list[tuple[int, float]]
-    """ε after so many steps."""
+    """(steps, ε after them)"""
     advice: list[str]
 
     @property
@@ -72,7 +72,7 @@ class PhaseForecast:
 
 def forecast(config: Config, cluster: Cluster, records_per_second: float | None = None) -> list[PhaseForecast]:
     if config.run.engine != "deepspeed":
-        raise PlannerError(f"plans are made for run.engine = 'deepspeed', and not for {config.run.engine!r}")
+        raise PlannerError(f"the planner supports run.engine = 'deepspeed', not {config.run.engine!r}")
     if config.run.noise == "chacha20":
         cluster = replace(cluster, noise_per_second=math.inf)  # on the device, where its time is not known yet
     if config.run.noise == "exact":
@@ -95,7 +95,7 @@ def _of_phase(
     mixed = phase.mixing.batch if phase.mixing else 0
     cost, weights = counted(config, phase)
     per_record = 4.0 * weights.trainable if plan and config.run.clip_engine != "book-keeping" else 0.0
-    # A micro-batch as large as a rank's share of nearly every draw; at the mean, half of the draws would need two.
+    # At most a rank's share of nearly every draw; a micro-batch of its mean share would need two rows in half of them.
     wanted, most = config.train_micro_batch_size_per_gpu, math.ceil(batch.most / cluster.gpus)
     layouts = []
     for stage, offload in LAYOUTS:
@@ -117,7 +117,7 @@ def _of_phase(
 
 
 def counted(config: Config, phase: Phase) -> tuple[RecordCost, WeightCounts]:
-    """From the shapes of the phase's model alone."""
+    """The cost of a record and the weight counts, from the shapes of the phase's model alone."""
     shape = resolve_shape(config)
     model = build(shape, phase.objective, device="meta")
     select(model, phase.trainable)
@@ -134,7 +134,7 @@ def _epsilons(plan: PrivacyPlan) -> list[tuple[int, float]]:
 
 # What to change where a phase does not fit a cluster, or wastes its time there.
 
-# Shares of slots: padding worth a word, and what a change must save to be worth one.
+# Shares of slots: the padding worth mentioning, and what a change must save to be worth mentioning.
 PADDING, SAVED = 0.1, 0.05
 
 
@@ -159,14 +159,14 @@ def advice(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
 
 
 def _to_fill(found: PhaseForecast, wanted: int, gpus: int) -> list[str]:
-    """Against padding: the config's rows filled evenly, or one row less, with room for a draw's scatter."""
+    """Advice against padding: fill the config's rows evenly, or use one row less, with room for the spread of draws."""
     padding = found.batch.padding(gpus, wanted)
     if padding <= PADDING:
         return []
     smaller = found.batch.even(gpus, wanted)
     larger = found.batch.fewer(gpus, wanted)
     fitting = [size for size in (larger, smaller) if 0 < size <= found.chosen.micro_batch]
-    # Of two that waste alike, the larger: fewer rows.
+    # Of two with equal waste, the larger one: it needs fewer rows.
     better = min(fitting, key=lambda size: round(found.batch.padding(gpus, size), 2), default=wanted)
     left, ways = found.batch.padding(gpus, better), []
     if left < padding - SAVED:
@@ -178,7 +178,7 @@ def _to_fill(found: PhaseForecast, wanted: int, gpus: int) -> list[str]:
 
 def _to_fit(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
     need = found.chosen.peak_bytes / GIB
-    lines = [f"a micro-batch of {wanted} needs {need:.1f} GiB of {cluster.usable_bytes / GIB:.1f} GiB that may be used"]
+    lines = [f"a micro-batch of {wanted} needs {need:.1f} GiB of {cluster.usable_bytes / GIB:.1f} GiB usable"]
     if found.micro_batch:
         lines.append(f"set train_micro_batch_size_per_gpu to {found.micro_batch}")
     others = [
@@ -193,7 +193,7 @@ def _to_fit(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
     if not found.chosen.micro_batch and not others:
         least = min(layout.memory.peak(1, found.cost) for layout in found.layouts) / (1 - cluster.free_share) / GIB
         lines.append(
-            f"no stage fits, not even one record at a time: GPUs of at least {least:.1f} GiB, more of them, a smaller "
+            f"no stage fits even one record at a time: use GPUs of at least {least:.1f} GiB, more of them, a smaller "
             'model, or run.precision = "bf16" for smaller activations'
         )
     return lines

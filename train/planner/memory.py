@@ -1,6 +1,6 @@
 """Bytes that one rank holds, by ZeRO stage: what stays, what one micro-batch needs and what the update needs.
 
-The terms are those of this trainer on DeepSpeed 0.19, each found again in what real runs allocate
+The terms are those of this trainer on DeepSpeed 0.19, each confirmed by what real runs allocate
 (tests/end_to_end/test_e2e_planner.py): fp32 weights; in a private phase fp64 totals of all trainable weights on every
 rank, whatever the stage; the optimizer's fp32 copy and moments, split over N ranks from stage 1 on.
 """
@@ -18,18 +18,18 @@ from murmuration.train.planner.cost import RecordCost
 
 GIB = 2**30
 EXCHANGED_AT_ONCE = 4.0 * 500_000_000
-"""Bytes that DeepSpeed adds up over the ranks in one go at stage 0."""
+"""Bytes that DeepSpeed sums over the ranks at once at stage 0."""
 
 
 @dataclass(frozen=True)
 class WeightCounts:
-    """Of a phase: how many, how large the largest is, and what its optimizer and its privacy keep for each."""
+    """A phase's weights: their number, the size of the largest, and what the optimizer and privacy keep for each."""
 
     trainable: int
     frozen: int
     largest: int
     moments: int
-    """Bytes of optimizer state per trainable weight, its copy of the weight apart."""
+    """Bytes of optimizer state per trainable weight, without its copy of the weight."""
     private: bool
     optimizer_copy: int = 4
     mixed: bool = False
@@ -45,14 +45,14 @@ class Memory:
     gradients: float
     optimizer: float
     gathered: float
-    """What ZeRO-3 brings together while a micro-batch runs."""
+    """What ZeRO-3 gathers while a micro-batch runs."""
     update: float
-    """What only the update needs, when no micro-batch is there."""
+    """What only the update needs, when no micro-batch is in memory."""
     public: float = 0.0
     """Public gradients that are mixed in, while their micro-batches run: the sum so far, and those of one."""
     host: float = 0.0
     host_update: float = 0.0
-    """What only the update needs there."""
+    """What only the update needs in main memory."""
 
     @property
     def stays(self) -> float:
@@ -60,15 +60,16 @@ class Memory:
 
     @property
     def while_computing(self) -> float:
-        """What a micro-batch finds beside what stays."""
+        """What is held during a micro-batch, in addition to what stays."""
         return self.gathered + self.public
 
     def peak(self, micro_batch: int, cost: RecordCost, per_record: float = 0.0) -> float:
-        """The larger of the two moments; `per_record` are gradients that an engine for checking keeps."""
+        """The larger of the two peaks, while computing and while updating; `per_record` is for the per-record gradients
+        that the engines for checking keep."""
         return self.stays + max(self.while_computing + micro_batch * (cost.bytes + per_record), self.update)
 
     def micro_batch(self, room: float, cost: RecordCost, per_record: float = 0.0) -> int:
-        """The largest that fits; 0 if none does."""
+        """The largest micro-batch that fits; 0 if none does."""
         if self.stays + self.update > room:
             return 0
         return max(0, int((room - self.stays - self.while_computing) // (cost.bytes + per_record)))
@@ -82,7 +83,7 @@ def weights_of(model: nn.Module, phase: Phase) -> WeightCounts:
 
 
 def moment_bytes(optimizer: Optimizer) -> int:
-    """Per trainable weight: moments, and the running average if one is kept."""
+    """Bytes per trainable weight: moments, and the running average if one is kept."""
     params = optimizer.params
     moments = 8 if optimizer.type in ("AdamW", "LAMB") else 4 if params.momentum else 0
     return moments + (4 if params.ema_decay is not None else 0)
@@ -109,7 +110,7 @@ def memory(weights: WeightCounts, stage: int, ranks: int, offload: bool) -> Memo
 
 
 def _gradients(stage: int, private: bool, whole: float, shard: float, offload: bool) -> float:
-    """A private phase hands its gradient over in the update alone; otherwise it adds up over the micro-batches."""
+    """A private phase hands its gradient over only in the update; otherwise it accumulates over the micro-batches."""
     if stage == 3:
         return 0.0 if offload else shard
     if private:
@@ -118,7 +119,8 @@ def _gradients(stage: int, private: bool, whole: float, shard: float, offload: b
 
 
 def _update(stage: int, weights: WeightCounts, whole: float, shard: float, offload: bool) -> float:
-    """Private: the gradient is handed over whole; then each shard's exact fp64 total takes the reduced one's place."""
+    """In a private phase, the gradient is handed over whole; then each shard's exact fp64 total replaces the reduced
+    gradient."""
     if stage == 0:
         exchanged = min(whole, EXCHANGED_AT_ONCE)
         return whole + max(exchanged, 8.0 * weights.largest) if weights.private else exchanged
@@ -128,9 +130,9 @@ def _update(stage: int, weights: WeightCounts, whole: float, shard: float, offlo
     return handed if offload else max(handed, 5 * shard)
 
 
-# What `--dry-run` and the planner say of a plan that promises less than its config reads as.
+# What `--dry-run` and the planner say about a plan that promises less than its config seems to.
 
 
 def simulation(plan: PrivacyPlan) -> str | None:
-    """Of a TAN simulation: that ε of the config is not the promise, and whose ε is shown."""
+    """For a TAN simulation: a note that the config's ε is not promised, and which ε is shown."""
     return None if plan.stands_for is None else f"{plan.stands_for}; ε above is that of what will run"

@@ -1,8 +1,8 @@
-"""How many rows of micro-batches a step takes: a fixed number of a public phase, an expected one of a Poisson draw.
+"""How many rows of micro-batches a step takes: a fixed number in a public phase, an expected one for Poisson draws.
 
 Every rank computes as many rows as the fullest rank needs (`data.draw.micro_batch.row_count`), and the last one is
-filled up with padding, which costs as much as records. Where the mean of a draw lies near a whole number of rows, about
-half of the steps need one row more, so the rows of the mean are not the mean of the rows.
+filled up with padding, which costs as much as records. Where the mean draw fills nearly a whole number of rows, about
+half of the steps need one row more, so the rows of the mean draw are not the mean number of rows.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from murmuration.accounting.plan import PrivacyPlan
 
 # Standard deviations above the mean that advice leaves room for: one draw in 30,000 is larger.
 ROOM = 4.0
-# Beyond so many, a draw has no weight that a double could show.
+# Standard deviations beyond which a draw is too unlikely to matter in a double.
 FAR = 9.0
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Records of one step: their mean, and the standard deviation of a draw; 0 where every step has as many."""
+    """Records of one step: their mean, and the standard deviation of a draw; 0 where every step has the same number."""
 
     mean: float
     spread: float = 0.0
@@ -36,27 +36,28 @@ class Batch:
         return self.mean + ROOM * self.spread
 
     def rows(self, gpus: int, micro_batch: int) -> float:
-        """The mean over steps: 1 + Σ P(a step has more than k rows hold), k = 1, 2, …, the binomial taken as normal."""
+        """The mean over steps: 1 + Σ P(a step has more records than k rows hold), k = 1, 2, …, with the binomial
+        approximated by a normal."""
         slots = gpus * micro_batch
         if not self.spread:
             return float(max(1, math.ceil(self.mean / slots)))
-        # Rows that every draw fills need no sum.
+        # Rows that every draw fills need not be summed.
         found = first = max(1, math.floor((self.mean - FAR * self.spread) / slots))
         for full in range(first, math.ceil((self.mean + FAR * self.spread) / slots) + 1):
-            # A draw is a whole number: more than m of them begins half way to m + 1.
+            # A draw is a whole number: "more than m" begins half way to m + 1.
             found += 0.5 * math.erfc((full * slots + 0.5 - self.mean) / self.spread / math.sqrt(2))
         return float(found)
 
     def padding(self, gpus: int, micro_batch: int) -> float:
-        """The share of the slots that holds no record."""
+        """The share of the slots that hold no record."""
         return max(0.0, 1 - self.mean / (self.rows(gpus, micro_batch) * micro_batch * gpus))
 
     def even(self, gpus: int, largest: int) -> int:
-        """The smallest micro-batch that needs no more rows than one of `largest`, even of a large draw."""
+        """The smallest micro-batch that needs no more rows than one of `largest`, even for a large draw."""
         return self._filling(gpus, self._most_rows(gpus, largest)) if largest else 0
 
     def fewer(self, gpus: int, micro_batch: int) -> int:
-        """The smallest that needs a row less than `micro_batch` does; 0 where that needs no more than one."""
+        """The smallest that needs one row less than `micro_batch` does; 0 where `micro_batch` needs only one."""
         rows = self._most_rows(gpus, micro_batch) - 1
         return self._filling(gpus, rows) if rows else 0
 

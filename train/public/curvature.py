@@ -1,10 +1,10 @@
-"""Slope and curvature of the loss on PUBLIC records: what Bu et al.'s improvement formula is made of.
+"""Slope and curvature of the loss on PUBLIC records: the terms of Bu et al.'s improvement formula.
 
 Four numbers: ‖g‖², gᵀHg, tr(H) and tr(HΣ), for the mean gradient g, the Hessian H of the mean loss and the covariance Σ
 of one record's gradient. None needs a matrix. vᵀHv is one product of the Hessian with a vector; the traces are means
 of zᵀHz over random signs z (Hutchinson), and of uᵀHu over sums u of the records' gradients with random signs.
 
-One vector at a time, so that three copies of the gradient lie in memory whatever the number of probes.
+Vectors are handled one at a time, so that memory holds three copies of the gradient whatever the number of probes.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ class Curvature:
 class PublicLoss:
     """The mean loss over fixed public records, as a function of the trainable parameters.
 
-    `batches` gives this rank's records, in the order of the whole list, from `first` on; every rank calls alike.
+    `batches` gives this rank's records, in the order of the whole list, from `first` on; all ranks make the same calls.
     """
 
     def __init__(
         self, model: nn.Module, trainable: Mapping[str, torch.Size], batches: Callable[[], Iterator[MicroBatch]],
         ranks: Ranks, records: int, first: int,
     ) -> None:  # fmt: skip
-        # Fresh leaves on the same memory: nothing that a sharded engine hung on its parameters is set off.
+        # Fresh leaves on the same memory: no hook that a sharded engine put on its parameters fires.
         self._weights = {n: p.detach().requires_grad_() for n, p in model.named_parameters() if n in trainable}
         self._model, self._batches, self._ranks = model, batches, ranks
         self.records, self._first = records, first
         counts = ranks.gather(sum(int(batch.present.sum()) for batch in batches()))
         self.present = sum(counts)
-        """Records that could be read: a bad one has no part in any mean."""
+        """The number of records that could be read: a bad one has no part in any mean."""
 
     def gradient(self, signs: Tensor | None = None) -> Vector:
-        """Of the mean loss; or, with a sign for every record, of the sum of the losses with their signs."""
+        """The gradient of the mean loss; or, given a sign for every record, of the sum of the signed losses."""
         total = {name: torch.zeros_like(weight) for name, weight in self._weights.items()}
         at = self._first
         for batch in self._batches():
@@ -92,7 +92,7 @@ class PublicLoss:
         return sum(self._ranks.gather(own)) / self.present
 
     def _slope(self, batch: MicroBatch, factors: Tensor | None, differentiable: bool) -> Vector:
-        # The fused attention kernels have no second derivative; the written-out one has.
+        # The fused attention kernels have no second derivative; the plain one has.
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             losses = functional_call(self._model, self._weights, (batch.inputs,)).float()
             losses = torch.where(batch.present, losses, torch.zeros_like(losses))
@@ -106,7 +106,7 @@ class PublicLoss:
 
 
 def measure(loss: PublicLoss, probes: int) -> tuple[Curvature, Vector]:
-    """The four numbers, and the mean gradient that two of them belong to."""
+    """The four numbers, and the mean gradient that two of them are computed from."""
     mean = loss.gradient()
     slope = inner(mean, mean)
     along = loss.quadratic(mean)

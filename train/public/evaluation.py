@@ -30,7 +30,8 @@ SIGNAL_RECORDS = 256
 
 
 def whole_model(phase: ReadyPhase, engine: ShardedEngine) -> nn.Module:
-    """One that a rank can ask as often as its own answers make it ask: not if every call is a collective act."""
+    """A model that each rank can call on its own, as often as its own outputs require. Calls of a partitioned model are
+    collective, so its weights are copied into a whole one."""
     if not engine.partitioned:
         return engine.model
     whole = build(phase.shape, phase.settings.objective)
@@ -41,7 +42,7 @@ def whole_model(phase: ReadyPhase, engine: ShardedEngine) -> nn.Module:
 
 @torch.no_grad()
 def public_loss(batches: Iterable[MicroBatch], losses: Callable[[MicroBatch], torch.Tensor], ranks: Ranks) -> float:
-    """The mean over all ranks' public records that can be read. The caller has put the model in evaluation mode."""
+    """The mean loss over all ranks' readable public records. The caller has put the model in evaluation mode."""
     total, count = 0.0, 0
     for batch in batches:
         total += float(losses(batch).float()[batch.present].sum())
@@ -69,7 +70,7 @@ class PublicEvaluator:
         self.reader = BatchReader(phase.held_out, spec, phase.text, mask_key=mask_key)
 
     def measure(self) -> dict[str, float]:
-        """Nothing is dropped, also where training drops."""
+        """Measures without dropout, even where training uses it."""
         with evaluating(self.engine.model):
             found = {"public_loss": public_loss(self._batches(self.records), self._losses, self.ranks)}
             if self.zero_shot is not None and self.text is not None:

@@ -1,9 +1,9 @@
 """Bu et al.'s four-way study on PUBLIC data: is it clipping or noise that makes private training slow?
 
-One phase is trained four times from the same weights on the same Poisson draws: as it is, with clipping alone, with
-noise alone, and with both. The parts are those of a private step; where nothing is to be clipped, the bound is one that
-no gradient reaches (and that is checked), and where there is to be no noise, its deviation is zero. Nothing of it is
-private or could be: it takes public data alone, has no plan and no ledger, and every output says NOT PRIVATE.
+One phase is trained four times from the same weights on the same Poisson draws: with neither, with clipping alone, with
+noise alone, and with both. The parts are those of a private step; without clipping, the bound is one that no gradient
+reaches (which is checked), and without noise, the deviation is zero. Nothing in the study is private or could be: it
+takes public data alone, has no plan and no ledger, and every output says NOT PRIVATE.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Study:
-    """What the four have in common."""
+    """What the four trainings have in common."""
 
     clip: Literal["flat", "automatic"]
     norm: float
     gamma: float
     noise_multiplier: float
     rates: Sequence[float]
-    """Peaks that each of the four tries; its best one is shown."""
+    """Peak learning rates that each of the four tries; its best one is shown."""
     steps: int
     records: int
     """Public records on which the loss is measured."""
@@ -95,7 +95,7 @@ class Outcome:
     marked: str = MARKED
 
     def best(self, variant: Variant) -> Curve:
-        """At the learning rate that suits it best."""
+        """The variant's curve at its best learning rate."""
         return min((curve for curve in self.curves if curve.variant == variant.name), key=lambda curve: curve.final)
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def run_study(
     config: Config, phase: ReadyPhase, study: Study, ranks: Ranks, say: Callable[[str], None],
     make: MakeEngine = make_engine,
 ) -> Outcome:  # fmt: skip
-    """Four variants at every rate; `say` is told of each when it is done."""
+    """Runs the four variants at every rate; `say` reports each when it is done."""
     require_public(phase)
     require_start(config, phase)
     outcome = Outcome(phase.name, study, float(phase.settings.batch or 1))
@@ -127,20 +127,20 @@ def require_public(phase: ReadyPhase) -> None:
             "alone; name a phase without `privacy` whose data are declared public"
         )
     if phase.settings.features is not None or not phase.settings.trains:
-        raise RecipeError(f"phases.{phase.number} trains no whole model on records; name a phase that does")
+        raise RecipeError(f"phases.{phase.number} does not train a whole model on records; name a phase that does")
 
 
 def require_start(config: Config, phase: ReadyPhase) -> None:
     trained = next((other.name for other in config.phases[: phase.number] if other.trains), None)
     if trained is not None:
         raise RecipeError(
-            f"phases.{phase.number} goes on from what phase {trained!r} trains, which the study does not do; let a "
-            'phase with "data": {"source": "checkpoint", "path": …} take the place of those before it'
+            f"phases.{phase.number} continues from what phase {trained!r} trains, which the study does not do; replace "
+            'the phases before it by one with "data": {"source": "checkpoint", "path": …}'
         )
 
 
 def first_weights(phase: ReadyPhase) -> nn.Module:
-    """Those that the phase begins with in a run: fresh ones, or what a phase that loads some gives."""
+    """The weights that the phase begins with in a run: fresh ones, or those that a phase before it loads."""
     model = build(phase.shape, phase.settings.objective)
     if phase.start is not None:
         phase.start.fill(model)
@@ -159,7 +159,7 @@ def _one(
         model, rule, settings.optimizer, 0.0, EngineSettings.of(config), ranks, Computation.of(config.run), make=make
     )
     forward, engine = built.forward, built.engine
-    # Public data need no secrets: all variants meet the same records in the same order, and the same noise.
+    # Public data need no secrets: all variants get the same records in the same order, and the same noise.
     threshold = threshold_for(phase.index.records, settings.batch or 1)
     divisor = threshold / RATE_DENOMINATOR * phase.index.records
     sampler = PoissonSampler(

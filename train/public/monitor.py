@@ -37,7 +37,7 @@ from murmuration.train.recipe.ready_phase import ReadyPhase
 
 
 class MonitorReading(NamedTuple):
-    """What was measured, for the public board and for people; it leaves once the checkpoint is durable."""
+    """Measurements for the public board and for people; they are published once the checkpoint is durable."""
 
     values: dict[str, float]
     lines: list[str]
@@ -61,7 +61,7 @@ class LossMonitor:
         self._calls = 0
 
     def measure(self) -> MonitorReading | None:
-        """At every so-many-th checkpoint."""
+        """Measures at every `settings.every`-th checkpoint; None at the others."""
         self._calls += 1
         if (self._calls - 1) % self.settings.every:
             return None
@@ -69,7 +69,7 @@ class LossMonitor:
             return self._measure()
 
     def _measure(self) -> MonitorReading:
-        """Of the loss in which nothing is dropped: the one that is to fall."""
+        """Measures the loss without dropout, which is the one that should fall."""
         model = whole_model(self.phase, self.engine)
         first = self.ranks.rank * self.records // self.ranks.world
         loss = PublicLoss(model, self.engine.shapes, self._batches, self.ranks, self.records, first)
@@ -83,7 +83,8 @@ class LossMonitor:
         return MonitorReading({name: value for name, value in values.items() if math.isfinite(value)}, lines)
 
     def _mechanism(self, model: nn.Module, mean: Vector, present: int) -> tuple[Mechanism, float]:
-        """What the phase's steps do, with clip factors as its clip engine gives them to the public records."""
+        """The mechanism of the phase's steps, with the mean clip factor that its clip engine gives to the public
+        records; and how well their clipped mean gradient is aligned with the mean gradient."""
         if self.clip is None or self.plan is None:
             return Mechanism(float(self.phase.settings.batch or 1)), 1.0
         rule = next_rule(self.clip, self.norm)

@@ -1,4 +1,4 @@
-"""What one logical step is worth: Bu et al.'s improvement formula, and the batch size that it speaks for.
+"""What one logical step is worth: Bu et al.'s improvement formula, and the batch size that it favours.
 
 A step moves the weights by -η·G with G = (Σ cᵢgᵢ + s·N) / B: cᵢ the clip factors, c their mean, s = σ·C the noise. To
 second order the loss then falls by η·c·‖g‖² - ½η²c²·D on average, with
@@ -66,7 +66,7 @@ def predict(curvature: Curvature, mechanism: Mechanism) -> Prediction | None:
 
 
 def best_batch_at_fixed_noise(curvature: Curvature, mechanism: Mechanism) -> float | None:
-    """√(s²·tr(H) / (c²·gᵀHg)): beyond it, a record more in the batch brings less than it costs."""
+    """√(s²·tr(H) / (c²·gᵀHg)): beyond it, one more record in the batch brings less than it costs."""
     if not (curvature.along > 0 and curvature.trace > 0 and mechanism.clip_factor > 0):
         return None
     return mechanism.noise_std / mechanism.clip_factor * math.sqrt(curvature.trace / curvature.along)
@@ -109,7 +109,8 @@ def at_batch(now: Mechanism, plan: PrivacyPlan, batch: float, sigma: float) -> M
 def suggest(
     curvature: Curvature, now: Mechanism, plan: PrivacyPlan, known: Sequence[Choice]
 ) -> tuple[float, float] | None:  # fmt: skip
-    """(B, σ(B)) of the largest predicted improvement per record. Between the calibrated batches, log σ is a line."""
+    """(B, σ(B)) of the largest predicted improvement per record; log σ is interpolated linearly in log B between the
+    calibrated batches."""
     logs = np.log([choice.batch for choice in known])
     best: tuple[float, float, float] | None = None
     for at in np.linspace(logs[0], logs[-1], 129):
@@ -122,7 +123,7 @@ def suggest(
 
 
 def said(batch: float, known: Sequence[Choice]) -> str:
-    """At the border of what was looked at, the best may lie beyond."""
+    """The batch as text; at either end of the range that was tried, the best may lie beyond."""
     beyond = " or less" if batch <= 1.001 * known[0].batch else ""
     return f"{batch:,.0f}" + (" or more" if batch >= 0.999 * known[-1].batch else beyond)
 

@@ -17,7 +17,7 @@ from murmuration.train.config.data import ShardData, StreamData
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
 
-FOLDERS = "cls"  # the label that class folders give
+FOLDERS = "cls"  # the label that class folders provide
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LabelSource:
 
 
 def named_lists(config: Config) -> Iterator[tuple[str, Path]]:
-    """Where the config names class lists."""
+    """The config keys that name class lists, with their paths."""
     for number, phase in enumerate(config.phases):
         sources = [(f"phases.{number}.data.classes", phase.data)]
         if phase.mixing is not None:
@@ -55,7 +55,7 @@ def class_list(config: Config, outputs: int) -> ClassList | None:
         except ShardError as error:
             raise RecipeError(f"{where}: {error}") from None
         if found is not None and classes != found:
-            raise RecipeError(f"{where}: another list than the phases before it have; name the same one everywhere")
+            raise RecipeError(f"{where}: not the list of the phases before it; name the same one everywhere")
         if len(classes.names) > outputs:
             raise RecipeError(
                 f"{where}: {len(classes.names)} classes, but the model has {outputs} outputs; set model.classes to "
@@ -85,14 +85,15 @@ def require_numbers(sources: Sequence[LabelSource], classes: ClassList | None, o
         other = next((source for source in sources if source.index.classes != first.index.classes), None)
         if other is not None:
             raise RecipeError(
-                f"{other.where}: other class folders than {first.where}, so that different classes would share an "
-                "output; name data.classes, the list of all of them"
+                f"{other.where}: not the class folders of {first.where}, so different classes would share an output; "
+                "name data.classes, a list of all of them"
             )
 
 
 def _require_names(source: LabelSource, classes: ClassList) -> None:
-    """Names that the list lacks: of private records, their records are bad, because one record must not decide whether
-    a run starts. A list that fits none of the folders is another one."""
+    """Refuses class folders that the list does not contain. In private data, the records of such a folder are bad
+    instead, because one record must not decide whether a run starts; only a list that contains none of the folders is
+    refused."""
     unknown = [name for name in source.index.classes if name not in classes.numbers]
     if unknown and (not source.private or len(unknown) == len(source.index.classes)):
         said = "none of its class folders is" if source.private else f"the class folder {shown(unknown[0])} is not"
@@ -100,7 +101,7 @@ def _require_names(source: LabelSource, classes: ClassList) -> None:
 
 
 def check_at_hand(config: Config, outputs: int) -> None:
-    """As much as can be seen without the data or the list where they are not at hand."""
+    """Checks as much as possible without the data or the lists that are not at hand."""
     missing = any(not path.exists() for _, path in named_lists(config))
     classes = None if missing else class_list(config, outputs)
     sources: list[LabelSource] = []

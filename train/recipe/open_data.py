@@ -1,4 +1,4 @@
-"""Opens what a phase's data section names: indexes of records, parts of them, text encoders; faults name the key."""
+"""Opens what a phase's data section names: indexes of records, parts of them, text encoders. Errors name the key."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def open_start(data: CheckpointData, where: str) -> WarmStart:
     if data.public and start.undeclared is not None:
         raise RecipeError(
             f"{where}.path: these weights come from a run that says {start.undeclared!r}; set {where}.public to false, "
-            "which marks this run alike, or start from others"
+            "which marks this run the same way, or start from other weights"
         )
     return start
 
@@ -56,17 +56,17 @@ def open_records(
     if isinstance(data, StreamData):
         return _open_stream(data, where)
     assert isinstance(data, ShardData)
-    # Cut in two, a set keeps every number, so that the cut does not depend on what is excluded.
+    # A set that is cut in two keeps the numbers of excluded records, so that the cut does not depend on them.
     dense = data.public and data.public_fraction is None
     index = _open_index(data.path, f"{where}.path", "skipped" if dense else "absent", classes, data.reading.node_shards)
     _check_expected(index, data, where)
     if objective == "caption" and isinstance(index, FolderIndex):
         raise RecipeError(
-            f"{where}.path holds single images, which have no captions; train with objective 'mae', or put images "
+            f"{where}.path has single images, which have no captions; train with objective 'mae', or put images "
             "and captions into tar shards"
         )
     if data.weight is not None and isinstance(index, FolderIndex):
-        raise RecipeError(f"{where}.weight is a number in a record's .json, which single images have not; leave it out")
+        raise RecipeError(f"{where}.weight is a number in a record's .json, which single images lack; leave it out")
     if data.public_fraction is None:
         return index
     try:
@@ -100,20 +100,20 @@ def _open_index(
 
 
 def hosts_of(index: RecordIndex) -> list[str]:
-    """Stores that records are fetched from, and that see who is drawn."""
+    """The stores that records are fetched from, and that see which ones are drawn."""
     places = map(str, index.places) if isinstance(index, StreamIndex) else places_of(index)
     urls = [urlsplit(place) for place in places if is_url(place)]
-    # Without a name and password that may stand before the host.
+    # Without the name and password that may precede the host.
     return sorted({f"{url.scheme}://{url.netloc.rpartition('@')[2]}" for url in urls})
 
 
 def refuse_plain_http(index: RecordIndex, where: str) -> None:
-    """Of records that are not public: their bytes, and which of them a step draws, would be seen on the way."""
+    """For records that are not public: others on the network would see their bytes, and which of them a step draws."""
     for host in hosts_of(index):
         if (seen := read_on_the_way(host)) is not None:
             raise RecipeError(
-                f"{where}: private records would be read over plain http ({seen}), where anyone on the way sees them "
-                "and which of them each step draws; use https, or copy the shards to a disk of this machine"
+                f"{where}: private records would be read over plain http ({seen}), where anyone on the network path "
+                "sees them and which of them each step draws; use https, or copy the shards to a disk of this machine"
             )
 
 
@@ -137,13 +137,13 @@ def _check_expected(index: RecordIndex, data: ShardData, where: str) -> None:
     expected = data.expected_records
     if expected is not None and abs(index.records - expected) > MOST_RECORD_DRIFT * expected:
         raise RecipeError(
-            f"{where}.expected_records is {expected}, but the index holds {index.records} records, more than 1 % off; "
+            f"{where}.expected_records is {expected}, but the index has {index.records} records, more than 1 % off; "
             "index the right shards or correct the number"
         )
 
 
 def known_records(phase: Phase, where: str) -> tuple[int, str]:
-    """Without opening the data if they are not at hand; and how the number is known."""
+    """The number of records, even if the data are not at hand, and how it is known."""
     if isinstance(phase.data, SyntheticData):
         return phase.data.records, "made by rule"
     assert isinstance(phase.data, ShardData)

@@ -1,7 +1,7 @@
-"""Which records may be used in the open: none of an index that has private runs, but for the public part of its cut.
+"""Which records may be used as public: none of an index that has private runs, except the public part of its cut.
 
-Beside an index lie the log of the runs on it and the share that was made public, frozen at first use. A run is held to
-both before it computes anything; only so does what one run protects stay protected in the next.
+The log of the runs on an index, and the share that was made public, lie beside it; the share is frozen at first use. A
+run is held to both before it computes anything; otherwise what one run protects would not stay protected in the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from murmuration.train.storage.sibling_runs import RunLog
 
 @dataclass(frozen=True)
 class Use:
-    """`public`: without noise, by the user's word; `private`: under a phase's promise; neither: NOT PRIVATE anyway."""
+    """`public`: used without noise because the user declares it public; `private`: protected by a phase's promise;
+    neither: NOT PRIVATE anyway."""
 
     where: str
     index: RecordIndex
@@ -29,7 +30,7 @@ class Use:
 
 
 def hold_to_what_was_promised(uses: Sequence[Use]) -> None:
-    """Refuses all that is wrong, and only then freezes what is cut for the first time."""
+    """Refuses every wrong use, and only then freezes the sets that are cut for the first time."""
     for use in uses:
         _check(use)
     for use in uses:
@@ -45,24 +46,25 @@ def _check(use: Use) -> None:
         if frozen is not None and frozen != wanted:
             raise RecipeError(
                 f"{where}: this set was cut with public_fraction {frozen.fraction!r} of {frozen.records:,} records, "
-                f"and is asked for {wanted.fraction!r} of {wanted.records:,}; records that one run protects would be "
-                "public in another, so keep to the first"
+                f"but the config asks for {wanted.fraction!r} of {wanted.records:,}; records that one run protects "
+                "would be public in another, so keep the first"
             )
         if frozen is None and (run := _run_on(index)) is not None:
             raise RecipeError(
                 f"{where}: run {run!r} has used these records before a public_fraction was frozen; if it and all "
-                f"others had this one, say so: prepare.py split {index.folder} --public-fraction {index.fraction!r}"
+                f"others used this one, declare it: prepare.py split {index.folder} --public-fraction "
+                f"{index.fraction!r}"
             )
         return
     if use.private and frozen is not None:
         raise RecipeError(
-            f"{where}: a part of this set was made public (public_fraction {frozen.fraction!r}), so that no phase can "
-            "protect all of it; set public_fraction to the same, and the phase protects the rest"
+            f"{where}: a part of this set was made public (public_fraction {frozen.fraction!r}), so no phase can "
+            "protect all of it; set public_fraction to the same value, and the phase protects the rest"
         )
     if use.public and (run := _run_on(index)) is not None:
         raise RecipeError(
-            f"{where}: run {run!r} protects these records (or says so in the log beside their index), so they are "
-            "public for nobody; name other data"
+            f"{where}: run {run!r} protects these records (or says so in the log beside their index), so nobody may "
+            "use them as public; name other data"
         )
 
 
@@ -75,7 +77,7 @@ def _frozen(where: str, index: RecordIndex) -> Cut | None:
 
 
 def _run_on(index: RecordIndex) -> str | None:
-    """A run in the log of these records; streams have an index only if somebody made one beside the shards."""
+    """The name of a private run in the log of these records. A stream has a log only if its shards have an index."""
     folders: set[Path] = set(index_folders(index))
     if isinstance(index, StreamIndex):
         folders = {place.parent / FOLDER for place in index.places if isinstance(place, Path)}
@@ -88,7 +90,7 @@ def _freeze(where: str, index: SplitIndex) -> None:
         Cut(index.whole.records, index.fraction).freeze(index.folder)
     except OSError as error:
         raise RecipeError(
-            f"{where}: {index.folder / FROZEN} cannot be written ({error.strerror}), and another run could make "
-            f"another part public; let the owner of the index give prepare.py split {index.folder} --public-fraction "
+            f"{where}: {index.folder / FROZEN} cannot be written ({error.strerror}), so another run could make "
+            f"another part public; let the owner of the index run prepare.py split {index.folder} --public-fraction "
             f"{index.fraction!r}, or index into a folder of your own with --out"
         ) from None

@@ -1,4 +1,4 @@
-"""How a phase's records are shared out, fetched and decoded: the config's wishes, completed with what is at hand."""
+"""How a phase's records are shared out, fetched and decoded: the config's settings, completed for this machine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ REMOTE_IN_FLIGHT = 64  # hides latency: benchmarks/data.py
 
 
 def reading_options(settings: ReadingSettings, index: RecordIndex, ranks: Ranks) -> ReadOptions:
-    """On all ranks together."""
-    # One core is the trainer's own.
+    """Called on all ranks together."""
+    # One core is left to the trainer.
     workers = settings.workers if settings.workers is not None else max(1, own_cores(ranks) - 1)
     remote = not isinstance(index.locate(0)[0], Path)
     in_flight = settings.in_flight or (REMOTE_IN_FLIGHT if remote else workers + 2)
@@ -37,9 +37,10 @@ def reading_options(settings: ReadingSettings, index: RecordIndex, ranks: Ranks)
 
 
 def agree(phases: list[ReadyPhase], ranks: Ranks) -> list[ReadyPhase]:
-    """The phases once all ranks know who holds which shards; refused on all of them alike, before anything is written.
+    """The phases once all ranks know which rank holds which shards; refused on all ranks alike, before anything is
+    written.
 
-    Equal draws are not enough: with another list of shards under equal numbers, two ranks would read one record.
+    Equal draws are not enough: if the same numbers meant different shards on two ranks, both could read one record.
     """
     for phase in phases:
         seen = f"{phase.index.manifest_digest} {phase.index.excluded_digest}"
@@ -67,7 +68,7 @@ def _placement(phase: ReadyPhase, ranks: Ranks) -> Placement | None:
 
 
 def rank_plan(phase: ReadyPhase, ranks: Ranks, micro_batch: int) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Which of a step's records this rank computes, where the phase says otherwise than the loader would."""
+    """Which of a step's records this rank computes, if the phase's placement overrides the loader's own rule."""
     placement = phase.placement
     return None if placement is None else lambda ids: placement.rows(ids, ranks.rank, micro_batch)
 

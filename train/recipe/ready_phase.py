@@ -61,12 +61,12 @@ __all__ = [
 ]
 
 
-READ = ShardData | SyntheticData | StreamData  # what records are read from
+READ = ShardData | SyntheticData | StreamData  # data sections that records are read from
 
 
 @dataclass(frozen=True)
 class ReadyPhase:
-    """A phase with everything opened that it needs."""
+    """A phase with everything that it needs opened."""
 
     number: int
     settings: Phase
@@ -82,7 +82,7 @@ class ReadyPhase:
     classes: ClassList | None = None
     """Numbers of the classes, the same in every phase of the run."""
     placement: Placement | None = None
-    """Who computes which records, where not all ranks can read them all alike."""
+    """Which ranks compute which records, where not every rank can read all of them."""
 
     @property
     def name(self) -> str:
@@ -94,7 +94,7 @@ class ReadyPhase:
 
     def contents(self, keyed: bool = True) -> dict[str, str]:
         """Digests of everything that a path in the config names and that shapes the training; `keyed` as in
-        `ledger_digests`. On the main rank, which may have to make a salt."""
+        `ledger_digests`. Called on the main rank, which may have to make a salt."""
         found = _identity("data", self.index, self.settings.data.public, keyed)
         if self.label_list is not None:
             found["classes"] = self.label_list.digest
@@ -119,7 +119,7 @@ class ReadyPhase:
         return data.reading if isinstance(data, READ) else ReadingSettings()
 
     def data_spec(self, augment: bool) -> DataSpec:
-        """With `augment` as training takes records; without, as measurements do: nothing dropped, no weights."""
+        """With `augment`, how training reads records; without, how measurements do: no dropout, no weights."""
         masks = self.shape.patches if self.settings.objective == "mae" else 0
         data = self.settings.data
         kind = data.augment if augment and isinstance(data, READ) else "center"
@@ -134,7 +134,7 @@ class ReadyPhase:
 
 
 def _identity(name: str, index: RecordIndex, public: bool, keyed: bool) -> dict[str, str]:
-    """Of the records, and of the list of those that are left out: who takes part shapes what is released."""
+    """Digests of the records and of the list of excluded ones: which records take part shapes what is released."""
     records, excluded = ledger_digests(index, public=public, keyed=keyed)
     return {name: records, **({f"{name}_excluded": excluded} if excluded else {})}
 
@@ -176,9 +176,9 @@ def _label_sources(phases: list[ReadyPhase]) -> list[LabelSource]:
 
 
 def _keep_apart(phases: list[ReadyPhase]) -> None:
-    """What is used as public, in whichever phase, holds no shard of records that are not.
+    """Refuses data used as public, in any phase, that share a shard with records that are not public.
 
-    That is what a private phase protects, and what its non-private twin trains on.
+    Those are the records that a private phase protects, and those that its non-private twin trains on.
     """
     owners = [phase for phase in phases if phase.private or not phase.settings.data.public]
     for phase in phases:
@@ -193,17 +193,16 @@ def _keep_apart(phases: list[ReadyPhase]) -> None:
             shared = _shared(owner.index, index) if index else None
             if shared is not None and index is not None and not apart(owner.index, index):
                 raise RecipeError(
-                    f"{where}: {shared.name} belongs to the private records of phase {owner.name!r}; "
-                    "name data that are public"
+                    f"{where}: {shared.name} belongs to the private records of phase {owner.name!r}; name public data"
                     if owner.private
                     else f"{where}: {shared.name} belongs to the records of phase {owner.name!r}, which are not "
-                    "declared public; name data that are public"
+                    "declared public; name public data"
                 )
     for phase, owner in product(phases, owners):
         if phase.start is not None and owner.private and every_ledger_digest(owner.index) & phase.start.protected:
             raise RecipeError(
                 f"{phase.start.path} was trained on the private records of phase {owner.name!r}, and what it spent "
-                "would have to be added; go on with that run, or start from other weights"
+                "would have to be added; continue that run, or start from other weights"
             )
 
 
@@ -240,7 +239,7 @@ def _open(
 
 
 def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes") -> Phase:
-    """The phase with its number of steps, however the config gives it; warm-up, too."""
+    """The phase with its steps and warm-up as numbers of steps, however the config gives them."""
     steps, schedule = phase.steps, phase.schedule
     batch = phase.batch or (phase.privacy.expected_batch if phase.privacy else 1)
     if phase.epochs is not None:
@@ -294,15 +293,16 @@ def make_plan(
 def _adaptive(phase: Phase, privacy: Privacy, settings: AdaptiveClip, where: str) -> AdaptiveRule:
     if phase.optimizer.params.noise_floor is not None:
         raise RecipeError(
-            f"{where}.optimizer.params.noise_floor takes a constant noise out of the second moment, but with "
-            "privacy.clip.adaptive the noise moves with C; drop one of them"
+            f"{where}.optimizer.params.noise_floor subtracts a constant noise from the second moment, but with "
+            "privacy.clip.adaptive the noise changes with C; drop one of them"
         )
     norm = privacy.clip.norm
     return AdaptiveRule(settings.quantile, settings.learning_rate, norm / settings.span, norm * settings.span)
 
 
 def _share_of_gradient(together: float, metrics: tuple[PlannedMetric, ...]) -> float:
-    """The gradient's noise multiplier such that gradient and metrics, which are one event, have `together`."""
+    """The gradient's noise multiplier such that gradient and metrics, which are one event, have the noise multiplier
+    `together`."""
     if not metrics:
         return together
     left = together**-2 - sum((m.bound / m.std) ** 2 for m in metrics)

@@ -1,10 +1,10 @@
-"""Weights to start from: a run directory or an export of ours, or a file of released weights; and what they carry.
+"""Weights to start from: a run directory or an export of ours, or a file of released weights; and their provenance.
 
-Weights are made from records, too. If a ledger lies beside them, it says which ones, and which ones the weights were
-made from that it began with: what was trained on the very records that this run protects would have to be added to its
-epsilon, and is refused. Sets of other digests may still share people, so every other origin goes into this run's ledger
-and certificate. Exported safetensors say the same in their metadata, for the day when they are copied away from their
-ledger. Of files that know nothing of the kind the config's word is taken, and the certificate repeats it.
+Weights are made from records, too. A ledger beside them says which ones, and which ones went into the weights that its
+own run started from. Weights trained on the very records that this run protects are refused: their epsilon would have
+to be added to this run's. Sets with other digests may still share people, so every other origin goes into this run's
+ledger and certificate. Exported safetensors say the same in their metadata, in case they are copied away from their
+ledger. For files without any such information, the config's word is taken, and the certificate repeats it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WarmStartError(RecipeError):
 
 @dataclass(frozen=True)
 class NoRecords:
-    """Stands where a phase has an index of records and this one has none: it identifies what is there instead."""
+    """Stands in for the index of a phase without records; its digest identifies what the phase has instead."""
 
     manifest_digest: str
     folder: Path = Path()
@@ -69,40 +69,40 @@ class WarmStart:
     path: Path
     digest: str
     protected: frozenset[str]
-    """Digests of the records that private phases before these weights protected, in all runs that led to them."""
+    """Digests of the records that private phases protected, in all runs that led to these weights."""
     origins: tuple[Origin, ...]
-    """Those runs, as this one's ledger will name them."""
+    """Those runs, as this run's ledger will name them."""
     undeclared: str | None
-    """Why its own run was not private by what it trained on; None where nothing of the kind is known."""
+    """Why the run that made the weights was not private in what it trained on; None where no reason is known."""
     take_head: bool | None = None
-    """Whether a classifier takes its head from there, too (model.warm_start)."""
+    """Whether a classifier takes its head from these weights, too (model.warm_start)."""
     foreign: bool = False
-    """No ledger, and no metadata that name any, says which records the weights were made from."""
+    """Neither a ledger nor metadata says which records the weights were made from."""
 
     @staticmethod
     def at(path: Path, take_head: bool | None = None) -> WarmStart:
         if not path.exists():
             raise WarmStartError(f"{path} does not exist; name a run directory, an export, or a file of weights")
         if path.is_dir() and not (path / EXPORTED).is_file() and not RunDir(path).checkpoints.is_dir():
-            raise WarmStartError(f"{path} holds neither checkpoints nor {EXPORTED}; name a run directory or an export")
+            raise WarmStartError(f"{path} has neither checkpoints nor {EXPORTED}; name a run directory or an export")
         ledger = path / "ledger.jsonl" if path.is_dir() else path.parent / "ledger.jsonl"
         try:
             known = [Provenance.of(*History.read(ledger))] if ledger.is_file() else []
             inside = Provenance.inside(path / EXPORTED if path.is_dir() else path)
         except (LedgerError, ProvenanceError) as error:
             raise WarmStartError(f"{path}: {error}") from None
-        # Both, where both are there: another run's ledger may lie beside a file that was copied.
+        # Both count, where both exist: another run's ledger may lie beside a file that was copied.
         known += [inside] if inside is not None else []
         origins = tuple(dict.fromkeys(origin for each in known for origin in each.origins))
         objections = [each.undeclared for each in known if each.undeclared is not None]
         protected = frozenset(digest for origin in origins for digest in origin.protected)
         undeclared = objections[0] if objections else None
-        # Anybody can write metadata that name no records, so without a ledger they are nobody's word but the user's.
+        # Anybody can write metadata that name no records, so without a ledger only the config vouches for the weights.
         foreign = not ledger.is_file() and not origins
         return WarmStart(path, _digest(path), protected, origins, undeclared, take_head, foreign)
 
     def fill(self, model: nn.Module) -> LoadReport:
-        """Puts the weights into the model, as far as they fit; the account says what became of every tensor."""
+        """Puts the weights into the model, as far as they fit; the report says what became of every tensor."""
         try:
             if self.path.is_dir() and not (self.path / EXPORTED).is_file():
                 note = {"run": self.path.name}
@@ -113,7 +113,7 @@ class WarmStart:
 
 
 def hand_over(state: Mapping[str, Tensor], model: nn.Module) -> str:
-    """All tensors where the two models have the same ones, and else the encoder's; says in words which."""
+    """Hands over all tensors if the two models have the same ones, otherwise the encoder's; says in words which."""
     state = merged(state)
     own = model.state_dict()
     if state.keys() == own.keys() and all(state[name].shape == own[name].shape for name in own):
@@ -130,7 +130,7 @@ def _newest(root: Path) -> Loaded:
     folder = RunDir(root).checkpoints
     loaded = Checkpoints.newest(folder)
     if loaded is None:
-        raise WarmStartError(f"{folder} holds no finished checkpoint; name a run that has one")
+        raise WarmStartError(f"{folder} has no finished checkpoint; name a run that has one")
     return loaded
 
 

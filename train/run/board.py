@@ -1,8 +1,8 @@
-"""Two boards that never mix: public values for everybody, private ones for the owner of the data.
+"""Two boards that never mix: public values for everyone, private ones for the owner of the data.
 
-Public: constants of the plan, epsilon, a rate timed on synthetic records, and what was computed on public records.
-Private: anything computed on private records without noise, so losses, norms, batch sizes and step times. It is kept
-only if the config asks for it (`run.private_curves`): what a person decides by it is in no epsilon.
+Public: constants of the plan, epsilon, a rate timed on synthetic records, and values computed on public records.
+Private: anything computed on private records without noise: losses, norms, batch sizes and step times. These are kept
+only if the config asks for them (`run.private_curves`): no epsilon covers what a person decides by looking at them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ class Board:
         self._main = main
         self._run_dir = run_dir
         self.keeps_private = private_curves
-        """Whether anything is kept of private records without noise, unusable records apart; equal on all ranks."""
+        """Whether anything computed on private records without noise is kept, apart from the lists of unusable records;
+        equal on all ranks."""
         self.times = times or PublicTimes()
         if not main:
             return
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
         from torch.utils.tensorboard import SummaryWriter
 
-        # One time for all public points: the times of private steps tell their batch sizes.
+        # One time for all public points: the times of private steps reveal their batch sizes.
         self._opened = float(self.times.at)
         self._public = SummaryWriter(str(run_dir.public_board), flush_secs=5)
         end_line(run_dir.public_log)
@@ -52,7 +53,8 @@ class Board:
             self._write(self._private, self._private_log, phase, step, values, None)
 
     def bad_records(self, phase: str, rank: int, reasons: dict[int, str]) -> None:
-        """Those that this rank met, for the owner to mend. Private: which records are unusable tells of them."""
+        """Lists the unusable records that this rank met, for the owner to repair. Private: that a record is unusable is
+        information about it."""
         if not reasons:
             return
         with open_private(self._run_dir.private_logs / f"bad-records-rank{rank}.jsonl") as file:
@@ -60,7 +62,7 @@ class Board:
                 file.write(json.dumps({"phase": phase, "record": record, "reason": reason}) + "\n")
 
     def note(self, phase: str, text: str) -> None:
-        """For the owner: how the run is kept, and nothing of its records."""
+        """A note for the owner about how the run is protected, with nothing about its records."""
         if self._main:
             with open_private(self._run_dir.private_logs / "notes.jsonl") as file:
                 file.write(json.dumps({"phase": phase, "note": text}) + "\n")
@@ -88,22 +90,22 @@ class Board:
 
 
 class Pace:
-    """How fast the phase is, as far as anybody may know.
+    """How fast the phase is, as far as that may be public.
 
     The time of private steps is a function of their records that no noise hides: one picture that is slow to decode
     changes the rate of any number of steps. So public sinks show the rate that the self-test timed on synthetic records
-    through the same engine, and the time that all steps would take at it; the measured time goes to the private board.
-    That is why no progress library draws this line: they all show the time of the last step.
+    through the same engine, and the time that the remaining steps would take at that rate; the measured time goes to
+    the private board. That is why no progress library draws this line: they all show the time of the last step.
     """
 
     def __init__(self, records_per_step: float, public: bool, synthetic: float | None = None) -> None:
-        """`public`: the records are, so that their own rate may be shown."""
+        """`public`: whether the records are public, so that their own rate may be shown."""
         self._records, self._public, self._synthetic = records_per_step, public, synthetic
         self._measured: float | None = None
         self._last: float | None = None
 
     def tick(self) -> dict[str, float]:
-        """To be called after each step: what the private board is told of it."""
+        """To be called after each step; returns the step's values for the private board."""
         now, last = time.monotonic(), self._last
         self._last = now
         if last is None:
@@ -113,7 +115,7 @@ class Pace:
         return {"seconds": seconds, "samples_per_second": self._measured}
 
     def rate(self) -> tuple[float, str] | None:
-        """(records per second, how it is known)"""
+        """(records per second, how that was measured)"""
         if self._public:
             return None if self._measured is None else (self._measured, "")
         return None if self._synthetic is None else (self._synthetic, " (timed on synthetic records)")

@@ -1,8 +1,9 @@
 """Features of a frozen body, computed once, and training on them: each record is decoded and encoded a single time.
 
 For a head on frozen features without augmentation, a step over features is the same step as one over pictures, at the
-speed of memory. They are rows of memory-mapped files, filled in stretches by all ranks; a stopped run goes on where a
-row is missing. Features of private records are private like the records: owner's eyes only, in RUN_DIR/secret.
+speed of memory. They are rows of memory-mapped files; each rank fills a contiguous part, and a stopped run continues
+with the rows that are missing. Features of private records are as private as the records: for the owner's eyes only, in
+RUN_DIR/secret.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ from murmuration.train.step import until_unreadable
 from murmuration.train.storage.feature_store import PRESENT, FeatureFolder, FeatureRows, RowWriter, older_files, settled
 
 ENDING = (OSError, RecipeError)
-"""What ends all ranks with one sentence: a full disk, a folder that another run fills."""
+"""Errors that end all ranks with one sentence: a full disk, a folder that another run is filling."""
 
 
 class FeatureReader:
-    """In the place of a BatchReader: the same micro-batches, with "features" where "images" were."""
+    """Replaces a BatchReader: the same micro-batches, with "features" instead of "images"."""
 
     in_flight = 1
 
     def __init__(self, stored: FeatureRows) -> None:
         self.stored = stored
         self.bad_reasons: dict[int, str] = {}
-        """None of this reader's own: they were told when the pictures were read."""
+        """Always empty: bad records were reported when the pictures were read."""
 
     def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
         del step
         rows, stored = np.maximum(ids_row, 0), self.stored
         if len(rows) and ids_row[0] >= 0 and bool((np.diff(ids_row) == 1).all()):
-            rows = slice(int(rows[0]), int(rows[-1]) + 1)  # neighbours, as in a step over all records: no gathering
+            rows = slice(int(rows[0]), int(rows[-1]) + 1)  # consecutive, as in a step over all records: no gathering
         state, wanted = stored.state[rows], ids_row != EMPTY
         if bool((wanted & ~settled(state)).any()):
-            # All were there when they were opened. Without an error the record would count as one without a gradient.
-            # No record is named: it is one of those that the step drew.
-            raise UnreadableError(f"features that were made are gone from {stored.path}; have them made again")
+            # All rows were there when the files were opened. Without an error, the record would count as one without a
+            # gradient. The record is not named: that would reveal that the step drew it.
+            raise UnreadableError(f"features that were computed are gone from {stored.path}; compute them again")
         present = wanted & (state == PRESENT)
         features = np.where(present[:, None], stored.features[rows], np.float32(0))
         labels = np.where(present, stored.labels[rows], 0)
@@ -61,14 +62,14 @@ class FeatureReader:
         return Fetched(MicroBatch(inputs, torch.from_numpy(present)), {})
 
     def report(self, fetched: Fetched) -> None:
-        """Bad records were reported when their features were to be computed."""
+        """Does nothing: bad records were reported when the features were computed."""
 
     def close(self) -> None:
         """Mapped files close with their last reader."""
 
 
 def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader: BatchReader) -> FeatureReader:
-    """Computes what is missing, on all ranks, and gives a reader of it. The pictures' reader is closed."""
+    """Computes missing features on all ranks and returns a reader of all of them. Closes the reader of the pictures."""
     assert isinstance(model, Classifier) and phase.settings.features is not None
     ranks = run.ranks
     given = phase.settings.features.folder
@@ -81,7 +82,7 @@ def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader:
     folder = FeatureFolder.within(shared, identity, phase.index.records, model.head.in_features)
     with ExitStack() as until_made:
         until_made.callback(reader.close)
-        # Also where it is stopped: a row that says bad is not asked for its reason a second time.
+        # Also when stopped: once a row is marked bad, its record is not read again, so the reason would be lost.
         until_made.callback(lambda: run.board.bad_records(phase.name, ranks.rank, reader.bad_reasons))
         some = ranks.on_main(lambda: until_made.enter_context(folder.claimed()))
         missing = np.empty(0, np.int64)
@@ -98,7 +99,7 @@ def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader:
 def _announce(run: RunContext, phase: ReadyPhase, folder: FeatureFolder, missing: int) -> None:
     whose = "public" if phase.settings.data.public else "private, like the records"
     run.board.say(
-        f"{phase.name}  features of {folder.records:,} records in {folder.path} ({whose}); {missing:,} are to be made"
+        f"{phase.name}  features of {folder.records:,} records in {folder.path} ({whose}); {missing:,} to be computed"
     )
     if run.ranks.main and (names := older_files(folder.path.parent)):
         run.board.say(
@@ -112,16 +113,17 @@ def fill(
     writer: RowWriter, model: Classifier, reader: BatchReader, missing: np.ndarray, micro_batch: int, ranks: Ranks,
     precision: Precision, stop: StopRequest,
 ) -> None:  # fmt: skip
-    """Row by row of micro-batches; all ranks make as many rounds, so that what ends one of them ends all together.
+    """Fills missing rows, one micro-batch per round; all ranks make the same number of rounds, so that an error on one
+    ends all of them together.
 
-    Nobody returns before the last row of all ranks is written.
+    No rank returns before the last row of every rank is written.
     """
     read = until_unreadable(lambda ids, step: iter([reader.read(ids, step)]), stop)
 
     def make(ids: np.ndarray) -> None:
         for batch in read(ids, 0):
             if not len(batch.present):
-                return  # could not be read: the next question about a stop ends all ranks
+                return  # could not be read: the next check for a stop ends all ranks
             with evaluating(model), autocast(precision, ranks.device):
                 features = model.features(batch.inputs["images"].to(ranks.device))
             values = features.float().cpu().numpy()
@@ -135,8 +137,8 @@ def fill(
 
 
 def identity_of(model: Classifier, records: str, spec: DataSpec, precision: Precision) -> str:
-    """Of everything that a row depends on: records (and which are excluded), which pixels and labels of them, body,
-    precision. Heads share."""
+    """A digest of everything that a row depends on: the records (and which are excluded), which of their pixels and
+    labels are read, the body and the precision. Models that differ only in the head share it."""
     found = hashlib.sha256(f"{records} {precision} {spec!r} {_body(model.shape)!r}".encode())
     for name, tensor in sorted(model.state_dict().items()):
         if not name.startswith("head."):
@@ -146,7 +148,8 @@ def identity_of(model: Classifier, records: str, spec: DataSpec, precision: Prec
 
 
 def _body(shape: Shape) -> tuple[object, ...]:
-    """What weights do not say; the picture's size is the DataSpec's, too. Seeds of weights are seen in the weights."""
+    """What the weights do not determine; the picture size is in the DataSpec, too. Seeds of weights show in the
+    weights."""
     if shape.resnet is not None:
         return (shape.resnet, shape.image_size)
     return (shape.encoder, shape.image_size, shape.patch_size, shape.positions, shape.pooling, shape.qkv_bias)

@@ -20,7 +20,7 @@ class RunContext(OpenRun):
     stop: StopRequest
 
     def contents(self, phase: ReadyPhase) -> dict[str, str]:
-        """On the main rank: what the phase is made of, by digests of the kind that the ledger began with."""
+        """On the main rank: digests of the phase's contents, keyed or not as the ledger began."""
         return phase.contents(self.writer.history.keyed)
 
     def say(self, text: str) -> None:

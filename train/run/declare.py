@@ -1,4 +1,4 @@
-"""What a phase writes into the ledger before its first step: its plan or its want of one, and its segment of keys."""
+"""What a phase writes into the ledger before its first step: its plan, or that it has none, and its key segment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from murmuration.train.storage.sibling_runs import RunLog
 
 
 def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
-    """Into the ledger, frozen. Plans of later phases are declared before the first step: they depend on no output."""
+    """Declares the phase in the ledger and returns its plan, which is frozen there. Plans of later phases are declared
+    before the first step, too: they depend on no output."""
     privacy = phase.settings.privacy
     records = run.contents(phase)["data"]
     if phase.start is not None:
@@ -44,7 +45,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
         run.writer.declare_store(phase.number, host)
     if run.config.run.private_curves or run.folder.has_private_curves():
         run.writer.declare_private_curves()
-    seeded = run.writer.history.run["debug"]  # promises nothing, and has the id of every run of this seed and name
+    seeded = run.writer.history.run["debug"]  # promises nothing, and shares its id with every run of this seed and name
     for noted in [] if seeded else log.heads(run.writer.history.run_id):
         run.writer.admit_lost(lost_charges(run.writer.ledger.entries, noted), run.new_segment)
     with log.alone():
@@ -66,7 +67,7 @@ def _register(run: RunContext, phase: ReadyPhase, log: RunLog, epsilon: float | 
 
 
 def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
-    """What stands in the config as `public: true`, the phase's own records apart."""
+    """Declares what the config marks as `public: true`, apart from the phase's own records."""
     records: dict[PublicUse, RecordIndex | None] = {
         "evaluation": phase.held_out,
         "monitor": phase.monitored,

@@ -1,8 +1,8 @@
-"""What ends a phase before its last step: the public loss that no longer falls, or a person.
+"""What ends a phase before its last step: a public loss that no longer falls, or a person.
 
-Both look at public values alone, and both are choices: the ledger sees that planned steps were not made, and claims
-the planned budget. A rule is a function of what was measured at which step, so a resumed run reads it up in the
-public log and decides as if it had never stopped.
+Both look at public values alone, and both are choices: the ledger shows that planned steps were not made, and the
+planned budget is claimed. The rule is a function of what was measured at which step, so a resumed run reads the
+measurements from the public log and decides as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class PlateauRule:
     measured: dict[int, float] = field(default_factory=dict)
 
     def reason(self) -> str | None:
-        """None as long as one of the last `patience` checkpoints was better than all before it."""
+        """None before step `not_before`, and as long as one of the last `patience` checkpoints was better than all
+        checkpoints before it by more than `min_delta`."""
         best, waited = float("inf"), 0
         for step in sorted(self.measured):
             if self.measured[step] < best - self.settings.min_delta:
@@ -56,19 +57,20 @@ class Ending:
         return Ending(phase.name, folder.end_file, ranks, plateau)
 
     def measured(self, step: int, values: Mapping[str, float]) -> None:
-        """Of weights that are durable."""
+        """Takes the measurements of a durable checkpoint."""
         if self.plateau is not None and METRIC in values:
             self.plateau.measured[step] = values[METRIC]
 
     def reason(self) -> str | None:
-        """Asked between steps, by all ranks."""
+        """Called between steps, by all ranks."""
         if self.ranks.on_main(lambda: asked_for(self.file, self.name)):
             return f"{self.file.name} names it"
         return self.plateau.reason() if self.plateau is not None else None
 
 
 def asked_for(file: Path, name: str) -> bool:
-    """The file stays, so that a resumed run does not begin the phase again; it names phases, one a line."""
+    """Whether the file names the phase (one name per line). The file stays, so that a resumed run does not begin the
+    phase again."""
     try:
         return name in file.read_text(errors="replace").split()
     except OSError:
@@ -76,6 +78,6 @@ def asked_for(file: Path, name: str) -> bool:
 
 
 def measured_before(log: Path, name: str, done: int, metric: str = METRIC) -> dict[int, float]:
-    """Measurements of the phase up to a step, in the public log; of a step measured twice, the last one."""
+    """The phase's measurements up to step `done` in the public log; where a step was measured twice, the last one."""
     ours = (entry for entry in measurements(log) if entry.phase == name and metric in entry.values)
     return {entry.step: entry.values[metric] for entry in ours if entry.step <= done}

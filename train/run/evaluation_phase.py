@@ -1,4 +1,4 @@
-"""A phase without steps: weights that are loaded from somewhere, or weights that are only measured.
+"""A phase without steps: it loads weights from a checkpoint, or only measures the weights it is given.
 
 It leaves a checkpoint like any phase, so that the next one, a resume and the certificate need not know the difference.
 """
@@ -24,7 +24,7 @@ from murmuration.train.storage.checkpoint import Loaded, Position
 
 
 class StillEngine:
-    """A model as an engine that trains nothing: what evaluation and checkpoints ask of one."""
+    """A model wrapped as an engine that trains nothing, with what evaluation and checkpoints need."""
 
     partitioned = False
     trainable_elements = 0
@@ -43,7 +43,7 @@ class StillEngine:
         raise UpdateError("a phase without steps has seen no micro-batch")
 
     def discard(self) -> None:
-        """Nothing was begun."""
+        """There is nothing to discard."""
 
     def shards(self) -> list[OptimizerShard]:
         return []
@@ -61,7 +61,7 @@ class StillEngine:
         return None
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """There is nothing to release."""
 
 
 def run_without_steps(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> None:

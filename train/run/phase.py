@@ -1,4 +1,4 @@
-"""One phase of a run around its plan: model, keys, records, engine, step; then the loop."""
+"""One phase of a run, built around its plan: model, keys, records, engine, step; then the loop."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from murmuration.train.storage.checkpoint import Loaded
 
 
 def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> None:
-    """From the checkpoint (of this phase, or of the one before it) to the end of the phase."""
+    """Trains from the checkpoint (of this phase, or of the one before it) to the end of the phase."""
     if not phase.settings.trains:
         return run_without_steps(run, phase, loaded)
     resumed = loaded is not None and loaded.position.phase == phase.number
@@ -98,13 +98,14 @@ def train_privately(
 
 def _segment(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
     found = run.ranks.on_main(lambda: segment_of(run, phase, done))
-    if phase.settings.features is not None:  # before any of them is computed anew
+    if phase.settings.features is not None:  # before missing features are computed
         require_same_records(run, phase, found, done, sampler=None)
     return found
 
 
 def _note_memory(run: RunContext, phase: ReadyPhase, totals: bool) -> None:
-    """Nothing fails for it: the limit on locked memory is the administrator's."""
+    """Tries to keep the run key out of swap and the process out of core dumps, and notes what succeeded. A failure ends
+    nothing: the limit on locked memory is the administrator's."""
     key, dumps = keep_from_swap(run.key.secret), forbid_dumps()
     run.board.note(
         phase.name,
@@ -164,13 +165,13 @@ def _private_loader(
     run: RunContext, phase: ReadyPhase, reader: Reader, core: PrivateCore, segment: Segment, done: int
 ) -> Loader[Any]:
     sampler = core.sampler()
-    if phase.settings.features is None:  # or else they were compared before features were computed
+    if phase.settings.features is None:  # otherwise they were compared before features were computed
         require_same_records(run, phase, segment, done, sampler)
     return _loader(run, phase, reader, sampler)
 
 
 def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segment) -> float:
-    """Before anything else touches the engine; gives its speed on synthetic records."""
+    """Runs the self-test before anything else touches the engine; returns its speed on synthetic records."""
     run.ranks.on_main(lambda: run.require_generator(segment, core.generator))
     synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective)
     replicated = EngineSettings.of(run.config).replicated
@@ -213,13 +214,14 @@ def trainer_of(
     )  # fmt: skip
 
 
-# The model of a phase: fresh, from its own checkpoint, or with the weights of what came before; and what it trains.
+# The model of a phase: fresh, from its own checkpoint, or with the weights of the phase before; and what is trained.
 
 FIRST_MOMENT = "exp_avg"
 
 
 def initial_model(phase: ReadyPhase, loaded: Loaded | None, resumed: bool) -> nn.Module:
-    """Weights first, then the choice of what is trained; adapters belong to the phase, so its own come after them."""
+    """Weights handed over come first, then the choice of what is trained. Adapters belong to the phase, so the phase's
+    own checkpoint is loaded after that."""
     settings = phase.settings
     model = build(phase.shape, settings.objective)
     if loaded is not None and not resumed:
@@ -236,13 +238,14 @@ def _restore(loaded: Loaded | None, resumed: bool, engine: ShardedEngine, carry:
 
 
 def carry_over(loaded: Loaded, engine: ShardedEngine, how: Carry) -> None:
-    """Optimizer state from the end of the phase before. Learning rates start anew in any case.
+    """Takes over the optimizer state from the end of the phase before. Learning rates start anew in any case.
 
     Bu et al. (2402.18752) hand AdamW over with its first moment zeroed: it points where public gradients led, while
-    the second one is a scale that holds. The step count stays with it, so that no correction inflates it again.
+    the second moment is a scale that remains valid. The step count stays with the second moment, so that bias
+    correction does not inflate it again.
     """
     if how == "none" or not loaded.manifest["optimizer_step"]:
-        return  # a phase that was ended by hand before its first step has no state to give
+        return  # a phase that was ended by hand before its first step has no state to hand over
     loaded.restore_optimizer(engine)
     if how == "second-moment":
         for shard in engine.shards():

@@ -1,9 +1,9 @@
 """Public gradients beside the noised ones: alpha · public + (1 - alpha) · private, after the noise.
 
-The mixture is made of what was released already and of records that are nobody's, so the promise of the noised part
-stands as it is: every step is drawn, clipped, noised and charged whatever alpha is. Public records have a sampler of
-their own, an ordinary epoch, and never meet the private ones before this file. (A step with alpha = 1 is charged, too:
-whoever wants steps that cost nothing makes them a phase of their own.)
+The mixture is made of what is released anyway and of public records, so the promise of the noised part stands as it is:
+every step is drawn, clipped, noised and charged whatever alpha is. Public records have a sampler of their own, by
+ordinary epochs, and never meet the private ones before this file. (A step with alpha = 1 is charged, too: put steps
+that should cost nothing into a phase of their own.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from murmuration.train.run.context import RunContext
 
 
 def alpha(mixing: Mixing, step: int, steps: int, expected_batch: float) -> float:
-    """Weight of the public gradient at step t = 1, 2, … of a phase of so many steps."""
+    """Weight of the public gradient at step t = 1, 2, … of a phase of `steps` steps."""
     if mixing.shape == "sample-ratio":
         return mixing.batch / (mixing.batch + expected_batch)
     assert mixing.start is not None
@@ -48,7 +48,7 @@ def alpha(mixing: Mixing, step: int, steps: int, expected_batch: float) -> float
 
 
 class MixedUpdate:
-    """The noised mean first, by its own rules; then the mixture. (In a non-private twin, the plain mean.)"""
+    """Finishes the noised mean by its own rules, then mixes. (In a non-private twin, it is the plain mean.)"""
 
     def __init__(self, first: Update, public: Mapping[str, Tensor], weight: float) -> None:
         self._first, self._public, self._weight = first, public, weight
@@ -85,7 +85,7 @@ class PublicGradient:
                 losses = self._model(batch.inputs)
             present = batch.present & torch.isfinite(losses.detach())
             loss = torch.where(present, losses, torch.zeros_like(losses)).sum()
-            # By torch.autograd.grad: the engine's hooks, which wait for the private sum, do not fire.
+            # torch.autograd.grad does not fire the engine's hooks, which wait for the private sum.
             found = torch.autograd.grad(loss, list(self._trained.values()), allow_unused=True)
             for name, gradient in zip(self._trained, found, strict=True):
                 if gradient is not None:
@@ -96,7 +96,7 @@ class PublicGradient:
 
 
 class MixingEngine(EngineAround):
-    """The engine of the phase, with what is mixed into each update."""
+    """The phase's engine, which mixes a public gradient into each update."""
 
     def __init__(
         self, inner: ShardedEngine, gradient: PublicGradient, weight: Callable[[int], float],
@@ -132,12 +132,12 @@ class MixingEngine(EngineAround):
         return self.inner.update(mixed, learning_rate)
 
     def close_public(self) -> None:
-        """The engine itself belongs to the phase."""
+        """Closes the public loader only: the engine itself belongs to the phase."""
         self._close()
 
 
 def mixed_spec(phase: ReadyPhase) -> DataSpec:
-    """As the phase's own records are taken, but augmented and weighted as the data to mix in say."""
+    """The spec of the phase's own records, but with the augmentation and the weights of the data to mix in."""
     mixing = phase.settings.mixing
     assert mixing is not None
     return replace(phase.data_spec(augment=True), augment=mixing.data.augment, weight=mixing.weight)

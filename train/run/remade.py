@@ -1,4 +1,4 @@
-"""Before steps are made again, behind the last durable checkpoint: their records are still the ones that were read."""
+"""Before steps after the last durable checkpoint are made again: a check that their records have not changed since."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from murmuration.train.run.context import RunContext
 def require_same_records(
     run: RunContext, phase: ReadyPhase, segment: Segment, done: int, sampler: Sampler[Any] | None
 ) -> None:
-    """ShardError on all ranks where one of the shards is another one. How many they are depends on who was drawn, so
-    nobody is told. Without a sampler, all are compared: features that are missing would be computed anew from any."""
+    """Raises ShardError on all ranks if one of the shards has changed. How many shards are compared depends on which
+    records were drawn, so that number is not shown. Without a sampler, all shards are compared: missing features may
+    have to be computed from any of them."""
     ranks = run.ranks
     steps = ranks.on_main(lambda: _opened_behind(run, phase, segment, done))
     everyone = np.arange(phase.index.records if sampler is None else 0)
@@ -46,7 +47,7 @@ def _opened_behind(run: RunContext, phase: ReadyPhase, segment: Segment, done: i
 
 
 def _share(shards: list[int], placement: Placement | None, ranks: Ranks) -> list[int]:
-    """What this rank compares: shards that lie on some nodes alone are for the ranks that read them."""
+    """The shards that this rank compares: those that only some nodes hold are left to the ranks that read them."""
     if placement is None:
         return shards[ranks.rank :: ranks.world]
     group = next(number for number, members in enumerate(placement.groups) if ranks.rank in members)

@@ -67,7 +67,7 @@ def read_curves(run_dir: RunDir) -> dict[str, dict[str, dict[int, float]]]:
 
 
 def outcomes(config: Config, curves: dict[str, dict[str, dict[int, float]]]) -> list[str]:
-    """What the public measurements came to, next to where they started and to chance."""
+    """The last public measurements, beside the first ones and chance."""
     found: list[str] = []
     for phase in config.phases:
         points = curves.get(phase.name, {})
@@ -93,7 +93,7 @@ def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
     count = len(panels) + bool(answers)
     if not count:
         return ""
-    # Names inside the picture follow from what is drawn, and no date is written: it would say when the run ended.
+    # Ids inside the SVG follow from what is drawn, and no date is written: it would say when the run ended.
     style: Any = {
         "svg.hashsalt": "murmuration",
         "font.size": 9,
@@ -131,7 +131,7 @@ def _zero_shot(axis: Any, phase: Phase, points: dict[str, dict[int, float]], nam
         if settings is not None and label in settings.axes:
             axis.axhline(1 / len(settings.axes[label]), color=colour, linestyle=":", linewidth=1)
     axis.set(title="zero-shot accuracy\n(dotted: chance)", xlabel="step", ylim=(0, 1))
-    # Set as plain texts: a legend hides labels that begin with _ and takes what stands between two $ for a formula.
+    # Set as plain text: a legend hides labels that begin with _ and reads what lies between two $ as a formula.
     legend = axis.legend(lines, [str(number) for number in range(len(lines))], frameon=False, fontsize=8)
     for text, label in zip(legend.get_texts(), labels, strict=False):
         text.set_text(printable(label))
@@ -145,7 +145,7 @@ TITLES = {
     "update_snr": "update signal / noise\n(on public batches)",
 }
 
-# After the last step: public captions, the certificate, the report. Everything from the durable checkpoint.
+# After the last step: public captions, the certificate, the report, all of them from the durable checkpoint.
 
 DEVIATIONS = [
     ALLOWANCE,
@@ -170,7 +170,7 @@ def write_certificate(
             log.claim(journal.history.run_id, document["claim"]["epsilon_claimed"])
     certificate.write(document, run_dir.root)
     write_report(run_dir, config, document, shown)
-    # The claim and what it rests on; what it means in plain words stands in the files.
+    # The claim and what it rests on; what it means in plain words is in the files.
     board.say(certificate.markdown(document).partition("## What this means")[0])
     for text in outcomes(config, read_curves(run_dir)):
         board.say(text)
@@ -186,11 +186,11 @@ def _composed(
     siblings = _siblings(logs, journal)
     extra: dict[str, Any] = {
         "known_deviations": DEVIATIONS,
-        # Where a sibling's folder lies is nobody's business.
+        # Where a sibling's folder lies is not published.
         "siblings": [{key: value for key, value in other.items() if key != "folder"} for other in siblings],
         "about": {"data": config.about.data, "owner": config.about.owner},
         "model": f"{config.model.family}, {config.model.size}, pictures of {config.model.image_size} px",
-        # Of the last start, as the files' times are: when the run ended would tell how long its private steps took.
+        # Of the last start, like the files' times: when the run ended would reveal how long its private steps took.
         "dates": {"last_start": day},
         "engine": str(EngineSettings.of(config)),
         "machine": "cuda" if torch.cuda.is_available() else "cpu (gloo); not yet proved on GPUs with NCCL",
@@ -226,7 +226,7 @@ def _logs(config: Config, phases: list[ReadyPhase]) -> list[RunLog]:
 
 
 def _siblings(logs: list[RunLog], journal: Journal) -> list[dict[str, Any]]:
-    """Other runs on the records that this one protects; where nobody could log this one, nobody logged others."""
+    """Other runs on the records that this one protects; where this run could not be logged, neither could others."""
     own = journal.history.run_id
     found: dict[str, dict[str, Any]] = {}
     for log in logs:

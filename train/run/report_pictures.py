@@ -1,6 +1,6 @@
-"""A few public held-out images for the report: with the caption that the model writes, or with what it fills in.
+"""A few public held-out images for the report, each with the caption that the model writes or with what it fills in.
 
-Public images alone, from the durable checkpoint: nothing of a private record is ever shown.
+Only public images, and the weights of the durable checkpoint: nothing of a private record is ever shown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GREY = 0.5
 
 
 def samples(phases: list[ReadyPhase], latest: Loaded) -> list[dict[str, str]]:
-    """Each a PNG with what is to stand below it; empty where the last phase has no public held-out images."""
+    """One PNG per image with the text below it; empty where the last phase has no public held-out images to show."""
     phase = phases[latest.position.phase]
     if phase.held_out is None or phase.settings.objective == "classify":
         return []

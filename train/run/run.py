@@ -1,4 +1,4 @@
-"""One run: its directory and key, its phases in order, and what remains when the last is done."""
+"""One run: its directory and key, its phases in order, and what is left to do after the last one."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from murmuration.train.storage.open_run import open_run
 from murmuration.train.storage.run_dir import RunDir
 
 RESUMABLE, CERTIFYING = "stopped, resume me", "trained; its certificate is not written"
+TRAINING, FAILED = "training; resume me if killed", "failed"
+OTHER = "another rank than the main one"
 
 
 def run_all(
@@ -48,7 +50,7 @@ def run_all(
     )  # fmt: skip
     if run.journal is not None and settings.witness is not None:
         run.journal.witnesses["witness"] = Witness(settings.witness, run.board.say)
-    state = {"status": "failed"}
+    state = {"status": FAILED}
     try:
         spent = _trained_before(run, phases) if run.secret is None else _train(run, phases)
         state = {"status": CERTIFYING}
@@ -56,7 +58,7 @@ def run_all(
         state = {"status": RESUMABLE}
         raise
     except BaseException as error:
-        state = {"status": RESUMABLE if lost_rank(error) else "failed", "error": type(error).__name__}
+        state = {"status": RESUMABLE if lost_rank(error) else FAILED, "error": type(error).__name__}
         raise
     finally:
         with contextlib.suppress(OSError):  # a full disk has its own error, which this must not hide
@@ -72,14 +74,16 @@ def run_all(
 
 
 def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
-    """What is left of all phases; the reason if the budget ended them."""
+    """Trains what is left of all phases; returns the reason if the budget ended them."""
     if run.key.debug:
         run.board.say("NOT PRIVATE (debug): the keys come from run.debug_seed")
 
     def stalled(reason: str) -> None:
         tell_state(run, status=RESUMABLE, error=reason)
 
-    watchdog = watch(run.ranks, run.config.run.stall_seconds, stalled)
+    tell_state(run, status=TRAINING)
+    watchdog = watch(run.ranks, run.config.run.stall_seconds, stalled, asked=lambda: run.stop.reason)
+    parted = False
     try:
         for phase in phases:
             if phase.private:
@@ -90,17 +94,22 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
             done = (-1, 0) if loaded is None else (loaded.position.phase, loaded.position.step)
             if done < (phase.number, phase.settings.steps):
                 train_phase(run, phase, loaded)
-    except BudgetSpent as error:
+        parted = True
+    except (BudgetSpent, Stopped) as error:
+        parted = True
+        if isinstance(error, Stopped):
+            raise
         run.board.say(f"{error}")
         return error
     finally:
-        watchdog.stop()
+        watchdog.stop(parted)
         run.stop.end_listening()
     return None
 
 
 def _trained_before(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
-    """Of a finished run; its certificate and report are written again, as it was trained."""
+    """Checks a finished run before its certificate and report are written again, as it was trained; returns the reason
+    if the budget ended it."""
     run.board.say(f"{run.name} is finished; writing its certificate and report again")
     run.ranks.on_main(lambda: _require_same_run(run, phases))
     run.ranks.on_main(run.recover_checkpoints)
@@ -109,10 +118,10 @@ def _trained_before(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | 
 
 
 def _conclude(run: RunContext, phases: list[ReadyPhase]) -> None:
-    """Certificate and report; then nothing is left to do for the key."""
+    """Writes the certificate and the report; after that, nothing needs the key any more."""
     latest = run.checkpoints.latest()
     if latest is None:
-        raise raised_on_all_ranks(CheckpointError(f"{run.checkpoints.folder} holds no checkpoint; restore it"))
+        raise raised_on_all_ranks(CheckpointError(f"{run.checkpoints.folder} contains no checkpoint; restore one"))
     if latest.position.phase >= len(phases):
         raise LedgerError("the config has fewer phases than the run; give the config that it was trained with")
     if not run.ranks.main:
@@ -131,21 +140,29 @@ def _conclude(run: RunContext, phases: list[ReadyPhase]) -> None:
 
 
 def tell_state(run: RunContext, **state: object) -> None:
-    """What scripts ask for; any rank may call it."""
+    """Writes the state that scripts read. Any rank may call it; of those beside the main one, only a failure counts.
+
+    A rank that fails takes the others along, and these call themselves resumable: its own state must stand.
+    """
     if run.journal is not None:
+        if state["status"] == RESUMABLE and "error" in state and run.folder.state().get("by") == OTHER:
+            return
         last = run.journal.history.last_checkpoint()
         where = {"phase": last.phase if last else None, "step": last.step if last else None}
         run.folder.write_state(run=run.name, **state, **where)
+    elif state["status"] == FAILED:
+        run.folder.write_state(run=run.name, **state, by=OTHER)
 
 
 def _settle_times(run: RunContext) -> None:
-    """Checkpoints have their times already, and what was copied somewhere need not be copied again."""
+    """Sets public times on all files but the checkpoints, which have theirs already: with new times, backups would copy
+    them again."""
     if run.ranks.main:
         run.checkpoints.times.stamp_all(run.folder.root, but=(run.folder.checkpoints.name,))
 
 
 def _declare_choices(run: RunContext) -> None:
-    """Before the first step, so that a search whose cost cannot be computed is refused while it costs nothing."""
+    """Runs before the first step, so that a search whose cost cannot be computed is refused while it costs nothing."""
     settings = run.config.run
     if settings.keep_best is not None:
         run.writer.declare_choice(settings.keep_best)
@@ -159,7 +176,7 @@ def _declare_choices(run: RunContext) -> None:
 
 
 def _require_same_run(run: RunContext, phases: list[ReadyPhase]) -> None:
-    """What is written about a finished run is written from the config that it was trained with."""
+    """The pages of a finished run are written only from the config that it was trained with."""
     history = run.writer.history
     for phase in phases:
         segments = history.segments_of(phase.number)
@@ -174,7 +191,7 @@ def _require_same_run(run: RunContext, phases: list[ReadyPhase]) -> None:
 
 
 def _ended_early(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
-    """A phase may also have ended by its plateau or by hand, which is no fault."""
+    """BudgetSpent if a phase is short of its last step, unless its plateau rule or a person may have ended it."""
     history = run.writer.history
     chosen = {p.number for p in phases if p.settings.plateau is not None or asked_for(run.folder.end_file, p.name)}
     short = any(
@@ -182,7 +199,7 @@ def _ended_early(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | Non
         for phase, plan in history.plans.items()
         if phase not in chosen
     )
-    return BudgetSpent("the run had ended before its last step, its budget spent") if short else None
+    return BudgetSpent("the run ended before its last step, because its budget was spent") if short else None
 
 
 def _versions() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The loop: steps of one phase, in the order commit -> checkpoint -> public measurements.
 
-A checkpoint is written while training goes on for a fixed number of steps: fixed, because how many steps a write takes
-would tell of the sizes of their batches. What was measured with its weights is told once it is durable.
+A checkpoint is written while training continues for a fixed number of steps: fixed, because how many steps a write
+takes would reveal something about their batch sizes. What was measured with its weights is published once it is
+durable.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class Saving:
     checkpoints: Checkpoints
     every: int
     lag: int
-    """How many more steps are made before a checkpoint that is being written is waited for."""
+    """How many more steps are made before the loop waits for a checkpoint that is being written."""
     replicated: bool
     header: Callable[[], dict[str, Any]]
     checkpointed: Callable[[int, str], None]
-    """Tells the ledger of a durable checkpoint, on the main rank."""
+    """Enters a durable checkpoint into the ledger, on the main rank."""
     forget: Callable[[int], None] = lambda done: None
-    """The keys of steps that are durable, on all ranks together."""
+    """Forgets the keys of durable steps, on all ranks together."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Watching:
 
 
 class Trainer:
-    """Everything that one phase needs is built already; `run` does nothing but the loop."""
+    """Everything that one phase needs is built already; `run` is only the loop."""
 
     def __init__(
         self, phase: ReadyPhase, step: Step, engine: ShardedEngine, ranks: Ranks, board: Board, pace: Pace,
@@ -77,7 +78,7 @@ class Trainer:
             pass
 
     def pausing(self, done: int) -> Iterator[int]:
-        """The same, with a pause before each step, in which an audit keeps another run level with this one."""
+        """The same, with a pause before each step, so that an audit can keep another run in step with this one."""
         self._begin(done)
         self._settle()
         self.pace.tick()
@@ -107,7 +108,7 @@ class Trainer:
         self._settle()
 
     def _tell(self, step: int, observed: StepSummary) -> None:
-        """What was seen of the step's own records."""
+        """Writes what was observed on the step's own records to the board where it belongs."""
         timed, public = self.pace.tick(), self.phase.settings.data.public
         if public or self.board.keeps_private:
             summary = observed.over_ranks(self.ranks, self.clip_bound)
@@ -117,7 +118,7 @@ class Trainer:
                 self.board.private(self.name, step, summary | timed)
 
     def _progress(self, step: int, rate: float) -> None:
-        """Nothing here depends on the weights or on a single step's data: it may be shown before a checkpoint."""
+        """Nothing here depends on the weights or on a single step's data, so it may be shown before a checkpoint."""
         values: dict[str, float] = {"lr": rate}
         line = f"{self.name}  step {step}/{self.steps}  lr {rate:.2e}"
         epsilon = self.ranks.on_main(self.spent)
@@ -131,7 +132,7 @@ class Trainer:
         self.board.say(f"{line}  {self.pace.line(step, self.steps)}")
 
     def _begin(self, step: int, measure: bool = True) -> None:
-        """Copies the weights for writing, and measures them; nothing of it may leave yet."""
+        """Copies the weights for writing, and measures them; none of the results may leave the job yet."""
         self._settle()
         header = self.ranks.on_main(self.saving.header)
         position = Position(self.phase.number, step)

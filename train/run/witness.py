@@ -1,8 +1,8 @@
-"""Tells somebody outside how long the ledger is, so that it cannot be rewritten later, not even by the key's owner.
+"""Reports the ledger's head to an outside witness, so that it cannot be rewritten later, not even by the key's owner.
 
-A URL gets a POST, a command gets a line on its standard input: run, length and hash of the ledger's last line, and what
-it charges, all of which are public. A web service, a time-stamping authority (RFC 3161), a commit to a remote
-repository or a transparency log keeps it; `account.py verify --witness FILE` compares. The witness learns when
+A URL gets a POST, a command gets a line on its standard input: the run, the ledger's length, the hash of its last line,
+and what it charges, all of which are public. A web service, a time-stamping authority (RFC 3161), a commit to a remote
+repository or a transparency log can keep it; `account.py verify --witness FILE` compares. The witness learns when
 checkpoints were made.
 """
 
@@ -23,7 +23,7 @@ SECONDS = 20
 
 @dataclass(frozen=True)
 class Witness:
-    """`target` is a URL or a command. A witness that is not reached is told of, and ends no run."""
+    """`target` is a URL or a command. A witness that cannot be reached is reported, and does not end the run."""
 
     target: str
     say: Callable[[str], None]
@@ -32,7 +32,7 @@ class Witness:
         try:
             self._tell(json.dumps(head.as_dict()).encode() + b"\n")
         except (OSError, ValueError, urllib.error.URLError, subprocess.SubprocessError) as error:
-            self.say(f"the witness was not told of ledger line {head.length}: {_reason(error)}")
+            self.say(f"ledger line {head.length} could not be reported to the witness: {_reason(error)}")
 
     def _tell(self, line: bytes) -> None:
         if self.target.startswith(("https://", "http://")):

@@ -1,4 +1,4 @@
-"""The end of a run: what of the weights a certificate names, and its signature, as long as there is a key for it."""
+"""The end of a run: the digests of weights that a certificate names, and its signature, while the key still exists."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from murmuration.train.storage.run_dir import RunDir
 
 
 def earlier_certificate(run_dir: RunDir, history: History, entries: list[LedgerEntry]) -> dict[str, Any] | None:
-    """The certificate of a finished run whose key is destroyed: nobody can sign another one, but what was declared
-    since makes its claim weaker. None where one can be written."""
+    """The certificate of a finished run whose key is destroyed: nobody can sign another one, so it is amended by what
+    was declared since, which weakens its claim. None where a new one can be written."""
     signer, path = history.run["signer"], run_dir.root / "certificate.json"
     if signer is None or run_dir.key.exists():
         return None
@@ -33,7 +33,7 @@ def earlier_certificate(run_dir: RunDir, history: History, entries: list[LedgerE
 
 
 def completed(run_dir: RunDir, history: History, document: dict[str, Any], kept: list[Loaded]) -> dict[str, Any]:
-    """With the weights of the checkpoints that may be exported, and signed."""
+    """The certificate with the digests of the weights that may be exported, signed if the run has a signer."""
     lists = {loaded.position.folder: loaded.tensor_digests() for loaded in kept}
     write_lists(lists, run_dir.root)
     document["weights"] = [

@@ -1,9 +1,9 @@
 """Checkpoints of our own: pieces through the shard map, whole or absent, readable at any world size.
 
-Every rank copies its shards into the memory of the host, and training goes on while a thread writes them into a
-temporary folder. `settle` then waits for all ranks; the main rank writes the manifest with the pieces' hashes, renames
-the folder, writes the new pointer aside, lets the ledger name the checkpoint, and swings the pointer. A kill at any
-moment leaves the previous one whole. No thread talks to other ranks.
+Every rank copies its shards into host memory, and training continues while a thread writes them into a temporary
+folder. `settle` then waits for all ranks; the main rank writes the manifest with the pieces' hashes, renames the
+folder, writes the new pointer aside, lets the ledger name the checkpoint, and swings the pointer. A kill at any moment
+leaves the previous checkpoint whole. No thread talks to other ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from murmuration.train.storage.public_times import PublicTimes
 
 
 class PointerError(CheckpointError):
-    """The pointer is damaged: its bytes can be read, and are not what was written."""
+    """The pointer is damaged: its bytes can be read, but are not what was written."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class Keep:
     best: str | None = None
 
     def chosen(self, entries: Sequence[KeptCheckpoint]) -> list[KeptCheckpoint]:
-        """Of all that there are, the newest first: the last so many, every so-manieth step, each phase's best."""
+        """Chooses from all checkpoints (newest first): the `last` most recent, those at multiples of `every`, and each
+        phase's best."""
         stay = {entry.folder for entry in entries[: self.last]}
         if self.every is not None:
             stay |= {entry.folder for entry in entries if entry.step and entry.step % self.every == 0}
@@ -68,7 +69,8 @@ class Keep:
         return [entry for entry in entries if entry.folder in stay]
 
     def best_of(self, entries: Sequence[KeptCheckpoint]) -> dict[int, KeptCheckpoint]:
-        """By phase. Of a loss the smallest is best, of everything else the largest; of equals the newest."""
+        """Each phase's best checkpoint: the smallest loss, or the largest value of any other metric; of equals the
+        newest."""
         if self.best is None:
             return {}
         sign = 1 if "loss" in self.best else -1
@@ -83,7 +85,7 @@ class Keep:
 
 
 def read_pointer(path: Path) -> list[KeptCheckpoint]:
-    """The newest first; empty where nothing was ever saved."""
+    """The checkpoints that the pointer lists, newest first; empty if nothing was ever saved."""
     if not path.exists():
         return []
     try:
@@ -92,7 +94,7 @@ def read_pointer(path: Path) -> list[KeptCheckpoint]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); mend the disk or the permissions") from None
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); repair the disk or the permissions") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise PointerError(
@@ -102,7 +104,7 @@ def read_pointer(path: Path) -> list[KeptCheckpoint]:
 
 
 def pointer_text(entries: Sequence[KeptCheckpoint]) -> bytes:
-    """A measurement that is not finite is left out: it cannot be written as JSON."""
+    """The pointer's content. Measurements that are not finite are left out: JSON cannot express them."""
     newest, *before = (
         {
             "folder": entry.folder,
@@ -130,12 +132,13 @@ DAMAGED = "damaged-"
 
 
 class StorageError(OSError):
-    """A checkpoint could not be written; the one before it is whole."""
+    """A checkpoint could not be written; the previous one is whole."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A checkpoint on its way to the disk: this rank's name and hash, once written; no future if it lies there."""
+    """A checkpoint on its way to the disk. `piece` is the name and hash of this rank's piece once it is written, None
+    if the rank writes none; `written` is the manifest's digest if the checkpoint is on the disk already."""
 
     position: Position
     temporary: Path
@@ -163,7 +166,7 @@ class Checkpoints:
         self, position: Position, engine: ShardedEngine, replicated: bool, header: dict[str, Any],
         mark: Callable[[str], None] = lambda digest: None,
     ) -> str:  # fmt: skip
-        """Returns the digest of the manifest; durable when it returns."""
+        """Saves a checkpoint and returns its manifest's digest; the checkpoint is durable when it returns."""
         self.begin(position, engine, replicated, header)
         return self.settle(mark, {})
 
@@ -193,9 +196,10 @@ class Checkpoints:
         self.pending = Pending(position, temporary, piece, manifest, None)
 
     def settle(self, mark: Callable[[str], None], public: dict[str, float]) -> str:
-        """Waits until all ranks have written; durable and named by the pointer when it returns.
+        """Waits until all ranks have written; the checkpoint is durable and named by the pointer when it returns.
 
-        `mark` lets the ledger name the checkpoint before anything depends on it; `public` decides which is the best.
+        `mark` lets the ledger name the checkpoint before anything depends on it; `public` decides which checkpoint is
+        the best.
         """
         pending, self.pending = self.pending, None
         assert pending is not None, "nothing was begun"
@@ -238,7 +242,7 @@ class Checkpoints:
             self.times.stamp_all(pending.temporary)
             sync(pending.temporary)
             final = self.folder / position.folder
-            if final.exists():  # of a kill before the pointer swung, or of a rollback: nothing goes on from it
+            if final.exists():  # left by a kill before the pointer swung, or by a rollback: nothing continues from it
                 shutil.rmtree(final)
             pending.temporary.rename(final)
             sync(self.folder)
@@ -264,12 +268,12 @@ class Checkpoints:
     def recover(
         self, named: Sequence[KeptCheckpoint], measured: Callable[[KeptCheckpoint], dict[str, float]] = lambda entry: {}
     ) -> str | None:
-        """On the main rank, before anything is read: swings a pointer whose checkpoint the ledger names already.
+        """On the main rank, before anything is read: swings a pointer whose checkpoint the ledger already names.
 
-        `named` is what the ledger names, the newest first. A pointer that is lost, damaged or older than that is
-        rebuilt from it, with what was `measured` on public records; the reason is returned.
-        What else a kill left goes before its steps are made again: on other ranks they round otherwise, and the two
-        results would have the same noise.
+        `named` are the checkpoints that the ledger names, newest first. A pointer that is lost, damaged or older than
+        those is rebuilt from them, with what was `measured` on public records; the reason is returned.
+        Everything else that a kill left is removed before its steps are made again: on other ranks they round
+        differently, and the two results would have the same noise.
         """
         if self.next_pointer.exists():
             try:
@@ -286,7 +290,7 @@ class Checkpoints:
         return reason
 
     def _useless(self, named: Sequence[KeptCheckpoint]) -> str | None:
-        """Why the pointer cannot be followed."""
+        """Why the pointer cannot be followed; None if it can."""
         try:
             entries = read_pointer(self.pointer)
         except PointerError:
@@ -308,7 +312,8 @@ class Checkpoints:
         return hashlib.sha256(content).hexdigest() == entry.manifest_sha256
 
     def _rebuild(self, named: Sequence[KeptCheckpoint], measured: Callable[[KeptCheckpoint], dict[str, float]]) -> None:
-        """The newest stays the newest, whole or not: whether an older one may take its place is not decided here."""
+        """Rebuilds the pointer. The newest checkpoint stays the newest, whole or not: whether an older one may take its
+        place is not decided here."""
         if not named:
             self.pointer.unlink()
             return
@@ -324,7 +329,7 @@ class Checkpoints:
             shutil.rmtree(orphan) if orphan.is_dir() else orphan.unlink()
 
     def latest(self) -> Loaded | None:
-        """What the pointer names, every byte of it hashed by some rank; None where nothing was ever saved."""
+        """The checkpoint that the pointer names, each byte hashed by some rank; None if nothing was ever saved."""
         entries = read_pointer(self.pointer)
         return self._opened(entries[0]) if entries else None
 
@@ -333,7 +338,7 @@ class Checkpoints:
         return on_all(self.ranks, lambda: Loaded.open(folder, entry.manifest_sha256, share), CheckpointError)
 
     def fall_back(self) -> Loaded:
-        """The newest checkpoint that is whole. The pointer swings to it; what is damaged stays under another name."""
+        """The newest checkpoint that is whole. The pointer swings to it; damaged ones are kept under another name."""
         entries = read_pointer(self.pointer)
         for number, entry in enumerate(entries):
             try:
@@ -356,18 +361,18 @@ class Checkpoints:
 
     @staticmethod
     def listed(folder: Path) -> list[KeptCheckpoint]:
-        """The newest first."""
+        """The checkpoints that the pointer lists, newest first."""
         return read_pointer(folder / "latest")
 
     @staticmethod
     def newest(folder: Path) -> Loaded | None:
-        """What the pointer names, checked; None where nothing was ever saved."""
+        """The checkpoint that the pointer names, checked; None if nothing was ever saved."""
         entries = Checkpoints.listed(folder)
         return Loaded.open(folder / entries[0].folder, entries[0].manifest_sha256) if entries else None
 
 
 def _tensors_of(engine: ShardedEngine, whole: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """Copies of this rank's shards, and of `whole` what no optimizer holds."""
+    """Copies of this rank's shards, and of the tensors in `whole` that are not trained."""
     tensors: dict[str, Tensor] = {}
     for shard in engine.shards():
         for fragment in shard.fragments:
@@ -388,7 +393,8 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, str]:
 
 
 def _outcome(piece: Future[tuple[str, str]] | None) -> tuple[str, str] | Exception | None:
-    """Never raises what the other ranks would wait for; a kill is no Exception."""
+    """The piece's name and hash, or its exception, which is not raised here because the other ranks would wait. A kill
+    is no Exception."""
     try:
         return piece.result() if piece is not None else None
     except Exception as error:
@@ -401,7 +407,7 @@ def _durably(path: Path, content: bytes) -> None:
 
 
 class _explained:
-    """Turns what a file system refuses into one sentence with the mend."""
+    """Turns a file system's error into one sentence with its fix."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -413,6 +419,6 @@ class _explained:
         if isinstance(error, OSError | SafetensorError) and not isinstance(error, StorageError):
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise StorageError(
-                f"{self.path} could not be written ({why}); the checkpoint before it is whole: free space or mend the "
+                f"{self.path} could not be written ({why}); the checkpoint before it is whole: free space or fix the "
                 "permissions, then start the same command again"
             ) from None

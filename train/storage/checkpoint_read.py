@@ -1,4 +1,4 @@
-"""An opened checkpoint: any range of any tensor, whoever wrote it, once every byte was found to be as written."""
+"""An opened checkpoint: any range of any tensor, whichever rank wrote it, once every byte has been verified."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Loaded:
 
     @staticmethod
     def open(folder: Path, digest: str, share: tuple[int, int] = (0, 1)) -> Loaded:
-        """`share` = (number, of): hashes only every so-manieth piece, where others hash the rest."""
+        """Opens and verifies a checkpoint. With `share` = (rank, world), it hashes only this rank's share of the
+        pieces; the other ranks hash the rest."""
         try:
             text = (folder / "manifest.json").read_bytes()
         except OSError as error:
@@ -71,7 +72,7 @@ class Loaded:
         return [parameter for found, parameter in self.pieces if found == kind]
 
     def read(self, kind: str, parameter: str, start: int, length: int) -> Tensor:
-        """Elements [start, start + length), put together from the pieces that hold them."""
+        """Elements [start, start + length), put together from the pieces that contain them."""
         parts = [
             (max(start, piece_start), min(start + length, piece_start + size), piece_start, path)
             for piece_start, size, path in self.pieces.get((kind, parameter), [])
@@ -79,7 +80,7 @@ class Loaded:
         parts = [part for part in parts if part[0] < part[1]]
         covered = sum(high - low for low, high, _, _ in parts)
         if covered != length:
-            raise CheckpointError(f"the checkpoint holds {covered} of {length} elements of {parameter} ({kind})")
+            raise CheckpointError(f"the checkpoint has {covered} of {length} elements of {parameter} ({kind})")
         out = torch.empty(length)
         for low, high, piece_start, path in parts:
             with safe_open(str(path), framework="pt") as file:
@@ -92,22 +93,22 @@ class Loaded:
         stored = {*self.names(WEIGHTS), *self.names(FIXED)}
         if stored != set(like):
             odd = sorted(stored ^ set(like))[:3]
-            raise CheckpointError(f"the checkpoint is of another model: {', '.join(odd)} … stand on one side only")
+            raise CheckpointError(f"the checkpoint is of another model: {', '.join(odd)} … exist on one side only")
         kinds = {name: WEIGHTS for name in self.names(WEIGHTS)} | {name: FIXED for name in self.names(FIXED)}
         return {n: self.read(kinds[n], n, 0, t.numel()).view(t.shape).to(t.dtype) for n, t in like.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Every tensor with the shape that it was saved with; for handing weights to another model."""
+        """Every tensor in the shape it was saved with, for handing weights to another model."""
         trained = set(self.names(WEIGHTS))
         return {name: self.whole(WEIGHTS if name in trained else FIXED, name) for name in self.manifest["shapes"]}
 
     def whole(self, kind: str, name: str) -> Tensor:
-        """A tensor in its shape, of the weights or of what the optimizer keeps beside them."""
+        """A whole tensor in its shape: a weight, or what the optimizer keeps beside it."""
         shape = self.manifest["shapes"][name]
         return self.read(kind, name, 0, torch.Size(shape).numel()).view(shape)
 
     def tensor_digests(self) -> dict[str, str]:
-        """Of everything that may be exported; averages, where the optimizer kept them, under names of their own."""
+        """Digests of all tensors that may be exported; averages, if the optimizer kept them, have their own names."""
         trained, averages = set(self.names(WEIGHTS)), set(self.names(AVERAGE))
         found = {}
         for name in self.manifest["shapes"]:
@@ -136,7 +137,7 @@ def hash_of(path: Path) -> str:
 
 
 def ledger_of(manifest: object) -> tuple[int, str] | None:
-    """Length and head of the ledger with which a checkpoint was written; None where no manifest says so."""
+    """Length and head of the ledger with which a checkpoint was written; None if the manifest does not say."""
     stored = manifest.get("ledger") if isinstance(manifest, dict) else None
     if not isinstance(stored, dict) or not _counts([stored.get("length")]) or not isinstance(stored.get("head"), str):
         return None
@@ -144,11 +145,11 @@ def ledger_of(manifest: object) -> tuple[int, str] | None:
 
 
 def _checked(text: bytes, folder: Path) -> dict[str, Any]:
-    """A manifest with values of the types that everything after this relies on."""
+    """The manifest, once its values have the types that all later code relies on."""
     try:
         manifest = parse(text)
     except JsonError:
-        raise CheckpointError(f"{folder / 'manifest.json'} is no JSON that can be read; it is damaged") from None
+        raise CheckpointError(f"{folder / 'manifest.json'} is not readable JSON; it is damaged") from None
     found = manifest if isinstance(manifest, dict) else {}
     if found.get("format") != FORMAT:
         raise CheckpointError(f"{folder} has format {str(found.get('format'))[:80]!r}, not {FORMAT!r}")
@@ -176,7 +177,7 @@ def _list(path: Path, pieces: dict[tuple[str, str], list[tuple[int, int, Path]]]
         for key in file.keys():  # noqa: SIM118 (a safe_open is not iterable)
             kind, parameter, start = key.split("|")
             if parameter not in shapes:
-                raise ValueError(f"the manifest does not know {parameter[:80]!r}")
+                raise ValueError(f"the manifest does not list {parameter[:80]!r}")
             length = file.get_slice(key).get_shape()
             if len(length) > 1:
                 raise ValueError(f"{key[:80]!r} is not flat")

@@ -1,9 +1,9 @@
 """DeepSpeed's own layout of a checkpoint, written and read without DeepSpeed, so that its tools stay usable.
 
-Weights are written, as ZeRO-1 of one rank: `zero_to_fp32` reads it, and `load_checkpoint(load_module_only=True)` at any
-world size. Moments stay behind: with them DeepSpeed would take over settings that belong to another optimizer. Read:
-ZeRO 1 to 3 of any number of ranks. Such files are pickles, which may run any code; only their tensors and plain
-containers are unpickled.
+Only weights are written, as ZeRO-1 of one rank: `zero_to_fp32` reads them, and so does
+`load_checkpoint(load_module_only=True)` at any world size. Moments are left out: with them DeepSpeed would take over
+settings that belong to another optimizer. ZeRO 1 to 3 of any number of ranks can be read. Such files are pickles, which
+may run any code; only their tensors and plain containers are unpickled.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_opt
 
 
 class LayoutError(RunError, ValueError):
-    """The folder is no checkpoint of DeepSpeed that can be read; the message names the file."""
+    """The folder is not a readable DeepSpeed checkpoint; the message names the file."""
 
 
 def write_deepspeed(loaded: Loaded, out: Path) -> None:
-    """`out` gets DeepSpeed's `latest` and a folder for the step."""
+    """Writes DeepSpeed's `latest` and a folder for the step into `out`."""
     tag = f"global_step{loaded.manifest['optimizer_step']}"
     (out / tag).mkdir(parents=True)
     weights, trained = loaded.weights(), loaded.names(WEIGHTS)
@@ -55,7 +55,7 @@ def write_deepspeed(loaded: Loaded, out: Path) -> None:
 
 
 def read_deepspeed(folder: Path) -> dict[str, Tensor]:
-    """fp32 weights and buffers by name; `folder` holds DeepSpeed's `latest`, or is the folder of one step."""
+    """fp32 weights and buffers by name; `folder` contains DeepSpeed's `latest`, or is the folder of one step."""
     pointer = folder / "latest"
     place = folder / _tag(pointer) if pointer.is_file() else folder
     models, optimizers = (
@@ -63,7 +63,7 @@ def read_deepspeed(folder: Path) -> dict[str, Tensor]:
         for names in ("*_model_states.pt", "*_optim_states.pt")
     )
     if not models or not optimizers:
-        raise LayoutError(f"{place} holds no *_model_states.pt and *_optim_states.pt; name a checkpoint of DeepSpeed")
+        raise LayoutError(f"{place} has no *_model_states.pt and *_optim_states.pt; name a checkpoint of DeepSpeed")
     try:
         states = [_load(path)["optimizer_state_dict"] for path in optimizers]
         heads = [_load(path) for path in models]
@@ -74,7 +74,7 @@ def read_deepspeed(folder: Path) -> dict[str, Tensor]:
         raise LayoutError(str(error)) from None
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise LayoutError(f"{place} is not laid out as DeepSpeed's ZeRO checkpoints are ({reason})") from None
+        raise LayoutError(f"{place} is not laid out as a ZeRO checkpoint of DeepSpeed ({reason})") from None
 
 
 def _tag(pointer: Path) -> str:
@@ -90,7 +90,7 @@ def _merged(heads: list[dict[str, Any]], states: list[dict[str, Any]]) -> dict[s
     count = states[0]["partition_count"]
     count = max(count) if isinstance(count, list) else count
     if count != len(states):
-        raise LayoutError(f"{len(states)} of {count} *_optim_states.pt are there; copy the others, too")
+        raise LayoutError(f"only {len(states)} of {count} *_optim_states.pt are there; copy the others, too")
     found = {name: head["module"][name].float() for name in head["buffer_names"]}
     for name, shape in (head.get("frozen_param_shapes") or {}).items():
         parts = [each["frozen_param_fragments"][name] for each in (heads if parted else heads[:1])]
@@ -106,7 +106,7 @@ def _merged(heads: list[dict[str, Any]], states: list[dict[str, Any]]) -> dict[s
             found |= _cut(flat, group, padding)
     for name, same in head["shared_params"].items() if isinstance(head["shared_params"], dict) else ():
         found[name] = found[same]
-    if not parted:  # ZeRO-1 notes frozen parameters nowhere else
+    if not parted:  # ZeRO-1 stores frozen parameters nowhere else
         found = {name: tensor.float() for name, tensor in head["module"].items() if name not in found} | found
     return {name: _plain(name, tensor) for name, tensor in found.items()}
 
@@ -115,12 +115,12 @@ def _plain(name: str, tensor: Any) -> Tensor:
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         raise TypeError(f"{str(name)[:80]!r} names a {type(tensor).__name__}, not a tensor")
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-        raise TypeError(f"{name!r} is no dense tensor with values")
+        raise TypeError(f"{name!r} is not a dense tensor with values")
     return tensor.detach().float().clone()
 
 
 def _cut(flat: Tensor, shapes: dict[str, torch.Size], padding: list[int] | None) -> dict[str, Tensor]:
-    """ZeRO 1 and 2: parameters one after the other, maybe each with some padding behind it."""
+    """ZeRO 1 and 2: parameters one after the other, possibly with padding after each."""
     found, offset = {}, 0
     for number, (name, shape) in enumerate(shapes.items()):
         size = math.prod(shape)
@@ -148,5 +148,5 @@ def _rank(path: Path) -> int:
 def _load(path: Path) -> dict[str, Any]:
     loaded = load_plain(path, inert=True)
     if not isinstance(loaded, dict):
-        raise LayoutError(f"{path} does not hold what DeepSpeed writes; name a checkpoint of DeepSpeed")
+        raise LayoutError(f"{path} does not contain what DeepSpeed writes; name a checkpoint of DeepSpeed")
     return loaded

@@ -1,8 +1,8 @@
-"""Where features lie: a folder for each body and set of records, a row for each record, one run that fills it.
+"""Where features are stored: a folder per body and set of records, a row per record, filled by one run at a time.
 
-FOLDER/<16 digits of the identity>/ holds a header and three plain files. Rows are written as exactly their own bytes:
-through a mapping, a network file system writes whole pages back, and with them what this machine remembers of other
-machines' rows. They are mapped once all of them lie on the disk, for reading alone.
+FOLDER/<16 digits of the identity>/ contains a header and three plain files. A row is written as exactly its own bytes:
+through a mapping, a network file system would write back whole pages, and with them outdated cached copies of other
+machines' rows. Rows are mapped, read-only, once all of them are on the disk.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FeatureRows:
 
 @dataclass(frozen=True)
 class FeatureFolder:
-    """Of one identity; runs with other bodies have folders of their own beside it."""
+    """The folder of one identity; runs with other bodies have folders of their own beside it."""
 
     path: Path
     identity: str
@@ -54,7 +54,7 @@ class FeatureFolder:
 
     @property
     def files(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The state is the last one: it says whether a row of the others counts."""
+        """The files with their types and shapes. The state comes last: it says whether a row of the others counts."""
         return {
             "features.f32": ("<f4", (self.records, self.width)),
             "labels.i64": ("<i8", (self.records,)),
@@ -63,9 +63,9 @@ class FeatureFolder:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[bool]:
-        """Whether rows are missing; if so, the files are there and nobody else fills them meanwhile. On one rank.
+        """Whether rows are missing; if so, the files exist and no other run fills them meanwhile. Called on one rank.
 
-        What is complete is never changed again, so runs that only read it, as those of a sweep do, need no lock.
+        Complete features never change again, so runs that only read them, such as those of a sweep, need no lock.
         """
         if self._complete():
             yield False
@@ -76,21 +76,21 @@ class FeatureFolder:
         _refuse_others(self.path.parent, self.path, self._known)
         lock = _locked(self.path / LOCK)
         try:
-            if not self._fits():  # asked again under the lock: another run may have begun or ended just before
+            if not self._fits():  # checked again under the lock: another run may have begun or ended just before
                 self._begin_anew()
             yield not self._complete()
         finally:
             os.close(lock)
 
     def missing(self, rank: int, world: int) -> np.ndarray:
-        """This rank's rows that are not there yet. Read, not mapped: a page that is kept may be old later."""
+        """This rank's rows that are not there yet. The file is read, not mapped: a cached page may become stale."""
         self._require_fitting()
         low, high = rank * self.records // world, (rank + 1) * self.records // world
         state = np.fromfile(self.path / "state.u8", "|u1", count=high - low, offset=low)
         return low + np.flatnonzero(~settled(state))
 
     def rows(self) -> FeatureRows:
-        """Opened only after all ranks wrote their last row, so that none of them is hidden by what is remembered."""
+        """Maps all rows. Called only after all ranks have written their last row, so that no cached page hides one."""
         self._require_fitting()
         found = FeatureRows(
             self.path,
@@ -99,7 +99,7 @@ class FeatureFolder:
         if gone := int(np.count_nonzero(~settled(found.state))):
             raise RecipeError(
                 f"{gone} rows of the features in {self.path} are missing although all were made, so not every machine "
-                "sees there what others write; name a features.folder on a file system where they do"
+                "sees what the others write there; name a features.folder on a file system where they do"
             )
         return found
 
@@ -120,7 +120,8 @@ class FeatureFolder:
         return self._fits() and not len(self.missing(0, 1))
 
     def _require_fitting(self) -> None:
-        """Also after opening: another machine may see another folder under this name, or somebody emptied it."""
+        """Also called after opening: another machine may see another folder under this name, or it may have been
+        emptied."""
         if not self._fits():
             raise RecipeError(
                 f"the features in {self.path} are not those that the main rank made there; name a features.folder that "
@@ -137,7 +138,7 @@ class FeatureFolder:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        with atomic(self.path / HEADER, 0o600) as file:  # the last: without it, the others are begun anew
+        with atomic(self.path / HEADER, 0o600) as file:  # last: without it, the others are begun anew
             file.write(json.dumps(self._header()).encode())
         sync(self.path.parent)
 
@@ -146,8 +147,8 @@ class FeatureFolder:
 
 
 class RowWriter:
-    """Of one rank. Its files are open for writing alone and synchronously (O_DSYNC), with which a network file system
-    sends what is written, not the page around it."""
+    """Writes one rank's rows. Its files are opened write-only and synchronously (O_DSYNC), so that a network file
+    system sends the bytes written, not the page around them."""
 
     def __init__(self, folder: FeatureFolder) -> None:
         self._files = folder.files
@@ -156,7 +157,7 @@ class RowWriter:
             self._descriptors.append(os.open(folder.path / name, os.O_WRONLY | os.O_DSYNC))
 
     def put(self, ids: np.ndarray, features: np.ndarray, labels: np.ndarray, present: np.ndarray) -> None:
-        """A row is marked as there once its content lies on the disk."""
+        """Writes rows; each is marked as present only once its content is on the disk."""
         columns = (
             np.where(present[:, None], features, 0.0), np.where(present, labels, 0), np.where(present, PRESENT, BAD),
         )  # fmt: skip
@@ -189,11 +190,11 @@ def _known_beside(path: Path) -> bool:
 def _refuse_others(named: Path, folder: Path, known: Callable[[Path], bool]) -> None:
     others = sorted(path.name for path in folder.iterdir() if not known(path)) if folder.exists() else []
     if others:
-        raise RecipeError(f"features.folder {named} holds other things ({others[0]}); name a folder of its own")
+        raise RecipeError(f"features.folder {named} contains other things ({others[0]}); name a folder of its own")
 
 
 def _locked(path: Path) -> int:
-    """The file stays when it is released: another run may have opened it and wait for nothing else."""
+    """Locks the file. The file stays after its release: another run may already have opened it to lock it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         ours = try_lock(descriptor)
@@ -205,14 +206,14 @@ def _locked(path: Path) -> int:
     if not ours:
         os.close(descriptor)
         raise RecipeError(
-            f"another run is making the features in {path.parent}; start this one again once they are made, or "
+            f"another run is computing the features in {path.parent}; start this one again once that is done, or "
             "give it another features.folder"
         )
     return descriptor
 
 
 def _write(descriptor: int, content: bytes, offset: int) -> None:
-    """All of it: a signal or a full disk may end a write before its end, the latter with an error at the next."""
+    """Writes all bytes: a signal or a full disk may cut a write short; with a full disk, the next one raises."""
     rest = memoryview(content)
     while rest:
         written = os.pwrite(descriptor, rest, offset)

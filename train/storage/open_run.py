@@ -1,7 +1,7 @@
-"""A run directory that a job writes: its ledger, its key, its checkpoints, and where it continues.
+"""A run directory that a job writes: its ledger, its key, its checkpoints, and where the run continues.
 
-The ledger is the authority. The pointer `checkpoints/latest` repeats what it says, and is rebuilt from it if it is
-lost. An older checkpoint than the newest one is taken only if a new segment was declared, because that is a rollback.
+The ledger is the authority. The pointer `checkpoints/latest` repeats what the ledger says, and is rebuilt from it if
+lost. A checkpoint older than the newest one is used only if a new segment was declared, because that is a rollback.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class OpenRun:
     secret: RunKey | None
     checkpoints: Checkpoints
     new_segment: str | None
-    """Why new keys are to be used although nothing asks for them; declared by the user."""
+    """The user's declared reason for a new segment (--new-segment)."""
     chain: key_chain.KeyChain | None = field(default=None, init=False, repr=False)
-    """The keys of the private steps that are being made; None in a segment whose keys last."""
+    """The keys of the private steps that are being made; None in a segment without a key chain."""
 
     @property
     def key(self) -> RunKey:
@@ -73,7 +73,7 @@ class OpenRun:
             print(printable_lines(text), flush=True)
 
     def derive(self, phase: int, segment: Segment | None, done: int = 0) -> key_chain.PhaseKeys:
-        """The keys of a phase, on all ranks together; of its private steps, those after `done`, by the step."""
+        """The keys of a phase, on all ranks together; those of its private steps after `done` are derived per step."""
         if self.chain is not None:
             self.chain.close()
         self.chain = None
@@ -83,19 +83,19 @@ class OpenRun:
         return key_chain.PhaseKeys(partial(derive_key, self.key, phase, segment), self.chain)
 
     def _enter(self, segment: Segment, done: int) -> Link:
-        """On the main rank."""
+        """On the main rank: the link of the segment's chain to continue from."""
         begun = self._opened_in(segment)
         return key_chain.enter(self.folder.key, segment.chain_name, segment.from_step + 1, done, begun)
 
     def forget(self, done: int) -> None:
-        """The keys of the steps up to `done`, on all ranks together and for good. Only once a checkpoint of `done` is
-        durable and in the ledger, so that no step before is ever made again in this segment."""
+        """Forgets the keys of the steps up to `done`, on all ranks together and for good. Called only once a checkpoint
+        of `done` is durable and in the ledger, so that no step up to it is ever made again in this segment."""
         if (chain := self.chain) is not None:
             self.ranks.on_main(lambda: key_chain.forget(self.folder.key, chain.segment, done))
             chain.forget(done)
 
     def _forget_before(self, found: Loaded) -> None:
-        """On the main rank: a kill may have come between the ledger's line of a checkpoint and the forgetting."""
+        """On the main rank: forgets keys up to the last checkpoint, if a kill came between its ledger line and that."""
         last = self.writer.history.last_checkpoint()
         if self.secret is not None and last is not None and last.digest == found.digest:
             for segment in self.writer.history.segments_of(last.phase)[last.segment :]:
@@ -115,10 +115,10 @@ class OpenRun:
     def segment(
         self, phase: int, name: str, config_digest: str, manifest_digest: str, done: int, replay: bool = True
     ) -> Segment:
-        """On the main rank: the segment whose keys the next step uses; a new one where the old keys must not be.
+        """On the main rank: the segment whose keys the next step uses; a new one where the old keys must not be used.
 
-        Without `replay`, opened steps behind the checkpoint are never made again under their old keys: somebody may
-        have seen what came of them.
+        Without `replay`, opened steps after the checkpoint are never made again under their old keys: somebody may have
+        seen their results.
         """
         reason = self.writer.new_segment_reason(phase, done, config_digest)
         known = self.writer.history.segments_of(phase)
@@ -143,8 +143,8 @@ class OpenRun:
         return self.writer.begin_segment(phase, config_digest, manifest_digest, done, self.new_segment or reason, salt)
 
     def _keys_gone(self, segment: Segment, done: int) -> str | None:
-        """Why the segment's keys are not at hand although nothing in the ledger speaks against them: other keys would
-        draw something else under the same name."""
+        """Why the segment's keys cannot be used although nothing in the ledger speaks against them; None if they can.
+        Other keys would draw other numbers under the same name."""
         if segment.keys is None:
             return None
         key = load(self.folder.key)
@@ -157,15 +157,16 @@ class OpenRun:
         return fault
 
     def require_generator(self, segment: Segment, generator: str) -> None:
-        """On the main rank: the steps of a segment draw their noise alike, in whichever version they are made."""
+        """On the main rank: all steps of a segment must draw their noise by the same generator, whichever version makes
+        them."""
         steps = self.writer.history.opened.items()
         used = {
             facts.noise.generator for at, facts in steps if (at.phase, at.segment) == (segment.phase, segment.number)
         }
         if used - {generator}:
             raise LedgerError(
-                f"the steps before drew their noise by {min(used - {generator})}, which this version does not draw any "
-                "more; continue with the version that began the run, or set run.noise to 'aes' and declare that with "
+                f"the steps before drew their noise by {min(used - {generator})}, which this version no longer draws; "
+                "continue with the version that began the run, or set run.noise to 'aes' and declare that with "
                 "--new-segment 'why'"
             )
 
@@ -177,7 +178,7 @@ class OpenRun:
         return any((s.phase, s.segment) == (segment.phase, segment.number) for s in self.writer.history.opened)
 
     def latest(self, measured: Measured = nothing_measured) -> Loaded | None:
-        """The last durable checkpoint, if it belongs to this ledger and the ledger was not cut behind it."""
+        """The last durable checkpoint; refused if it does not belong to this ledger, or the ledger ends before it."""
         checkpoints, ranks = self.checkpoints, self.ranks
         ranks.on_main(lambda: self.recover(measured))
         try:
@@ -210,10 +211,10 @@ class OpenRun:
         return loaded
 
     def recover(self, measured: Measured = nothing_measured) -> None:
-        """Pointer and folders as the ledger knows them. It names every checkpoint before the pointer does."""
+        """Restores pointer and folders to what the ledger says. It names every checkpoint before the pointer does."""
         history = self.writer.history
         for manifest in self.checkpoints.folder.glob("phase*-step*/manifest.json"):  # before any of them is retired
-            with contextlib.suppress(OSError, ValueError):  # what is damaged vouches for nothing
+            with contextlib.suppress(OSError, ValueError):  # a damaged manifest proves nothing
                 stored = ledger_of(parse(manifest.read_bytes()))
                 if stored is not None:
                     _require_ledger(self.writer, *stored, manifest.parent.name)
@@ -232,7 +233,7 @@ def open_run(
     run_dir: RunDir, name: str, ranks: Ranks, keep: Keep, versions: dict[str, str], *, resume: str = "auto",
     debug_seed: int | None = None, new_segment: str | None = None, record_digests: RecordDigests,
 ) -> OpenRun:  # fmt: skip
-    """Begins the directory's run, or takes up the one that it holds; refused while another process writes it.
+    """Begins the directory's run, or continues the one it contains; refused while another process writes it.
 
     `record_digests`: how a new ledger names records.
     """
@@ -249,7 +250,8 @@ def open_run(
 
 
 def derive_key(key: RunKey, phase: int, segment: Segment | None, purpose: Purpose) -> bytes:
-    """One that lasts. Before there were chains, public records had the masks' key of their phase; they keep it."""
+    """A key outside the chain. Before there were chains, public records used their phase's key for masks; without a
+    chain, they still do."""
     if purpose == "public-masks" and (segment is None or segment.keys is None):
         purpose = "masks"
     derived = key.derive(purpose, phase, segment.key_name if segment else PUBLIC_SEGMENT)
@@ -262,7 +264,7 @@ def _open_journal(run_dir: RunDir, mode: str) -> Journal:
     if mode == "must" and not exists:
         raise LedgerError(f"--resume must: there is no run in {run_dir.root}; drop the flag to start one")
     if mode == "never" and exists:
-        raise LedgerError(f"--resume never: {run_dir.root} holds a run already; give another run.dir")
+        raise LedgerError(f"--resume never: {run_dir.root} has a run already; give another run.dir")
     run_dir.prepare()
     run_dir.stop_file.unlink(missing_ok=True)
     return Journal(Ledger.open(run_dir.ledger, LOCK_WAIT_SECONDS))
@@ -273,7 +275,7 @@ def _key_of(
     new_segment: str | None,
     record_digests: RecordDigests,
 ) -> RunKey | None:  # fmt: skip
-    """None if the run is finished: its key is gone, and nothing may be drawn any more."""
+    """The run key; None if the run is finished: its key is gone, and nothing may be drawn any more."""
     assert journal is not None
     if journal.history.finished:
         return None
@@ -283,7 +285,7 @@ def _key_of(
         journal.start_run(name, key.check_value(), key.debug, versions, record_digests, public_key(key))
         run_dir.adopt_key()
     elif journal.history.run["key_check"] != key.check_value():
-        raise LedgerError(f"{run_dir.key} is not the key of this ledger; restore the right one or start anew")
+        raise LedgerError(f"{run_dir.key} is not the key of this ledger; restore the right one or start a new run")
     copied = recognise(journal, run_dir.key.parent)
     if copied is not None:
         print(f"{copied}; new keys from here on, and all opened steps stay charged", flush=True)

@@ -1,4 +1,4 @@
-"""Which records weights were made from: as their run's ledger says, and as a file carries it away from the ledger."""
+"""Which records weights were made from, as their run's ledger says and as a file states it away from its ledger."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.accounting.typed import read
 
 KEY = "murmuration"
-"""In the metadata of a safetensors file."""
+"""The key in the metadata of a safetensors file."""
 
 
 class ProvenanceError(ValueError):
-    """A file's metadata claim to be ours, and are not what an export writes."""
+    """A file's metadata claim to be ours, but are not what an export writes."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """The runs that led to some weights, the last one included; with what each promised, on which records."""
+    """The runs that led to some weights, including the last one, with what each promised on which records."""
 
     origins: tuple[Origin, ...]
     undeclared: str | None
-    """Why the last run was not private by what it trained on; None where nothing of the kind is known."""
+    """Why the last run was not private in what it trained on; None where no reason is known."""
 
     @staticmethod
     def of(history: History, entries: list[LedgerEntry]) -> Provenance:
         objection = history.why_not_private()
-        # Weights of public records alone are as good as any, and those of a simulation were made as it says.
+        # No objection: weights of public records alone, and those of a simulation, which were made as it says.
         harmless = {None, NOTHING_PRIVATE, *(str(plan.stands_for) for plan in history.plans.values())}
         origins = tuple(history.origins)
         if history.plans:
@@ -43,13 +43,14 @@ class Provenance:
         return Provenance(origins, None if objection in harmless else objection)
 
     def metadata(self) -> dict[str, str]:
-        """For a safetensors file."""
+        """The metadata for a safetensors file."""
         told = {"origins": [origin.as_dict() for origin in self.origins], "undeclared": self.undeclared}
         return {"format": "pt", KEY: json.dumps(told, sort_keys=True)}
 
     @staticmethod
     def inside(path: Path) -> Provenance | None:
-        """None where a file says nothing of it. What cannot be read at all is refused where the weights are."""
+        """The provenance in a file's metadata; None if they contain none. A file that cannot be read at all is refused
+        when its weights are read."""
         try:
             with safe_open(str(path), "pt") as file:
                 text = (file.metadata() or {}).get(KEY)
@@ -62,7 +63,7 @@ class Provenance:
             if not isinstance(told, dict) or set(told) != {"origins", "undeclared"}:
                 raise ValueError("its keys are not origins and undeclared")
             if not isinstance(told["undeclared"], str | None) or not isinstance(told["origins"], list):
-                raise ValueError("origins are no list, or undeclared is no text")
+                raise ValueError("origins is not a list, or undeclared is not a text")
             return Provenance(tuple(read(Origin, origin) for origin in told["origins"]), told["undeclared"])
         except (JsonError, ValueError, TypeError) as error:
             reason = str(error).splitlines()[0][:200]

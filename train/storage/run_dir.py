@@ -1,4 +1,4 @@
-"""The run directory: what lies where, who may read it, and the run's own state for scripts."""
+"""The run directory: where each file lies, who may read it, and the run's state for scripts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RunDir:
 
     @property
     def private_logs(self) -> Path:
-        """A folder that nobody else can list: that a file of bad records exists, or how long it is, tells of them."""
+        """A folder that nobody else can list: that a file of bad records exists, or how long it is, is private."""
         return self.root / "logs" / "private"
 
     @property
@@ -71,7 +71,7 @@ class RunDir:
 
     @property
     def end_file(self) -> Path:
-        """Names phases that are to end before their last step, one a line."""
+        """Names phases that are to end before their last step, one per line."""
         return self.root / "end_phase"
 
     def prepare(self) -> None:
@@ -81,7 +81,7 @@ class RunDir:
             folder.chmod(0o700)
 
     def has_private_curves(self) -> bool:
-        """Of an earlier start, or of an earlier version, which always kept them."""
+        """Whether there are curves of an earlier start, or of an earlier version, which always kept them."""
         return any(self.private_board.iterdir()) or any(
             log.exists() for log in (self.private_log, self.root / "logs" / "private.jsonl")
         )
@@ -90,7 +90,7 @@ class RunDir:
         """A new key for a new ledger, the stored one for an old ledger; a leftover key is never reused."""
         if not fresh:
             if not self.key.exists() and self.new_key.exists():
-                self.adopt_key()  # killed between the ledger's first line and the key's name
+                self.adopt_key()  # killed between the ledger's first line and the renaming of the key
             key = load(self.key)
             if (debug_seed is not None) != key.debug:
                 raise KeyFileError(
@@ -103,29 +103,38 @@ class RunDir:
                 "use a new run directory"
             )
         key = RunKey.fresh() if debug_seed is None else RunKey.from_debug_seed(debug_seed)
-        self.new_key.unlink(missing_ok=True)  # of a start that never reached its ledger: nothing was drawn with it
+        self.new_key.unlink(missing_ok=True)  # left by a start that never reached its ledger: nothing was drawn with it
         store(key, self.new_key)
         return key
 
     def adopt_key(self) -> None:
-        """The key gets its name once the ledger knows it, so that a key without a ledger always means a lost ledger."""
+        """Gives the key its final name once it is in the ledger, so that a key without a ledger always means that the
+        ledger was lost."""
         self.new_key.replace(self.key)
         sync(self.key.parent)
 
     def write_state(self, **state: object) -> None:
-        """No two states are the same text, so that launch scripts can tell this one from that of an earlier start."""
+        """Writes the state with a random id, so that launch scripts can tell it from the state of an earlier start."""
         state["id"] = secrets.token_hex(8)
-        with atomic(self.root / "run_state.json", one_writer=True) as file:
+        with atomic(self.root / "run_state.json") as file:
             file.write(json.dumps(state, indent=2).encode() + b"\n")
+
+    def state(self) -> dict[str, object]:
+        """What was written last; empty if it cannot be read."""
+        try:
+            found = json.loads((self.root / "run_state.json").read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 def open_private(path: Path):
-    """For appending; the owner's eyes only from the first byte."""
+    """Opens a file for appending that only the owner can read, from the first byte on."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a")
 
 
 def end_line(log: Path) -> None:
-    """A line that a kill tore must not swallow the next one."""
+    """Ends a line that was cut short by a kill, so that it does not swallow the next one."""
     if log.exists() and log.stat().st_size:
         with log.open("rb+") as file:
             file.seek(-1, os.SEEK_END)
@@ -134,7 +143,7 @@ def end_line(log: Path) -> None:
 
 
 def whole_lines(log: Path) -> list[dict[str, Any]]:
-    """Of a log of JSON lines, without those that a kill tore; none of a log that does not exist."""
+    """The entries of a log of JSON lines, without lines cut short by a kill; none if the log does not exist."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except FileNotFoundError:
@@ -142,7 +151,7 @@ def whole_lines(log: Path) -> list[dict[str, Any]]:
     found = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
-            entry = json.loads(line)  # and not strictly: a loss may be NaN
+            entry = json.loads(line)  # not the strict parser: a loss may be NaN
             if isinstance(entry, dict):
                 found.append(entry)
     return found
@@ -155,7 +164,8 @@ class Measured(NamedTuple):
 
 
 def measurements(log: Path) -> list[Measured]:
-    """The lines of a public log in their order; what is no number, or has no place, was not written by a run."""
+    """The lines of a public log in order. Values that are not numbers and lines without a phase and a step are left
+    out: no run wrote them."""
     found = []
     for entry in whole_lines(log):
         phase, step = entry.pop("phase", None), entry.pop("step", None)

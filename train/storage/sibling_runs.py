@@ -1,11 +1,11 @@
-"""Every run on a set of records, logged with the data: what somebody may have spent on the same people.
+"""Every run on a set of records, logged with the data: what may already have been spent on the same people.
 
 An epsilon holds for one run. Anyone who publishes several runs on the same records owes the composition, so each
 certificate lists its siblings: private runs, runs without noise, audits that trained on the records, and copies of a
-run directory. The log holds names, budgets and what ledgers charged, nothing computed from records.
+run directory. The log contains names, budgets and what ledgers charged, nothing computed from records.
 
 It lies beside the index, in the folders of the shards (another index of some of them finds it there) and where the
-config says (`run.registry`), so that it survives data that are mounted read-only.
+config says (`run.registry`), so that it also exists for data that are mounted read-only.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ BESIDE_SHARDS = ".murmuration-runs.jsonl"
 
 
 class DataBudgetError(RunError, RuntimeError):
-    """The runs on these records would together pass the budget that their owner set."""
+    """The runs on these records would together exceed the budget that their owner set."""
 
     exit_code = BUDGET_SPENT
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """The log in all of its places."""
+    """The log, in all the places where it is kept."""
 
     files: tuple[Path, ...]
 
@@ -59,12 +59,13 @@ class RunLog:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Two runs that start at once must not both be let in on what is left of the budget: ask and register in this.
+        """Call `require_budget` and `register` within this lock: two runs that start at once must not both be let in on
+        what is left of the budget.
 
-        A place that cannot be locked cannot be written either, or lies where nothing can be (some network shares).
+        A place that cannot be locked cannot be written either, or its file system has no locks (some network shares).
         """
         with contextlib.ExitStack() as held:
-            for file in self.files:  # in the same order by everybody
+            for file in self.files:  # every process locks in the same order
                 with contextlib.suppress(OSError):
                     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
                     held.callback(os.close, descriptor)
@@ -75,8 +76,8 @@ class RunLog:
     def register(
         self, run: str, phase: str, name: str, epsilon: float | None, delta: float | None, **more: Any
     ) -> str | None:
-        """Once per phase of a run; no `epsilon` means a run without noise. Returns a warning where the log can be
-        written in no place: siblings stay unknown."""
+        """Registers each phase of a run once; no `epsilon` means a run without noise. Returns a warning if the log
+        cannot be written anywhere: siblings stay unknown."""
         entry = {"id": run, "run": name, "phase": phase, "private": epsilon is not None}
         entry |= {"epsilon_budget": epsilon, "delta": delta, **more}
         faults = []
@@ -88,14 +89,13 @@ class RunLog:
                 faults.append(f"{file} cannot be used ({error.strerror})")
         if self.files and len(faults) == len(self.files):
             return (
-                f"{faults[0]}: later runs on these records will not know of this one; name a folder that can be "
-                "written in run.registry"
+                f"{faults[0]}: later runs on these records will not know of this one; name a writable folder in "
+                "run.registry"
             )
         return None
 
     def siblings(self, own: Container[str] = ()) -> list[dict[str, Any]]:
-        """The other runs that were ever started on these records, as far as the log knows, with what they claimed if
-        they are finished."""
+        """All other runs on these records, as far as the log knows, with what they claim if they are finished."""
         claims = self._claims()
         found: dict[tuple[object, object], dict[str, Any]] = {}
         unread = []
@@ -116,8 +116,8 @@ class RunLog:
         return False
 
     def set_budget(self, epsilon: float) -> list[str]:
-        """For all runs on these records together, from now on; the newest word of each place counts. Gives a sentence
-        for each place that could not be told; ShardError where that is every one."""
+        """Sets the budget of all runs on these records together, from now on; the newest line in each place counts.
+        Returns a sentence for each place that could not be written; ShardError if that is all of them."""
         faults = []
         for file in self.files:
             try:
@@ -127,12 +127,12 @@ class RunLog:
         if len(faults) == len(self.files):
             raise ShardError(
                 f"{faults[0] if faults else 'these records lie nowhere'}, so no run would know of a budget; name a "
-                "folder that can be written with --registry, and the same one as run.registry in the configs"
+                "writable folder with --registry, and the same one as run.registry in the configs"
             )
         return faults
 
     def budget(self) -> float | None:
-        """Of the places that know one, the smallest."""
+        """The smallest budget that any place has; None if no place has one."""
         found = []
         for file in self.files:
             with contextlib.suppress(OSError):
@@ -140,14 +140,14 @@ class RunLog:
         return min(found, default=None)
 
     def claim(self, run: str, epsilon: float) -> None:
-        """What a finished run claims, which may be less than its budget."""
+        """Logs what a finished run claims, which may be less than its budget."""
         for file in self.files:
             with contextlib.suppress(OSError):
                 append(file, {"claim_of": run, "epsilon": epsilon}, 0o644)
 
     def spent(self, own: Container[str] = ()) -> float:
-        """By all other runs: what they claim, or may still spend; basic composition, which holds however the later
-        ones were chosen."""
+        """What all other runs spent: what they claim, or may still spend; by basic composition, which holds however
+        the later ones were chosen."""
         claims = self._claims()
         budgets = [
             (entry["id"], entry.get("epsilon_budget")) for entry in self.siblings(own) if entry["id"] not in claims
@@ -156,7 +156,7 @@ class RunLog:
         return ours + math.fsum(value if _is_epsilon(value) else math.inf for _, value in budgets)
 
     def _claims(self) -> dict[object, float]:
-        """Of finished runs, by id."""
+        """The claims of finished runs, by id."""
         claims: dict[object, float] = {}
         for file in self.files:
             with contextlib.suppress(OSError):
@@ -164,18 +164,19 @@ class RunLog:
                     if isinstance(line.get("claim_of"), str) and _is_epsilon(line.get("epsilon")):
                         claims[line["claim_of"]] = line["epsilon"]
                     elif isinstance(line.get("ledger_of"), str):
-                        claims.pop(line["ledger_of"], None)  # it went on after it was finished: restored
+                        claims.pop(line["ledger_of"], None)  # the run was restored and continued after it was finished
         return claims
 
     def require_budget(self, own: Container[str], epsilon: float | None) -> None:
-        """`epsilon` is what this run may spend in all its phases; None where it has no noise."""
+        """Refuses a run that would exceed the records' budget. `epsilon` is what the run may spend in all its phases;
+        None if it has no noise."""
         budget = self.budget()
         if budget is None:
             return
         if epsilon is None:
             raise DataBudgetError(
                 f"{self.files[0].parent}: these records have a budget of ε = {budget:g}, which a run without noise "
-                "passes; give the phase a privacy section, or raise the budget with prepare.py index --budget"
+                "exceeds; give the phase a privacy section, or raise the budget with prepare.py index --budget"
             )
         if (spent := self.spent(own)) + epsilon > budget * (1 + 1e-9):
             raise DataBudgetError(
@@ -189,21 +190,22 @@ class RunLog:
         return [[head for head in _heads(file) if head.ledger_of == run] for file in self.files]
 
     def note(self, head: Head) -> None:
-        """Without it a restored ledger is recognised by the secret folder alone, so a place that is full or read-only
-        does not end the run."""
+        """Notes the ledger's head. Without this, a restored ledger is still recognised by the secret folder, so a place
+        that is full or read-only does not end the run."""
         for file in self.files:
             with contextlib.suppress(OSError):
                 append(file, head.as_dict(), 0o644)
 
 
 def _is_epsilon(value: object) -> TypeGuard[float]:
-    """Not a number that would make room for others: NaN compares as no excess, and less than 0 is no expense."""
+    """Whether a value can be an epsilon, and not a number that would make room for other runs: NaN never compares as an
+    excess, and a negative value would reduce the sum."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _folders_of(index: ShardIndex | FolderIndex) -> list[Path]:
-    """Where another index of some of the same shards looks, too, whichever others it holds beside them: in each folder
-    of shards, and in the one that holds them all. An index of single files has the latter alone."""
+    """Folders where any other index of some of the same shards also looks, whatever else it contains: each folder of
+    shards, and the one that contains them all. An index of single files has only the latter."""
     root = index.root
     if not isinstance(root, Path):
         return []
