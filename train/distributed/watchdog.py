@@ -20,7 +20,7 @@ from murmuration.accounting.errors import RESUME_ME
 
 # Seconds between two signs of life: a dead rank is known before launchers kill the others, 30 s after SIGTERM.
 LONGEST_PERIOD = 4.0
-# So many periods without a sign of life are silence.
+# This many periods without a sign of life count as silence.
 SILENT = 2.5
 PARTED = "parted"
 
