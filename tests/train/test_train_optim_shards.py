@@ -192,7 +192,7 @@ def test_tensors_that_it_does_not_know_are_refused() -> None:
     optimizer.param_groups[0]["params"] = [flat]
     with pytest.raises(OptimizerError, match=r"outside its layout; bind\(\) it after sharding"):
         optimizer.step()
-    with pytest.raises(OptimizerError, match="holds stranger, which the optimizer was not made for"):
+    with pytest.raises(OptimizerError, match="contains stranger, which the optimizer was not made for"):
         optimizer.bind({id(flat): (flat, [Fragment("stranger", 0, 0, 4, 0)])}, None)
     optimizer.bind({id(flat): (flat, [Fragment("head.bias", 6, 0, 4, 0)])}, None)
     with pytest.raises(OptimizerError, match="got no noise"):

@@ -147,7 +147,7 @@ class _Wake:
 
     def close(self) -> None:
         current = signal.set_wakeup_fd(-1)
-        with contextlib.suppress(ValueError, OSError):  # whoever had it before may have closed it
+        with contextlib.suppress(ValueError, OSError):  # its previous owner may have closed it
             signal.set_wakeup_fd(self._before if current == self._write else current)
         os.close(self._write)
 
