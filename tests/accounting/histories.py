@@ -30,6 +30,7 @@ from tests.support.acc_world import CONFIG, DATA, PLAN, facts
 
 PHASES = 2
 STEPS = 6
+LEAKED = "what is stored of a run gives the key of a released update"
 # Room for many segments: these histories are about keys and charges, the budget has its own tests.
 PLAN_HERE = replace(PLAN, steps=STEPS, epsilon_budget=40.0)
 
@@ -262,8 +263,8 @@ class Runs(RuleBasedStateMachine):
             assert stored is not None and run.chain is not None
             assert run.chain.first == stored.step
             for step in range(STEPS + 2):
-                assert stored.at(step).key("noise") not in released
-                assert step < stored.step or run.chain.key("noise", step) not in released
+                assert stored.at(step).key("noise") not in released, LEAKED
+                assert step < stored.step or run.chain.key("noise", step) not in released, LEAKED
 
     @invariant()
     def charged_covers_released(self) -> None:
