@@ -19,10 +19,8 @@ class Regression(nn.Module):
 
 x = torch.randn(2000, 8, generator=torch.Generator().manual_seed(1))
 y = x[:, 0] - 0.5 * x[:, 1]
-model = Regression()
 with murmuration.PrivateTraining(
-    model,
-    lambda numbers: {"x": x[numbers], "y": y[numbers]},
+    Regression(), lambda numbers: {"x": x[numbers], "y": y[numbers]},
     synthetic=lambda size, seed: {"x": torch.randn(size, 8), "y": torch.randn(size)},
     records=2000, dataset="a line in 8 dimensions, version 1", run_dir=sys.argv[1],
     expected_batch=200, steps=100, epsilon=4,
