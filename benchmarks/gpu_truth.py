@@ -1,0 +1,174 @@
+"""What must hold on a device before any of its numbers is worth having: each case says whether its claim holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from gpu_cases import OBJECTIVES, Case, Found, Setting, batch_of, clip_of, model_of, shape_of
+from torch import Tensor, nn
+
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.model.build import build
+from murmuration.train.clip import norms
+from murmuration.train.clip.check import check_gradients
+from murmuration.train.clip.engine import ClipEngine, clipped_totals
+from murmuration.train.clip.layers import _record_sums
+from murmuration.train.clip.per_record import OuterProduct
+from murmuration.train.clip.rule import ClipError
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.noise import chacha
+from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.chacha import ChaChaNoise
+
+# Records, tokens, columns, rows: those of the recipes' layers, borders of tiles, and a vocabulary.
+PRODUCTS = ((8, 50, 768, 768), (8, 197, 512, 2048), (4, 257, 1024, 4096), (4, 40, 768, 32768), (5, 65, 33, 130))
+SMALL = ((3, 7, 9, 5), (2, 20, 16, 24))
+SIGMA, ELEMENTS = 1.5, 1_000_003
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    for size in SMALL if setting.smoke else PRODUCTS:
+        for dtype in (torch.float32, torch.bfloat16):
+            name = f"norms {'x'.join(map(str, size))} {str(dtype)[6:]}"
+            yield Case(name, partial(norms_within_their_doubt, size, dtype, setting))
+        yield Case(f"layer norm {'x'.join(map(str, size))}", partial(layer_norm_sums, size, setting))
+    for model in setting.models:
+        for precision in ("fp32", "bf16"):
+            yield Case(f"brute force {model} {precision}", partial(as_brute_force, model, precision, setting))
+        yield Case(f"order of rows {model}", partial(order_of_rows, model, setting))
+        yield Case(f"doubtful {model}", partial(doubtful, model, setting))
+        yield Case(f"repeated {model}", partial(repeated, model, setting))
+    yield Case("chacha20 words", partial(chacha_words, setting))
+    yield Case("noise", partial(noise_is_what_is_planned, setting))
+
+
+def norms_within_their_doubt(size: tuple[int, int, int, int], dtype: torch.dtype, setting: Setting) -> Found:
+    """Squares as the device's kernel gives them: no further from fp64 than the doubt that it states."""
+    records, tokens, columns, rows = size
+    draw = torch.Generator().manual_seed(1)
+    left = torch.randn(records, tokens, columns, generator=draw).to(setting.device, dtype)
+    right = torch.randn(records, tokens, rows, generator=draw).to(setting.device, dtype)
+    right[0] -= right[0].double().mean(0).to(dtype)  # a record whose tokens cancel
+    found = norms.measure([OuterProduct("w", left, right, torch.Size((rows, columns)))])
+    exact = _squares(left, right)
+    off = (found.square.double() - exact).abs()
+    doubt = torch.zeros_like(off) if found.doubt is None else found.doubt
+    return {
+        "holds": bool((off <= doubt + 1e-9 * exact).all()), "largest_error": float((off / exact).max()),
+        "largest_doubt": float((doubt / exact).max()),
+    }  # fmt: skip
+
+
+def _squares(left: Tensor, right: Tensor) -> Tensor:
+    """In fp64 on the device, one record at a time."""
+    return torch.stack([(a.double().T @ g.double()).square().sum() for a, g in zip(left, right, strict=True)])
+
+
+def layer_norm_sums(size: tuple[int, int, int, int], setting: Setting) -> Found:
+    records, tokens, width, _ = size
+    draw = torch.Generator().manual_seed(2)
+    x, gradient = (torch.randn(records, tokens, width, generator=draw).to(setting.device) for _ in range(2))
+    mean, inverse = x.mean(2, keepdim=True), x.var(2, keepdim=True).add(1e-5).rsqrt()
+    kernel = _record_sums() if setting.device.type in norms.KERNEL_DEVICES else None
+    if kernel is None:
+        return {"skipped": "no kernel on this device"}
+    scales, shifts = kernel(x, gradient, mean, inverse, records, width)
+    exact = ((x.double() - mean) * inverse * gradient.double()).sum(1), gradient.double().sum(1)
+    far = [
+        float((found.double() - true).abs().max() / true.abs().max())
+        for found, true in zip((scales, shifts), exact, strict=True)
+    ]
+    return {"holds": max(far) < 1e-4, "scale_error": far[0], "shift_error": far[1]}
+
+
+def as_brute_force(model: str, precision: str, setting: Setting) -> Found:
+    """The check of every start: records by the engine against plain autograd, one at a time, on this device."""
+    clip, body = clip_of(4, precision), model_of(model).to(setting.device)
+    clip.prepare(body)
+    batch = batch_of(model, 4, setting)
+    try:
+        check_gradients(clip, body, batch.inputs, batch.present)
+    except ClipError as error:
+        return {"holds": False, "why": str(error)}
+    return {"holds": True}
+
+
+def order_of_rows(model: str, setting: Setting) -> Found:
+    """The same records in another order, and with another record in one row: what others add must not move."""
+    body, clip, batch = _prepared(model, 16, setting)
+    turned = MicroBatch({name: x.flip(0) for name, x in batch.inputs.items()}, batch.present.flip(0))
+    blanked = batch.present.clone()
+    blanked[3] = False
+    first, second, without = (_summed(clip, body, each) for each in (batch, turned, MicroBatch(batch.inputs, blanked)))
+    order, one = _apart(first, second), _apart(first, without)
+    return {"holds": order < clip.rule.allowance and one <= 1.0, "order": order, "one_record": one}
+
+
+def doubtful(model: str, setting: Setting) -> Found:
+    """The share of records whose gradients must be written out, at the recipe's real widths: none."""
+    body, clip, batch = _prepared(model, 16, setting)
+    shape = shape_of(model)
+    if "tokens" in batch.inputs:
+        for record, length in enumerate(torch.linspace(4, shape.text_length, 16).int().tolist()):
+            batch.inputs["tokens"][record, length:] = 0
+    _, found = clipped_totals(clip, body, batch.inputs, batch.present)
+    share = 0.0 if found.doubtful is None else float(found.doubtful.double().mean())
+    return {"holds": share == 0.0, "share": share}
+
+
+def repeated(model: str, setting: Setting) -> Found:
+    """The same micro-batch twice. Bits may differ where a kernel adds in any order; the sum must not notice."""
+    body, clip, batch = _prepared(model, 16, setting)
+    first, second = (_summed(clip, body, batch) for _ in range(2))
+    apart = _apart(first, second)
+    equal = all(torch.equal(first[name], second[name]) for name in first)
+    return {"holds": apart < clip.rule.allowance, "bit_equal": equal, "apart": apart}
+
+
+def chacha_words(setting: Setting) -> Found:
+    """The keystream on the device, by its kernel and by torch, against the processor's, bit by bit."""
+    fixed = chacha.fixed_words(bytes(range(32)), 7, torch.device("cpu"))
+    block, parameter = torch.arange(2**32 - 500, 2**32 + 500), torch.arange(1000) % 3
+    true = chacha.keystream(fixed, block, parameter)
+    ways = {"torch": chacha.keystream}
+    if setting.device.type in chacha.KERNEL_DEVICES and (kernel := chacha._kernel()) is not None:
+        ways["kernel"] = kernel
+    moved = [x.to(setting.device) for x in (fixed, block, parameter)]
+    equal = {name: torch.equal(way(*moved).cpu(), true) for name, way in ways.items()}
+    return {"holds": all(equal.values()), **equal}
+
+
+def noise_is_what_is_planned(setting: Setting) -> Found:
+    """Deviation, and the device's ChaCha20 draw against the processor's: at most the last bits differ."""
+    fragments = [Fragment("w", 3, 5, 20_003 if setting.smoke else ELEMENTS, 0)]
+    found: Found = {}
+    key = bytes(range(32))
+    for mechanism in (ChaChaNoise(key, SIGMA, 1.0), NoiseMechanism(key, SIGMA, 1.0)):
+        drawn = torch.cat([noise.double() for _, noise in mechanism.chunks(9, fragments, setting.device)])
+        found[f"sigma {mechanism.generator}"] = float(drawn.square().mean().sqrt()) / SIGMA
+        if mechanism.generator == ChaChaNoise.generator:
+            here = torch.cat([noise for _, noise in mechanism.chunks(9, fragments, torch.device("cpu"))])
+            found["differs_from_cpu_by"] = float((drawn.cpu() - here).abs().max())
+    error = 5 / math.sqrt(2 * fragments[0].length)
+    fits = all(abs(value - 1) < error for name, value in found.items() if name.startswith("sigma"))
+    return found | {"holds": fits and found["differs_from_cpu_by"] < 1e-13 * SIGMA}
+
+
+def _prepared(model: str, records: int, setting: Setting) -> tuple[nn.Module, ClipEngine, MicroBatch]:
+    torch.manual_seed(0)
+    body = build(shape_of(model), OBJECTIVES[model.split("/")[0]]).to(setting.device)
+    clip = clip_of(records)
+    clip.prepare(body)
+    return body, clip, batch_of(model, records, setting)
+
+
+def _summed(clip: ClipEngine, body: nn.Module, batch: MicroBatch) -> dict[str, Tensor]:
+    return clipped_totals(clip, body, batch.inputs, batch.present)[0]
+
+
+def _apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """In units of C, which is 1."""
+    return math.sqrt(sum(float((one[name].double() - other[name].double()).square().sum()) for name in one))
