@@ -1,4 +1,4 @@
-"""The GPU benchmark runs at toy shapes on a processor, continues where it stopped, and sees a claim that does not hold."""
+"""The GPU benchmark runs at toy shapes on a processor, continues where it stopped, and sees what does not hold."""
 
 from __future__ import annotations
 
