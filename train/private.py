@@ -59,6 +59,7 @@ from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.self_test.probes import SyntheticRecords
+from murmuration.train.self_test.room import require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport, self_test
 from murmuration.train.step import PrivateStep, Records, StepSummary
 from murmuration.train.storage.certify import completed, earlier_certificate
@@ -126,7 +127,12 @@ class PrivateCore:
 
     def prove(self, synthetic: SyntheticRecords, replicated: bool, micro_batch: int) -> SelfTestReport:
         noise = self.noise("self-test")
-        return self_test(self.engine, self.clip, noise, replicated, synthetic, micro_batch, self.ranks)
+        if self.engine.device.type == "cuda":
+            require_room(self.engine, synthetic, micro_batch, self.ranks)
+        try:
+            return self_test(self.engine, self.clip, noise, replicated, synthetic, micro_batch, self.ranks)
+        except torch.OutOfMemoryError:  # the optimizer's state and the sums that are compared come on top
+            raise too_large(micro_batch, self.engine.device) from None
 
     def noise(self, purpose: Purpose) -> Noise:
         key = self._derive(purpose)
