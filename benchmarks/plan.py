@@ -101,7 +101,7 @@ def machine() -> None:
     for name in BATCHES:
         sizes = layers(name)
         ranks.barrier()
-        own[f"{name}_tflops"] = sustained_tflops(sizes)
+        own[f"{name}_tflops"] = sustained_tflops(sizes, ranks.device)
     ranks.barrier()
     own["noise_per_second"] = statistics.median(measured_noise_rate() for _ in range(ROUNDS))
     own["link_gb_per_s"] = link(ranks)
@@ -133,9 +133,9 @@ def layers(name: str) -> list[tuple[int, int, int]]:
     return found
 
 
-def sustained_tflops(sizes: list[tuple[int, int, int]]) -> float:
+def sustained_tflops(sizes: list[tuple[int, int, int]], device: torch.device) -> float:
     """Sustained rate of the three products that a linear layer needs, forward and backward."""
-    operands = [(torch.randn(r, i), torch.randn(o, i), torch.randn(r, o)) for r, i, o in sizes]
+    operands = [[torch.randn(*size, device=device) for size in ((r, i), (o, i), (r, o))] for r, i, o in sizes]
     times = []
     for _ in range(ROUNDS + 1):
         began = time.perf_counter()
@@ -143,19 +143,27 @@ def sustained_tflops(sizes: list[tuple[int, int, int]]) -> float:
             torch.mm(inputs, weight.T)
             torch.mm(gradient, weight)
             torch.mm(gradient.T, inputs)
+        wait(device)
         times.append(time.perf_counter() - began)
     return sum(6 * r * i * o for r, i, o in sizes) / statistics.median(times[1:]) / 1e12
+
+
+def wait(device: torch.device) -> None:
+    """A GPU only queues what it is asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def link(ranks: Ranks) -> float:
     """GB/s that one rank sends, by the planner's own model of a ring."""
     if ranks.world == 1:
         return 1.0
-    numbers, times = torch.ones(EXCHANGED, dtype=torch.float64), []
+    numbers, times = torch.ones(EXCHANGED, dtype=torch.float64, device=ranks.device), []
     for _ in range(ROUNDS + 1):
         ranks.barrier()
         began = time.perf_counter()
         ranks.add(numbers)
+        wait(ranks.device)
         times.append(time.perf_counter() - began)
     sent = 2 * 8 * EXCHANGED * (ranks.world - 1) / ranks.world
     return sent / statistics.median(times[1:]) / 1e9

@@ -13,15 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 TIMEOUT = 420
+MOST_RANKS = 3
 
 
 def environment() -> dict[str, str]:
     """What a user's shell would have with the environment activated: nothing else that helps the trainer."""
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "DS_ACCELERATOR")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    if 0 < torch.cuda.device_count() < MOST_RANKS:  # more ranks than GPUs: they share the processor, as without any
+        kept["CUDA_VISIBLE_DEVICES"] = ""
     # Two versions of ninja would take turns in compiling DeepSpeed's operation anew.
     return kept | {"PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", "")])}
 

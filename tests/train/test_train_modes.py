@@ -47,6 +47,23 @@ def test_measurements_drop_nothing_and_training_goes_on_dropping() -> None:
         assert evaluator.measure()["public_loss"] == pytest.approx(float(by_hand(batch.inputs).mean()), rel=1e-6)
 
 
+def test_public_records_are_measured_in_the_precision_of_training() -> None:
+    phase = measured(ready())
+    engine, clip, _ = private_engine(alone(), plan_for(), False, build(phase.shape, "mae"))
+    found = {
+        precision: PublicEvaluator(
+            phase, engine, alone(), 16, b"m" * 32, clip, plan_for(), precision=precision
+        ).measure()["public_loss"]
+        for precision in ("fp32", "bf16")
+    }
+    batch = PublicEvaluator(phase, engine, alone(), 16, b"m" * 32, None, None).reader.read(np.arange(16), 0)
+    model = engine.model.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = float(model(batch.inputs).float().mean())
+    assert found["bf16"] == pytest.approx(expected, rel=1e-6) and found["bf16"] != found["fp32"]
+    assert found["bf16"] == pytest.approx(found["fp32"], rel=0.02)
+
+
 def test_the_mode_comes_back_after_an_error_too_and_stays_where_it_was() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)))
     with pytest.raises(KeyError), evaluating(model):

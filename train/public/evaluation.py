@@ -20,6 +20,7 @@ from murmuration.evaluation.zero_shot import zero_shot
 from murmuration.model.build import build
 from murmuration.model.trainable import select
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
+from murmuration.train.clip.precision import Precision, autocast
 from murmuration.train.config.root import ZeroShot
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import ShardedEngine, evaluating
@@ -55,10 +56,12 @@ class PublicEvaluator:
     def __init__(
         self, phase: ReadyPhase, engine: ShardedEngine, ranks: Ranks, micro_batch: int, mask_key: bytes,
         clip: ClipEngine | None, plan: PrivacyPlan | None, norm: AdaptiveNorm | None = None,
+        precision: Precision = "fp32",
     ) -> None:  # fmt: skip
         assert phase.held_out is not None and phase.settings.evaluation is not None
         self.engine, self.ranks, self.micro_batch = engine, ranks, micro_batch
         self.clip, self.plan, self.norm = clip, plan, norm
+        self.precision: Precision = precision
         self.phase = phase
         self.records = min(phase.settings.evaluation.records, phase.held_out.records)
         # Step 0 at every call: the same masks each time, so that the curve shows the weights alone.
@@ -70,8 +73,8 @@ class PublicEvaluator:
         self.reader = BatchReader(phase.held_out, spec, phase.text, mask_key=mask_key)
 
     def measure(self) -> dict[str, float]:
-        """Measures without dropout, even where training uses it."""
-        with evaluating(self.engine.model):
+        """Measures in the precision of training, and without dropout, even where training uses it."""
+        with evaluating(self.engine.model), autocast(self.precision, self.engine.device):
             found = {"public_loss": public_loss(self._batches(self.records), self._losses, self.ranks)}
             if self.zero_shot is not None and self.text is not None:
                 found |= self._zero_shot(self.zero_shot, self.text)

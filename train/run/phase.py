@@ -192,7 +192,7 @@ def watching_of(
     micro_batch, masks = run.config.train_micro_batch_size_per_gpu, derive("public-masks")
     parts = phase, engine, run.ranks, micro_batch, masks, clip, plan, norm
     return Watching(
-        PublicEvaluator(*parts) if phase.held_out is not None else None,
+        PublicEvaluator(*parts, precision=run.config.run.precision) if phase.held_out is not None else None,
         LossMonitor(*parts) if phase.monitored is not None else None,
     )
 
