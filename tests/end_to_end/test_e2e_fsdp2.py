@@ -20,7 +20,7 @@ NOT_THE_SUM = "UpdateError: what was reduced for"
 STOPPED = {
     "shards replaced": "UpdateError: the model's shards are no longer those that the optimizer updates",
     "left whole": "ShardMapError: ",
-    "NaN in the sum": "UpdateError: the sum of clipped gradients of cls_token is no number",
+    "NaN in the sum": "UpdateError: the sum of clipped gradients of cls_token is not finite",
     "not reduced": NOT_THE_SUM,
     "reduced twice": NOT_THE_SUM,
     "shifted": NOT_THE_SUM,
