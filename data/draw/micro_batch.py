@@ -33,6 +33,13 @@ def row_count(total: int, world: int, micro_batch: int) -> int:
     return max(1, (largest + micro_batch - 1) // micro_batch)
 
 
+def even_width(total: int, world: int, micro_batch: int) -> int:
+    """The smallest micro-batch with which `total` records take no more rows: for public batches, whose size is fixed,
+    so that many ranks do not compute padding. A private draw's size must not show in any shape."""
+    rows = row_count(total, world, micro_batch)
+    return max(1, -(-total // (world * rows)))
+
+
 @dataclass
 class MicroBatch:
     """Model inputs by name, each with first dimension B, and which of the B slots hold a record."""

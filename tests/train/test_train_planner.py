@@ -58,16 +58,18 @@ def test_time_is_arithmetic_rings_and_whole_micro_batches() -> None:
     weights = WeightCounts(trainable=100_000_000, frozen=0, largest=1, moments=8, private=True)
     cost = RecordCost(1e9, 3e9, 1e9, 1e6, 0.0)
     # 1000 records on 4 ranks are 250 each: 4 rows of 64, of which 6 slots are padding.
-    found = step_time(cost, weights, CLUSTER, Batch(1000), 64, stage=1)
+    found = step_time(cost, weights, CLUSTER, Batch(1000, public=False), 64, stage=1)
     assert found.compute == pytest.approx(256 * 4e9 / 10e12)
     one = 0.75 / 5e9  # seconds per byte that passes the ring once
     assert found.exchange == pytest.approx(one * (2 * 8e8 + 2 * 4e8 + 4e8))
     assert found.noise == pytest.approx(0.25) and found.seconds == pytest.approx(found.exchange + found.noise)
-    partitioned = step_time(cost, weights, CLUSTER, Batch(1000), 64, stage=3)
+    partitioned = step_time(cost, weights, CLUSTER, Batch(1000, public=False), 64, stage=3)
     assert partitioned.exchange == pytest.approx(one * (2 * 8e8 + 4e8 + 4 * 4 * 4e8))
-    assert step_time(cost, weights, CLUSTER, Batch(1000), 64, 1, records_per_second=64.0).compute == pytest.approx(4.0)
+    assert step_time(
+        cost, weights, CLUSTER, Batch(1000, public=False), 64, 1, records_per_second=64.0
+    ).compute == pytest.approx(4.0)
     public = WeightCounts(100_000_000, 0, 1, 8, private=False)
-    assert step_time(cost, public, CLUSTER, Batch(1000), 64, 1).compute == pytest.approx(256 * 3e9 / 10e12)
+    assert step_time(cost, public, CLUSTER, Batch(1000), 64, 1).compute == pytest.approx(4 * 63 * 3e9 / 10e12)
 
 
 def test_frozen_weights_are_gathered_too_and_whole_weights_get_all_their_noise_on_every_rank() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from murmuration.accounting.plan import PrivacyPlan, threshold_for
-from murmuration.data.draw.micro_batch import row_count, slots
+from murmuration.data.draw.micro_batch import even_width, row_count, slots
 from murmuration.train.planner.cluster import step_time
 from murmuration.train.planner.rows import Batch
 from tests.support.planner_world import CLUSTER, COST, SMALL, WEIGHTS, ask, config
@@ -63,6 +63,20 @@ def test_the_row_function_is_that_of_the_slots() -> None:
     for total in (0, 1, 63, 64, 65, 1000):
         rows = {len(slots(np.arange(total), rank, 4, 16)) for rank in range(4)}
         assert rows == {row_count(total, 4, 16)} == {round(Batch(total).rows(4, 16))}
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_public_rows_are_no_wider_than_they_must_be(world: int) -> None:
+    for total in (1, 15, 16, 17, 64, 65, 100, 1000):
+        width = even_width(total, world, 16)
+        cut = [slots(np.arange(total), rank, world, width) for rank in range(world)]
+        assert width <= 16 and {len(rows) for rows in cut} == {row_count(total, world, 16)}
+        filled = np.concatenate([rows[rows >= 0] for rows in cut])
+        assert np.array_equal(np.sort(filled), np.arange(total)), "each record once"
+        assert sum(rows.size for rows in cut) == world * round(Batch(total).slots(world, 16))
+        assert sum(rows.size for rows in cut) - total < world * len(cut[0]), "less than one slot of a row is padding"
+    private = Batch(100, public=False)
+    assert private.slots(4, 16) == 32 and Batch(100).slots(4, 16) == 26
 
 
 def test_time_counts_the_rows_of_the_draws() -> None:

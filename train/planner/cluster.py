@@ -92,8 +92,8 @@ def step_time(
     rate = records_per_second or cluster.tflops * 1e12 / flops
     public = 0.0
     if mixed:
-        public = Batch(mixed).rows(cluster.gpus, micro_batch) * micro_batch / rate * cost.step_flops / flops
-    compute = rows * micro_batch / rate + public
+        public = Batch(mixed).slots(cluster.gpus, micro_batch) / rate * cost.step_flops / flops
+    compute = batch.slots(cluster.gpus, micro_batch) / rate + public
     n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
     exchange = cluster.all_reduce_seconds(8.0 * n) if weights.private else 0.0
     exchange += cluster.all_reduce_seconds(4.0 * n) if mixed else 0.0

@@ -24,11 +24,12 @@ class Batch:
 
     mean: float
     spread: float = 0.0
+    public: bool = True
 
     @classmethod
     def drawn(cls, plan: PrivacyPlan) -> Batch:
         """A binomial draw; with q = 1 it is the whole data set each time."""
-        return cls(plan.divisor, math.sqrt(plan.divisor * (1 - plan.sampling_rate)))
+        return cls(plan.divisor, math.sqrt(plan.divisor * (1 - plan.sampling_rate)), public=False)
 
     @property
     def most(self) -> float:
@@ -48,9 +49,15 @@ class Batch:
             found += 0.5 * math.erfc((full * slots + 0.5 - self.mean) / self.spread / math.sqrt(2))
         return float(found)
 
+    def slots(self, gpus: int, micro_batch: int) -> float:
+        """The mean number of slots that one GPU computes in a step. The rows of a public batch are only as wide as they
+        must be (`data.draw.micro_batch.even_width`)."""
+        rows = self.rows(gpus, micro_batch)
+        return rows * (math.ceil(self.mean / gpus / rows) if self.public else micro_batch)
+
     def padding(self, gpus: int, micro_batch: int) -> float:
         """The share of the slots that hold no record."""
-        return max(0.0, 1 - self.mean / (self.rows(gpus, micro_batch) * micro_batch * gpus))
+        return max(0.0, 1 - self.mean / (self.slots(gpus, micro_batch) * gpus))
 
     def even(self, gpus: int, largest: int) -> int:
         """The smallest micro-batch that needs no more rows than one of `largest`, even for a large draw."""

@@ -13,6 +13,7 @@ from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.held_out import marking
 from murmuration.data.batch.loader import Loader, PublicOrder, Reader
 from murmuration.data.batch.reader import BatchReader
+from murmuration.data.draw.micro_batch import even_width
 from murmuration.data.draw.poisson import Sampler
 from murmuration.model.build import build
 from murmuration.model.trainable import select
@@ -129,7 +130,10 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         at_end.callback(engine.close)
         batch = float(settings.batch or 0)
         epochs = public_epochs(phase, int(batch), derive("public-order"))
-        loader = _loader(run, phase, reader, PublicOrder(epochs))
+        width = config.train_micro_batch_size_per_gpu
+        if phase.placement is None:  # otherwise a node's share of a batch varies
+            width = even_width(epochs.batch, ranks.world, width)
+        loader = _loader(run, phase, reader, PublicOrder(epochs), width)
         at_end.callback(loader.close)
         records = Records(loader.draw, loader.micro_batches).until_unreadable(run.stop)
         step = PlainStep(records, epochs.batch, engine, ranks, run.stop)
@@ -153,8 +157,10 @@ def _reader(
     return reader
 
 
-def _loader(run: RunContext, phase: ReadyPhase, reader: Reader, sampler: Sampler[Any]) -> Loader[Any]:
-    ranks, micro_batch = run.ranks, run.config.train_micro_batch_size_per_gpu
+def _loader(
+    run: RunContext, phase: ReadyPhase, reader: Reader, sampler: Sampler[Any], micro_batch: int
+) -> Loader[Any]:  # fmt: skip
+    ranks = run.ranks
     return Loader(
         reader, sampler, ranks.rank, ranks.world, micro_batch, last=phase.settings.steps,
         plan=rank_plan(phase, ranks, micro_batch),
@@ -167,7 +173,7 @@ def _private_loader(
     sampler = core.sampler()
     if phase.settings.features is None:  # otherwise they were compared before features were computed
         require_same_records(run, phase, segment, done, sampler)
-    return _loader(run, phase, reader, sampler)
+    return _loader(run, phase, reader, sampler, run.config.train_micro_batch_size_per_gpu)
 
 
 def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segment) -> float:

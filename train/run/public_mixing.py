@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from murmuration.data.batch.loader import Loader, PublicOrder
 from murmuration.data.batch.reader import BatchReader, DataSpec
-from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.data.draw.micro_batch import MicroBatch, even_width
 from murmuration.data.index.epochs import PublicEpochs
 from murmuration.train.clip.precision import Precision, autocast
 from murmuration.train.config.phase import Mixing
@@ -118,7 +118,7 @@ class MixingEngine(EngineAround):
             reading=reading_options(mixing.data.reading, index, ranks), pin_memory=ranks.device.type == "cuda",
         )  # fmt: skip
         epochs = PublicEpochs(index.records, mixing.batch, _key(key, b"order"))
-        micro_batch = run.config.train_micro_batch_size_per_gpu
+        micro_batch = even_width(mixing.batch, ranks.world, run.config.train_micro_batch_size_per_gpu)
         loader = Loader(
             reader, PublicOrder(epochs), rank=ranks.rank, world=ranks.world, micro_batch=micro_batch, last=steps
         )
