@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,19 @@ def test_a_signal_is_seen_while_the_main_thread_waits_where_no_python_runs(tmp_p
         finally:
             process.kill()
     assert told == b"SIGTERM\n" and process.returncode == 0
+
+
+def test_a_signal_to_a_forked_child_does_not_stop_its_parent(request_at: Any) -> None:
+    request = request_at()
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0 if request.reason == "SIGTERM" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    time.sleep(0.2)
+    assert request.reason is None
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert request.raised() == "SIGTERM"
 
 
 def test_requests_give_signals_back_in_whatever_order_they_end(request_at: Any) -> None:

@@ -128,6 +128,15 @@ class StopRequest:
             raise Stopped(next(each for each in ranks.gather(reason) if each is not None))
 
 
+def _forget_pipe() -> None:
+    """A forked child has its parent's pipe: what is sent to the child would stop the parent."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_pipe)
+
+
 class _Wake:
     """Python runs signal handlers in the main thread, which may be waiting for a device or for a rank that died. The
     interpreter also writes each signal's number into a pipe; this thread reads it there."""
