@@ -265,8 +265,8 @@ def test_what_does_not_go_with_adaptive_clipping_is_refused() -> None:
 def test_what_is_measured_at_a_checkpoint_is_measured_at_the_norm_of_the_next_step() -> None:
     phase, plan = measured(ready()), adaptive_plan()
     engine, clip, _ = private_engine(alone(), plan, False, build(phase.shape, "mae"))
-    moved = AdaptiveNorm(plan, 400.0)
-    there = BookKeepingClip(clip.rule.at(400.0))
+    moved = AdaptiveNorm(plan, 0.01)
+    there = BookKeepingClip(clip.rule.at(0.01))
     for make in (PublicEvaluator, LossMonitor):
 
         def found(clip: Any, norm: AdaptiveNorm | None, make: Any = make) -> dict[str, float]:
