@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 
 from murmuration.train.run.run import FAILED, RESUMABLE, TRAINING, tell_state
+from murmuration.train.storage.public_times import PublicTimes
 from murmuration.train.storage.run_dir import RunDir
+
+STARTED = 1_700_000_000
 
 
 def run_of(folder: RunDir, main: bool) -> Any:
     history = SimpleNamespace(last_checkpoint=lambda: None)
-    return SimpleNamespace(name="run", folder=folder, journal=SimpleNamespace(history=history) if main else None)
+    return SimpleNamespace(
+        name="run",
+        folder=folder,
+        journal=SimpleNamespace(history=history) if main else None,
+        checkpoints=SimpleNamespace(times=PublicTimes(STARTED)),
+    )
 
 
 @pytest.fixture
@@ -32,6 +40,7 @@ def test_only_the_main_rank_tells_how_far_a_run_is_and_another_only_that_it_fail
     assert folder.state() == first and first["status"] == TRAINING
     tell_state(other, status=FAILED, error="KeyError")
     assert (folder.state()["status"], folder.state()["error"]) == (FAILED, "KeyError")
+    assert folder.state_file.stat().st_mtime == STARTED, "when it failed is not public"
 
 
 def test_a_rank_that_lost_another_does_not_hide_why(folder: RunDir) -> None:
@@ -48,5 +57,5 @@ def test_a_rank_that_lost_another_does_not_hide_why(folder: RunDir) -> None:
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b"[" * 100_000])
 def test_a_state_that_cannot_be_read_is_none(folder: RunDir, text: bytes) -> None:
-    (folder.root / "run_state.json").write_bytes(text)
+    folder.state_file.write_bytes(text)
     assert folder.state() == {}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from murmuration.train.distributed import watchdog as watchdog_module
 from murmuration.train.distributed.watchdog import Pulse, Watchdog
 
 STALL = 2.0
@@ -130,6 +131,19 @@ def test_who_was_asked_to_stop_does_not_wait_long_for_a_dead_rank(tmp_path: Path
 
 def test_a_rank_that_is_done_is_not_taken_for_dead_by_one_that_still_writes(tmp_path: Path) -> None:
     assert ranks_that([parts, writes], tmp_path, stall=60.0, asked=lambda: "SIGTERM", period=0.2) == ([0, 0], "")
+
+
+def test_a_late_sign_of_life_does_not_take_back_that_a_rank_is_done(tmp_path: Path) -> None:
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    done, other = (Watchdog(rank, 2, Pulse(), store, STALL, lambda reason: None) for rank in (0, 1))
+    done.stop()
+    store.set(watchdog_module._key(0), "9 9")  # its thread was about to
+    other._ask()
+    other._asked_since = time.monotonic() - 60
+    other._seen[0].at -= 60
+    assert other._silent() == []
+    other._parted.clear()
+    assert other._silent() == [0]
 
 
 def test_progress_however_slow_is_no_hang(tmp_path: Path) -> None:

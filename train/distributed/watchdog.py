@@ -20,9 +20,8 @@ from murmuration.accounting.errors import RESUME_ME
 
 # Seconds between two signs of life: a dead rank is known before launchers kill the others, 30 s after SIGTERM.
 LONGEST_PERIOD = 6.0
-# So many periods without a sign of life are silence.
+# This many periods without a sign of life count as silence.
 SILENT = 2.5
-PARTED = "parted"
 
 
 class Pulse:
@@ -66,10 +65,6 @@ class Seen:
     def beats(self) -> int:
         return int(self.said.split()[1])
 
-    @property
-    def parted(self) -> bool:
-        return self.said.startswith(PARTED.encode())
-
 
 class Watchdog:
     def __init__(
@@ -83,6 +78,7 @@ class Watchdog:
         self.period = min(LONGEST_PERIOD, stall_seconds / 8)
         self._over = threading.Event()
         self._seen: dict[int, Seen] = {}
+        self._parted: set[int] = set()
         self._asked_since: float | None = None
         self._answered = time.monotonic()
 
@@ -97,7 +93,7 @@ class Watchdog:
         self._over.set()
         if parted:
             with contextlib.suppress(RuntimeError):  # the store ends with the first rank that leaves
-                self.store.set(_key(self.rank), f"{PARTED} {self.pulse.beats}")
+                self.store.set(_parted_key(self.rank), "1")  # a key of its own, which no late sign of life overwrites
 
     def _idle(self) -> float:
         return time.monotonic() - self.pulse.since
@@ -118,6 +114,8 @@ class Watchdog:
         self._asked_since = self._asked_since or now
         for other in range(self.world):
             key = _key(other)
+            if other != self.rank and self.store.check([_parted_key(other)]):
+                self._parted.add(other)
             if other != self.rank and self.store.check([key]):
                 said, known = self.store.get(key), self._seen.get(other)
                 if known is None:
@@ -160,8 +158,8 @@ class Watchdog:
         if self._asked_since is None or time.monotonic() - self._asked_since < SILENT * self.period:
             return []
         late = time.monotonic() - SILENT * self.period
-        seen = {other: self._seen.get(other) for other in range(self.world) if other != self.rank}
-        return [other for other, last in seen.items() if last is None or (last.at < late and not last.parted)]
+        others = (other for other in range(self.world) if other != self.rank and other not in self._parted)
+        return [other for other in others if other not in self._seen or self._seen[other].at < late]
 
     def _why(self, silent: list[int]) -> str:
         if time.monotonic() - self._answered > 3 * self.period:
@@ -179,6 +177,10 @@ class Watchdog:
 
 def _key(rank: int) -> str:
     return f"murmuration/pulse/{rank}"
+
+
+def _parted_key(rank: int) -> str:
+    return f"murmuration/parted/{rank}"
 
 
 def _list(ranks: list[int]) -> str:

@@ -95,10 +95,11 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
             if done < (phase.number, phase.settings.steps):
                 train_phase(run, phase, loaded)
         parted = True
-    except (BudgetSpent, Stopped) as error:
+    except Stopped:
         parted = True
-        if isinstance(error, Stopped):
-            raise
+        raise
+    except BudgetSpent as error:
+        parted = True
         run.board.say(f"{error}")
         return error
     finally:
@@ -152,6 +153,7 @@ def tell_state(run: RunContext, **state: object) -> None:
         run.folder.write_state(run=run.name, **state, **where)
     elif state["status"] == FAILED:
         run.folder.write_state(run=run.name, **state, by=OTHER)
+        run.checkpoints.times.stamp(run.folder.state_file)
 
 
 def _settle_times(run: RunContext) -> None:

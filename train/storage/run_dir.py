@@ -113,16 +113,20 @@ class RunDir:
         self.new_key.replace(self.key)
         sync(self.key.parent)
 
+    @property
+    def state_file(self) -> Path:
+        return self.root / "run_state.json"
+
     def write_state(self, **state: object) -> None:
         """Writes the state with a random id, so that launch scripts can tell it from the state of an earlier start."""
         state["id"] = secrets.token_hex(8)
-        with atomic(self.root / "run_state.json") as file:
+        with atomic(self.state_file) as file:
             file.write(json.dumps(state, indent=2).encode() + b"\n")
 
     def state(self) -> dict[str, object]:
         """What was written last; empty if it cannot be read."""
         try:
-            found = json.loads((self.root / "run_state.json").read_bytes())
+            found = json.loads(self.state_file.read_bytes())
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
