@@ -19,6 +19,7 @@ from murmuration.train.clip.layers import _record_sums
 from murmuration.train.clip.per_record import OuterProduct
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.distributed.shards import Fragment
+from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.noise import chacha
 from murmuration.train.noise.aes import NoiseMechanism
 from murmuration.train.noise.chacha import ChaChaNoise
@@ -41,6 +42,7 @@ def cases(setting: Setting) -> Iterator[Case]:
         yield Case(f"order of rows {model}", partial(order_of_rows, model, setting))
         yield Case(f"doubtful {model}", partial(doubtful, model, setting))
         yield Case(f"repeated {model}", partial(repeated, model, setting))
+        yield Case(f"added later {model}", partial(added_later, model, setting))
     yield Case("chacha20 words", partial(chacha_words, setting))
     yield Case("noise", partial(noise_is_what_is_planned, setting))
 
@@ -126,6 +128,24 @@ def repeated(model: str, setting: Setting) -> Found:
     apart = _apart(first, second)
     equal = all(torch.equal(first[name], second[name]) for name in first)
     return {"holds": apart < clip.rule.allowance, "bit_equal": equal, "apart": apart}
+
+
+def added_later(model: str, setting: Setting) -> Found:
+    """Sums that are added on a condition which the host reads later, against sums after asking; one micro-batch has a
+    record that is no number, so it must be computed again. Bits are equal where kernels repeat."""
+    totals = []
+    for defer in (True, False):
+        body, clip, batch = _prepared(model, 16, setting)
+        forward = PrivateForward(body, clip, defer=defer)
+        forward.begin(setting.device)
+        broken = {name: x.clone() for name, x in batch.inputs.items()}
+        broken["images"][3] = math.nan
+        for inputs in (batch.inputs, broken, batch.inputs):
+            forward(inputs, batch.present)
+        forward.settle()
+        totals.append(forward.sums.totals)
+    apart = _apart(*totals)
+    return {"holds": apart < forward.clip.rule.allowance, "apart": apart}
 
 
 def chacha_words(setting: Setting) -> Found:

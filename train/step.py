@@ -19,7 +19,7 @@ from murmuration.accounting.ledger.journal import Journal
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.data.draw.poisson import Draw, Ids
 from murmuration.data.store.place import UnreadableError
-from murmuration.train.clip.engine import ClipEngine
+from murmuration.train.clip.engine import ClipEngine, Observation
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import ShardedEngine
@@ -81,15 +81,17 @@ class PrivateStep:
 
         noise.prepare(step)
         observed = StepSummary(bound=rule.bound)
+        seen: list[tuple[Tensor, Observation]] = []
         micro_batches = self.records.micro_batches(draw.ids, step)
         for micro_batch in self.stop.until_asked(micro_batches, self.ranks, each=self.engine.partitioned):
             self.engine.accumulate(micro_batch, rule)
-            seen = self.engine.observe()
-            observed.add(micro_batch.present, *seen)
-            if self.metrics is not None:
-                self.metrics.add(micro_batch.present, seen, rule.bound)
+            seen.append((micro_batch.present, self.engine.observe()))
+            observed.add(micro_batch.present, *seen[-1][1])
 
         applied = self.engine.update(update, learning_rate)
+        if self.metrics is not None:
+            for present, each in seen:
+                self.metrics.add(present, each, rule.bound)
         # The largest of what all ranks' sums were made with and what the rule states now.
         largest = max(rule.sensitivity, *self.ranks.gather(observed.sensitivity))
         summed = ClippingFact(rule.kind, largest)

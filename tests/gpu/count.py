@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import murmuration.train.clip.layers as layers  # noqa: E402
 import murmuration.train.clip.norms as norms  # noqa: E402
+import murmuration.train.clip.sums as sums  # noqa: E402
 from murmuration.data.draw.micro_batch import MicroBatch  # noqa: E402
 from murmuration.model.build import build  # noqa: E402
 from murmuration.model.settings import ModelSettings  # noqa: E402
@@ -119,7 +120,8 @@ class Count(TorchDispatchMode):
                 each.asked = name  # pyright: ignore[reportAttributeAccessIssue]
         if name in VIEWS or name in NO_KERNEL or func._schema.name.startswith("prim::"):
             return out
-        self._kernel(name, [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)], outs)
+        read = (args, {key: value for key, value in kwargs.items() if key != "out"})
+        self._kernel(name, [each for each in tree_leaves(read) if isinstance(each, Tensor)], outs)
         return out
 
     def _hold(self, tensor: Tensor) -> None:
@@ -225,6 +227,13 @@ def record_sums_stand_in(count: Count) -> Any:
     return record_sums
 
 
+def add_parts_stand_in(count: Count) -> Any:
+    def add_parts(total: Tensor, found: Tensor, only_if: Tensor | None) -> None:
+        count.add(2 * touched(total) + touched(found), "", 0)
+
+    return add_parts
+
+
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
     """CUDA as PyTorch would find it, and tensors that hold nothing."""
@@ -262,6 +271,7 @@ def counted(model: str, records: int, private: bool) -> Counts:
         count = Count()
         norms._kernel = lambda: gram_stand_in(count)
         layers._record_sums = lambda: record_sums_stand_in(count)
+        sums._add_parts = lambda: add_parts_stand_in(count)
         if private:
             forward = PrivateForward(body, BookKeepingClip(ClipRule("flat", 1.0, 1e-3), "bf16"))
             forward.begin(GPU)

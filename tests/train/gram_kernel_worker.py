@@ -17,6 +17,7 @@ from torch import Tensor
 
 import murmuration.train.clip.norms as norms
 from murmuration.model.build import Objective, build
+from murmuration.train.clip.add_parts_triton import add_parts
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.gram_triton import gram
@@ -102,6 +103,26 @@ def layer_norms() -> list[dict[str, float]]:
     return rows
 
 
+def added() -> dict[str, list[bool]]:
+    """Around the border of blocks, with parts that lie apart: whether the totals are those of additions one by one, and
+    whether a condition that is false leaves them as they were, whatever was found."""
+    same, left = [], []
+    for parts, elements in ((1, 5), (2, 1024), (3, 1025)):
+        draw = torch.Generator().manual_seed(elements)
+        found = torch.randn(parts, elements + 7, generator=draw)[:, :elements]
+        for only_if in (None, torch.tensor(True)):
+            total = torch.full((elements,), 1 / 3, dtype=torch.float64)
+            expected = total.clone()
+            for part in found:
+                expected.add_(part)
+            add_parts(total, found, only_if)
+            same.append(torch.equal(total, expected))
+        total = torch.full((elements,), 1 / 3, dtype=torch.float64)
+        add_parts(total, torch.full_like(found, torch.nan), torch.tensor(False))
+        left.append(bool((total == 1 / 3).all()))
+    return {"same": same, "left": left}
+
+
 def clipped(objective: Objective) -> dict[str, Any]:
     """The whole engine in fp16, with the kernel and without."""
     model = build(SHAPE, objective)
@@ -129,6 +150,6 @@ if __name__ == "__main__":
     print("RESULTS " + json.dumps({
         "fp32": products(torch.float32, norms.PART), "fp16": products(torch.float16, norms.PART),
         "parts": products(torch.float16, 128), "not a number": not_a_number(),
-        "layer norm": layer_norms(),
+        "layer norm": layer_norms(), "added": added(),
         "clipped": {"mae": clipped("mae"), "caption": clipped("caption")},
     }))  # fmt: skip

@@ -48,6 +48,11 @@ def test_a_layer_norm_s_scale_and_shift_are_summed_record_by_record(found: dict[
         assert row["scale"] <= ROUNDING and row["shift"] <= ROUNDING and row["nan"], row
 
 
+def test_parts_are_added_in_fp64_where_they_may_be(found: dict[str, Any]) -> None:
+    assert len(found["added"]["same"]) == 6 and all(found["added"]["same"])
+    assert len(found["added"]["left"]) == 3 and all(found["added"]["left"])
+
+
 @pytest.mark.parametrize("model", ["mae", "caption"])
 def test_clipped_sums_with_the_kernel_are_those_without(found: dict[str, Any], model: str) -> None:
     seen = found["clipped"][model]
@@ -99,6 +104,24 @@ def test_what_makes_one_number_of_the_tiles_compiles_too() -> None:
     values = {(names.index(name),): value for name, value in constants.items()}
     compiled = triton.compile(ASTSource(_finish, signature, values), target=GPUTarget("cuda", 90, 32))
     assert "fma.rn.f64" in compiled.asm["ptx"] or "mul.rn.f64" in compiled.asm["ptx"], "in fp64"
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_adds_parts_compiles_to_fp64_without_spilling(asked: bool) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from murmuration.train.clip.add_parts_triton import BLOCK, _add_parts
+
+    names: list[str] = _add_parts.arg_names
+    constants = {"ASKED": asked, "BLOCK": BLOCK}
+    pointers = {"total": "*fp64", "found": "*fp32", "only_if": "*i1" if asked else "*fp64"}
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(ASTSource(_add_parts, signature, values), target=GPUTarget("cuda", 80, 32))
+    assert "add.f64" in compiled.asm["ptx"] or "add.rn.f64" in compiled.asm["ptx"]
+    assert ".local" not in compiled.asm["ptx"]
 
 
 def test_the_sums_of_a_layer_norm_compile_without_spilling() -> None:

@@ -32,26 +32,32 @@ class Toy(nn.Module):
         return self.outer(self.inner(inputs["images"]).relu()).float().square().sum(dim=1)
 
 
-def summed(precision: Precision, first_is_there: bool) -> dict[str, Tensor]:
+def summed(precision: Precision, first_is_there: bool, as_on_a_gpu: bool) -> dict[str, Tensor]:
     """Records along one direction, so that their gradients line up and rounding adds up instead of cancelling."""
     generator = torch.Generator().manual_seed(2)
     direction = torch.rand(24, generator=generator) + 0.5
     allowance = rounding_allowance(MICRO_BATCH)
-    forward = PrivateForward(Toy(), BookKeepingClip(ClipRule("flat", C / (1 + allowance), allowance), precision))
+    rule = ClipRule("flat", C / (1 + allowance), allowance)
+    clip = BookKeepingClip(rule, precision, round_operands=as_on_a_gpu, together=as_on_a_gpu)
+    forward = PrivateForward(Toy(), clip, defer=as_on_a_gpu)
     forward.begin(torch.device("cpu"))
     for number in range(MICRO_BATCHES):
         scales = torch.rand(MICRO_BATCH, 1, generator=generator) + 1.0
         present = torch.ones(MICRO_BATCH, dtype=torch.bool)
         present[0] = first_is_there or number > 0
         forward({"images": scales * direction}, present)
+    forward.settle()
     assert forward.observed is not None and bool((forward.observed.norms[1:] > C).all()), "every record is clipped"
     return {name: total.clone() for name, total in forward.sums.totals.items()}
 
 
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_one_of_a_hundred_thousand_aligned_records_moves_the_sum_by_c_at_most(precision: Precision) -> None:
+def test_one_of_a_hundred_thousand_aligned_records_moves_the_sum_by_c_at_most(
+    precision: Precision, as_on_a_gpu: bool
+) -> None:
     assert MICRO_BATCH * MICRO_BATCHES > 100_000
-    whole, without = summed(precision, True), summed(precision, False)
+    whole, without = summed(precision, True, as_on_a_gpu), summed(precision, False, as_on_a_gpu)
     size = float(torch.stack([total.norm() for total in whole.values()]).norm())
     assert size > 0.5 * C * MICRO_BATCH * MICRO_BATCHES, "gradients were not aligned"
     moved = float(torch.stack([(whole[name] - without[name]).norm() for name in whole]).norm())

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from murmuration.train.clip.per_record import (
     wide,
 )
 from murmuration.train.clip.rule import ClipError, stretches
-from murmuration.train.clip.sums import GradientSums
+from murmuration.train.clip.sums import SMALL, GradientSums, OnlyIf, SpanSums, products_into
 
 # Relative error of a squared norm above which it is computed again (`rule.FACTOR_ROUNDING` allows for it). Outside the
 # range, squares may have overflowed or vanished in fp32.
@@ -72,19 +74,39 @@ def _halved(rows: Tensor) -> Tensor:
     return rows[0]
 
 
+class _Joined(NamedTuple):
+    """Where a small parameter's per-record gradients lie: columns of `values` [B, elements of all in the group]."""
+
+    group: int
+    values: Tensor
+    start: int
+    stop: int
+
+
 class NormAccumulator:
     """`group_of` says which parameters are clipped together; `hold`, how large a per-record gradient may be, relative
     to the activations that it replaces, to be kept instead of them; `rounded`, whether weighted bf16 operands are
-    rounded to bf16."""
+    rounded to bf16; `together`, whether small parameters are measured together and products of many parameters added at
+    once, which saves launches on GPUs.
+
+    With `defer`, nothing is asked of the device. The sums are added only if the micro-batch is `ordinary`: every norm
+    is finite, and none is in doubt.
+    """
 
     def __init__(
-        self, group_of: Mapping[str, int], records: int, hold: float, rounded: bool, device: torch.device
-    ) -> None:
+        self, group_of: Mapping[str, int], records: int, hold: float, rounded: bool, device: torch.device,
+        together: bool = False, defer: bool = False,
+    ) -> None:  # fmt: skip
         self._group_of, self._hold = group_of, hold
+        self._together, self._defer = together, defer
+        self._small: set[str] = set()
+        self._joined: dict[str, _Joined] = {}
+        self.ordinary: Tensor | None = None
         self._pieces: dict[str, list[PerRecordGradient]] = {}
         self._measured: set[str] = set()
         self._rounded = rounded
         self.doubtful: Tensor | None = None
+        self._records = records
         self.keep = torch.zeros(records, dtype=torch.bool, device=device)
         self._keeps_all = False
         self._none = torch.zeros(records, dtype=torch.float64, device=device)
@@ -112,6 +134,9 @@ class NormAccumulator:
             if _only_written(piece) or (len(own) == 1 and self._worth_holding(piece)):
                 own[number] = Dense(name, piece.instances(slice(None), wide(piece.dtype)))
         self._measured.add(name)
+        if self._together and len(own) == 1 and _is_small(own[0]):
+            self._small.add(name)
+            return
         if len(own) == 1 and isinstance(own[0], Dense):
             self._terms[self._group_of[name]].roots += lengths_of_stretches(flat(own[0].value))
             return
@@ -150,16 +175,23 @@ class NormAccumulator:
     def norms(self, eligible: Tensor) -> Tensor:
         """[groups, B], fp64. Also decides which records are kept: all that are `eligible` and have a norm. Their norms
         are right to within half of TOLERANCE for products, and for convolutions and functions without a rule if their
-        rounding errors are independent."""
+        rounding errors are independent. With `defer`, that holds for ordinary micro-batches."""
         for name in self._pieces.keys() - self._measured:  # some use never reached the loss
             self._measure(name)
+        self._join_small()
         found = [terms.added(self._none) for terms in self._terms]
         squares, doubts, roundings = (torch.stack(each) for each in zip(*found, strict=True))
         # Comparisons with NaN are false, and an infinite doubt exceeds any norm in range.
         sure = (squares > SMALLEST) & (squares < LARGEST) & (doubts <= TOLERANCE * squares)
         doubtful = (eligible & ~sure).any(0)
         norms = self._norms(squares, roundings)
-        self.keep = eligible & (norms < math.inf).all(0)
+        finite = (norms < math.inf).all(0)
+        self.keep = eligible & finite
+        if self._defer:
+            # Where every norm is finite, so are all operands, and factors of 0 suffice to leave a record out.
+            self.doubtful, self._keeps_all = doubtful, True
+            self.ordinary = (finite & ~doubtful).all()
+            return norms
         # One query in the usual case, since on a GPU the host waits for each answer; two only where some slot is empty.
         self._keeps_all = bool((self.keep & ~doubtful).all())
         if not self._keeps_all and bool(doubtful.any()):
@@ -185,19 +217,72 @@ class NormAccumulator:
         that were measured are added, separately from the products of the other records.
         """
         apart, keep = None, self.keep
-        if self.doubtful is not None:
+        if self.doubtful is not None and not self._defer:
             apart = (keep & self.doubtful).nonzero().squeeze(1)
             keep = keep & ~self.doubtful
         touch = None if self._keeps_all else keep
         weights = [
             ClipWeights(own if touch is None else torch.where(keep, own, 0.0), touch, self._rounded) for own in factors
         ]
+        if apart is not None:
+            for name in self._pieces:
+                for part, written in self._written(name, apart):
+                    sums.add(name, torch.tensordot(factors[self._group_of[name], part].double(), written, dims=1))
+        if self._together and isinstance(sums, SpanSums):
+            self._write_spans(weights, sums)
+        if self.ordinary is not None:
+            sums = OnlyIf(sums, self.ordinary)
         for name in list(self._pieces):
-            group = self._group_of[name]
-            for part, written in () if apart is None else self._written(name, apart):
-                sums.add(name, torch.tensordot(factors[group, part].double(), written, dims=1))
             for piece in self._pieces.pop(name):
-                add_in_stretches(piece, weights[group], sums)
+                add_in_stretches(piece, weights[self._group_of[name]], sums)
+
+    def _join_small(self) -> None:
+        """Puts small per-record gradients side by side, [B, elements of all] for each group, and measures them."""
+        in_order = [piece for name in self._group_of if name in self._small for piece in self._pieces[name]]
+        for group, terms in enumerate(self._terms):
+            own = [piece for piece in in_order if isinstance(piece, Dense) and self._group_of[piece.name] == group]
+            if not own:
+                continue
+            joined = torch.cat([flat(piece.value) for piece in own], 1)
+            terms.roots += lengths_of_stretches(joined)
+            start = 0
+            for piece in own:
+                stop = start + piece.elements
+                self._pieces[piece.name] = [Dense(piece.name, joined[:, start:stop].view(piece.value.shape))]
+                self._joined[piece.name] = _Joined(group, joined, start, stop)
+                start = stop
+
+    def _write_spans(self, weights: list[ClipWeights], sums: SpanSums) -> None:
+        """The sums of parameters that are used once, as one product or written out; not where records cannot
+        be cut into equally long stretches."""
+        parts = len(stretches(self._records))
+        if self._records % parts:
+            return
+        for names in sums.spans([name for name, own in self._pieces.items() if len(own) == 1 and _is_product(own[0])]):
+            sizes = {name: self._pieces[name][0].elements for name in names}
+            found = torch.empty(parts, sum(sizes.values()), device=self.keep.device)
+            start = 0
+            for _, neighbours in groupby(names, key=self._neighbourhood):
+                several = list(neighbours)
+                stop = start + sum(sizes[name] for name in several)
+                operands = self._taken(several).operands(weights[self._group_of[several[0]]])
+                left, right = (x.unflatten(0, (parts, -1)) for x in operands)
+                products_into(found[:, start:stop].unflatten(1, (left.shape[2], right.shape[2])), left, right)
+                start = stop
+            sums.add_span(names, found, self.ordinary)
+
+    def _neighbourhood(self, name: str) -> object:
+        """The same for names that lie side by side, in the totals and in what was joined."""
+        return self._joined[name].group if name in self._joined else name
+
+    def _taken(self, names: list[str]) -> OuterProduct | Dense:
+        """The piece of one parameter, or of several that lie side by side; it leaves the book."""
+        (piece, *_) = [self._pieces.pop(name)[0] for name in names]
+        if len(names) > 1:
+            first, last = self._joined[names[0]], self._joined[names[-1]]
+            piece = Dense(names[0], first.values[:, first.start : last.stop])
+        assert isinstance(piece, (OuterProduct, Dense)), "only products are added together"
+        return piece
 
     def _written(self, name: str, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The gradients of chosen records in fp64, a few at a time."""
@@ -208,6 +293,17 @@ class NormAccumulator:
             for piece in own[1:]:
                 total = total + piece.instances(part, torch.float64)
             yield part, total
+
+
+def _is_small(piece: PerRecordGradient) -> bool:
+    return isinstance(piece, Dense) and piece.elements <= SMALL and piece.dtype == torch.float32
+
+
+def _is_product(piece: PerRecordGradient) -> bool:
+    """Whether its weighted sum is one product in fp32."""
+    if isinstance(piece, OuterProduct) and piece.sparse:
+        return False
+    return isinstance(piece, (OuterProduct, Dense)) and wide(piece.dtype) == torch.float32
 
 
 def add_in_stretches(piece: PerRecordGradient, weights: ClipWeights, sums: GradientSums) -> None:

@@ -80,13 +80,14 @@ class Held:
 
 class BookKeepingClip:
     """`round_operands`: in bf16, whether the operand that carries the factor is rounded back to bf16, for products at
-    full speed; each record's factor is reduced by what that may add. None: only on GPUs, where it pays."""
+    full speed; each record's factor is reduced by what that may add. `together`: whether small layers share kernels.
+    None: only on GPUs, where it pays."""
 
     def __init__(
         self, rule: ClipRule, precision: Precision = "fp32", hold: float = HOLD["lean"],
-        round_operands: bool | None = None,
+        round_operands: bool | None = None, together: bool | None = None,
     ) -> None:  # fmt: skip
-        self.round_operands = round_operands
+        self.round_operands, self.together = round_operands, together
         self.rule, self.hold = rule, hold
         self.precision: Precision = precision
         self._checked = False
@@ -111,14 +112,27 @@ class BookKeepingClip:
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
         rule: ClipRule | None = None,
     ) -> Clipped:  # fmt: skip
-        rule = rule or self.rule
+        return self._add(model, inputs, present, sums, rule or self.rule, defer=False)
+
+    def add_if_ordinary(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
+        rule: ClipRule | None = None,
+    ) -> Clipped:  # fmt: skip
+        return self._add(model, inputs, present, sums, rule or self.rule, defer=True)
+
+    def _add(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums, rule: ClipRule,
+        defer: bool,
+    ) -> Clipped:  # fmt: skip
         if self._held is None or self._held.changed(model):
             self._held = Held.by(model)
         held = self._held
         rounded = present.is_cuda if self.round_operands is None else self.round_operands
+        together = present.is_cuda if self.together is None else self.together
         accumulator = NormAccumulator(
-            held.group_of(rule.grouping), len(present), self.hold, rounded and self.precision == "bf16", present.device
-        )
+            held.group_of(rule.grouping), len(present), self.hold, rounded and self.precision == "bf16", present.device,
+            together, defer,
+        )  # fmt: skip
         tracker = ParameterTracker(
             held.parameters,
             held.constants,
@@ -140,7 +154,7 @@ class BookKeepingClip:
         norm, factor = norms[0], factors[0]
         if len(norms) > 1:
             norm, factor = torch.linalg.vector_norm(norms, dim=0), factors.amin(0)
-        return Clipped(losses, norm, factor, rule.sensitivity, accumulator.doubtful)
+        return Clipped(losses, norm, factor, rule.sensitivity, accumulator.doubtful, accumulator.ordinary)
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
         """Losses [B]; afterwards the book contains the pieces of every trainable parameter."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ class Clipped:
     sensitivity: float
     doubtful: Tensor | None = None
     """Records whose norm was computed again from gradients written out in fp64, which is slow; None if none was."""
+    ordinary: Tensor | None = None
+    """A scalar on the device: whether the micro-batch was added, where that was left open (`add_if_ordinary`)."""
 
 
 class ClipEngine(Protocol):
@@ -48,6 +50,18 @@ class ClipEngine(Protocol):
 
         `rule` is the step's, where C adapts; without one the engine clips by its own.
         """
+        ...
+
+
+@runtime_checkable
+class DeferringClip(ClipEngine, Protocol):
+    def add_if_ordinary(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
+        rule: ClipRule | None = None,
+    ) -> Clipped:  # fmt: skip
+        """Like `add_clipped`, without waiting for the device: the sum is added only if every record's norm is finite
+        and none is in doubt, as `Clipped.ordinary` will say. Otherwise nothing is added, and the caller must pass the
+        micro-batch to `add_clipped`."""
         ...
 
 

@@ -157,10 +157,14 @@ class Dense:
     def spread(self) -> Tensor:
         return squared_length(flat(self.value))
 
-    def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
+    def operands(self, weights: ClipWeights) -> tuple[Tensor, Tensor]:
+        """[B, 1] and [B, elements], whose product is the weighted sum."""
         kept = weights.mask(self.value)
         kept = kept.to(wide(kept.dtype))
-        sums.add_product(self.name, weights.factors.to(kept.dtype).unsqueeze(1), flat(kept))
+        return weights.factors.to(kept.dtype).unsqueeze(1), flat(kept)
+
+    def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
+        sums.add_product(self.name, *self.operands(weights))
 
 
 @dataclass(frozen=True)
@@ -226,12 +230,16 @@ class OuterProduct:
             total.index_add_(0, self.left.flatten(), scaled.to(total.dtype))
             sums.add(self.name, total.view(self.shape))
             return
+        sums.add_product(self.name, *self.operands(weights))
+
+    def operands(self, weights: ClipWeights) -> tuple[Tensor, Tensor]:
+        """[B·T, rows] and [B·T, columns], whose product is the weighted sum. Not for tables of row numbers."""
         left, right = self.left, self.right
         if self.rows <= self.columns:
             left, right = weights.operand(left), weights.mask(right)
         else:
             left, right = weights.mask(left), weights.operand(right)
-        sums.add_product(self.name, left.flatten(0, 1), right.flatten(0, 1))
+        return left.flatten(0, 1), right.flatten(0, 1)
 
 
 @dataclass(frozen=True)

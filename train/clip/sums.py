@@ -5,14 +5,24 @@ The clip engine does not know how totals are stored or how they reach the sharde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from murmuration.train.distributed.memory import keep_from_swap
 from murmuration.train.distributed.ranks import Ranks
+
+# Devices on which sums are added by a kernel.
+KERNEL_DEVICES = ("cuda",)
+# Elements of neighbouring parameters whose products are added to the totals at once.
+SPAN = 1 << 24
+# Parameters with at most this many elements are neighbours in the totals: one product and one addition serve them all.
+SMALL = 1 << 14
 
 
 class GradientSums(Protocol):
@@ -30,6 +40,21 @@ class GradientSums(Protocol):
         ...
 
 
+@runtime_checkable
+class SpanSums(GradientSums, Protocol):
+    """Totals to which the products of many parameters can be added at once: on a GPU, launching a kernel for every
+    layer takes longer than the additions."""
+
+    def spans(self, names: Collection[str]) -> list[list[str]]:
+        """Cuts the names into runs of neighbours."""
+        ...
+
+    def add_span(self, names: list[str], found: Tensor, only_if: Tensor | None = None) -> None:
+        """`found` is [parts, elements of all these parameters]; parts are added separately. With `only_if`, a scalar
+        on the device, nothing is added where it is false, even if what was found is not finite."""
+        ...
+
+
 class ExactSums:
     """fp64 on each rank and across the ranks: one flat buffer, viewed as one total per parameter.
 
@@ -40,10 +65,11 @@ class ExactSums:
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
-        sizes = [shape.numel() for shape in shapes.values()]
-        self._flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        pieces = self._flat.split(sizes)
-        self.totals = {name: piece.view(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)}
+        sizes = {name: shapes[name].numel() for name in sorted(shapes, key=lambda name: shapes[name].numel() > SMALL)}
+        self._flat = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=device)
+        ends = accumulate(sizes.values())
+        self._places = {name: slice(end - sizes[name], end) for name, end in zip(sizes, ends, strict=True)}
+        self.totals = {name: self._flat[self._places[name]].view(shape) for name, shape in shapes.items()}
 
     @torch.no_grad()
     def add(self, name: str, value: Tensor) -> None:
@@ -54,6 +80,28 @@ class ExactSums:
     @torch.no_grad()
     def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
         self.add(name, product(left, right).view_as(self.totals[name]))
+
+    def spans(self, names: Collection[str]) -> list[list[str]]:
+        found: list[list[str]] = []
+        end = first = -1
+        for name in (name for name in self._places if name in names):
+            place = self._places[name]
+            if place.start != end or place.stop - first > SPAN:
+                found.append([])
+                first = place.start
+            found[-1].append(name)
+            end = place.stop
+        return found
+
+    @torch.no_grad()
+    def add_span(self, names: list[str], found: Tensor, only_if: Tensor | None = None) -> None:
+        total = self._flat[self._places[names[0]].start : self._places[names[-1]].stop]
+        kernel = _add_parts() if total.device.type in KERNEL_DEVICES else None
+        if kernel is not None:
+            kernel(total, found, only_if)
+            return
+        for part in _or_nothing(found, only_if):
+            total.add_(part)
 
     def reduce(self, ranks: Ranks) -> None:
         """Sums over all ranks, in one collective."""
@@ -83,6 +131,16 @@ class Float32Sums:
     def add(self, name: str, value: Tensor) -> None:
         self._total(name, value.device).add_(value)
 
+    def spans(self, names: Collection[str]) -> list[list[str]]:
+        return [[name] for name in names]
+
+    @torch.no_grad()
+    def add_span(self, names: list[str], found: Tensor, only_if: Tensor | None = None) -> None:
+        sizes = [self._shapes[name].numel() for name in names]
+        for name, parts in zip(names, _or_nothing(found, only_if).split(sizes, 1), strict=True):
+            for part in parts:
+                self.add(name, part.view(self._shapes[name]))
+
     @torch.no_grad()
     def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
         total = self._total(name, left.device).view(left.shape[-1], right.shape[-1])
@@ -90,6 +148,34 @@ class Float32Sums:
             total.addmm_(left.t(), right)
         else:
             total.add_(product(left, right))
+
+
+class OnlyIf:
+    """Adds to other totals where a scalar on the device is true, and nothing where it is false."""
+
+    def __init__(self, sums: GradientSums, ordinary: Tensor) -> None:
+        self._sums, self._ordinary = sums, ordinary
+
+    def add(self, name: str, value: Tensor) -> None:
+        self._sums.add(name, _or_nothing(value, self._ordinary))
+
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        self._sums.add_product(name, _or_nothing(left, self._ordinary), _or_nothing(right, self._ordinary))
+
+
+def _or_nothing(value: Tensor, only_if: Tensor | None) -> Tensor:
+    """A product with 0 would not do: 0·inf is NaN."""
+    return value if only_if is None else torch.where(only_if, value, 0.0)
+
+
+@cache
+def _add_parts() -> Callable[[Tensor, Tensor, Tensor | None], None] | None:
+    """Some builds of PyTorch come without Triton."""
+    if find_spec("triton") is None:
+        return None
+    from murmuration.train.clip.add_parts_triton import add_parts
+
+    return add_parts
 
 
 def trainable_shapes(model: nn.Module) -> dict[str, torch.Size]:
@@ -104,3 +190,14 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda and left.dtype == right.dtype:
         return torch.mm(left.t(), right, out_dtype=torch.float32)
     return left.float().t() @ right.float()
+
+
+def products_into(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """`product` for each of several parts: left [parts, k, rows] and right [parts, k, columns] into `out` in fp32."""
+    left = left.transpose(1, 2)
+    if left.dtype == right.dtype == torch.float32:
+        torch.bmm(left, right, out=out)
+    elif left.is_cuda and left.dtype == right.dtype:
+        torch.bmm(left, right, out_dtype=torch.float32, out=out)
+    else:
+        torch.bmm(left.float(), right.float(), out=out)

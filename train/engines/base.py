@@ -61,7 +61,8 @@ class ShardedEngine(Protocol):
         ...
 
     def observe(self) -> Observation:
-        """The observation of the last micro-batch, as it entered the sum."""
+        """The observation of the last micro-batch, as it enters the sum. Until the update, its tensors may still be
+        corrected in place."""
         ...
 
     def shards(self) -> list[OptimizerShard]: ...

@@ -83,7 +83,7 @@ class DeepSpeedEngine:
         self.partitioned = zero.stage == 3
         self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
         if isinstance(forward, PrivateForward):
-            forward.begin(self.device)
+            forward.begin(self.device, self.partitioned)
             if zero.stage == 3:
                 self._announce_taps(forward)
         # ZeRO-3 has no option to reduce by a sum.
@@ -136,12 +136,12 @@ class DeepSpeedEngine:
         finally:
             self._pending = None
             if isinstance(self._forward, PrivateForward):
-                self._forward.sums.clear()
+                self._forward.clear()
         return self._check(update)
 
     def discard(self) -> None:
         if isinstance(self._forward, PrivateForward):
-            self._forward.sums.clear()
+            self._forward.clear()
         self._engine.zero_grad()
         # ZeRO-3 frees some weights only after a backward pass of its own, which this step will no longer have.
         self._engine.empty_partition_cache()

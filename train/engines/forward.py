@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from murmuration.train.clip.engine import ClipEngine, Clipped, Observation
+from murmuration.train.clip.engine import ClipEngine, Clipped, DeferringClip, Observation
 from murmuration.train.clip.precision import Precision, autocast
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
@@ -13,15 +13,53 @@ from murmuration.train.engines.gradient_injection import GradientInjector
 from murmuration.train.engines.plain_copy import PlainCopy
 from murmuration.train.noise.update import UpdateError
 
+# Micro-batches that may be on their way to the device: their inputs are kept until they are settled.
+AHEAD = 2
+
+
+class _Unsettled:
+    """A micro-batch of which the host does not know yet whether it was ordinary, and so whether it was added."""
+
+    def __init__(
+        self, inputs: dict[str, Tensor], present: Tensor, rule: ClipRule | None, seen: Clipped
+    ) -> None:  # fmt: skip
+        assert seen.ordinary is not None, "the clip engine left nothing open"
+        self.inputs, self.present, self.rule, self._seen = inputs, present, rule, seen
+        self._ready = None
+        if not present.is_cuda:
+            self._ordinary = seen.ordinary
+            return
+        self._ordinary = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self._ordinary.copy_(seen.ordinary, non_blocking=True)
+        self._ready = torch.cuda.Event()
+        self._ready.record(torch.cuda.current_stream(present.device))
+
+    def was_ordinary(self) -> bool:
+        """Waits for this micro-batch alone, not for those behind it."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return bool(self._ordinary)
+
+    def correct(self, exact: Clipped) -> None:
+        seen = self._seen
+        for old, new in ((seen.losses, exact.losses), (seen.norms, exact.norms), (seen.factors, exact.factors)):
+            old.copy_(new)
+        if seen.doubtful is not None and exact.doubtful is not None:
+            seen.doubtful.copy_(exact.doubtful)
+
 
 class PrivateForward(nn.Module):
     """Called with a micro-batch, it adds clipped gradients to its totals; called without one, it hands the totals over.
 
     The scalar that the second kind of call returns has the totals as its gradient, so the engine's own hooks carry
     them.
+
+    A host that waits for the device after each micro-batch cannot keep it busy. So with `defer` (None: on GPUs) a
+    micro-batch is added as an ordinary one, on condition that it is one, which the host reads later; those that were
+    not are computed again, with care. Engines that shard the model cannot do so: ranks must call it together.
     """
 
-    def __init__(self, model: nn.Module, clip: ClipEngine) -> None:
+    def __init__(self, model: nn.Module, clip: ClipEngine, defer: bool | None = None) -> None:
         super().__init__()
         self.plain_copy = PlainCopy(model)
         self.model, self.clip = model, clip
@@ -30,10 +68,15 @@ class PrivateForward(nn.Module):
         self.handover = GradientInjector(model)
         self.sums = ExactSums(self.shapes, torch.device("cpu"))
         self.observed: Clipped | None = None
+        self._defer = defer
+        self._unsettled: list[_Unsettled] = []
         self.kept_from_swap = False
         """Whether the totals, which are sums of records without noise, are locked into memory."""
 
-    def begin(self, device: torch.device) -> None:
+    def begin(self, device: torch.device, partitioned: bool = False) -> None:
+        """`partitioned`: whether calling the model is a collective operation."""
+        wanted = device.type == "cuda" if self._defer is None else self._defer
+        self._defer = wanted and not partitioned
         self.sums = ExactSums(self.shapes, device)
         self.kept_from_swap = self.sums.keep_from_swap()
 
@@ -41,9 +84,29 @@ class PrivateForward(nn.Module):
         self, inputs: dict[str, Tensor] | None = None, present: Tensor | None = None, rule: ClipRule | None = None
     ) -> Tensor:  # fmt: skip
         if inputs is None or present is None:
+            self.settle()
             return self.handover(self.sums.totals)
-        self.observed = self.clip.add_clipped(self.model, inputs, present, self.sums, rule)
+        if self._defer and isinstance(self.clip, DeferringClip):
+            self.settle(but=AHEAD - 1)
+            self.observed = self.clip.add_if_ordinary(self.model, inputs, present, self.sums, rule)
+            self._unsettled.append(_Unsettled(inputs, present, rule, self.observed))
+        else:
+            self.observed = self.clip.add_clipped(self.model, inputs, present, self.sums, rule)
         return torch.zeros((), device=present.device)
+
+    def settle(self, but: int = 0) -> None:
+        """Adds micro-batches that were not ordinary, up to the last few; call it before the totals are used. What was
+        observed of them is corrected in place."""
+        while len(self._unsettled) > but:
+            found = self._unsettled.pop(0)
+            if not found.was_ordinary():
+                exact = self.clip.add_clipped(self.model, found.inputs, found.present, self.sums, found.rule)
+                found.correct(exact)
+
+    def clear(self) -> None:
+        """Forgets the open step."""
+        self._unsettled.clear()
+        self.sums.clear()
 
     def observation(self) -> Observation:
         assert self.observed is not None, "nothing was accumulated yet"

@@ -173,7 +173,7 @@ class FSDP2Engine:
             raise ShardMapError("sharding changed the weights; layers do not receive the weights that the model had")
         if isinstance(forward, PrivateForward):
             del forward.handover  # its taps keep the unsharded weights; sums need not pass through FSDP2
-            forward.begin(self.device)
+            forward.begin(self.device, partitioned=True)
         (group,) = optimizer.param_groups
         group["params"] = [flat for flat, _ in self._layout.values()]
         optimizer.bind(self._layout, self._add_up)
@@ -234,7 +234,7 @@ class FSDP2Engine:
     def discard(self) -> None:
         """Drops sums, gradients, and gathered weights that a pass left behind."""
         if isinstance(self._forward, PrivateForward):
-            self._forward.sums.clear()
+            self._forward.clear()
         self._units.let_go()
         for parameter in self._units.model.parameters():
             parameter.grad = None

@@ -62,6 +62,8 @@ class LocalEngine:
             group["lr"] = learning_rate
         before = self._optimizer.steps_done
         try:
+            if isinstance(self._forward, PrivateForward):
+                self._forward.settle()
             for parameter, fragments in self._layout.values():
                 total = self._total(fragments[0].name)
                 update.finish(total.view(-1), fragments)
@@ -79,7 +81,7 @@ class LocalEngine:
 
     def discard(self) -> None:
         if isinstance(self._forward, PrivateForward):
-            self._forward.sums.clear()
+            self._forward.clear()
         for parameter in self._trained.values():
             parameter.grad = None
 

@@ -1,0 +1,254 @@
+"""What GPUs do to keep the host ahead, on the CPU: small layers share products, sums are added many at a time, and a
+micro-batch is added on the condition that it is an ordinary one, which the host learns later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from murmuration.model.build import Objective, build
+from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.engine import Clipped
+from murmuration.train.clip.groups import Grouping
+from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.clip.sums import SMALL, ExactSums, Float32Sums, OnlyIf, trainable_shapes
+from murmuration.train.distributed.ranks import Alone
+from murmuration.train.engines.forward import AHEAD, PrivateForward
+from murmuration.train.engines.local import LocalEngine
+from murmuration.train.noise.update import PlainUpdate
+from murmuration.train.optim.choose import make_optimizer
+from tests.support.train_helpers import ADAMW, SHAPE, nano_inputs
+
+CPU = torch.device("cpu")
+RULE = ClipRule("flat", 0.05, 0.0)
+WIDTH = 140  # 140 · 140 elements: not a small parameter
+
+
+class Mixed(nn.Module):
+    """Small and large parameters, one that is used twice, an embedding, and one token or several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table = nn.Embedding(7, WIDTH)
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.start = nn.Parameter(torch.randn(WIDTH) * 0.1)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        x = self.table(inputs["words"]) * inputs["scale"][:, None, None] + self.start
+        x = self.norm(self.inner(self.inner(x).tanh()))
+        return self.head(x.mean(1)).float().square().sum(1) * inputs["weight"]
+
+
+def mixed(
+    records: int, hostile: Mapping[int, float] | None = None, faint: Mapping[int, float] | None = None
+) -> dict[str, Tensor]:
+    """`hostile`: records whose embedding is multiplied by such a number; `faint`: whose loss is."""
+    draw = torch.Generator().manual_seed(records)
+    found = {"words": torch.randint(0, 7, (records, 4), generator=draw)}
+    for name, chosen in (("scale", hostile), ("weight", faint)):
+        found[name] = torch.ones(records)
+        for record, factor in (chosen or {}).items():
+            found[name][record] = factor
+    return found
+
+
+def clip_of(model: nn.Module, precision: Precision = "fp32", together: bool = True, **rule: Any) -> BookKeepingClip:
+    clip = BookKeepingClip(
+        ClipRule("flat", RULE.bound, 0.0, **rule), precision, round_operands=together, together=together
+    )
+    clip.prepare(model)
+    return clip
+
+
+def summed(
+    clip: BookKeepingClip, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, deferred: bool = False
+) -> tuple[dict[str, Tensor], Clipped]:
+    sums = ExactSums(trainable_shapes(model), CPU)
+    add = clip.add_if_ordinary if deferred else clip.add_clipped
+    seen = add(model, inputs, present, sums)
+    return sums.totals, seen
+
+
+def flat(totals: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([total.double().flatten() for total in totals.values()])
+
+
+def far(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    assert list(one) == list(other)
+    return float((flat(one) - flat(other)).norm() / flat(other).norm())
+
+
+@pytest.mark.parametrize("grouping", ["all", "layer"])
+@pytest.mark.parametrize("missing", [[], [0, 130]])
+@pytest.mark.parametrize("records", [1, 5, 128, 131, 256])
+def test_sums_and_norms_are_those_of_layers_one_by_one(records: int, missing: list[int], grouping: Grouping) -> None:
+    """Also in stretches of records that are equally long, and in others."""
+    model, inputs = Mixed(), mixed(records)
+    assert any(p.numel() > SMALL for p in model.parameters()) and any(p.numel() <= SMALL for p in model.parameters())
+    present = torch.tensor([record not in missing for record in range(records)])
+    found, seen = summed(clip_of(model, grouping=grouping), model, inputs, present)
+    expected, plain = summed(clip_of(model, together=False, grouping=grouping), model, inputs, present)
+    torch.testing.assert_close(seen.norms, plain.norms, rtol=1e-6, atol=0)
+    if present.any():
+        assert far(found, expected) < 1e-6
+    assert seen.ordinary is None, "asked, not left open"
+
+
+@pytest.mark.parametrize("objective", ["mae", "caption"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_same_for_whole_models_in_every_precision(objective: Objective, precision: Precision) -> None:
+    model, inputs, present = build(SHAPE, objective), nano_inputs(objective, 6), torch.ones(6, dtype=torch.bool)
+    clip, plain = clip_of(model, precision), clip_of(model, precision)
+    plain.together = False
+    assert far(summed(clip, model, inputs, present)[0], summed(plain, model, inputs, present)[0]) < 1e-6
+    deferred, seen = summed(clip, model, inputs, present, deferred=True)
+    assert bool(seen.ordinary)
+    assert torch.equal(flat(deferred), flat(summed(clip, model, inputs, present)[0])), "the same kernels, late or not"
+
+
+HOSTILE = {"no number": float("nan"), "infinite": float("inf")}
+VANISHING = {3: 1e-22}  # the square of its gradient vanishes in fp32
+
+
+@pytest.mark.parametrize("records", [6, 131, 256])
+@pytest.mark.parametrize("kind", ["no number", "infinite", "in doubt"])
+def test_a_micro_batch_that_is_not_ordinary_leaves_the_totals_as_they_were(kind: str, records: int) -> None:
+    model, present = Mixed(), torch.ones(records, dtype=torch.bool)
+    inputs = mixed(records, {3: HOSTILE[kind]}) if kind in HOSTILE else mixed(records, faint=VANISHING)
+    clip, sums = clip_of(model), ExactSums(trainable_shapes(model), CPU)
+    for total in sums.totals.values():
+        total.fill_(1 / 3)
+    seen = clip.add_if_ordinary(model, inputs, present, sums)
+    assert seen.ordinary is not None and not bool(seen.ordinary)
+    assert seen.doubtful is not None and bool(seen.doubtful.any() if kind == "in doubt" else seen.norms.isnan().any())
+    assert all(bool((total == 1 / 3).all()) for total in sums.totals.values())
+
+
+def test_slots_without_a_record_do_not_make_a_micro_batch_unusual() -> None:
+    """The last micro-batch of every step has some."""
+    model, inputs = Mixed(), mixed(9)
+    present = torch.arange(9) < 4
+    found, seen = summed(clip_of(model), model, inputs, present, deferred=True)
+    assert bool(seen.ordinary)
+    assert torch.equal(flat(found), flat(summed(clip_of(model), model, inputs, present)[0]))
+
+
+BATCHES: list[tuple[dict[str, Tensor], Tensor]] = [
+    (mixed(130), torch.ones(130, dtype=torch.bool)),
+    (mixed(130, {2: float("nan"), 7: 3.0}), torch.ones(130, dtype=torch.bool)),
+    (mixed(130, {1: float("inf")}), torch.arange(130) != 5),
+    (mixed(130, {9: 0.5}), torch.arange(130) < 40),
+    (mixed(130, faint=VANISHING), torch.ones(130, dtype=torch.bool)),
+    (mixed(130, {129: float("-inf")}), torch.zeros(130, dtype=torch.bool)),
+]
+
+
+def forwarded(defer: bool) -> PrivateForward:
+    model = Mixed()
+    forward = PrivateForward(model, clip_of(model), defer=defer)
+    forward.begin(CPU)
+    return forward
+
+
+def test_what_was_left_open_is_added_before_the_totals_are_used_and_what_was_seen_is_corrected() -> None:
+    late, careful = forwarded(True), forwarded(False)
+    seen: list[tuple[Any, Any]] = []
+    for inputs, present in BATCHES:
+        late(inputs, present)
+        careful(inputs, present)
+        seen.append((late.observation(), careful.observation()))
+    late()
+    assert far(late.sums.totals, careful.sums.totals) < 1e-12, "the same numbers, added in another order"
+    assert seen[4][1].doubtful is not None and float(seen[4][1].norms[3]) > 0
+    for ours, theirs in seen:
+        assert torch.equal(ours.norms.nan_to_num(-1.0), theirs.norms.nan_to_num(-1.0))
+        assert torch.equal(ours.losses.nan_to_num(-1.0), theirs.losses.nan_to_num(-1.0))
+        assert ours.sensitivity == theirs.sensitivity
+
+
+def test_the_host_is_never_further_ahead_than_it_keeps_inputs_for() -> None:
+    forward = forwarded(True)
+    for inputs, present in [*BATCHES, *BATCHES]:
+        forward(inputs, present)
+        assert len(forward._unsettled) <= AHEAD
+    forward.settle()
+    assert not forward._unsettled
+
+
+def test_a_dropped_step_leaves_nothing_behind() -> None:
+    forward = forwarded(True)
+    forward(*BATCHES[1])
+    forward.clear()
+    forward()
+    assert not any(bool(total.any()) for total in forward.sums.totals.values())
+
+
+def test_the_rule_of_a_step_is_that_of_its_late_micro_batches_too() -> None:
+    """Where C adapts, each step passes its own."""
+    late, careful = forwarded(True), forwarded(False)
+    rule = RULE.at(RULE.bound / 8)
+    for forward in (late, careful):
+        forward(*BATCHES[1], rule)
+        forward()
+    assert far(late.sums.totals, careful.sums.totals) < 1e-12
+    assert float(flat(late.sums.totals).norm()) <= 130 * rule.bound
+
+
+def test_ranks_that_must_call_the_model_together_leave_nothing_open() -> None:
+    model = Mixed()
+    forward = PrivateForward(model, clip_of(model), defer=True)
+    forward.begin(CPU, partitioned=True)
+    forward(*BATCHES[1])
+    assert not forward._unsettled
+
+
+def test_an_engine_steps_to_the_same_weights() -> None:
+    from murmuration.data.draw.micro_batch import MicroBatch
+
+    found = []
+    for defer in (True, False):
+        model = Mixed()
+        engine = LocalEngine(
+            PrivateForward(model, clip_of(model), defer=defer),
+            make_optimizer(ADAMW, [(n, p) for n, p in model.named_parameters() if p.requires_grad], 0.0), Alone(CPU),
+        )  # fmt: skip
+        for step in range(2):
+            for inputs, present in BATCHES[::-1][:-1]:
+                engine.accumulate(MicroBatch(inputs, present))
+            engine.update(PlainUpdate(100, step), 1e-3)
+        found.append({name: p.detach() for name, p in model.named_parameters()})
+    assert far(*found) < 1e-9
+
+
+def test_sums_add_parts_only_where_they_may() -> None:
+    shapes = {"w": torch.Size((150, 120)), "b": torch.Size((150,)), "v": torch.Size((4, 3)), "s": torch.Size(())}
+    assert shapes["w"].numel() > SMALL
+    for sums in (ExactSums(shapes, CPU), Float32Sums(shapes)):
+        runs = sums.spans(["s", "b", "w", "v"])
+        assert sorted(name for run in runs for name in run) == sorted(shapes)
+        for run in runs:
+            parts = torch.randn(3, sum(shapes[name].numel() for name in run))
+            sums.add_span(run, torch.full_like(parts, torch.nan), torch.tensor(False))
+            sums.add_span(run, parts, torch.tensor(True))
+            sums.add_span(run, parts)
+            sizes = [shapes[name].numel() for name in run]
+            for name, part in zip(run, parts.double().sum(0).split(sizes), strict=True):
+                torch.testing.assert_close(sums.totals[name].double().flatten(), 2 * part, rtol=1e-5, atol=1e-5)
+    assert ExactSums(shapes, CPU).spans(["b", "s"]) == [["b"], ["s"]], "`v` lies between them"
+
+
+def test_nothing_that_is_not_finite_passes_a_condition_that_is_false() -> None:
+    sums = ExactSums({"w": torch.Size((2, 3))}, CPU)
+    closed = OnlyIf(sums, torch.tensor(False))
+    closed.add("w", torch.full((2, 3), torch.inf))
+    closed.add_product("w", torch.full((5, 2), torch.nan), torch.ones(5, 3))
+    assert not bool(sums.totals["w"].any())
+    OnlyIf(sums, torch.tensor(True)).add_product("w", torch.ones(5, 2), torch.ones(5, 3))
+    assert bool((sums.totals["w"] == 5).all())
