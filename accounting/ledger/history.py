@@ -5,6 +5,7 @@ Every opened step is charged, committed or not, in whichever segment; a step rep
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -72,6 +73,8 @@ class History:
     origins: list[Origin] = field(default_factory=list)  # runs whose weights this one began from
     finished: bool = False
     _line: int = 0
+    _charged: dict[StepId, tuple[StepFacts, StepFacts, Event]] = field(default_factory=dict, compare=False, repr=False)
+    """What was last charged for each step, and the facts that this follows from."""
     _acting: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     """Clipping rule and trained elements of each segment, which its config fixes."""
     segment_lines: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -311,17 +314,32 @@ class History:
 
     def charged(self, phase: int | None = None) -> list[Event]:
         """Each opened step at the weaker of what was announced and what was done."""
-        events: list[Event] = []
-        for step_id, announced in self.opened.items():
-            if phase is not None and step_id.phase != phase:
-                continue
-            done = self.committed.get(step_id, announced)
-            if done is not announced and (fault := announced.fault_of(done)) is not None:
-                raise LedgerError(f"no epsilon can be given: step {step_id.step} of phase {step_id.phase} {fault}")
-            both = (self.event(step_id.phase, announced), self.event(step_id.phase, done))
-            events.append(min(both, key=lambda event: event.sigma))
+        counts = Counter(
+            self._charge(step_id, announced)
+            for step_id, announced in self.opened.items()
+            if phase in (None, step_id.phase)
+        )
+        events = [replace(event, count=count) for event, count in counts.items()]
         events += [charge.event() for charge in self.lost if phase in (None, charge.phase)]
         return merge(events)
+
+    def _charge(self, step_id: StepId, announced: StepFacts) -> Event:
+        """Remembered: log lines ask for the charges of tens of thousands of steps again and again."""
+        done = self.committed.get(step_id, announced)
+        known = self._charged.get(step_id)
+        if known is not None and known[0] is announced and known[1] is done:
+            return known[2]
+        if done is not announced and (fault := announced.fault_of(done)) is not None:
+            raise LedgerError(f"no epsilon can be given: step {step_id.step} of phase {step_id.phase} {fault}")
+        both = (self.event(step_id.phase, announced), self.event(step_id.phase, done))
+        event = min(both, key=lambda event: event.sigma)
+        self._charged[step_id] = (announced, done, event)
+        return event
+
+    def last_charge(self) -> Event | None:
+        """What the step that was opened last is charged; None if none was."""
+        last = next(reversed(self.opened), None)
+        return None if last is None else self._charge(last, self.opened[last])
 
     def charges(self) -> tuple[Charge, ...]:
         """All that is charged, by phase."""

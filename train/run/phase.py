@@ -40,6 +40,7 @@ from murmuration.train.run.early_end import Ending
 from murmuration.train.run.evaluation_phase import run_without_steps
 from murmuration.train.run.public_mixing import MixingEngine
 from murmuration.train.run.remade import require_same_records
+from murmuration.train.run.spent import Spent
 from murmuration.train.run.trainer import Saving, Step, Trainer, Watching
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.step import PlainStep, Records
@@ -216,7 +217,8 @@ def trainer_of(
     return Trainer(
         phase, step, engine, run.ranks, run.board, pace, saving, watching,
         Ending.of(phase, run.folder, run.ranks, done), log_every=config.log_every, clip_bound=clip_bound,
-        budget=plan.epsilon_budget if plan else None, spent=lambda: run.writer.history.epsilon() if plan else None,
+        budget=plan.epsilon_budget if plan else None,
+        spent=Spent(lambda: run.writer.history, config.log_every) if plan else lambda: None,
     )  # fmt: skip
 
 
