@@ -15,7 +15,7 @@ from murmuration.model.build import build
 from murmuration.train.clip import norms
 from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
-from murmuration.train.clip.layers import _record_sums
+from murmuration.train.clip.layers import _layer_norm
 from murmuration.train.clip.per_record import OuterProduct
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.distributed.shards import Fragment
@@ -74,16 +74,20 @@ def layer_norm_sums(size: tuple[int, int, int, int], setting: Setting) -> Found:
     draw = torch.Generator().manual_seed(2)
     x, gradient = (torch.randn(records, tokens, width, generator=draw).to(setting.device) for _ in range(2))
     mean, inverse = x.mean(2, keepdim=True), x.var(2, keepdim=True).add(1e-5).rsqrt()
-    kernel = _record_sums() if setting.device.type in norms.KERNEL_DEVICES else None
+    kernel = _layer_norm() if setting.device.type in norms.KERNEL_DEVICES else None
     if kernel is None:
         return {"skipped": "no kernel on this device"}
-    scales, shifts = kernel(x, gradient, mean, inverse, records, width)
-    exact = ((x.double() - mean) * inverse * gradient.double()).sum(1), gradient.double().sum(1)
+    weight = torch.randn(width, generator=draw).to(setting.device)
+    wide = [each.double() for each in (gradient, x, mean, inverse, weight)]
+    below = torch.ops.aten.native_layer_norm_backward(
+        wide[0], wide[1], [width], wide[2], wide[3], wide[4], None, [True, False, False]
+    )[0]
+    exact = below, ((wide[1] - wide[2]) * wide[3] * wide[0]).sum(1), wide[0].sum(1)
     far = [
         float((found.double() - true).abs().max() / true.abs().max())
-        for found, true in zip((scales, shifts), exact, strict=True)
+        for found, true in zip(kernel(x, gradient, mean, inverse, weight, records), exact, strict=True)
     ]
-    return {"holds": max(far) < 1e-4, "scale_error": far[0], "shift_error": far[1]}
+    return {"holds": max(far) < 1e-4, "input_error": far[0], "scale_error": far[1], "shift_error": far[2]}
 
 
 def as_brute_force(model: str, precision: str, setting: Setting) -> Found:

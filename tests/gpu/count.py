@@ -72,9 +72,18 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 ASKING = {"nonzero", "is_nonzero", "equal", "masked_select"}
 
 
+# Rates of the GPU that counts are priced for (an H200): bytes per second that kernels reach of its memory, operations
+# per second by class, and the least time of a kernel. Assumptions, not measurements: `benchmarks/gpu.py` measures.
+BYTES = 4.8e12 * 0.85
+RATES = {"product half": 620e12, "product fp32": 45e12, "product fp64": 45e12, "attention": 350e12, "gram": 400e12}
+LEAST_SECONDS = 2.2e-6
+
+
 @dataclass
 class Counts:
     kernels: int = 0
+    seconds: Counter[str] = field(default_factory=Counter)
+    """As priced, by class: products, attention, gram, small kernels, and others, which are limited by memory."""
     bytes: int = 0
     flops: Counter[str] = field(default_factory=Counter)
     syncs: Counter[str] = field(default_factory=Counter)
@@ -87,6 +96,7 @@ class Counts:
         flops = {kind: round(count / 1e9, 3) for kind, count in sorted(self.flops.items())}
         return {
             "kernels": self.kernels, "megabytes": round(self.bytes / 1e6, 1), "gigaflops": flops,
+            "priced_ms": {kind: round(1e3 * seconds, 3) for kind, seconds in sorted(self.seconds.items())},
             "syncs": dict(sorted(self.syncs.items())), "peak_mib": round(self.peak / 2**20, 1),
             "kernels_at": dict(self.kernels_at.most_common()),
             "megabytes_at": {place: round(count / 1e6, 1) for place, count in self.bytes_at.most_common()},
@@ -148,6 +158,9 @@ class Count(TorchDispatchMode):
 
     def add(self, moved: int, kind: str, flops: int) -> None:
         where, found = place(), self.found
+        seconds = max(moved / BYTES, flops / RATES[kind] if flops else 0.0, LEAST_SECONDS)
+        small = "small" if seconds == LEAST_SECONDS else "memory"
+        found.seconds[kind.split()[0] if flops else small] += seconds
         found.kernels += 1
         found.bytes += moved
         found.kernels_at[where] += 1
@@ -218,13 +231,18 @@ def gram_stand_in(count: Count) -> Any:
     return gram
 
 
-def record_sums_stand_in(count: Count) -> Any:
-    def record_sums(x: Tensor, gradient: Tensor, *sizes: Any) -> tuple[Tensor, Tensor]:
-        *_, records, width = sizes
-        count.add(touched(x) + touched(gradient), "", 0)
-        return torch.empty(records, width, device=GPU), torch.empty(records, width, device=GPU)
+def layer_norm_stand_in(count: Count) -> Any:
+    def backward(
+        x: Tensor, gradient: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, records: int, wanted: bool = True
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        width = weight.numel()
+        chunks = -(-x.numel() // (records * width * 64))
+        parts = [torch.empty(records, chunks, width, device=GPU) for _ in range(2)]
+        below = torch.empty_like(x) if wanted else None
+        count.add(sum(map(touched, [x, gradient, *parts, *([] if below is None else [below])])), "", 0)
+        return below, *(part.squeeze(1) if chunks == 1 else part.sum(1) for part in parts)
 
-    return record_sums
+    return backward
 
 
 def add_parts_stand_in(count: Count) -> Any:
@@ -270,7 +288,7 @@ def counted(model: str, records: int, private: bool) -> Counts:
         batch = MicroBatch(inputs, torch.empty(records, dtype=torch.bool, device=GPU))
         count = Count()
         norms._kernel = lambda: gram_stand_in(count)
-        layers._record_sums = lambda: record_sums_stand_in(count)
+        layers._layer_norm = lambda: layer_norm_stand_in(count)
         sums._add_parts = lambda: add_parts_stand_in(count)
         if private:
             forward = PrivateForward(body, BookKeepingClip(ClipRule("flat", 1.0, 1e-3), "bf16"))
@@ -292,8 +310,8 @@ def both(model: str, records: int) -> dict[str, Any]:
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     lines = [
-        "| model | micro-batch | kernels | GB | GFLOP of products | syncs | peak GiB |",
-        "|---|---|---|---|---|---|---|",
+        "| model | micro-batch | kernels | GB | GFLOP of products | syncs | peak GiB | priced ms | ratio |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, each in found.items():
         plain, private = each["plain"], each["private"]
@@ -303,9 +321,11 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
         flops = [f"{sum(v for k, v in x['gigaflops'].items() if 'needed' not in k):,.0f}" for x in (plain, private)]
         syncs = [str(sum(x["syncs"].values())) for x in (plain, private)]
+        times = [sum(x["priced_ms"].values()) for x in (plain, private)]
         lines.append(
             f"| {name} | {CASES.get(name, '')} | {pair('kernels')} | {pair('megabytes', 1e3, 1)} | "
-            f"{' → '.join(flops)} | {' → '.join(syncs)} | {pair('peak_mib', 1024, 1)} |"
+            f"{' → '.join(flops)} | {' → '.join(syncs)} | {pair('peak_mib', 1024, 1)} | "
+            f"{times[0]:.1f} → {times[1]:.1f} | {times[0] / times[1]:.2f} |"
         )
     return "\n".join(lines)
 

@@ -15,13 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
+import murmuration.train.clip.layers as layers
 import murmuration.train.clip.norms as norms
 from murmuration.model.build import Objective, build
 from murmuration.train.clip.add_parts_triton import add_parts
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.gram_triton import gram
-from murmuration.train.clip.layer_norm_triton import record_sums
+from murmuration.train.clip.layer_norm_triton import backward
 from murmuration.train.clip.per_record import OuterProduct
 from murmuration.train.clip.rule import ClipRule
 from tests.support.train_helpers import SHAPE, nano_inputs
@@ -84,21 +85,31 @@ def not_a_number() -> list[bool]:
 
 
 def layer_norms() -> list[dict[str, float]]:
-    """Around the borders of blocks of columns and of tokens; the last record holds a number that is none."""
+    """Around the borders of tokens taken at once, of chunks and of widths; the last record holds a number that is
+    none."""
     rows = []
-    for tokens, width in ((1, 5), (15, 128), (16, 129), (33, 300)):
+    for tokens, width in ((1, 5), (3, 128), (64, 129), (131, 60)):
         draw = torch.Generator().manual_seed(tokens)
         x, gradient = torch.randn(2, 3, tokens, width, generator=draw).unbind()
         x[2, 0, width - 1] = torch.nan
         mean, inverse = x.mean(2, keepdim=True), x.var(2, keepdim=True).add(1e-5).rsqrt()
-        scale, shift = record_sums(x, gradient, mean, inverse, 3, width)
+        weight = torch.randn(width, generator=draw)
+        below, scale, shift = backward(x, gradient, mean, inverse, weight, 3)
+        assert below is not None
+        none, *without = backward(x, gradient, mean, inverse, weight, 3, wanted=False)
+        expected = torch.ops.aten.native_layer_norm_backward(
+            gradient.double(), x.double(), [width], mean.double(), inverse.double(), weight.double(), None,
+            [True, False, False],
+        )[0]  # fmt: skip
         normal = (x.double() - mean.double()) * inverse.double()
         size = (normal * gradient).abs().sum(1)
         exact, whole = (normal * gradient.double()).sum(1), gradient.double().sum(1)
         rows.append({
             "scale": float(((scale - exact).abs() / size)[:2].max()),
             "shift": float(((shift - whole).abs() / gradient.abs().sum(1)).max()),
-            "nan": bool(scale[2].isnan().all()) and not bool(scale[:2].isnan().any()),
+            "below": float((below - expected)[:2].norm(dim=2).div(expected[:2].norm(dim=2)).max()),
+            "without": none is None and torch.equal(without[0][:2], scale[:2]) and torch.equal(without[1], shift),
+            "nan": bool(scale[2].isnan().all()) and not bool(torch.cat([scale[:2], below[:2, 0]]).isnan().any()),
         })  # fmt: skip
     return rows
 
@@ -123,8 +134,9 @@ def added() -> dict[str, list[bool]]:
     return {"same": same, "left": left}
 
 
-def clipped(objective: Objective) -> dict[str, Any]:
-    """The whole engine in fp16, with the kernel and without."""
+def clipped(objective: Objective, all_kernels: bool) -> dict[str, Any]:
+    """The whole engine in fp16, with the Gram kernel, or with all kernels, and without."""
+    layers._layer_norm = (lambda: backward) if all_kernels else (lambda: None)
     model = build(SHAPE, objective)
     inputs, present = nano_inputs(objective, 6), torch.ones(6, dtype=torch.bool)
     calls = 0
@@ -151,5 +163,6 @@ if __name__ == "__main__":
         "fp32": products(torch.float32, norms.PART), "fp16": products(torch.float16, norms.PART),
         "parts": products(torch.float16, 128), "not a number": not_a_number(),
         "layer norm": layer_norms(), "added": added(),
-        "clipped": {"mae": clipped("mae"), "caption": clipped("caption")},
+        "clipped": {"mae": clipped("mae", False), "caption": clipped("caption", False)},
+        "all": {"mae": clipped("mae", True), "caption": clipped("caption", True)},
     }))  # fmt: skip

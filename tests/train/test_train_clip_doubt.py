@@ -59,7 +59,7 @@ def in_fp32(left: Tensor, right: Tensor, part: int, bounds: norms.Bounds) -> tup
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "KERNEL_DEVICES", ("cpu",))
     monkeypatch.setattr(norms, "_kernel", lambda: in_fp32)
-    monkeypatch.setattr(layers, "_record_sums", lambda: None)
+    monkeypatch.setattr(layers, "_layer_norm", lambda: None)
 
 
 def largest_doubt(monkeypatch: pytest.MonkeyPatch, name: str, steps: int = 0, records: int = 2) -> float:

@@ -56,14 +56,25 @@ class Standardised(NamedTuple):
     x: Tensor
     mean: Tensor
     inverse: Tensor
+    sums: tuple[Tensor, Tensor] | None = None
+    """Each record's gradients of scale and shift, where one kernel computes all."""
+
+
+# (x, output gradient, mean, inverse, weight, whether x needs a gradient) -> gradient of x, and `Standardised.sums`
+LayerNormBackward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor | None, tuple[Tensor, Tensor]]
+]
 
 
 class LayerNorm(Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, shape: list[int], eps: float, layer: Affine) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, anchor: Tensor, x: Tensor, shape: list[int], eps: float, layer: Affine,
+        together: LayerNormBackward | None,
+    ) -> Tensor:  # fmt: skip
         del anchor
         out, mean, inverse = torch.native_layer_norm(x, shape, layer.weight, layer.bias, eps)
-        ctx.layer, ctx.shape = layer, shape
+        ctx.layer, ctx.shape, ctx.together = layer, shape, together
         ctx.save_for_backward(x, mean, inverse)
         return out
 
@@ -71,13 +82,15 @@ class LayerNorm(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, mean, inverse = ctx.saved_tensors
         layer = ctx.layer
-        below = None
-        if ctx.needs_input_grad[1]:
+        below, sums = None, None
+        if ctx.together is not None:
+            below, sums = ctx.together(x, gradient, mean, inverse, layer.weight, ctx.needs_input_grad[1])
+        elif ctx.needs_input_grad[1]:
             below = torch.ops.aten.native_layer_norm_backward(
                 gradient, x, ctx.shape, mean, inverse, layer.weight, layer.bias, [True, False, False]
             )[0]
-        layer.tell(Standardised(x, mean, inverse), gradient)
-        return None, below, None, None, None
+        layer.tell(Standardised(x, mean, inverse, sums), gradient)
+        return None, below, None, None, None, None
 
 
 class Embedding(Function):

@@ -1,8 +1,9 @@
-"""Per-record gradients of a LayerNorm's scale and shift in one pass over its input and its output gradient, on GPUs.
+"""The backward pass of a LayerNorm in one pass over its input and its output gradient, on GPUs: the input's gradient,
+and each record's gradients of scale and shift.
 
-As separate operations, five passes over activations in fp32 take longer than the layer itself. Each program adds up the
-tokens of one record in a fixed order, so a record's sums do not depend on its neighbours, and a replayed step
-reproduces the same bits.
+PyTorch's own kernel gives the input's gradient alone, so both would be read a second time for the sums; as separate
+operations, they would be read five times. Each program adds up tokens of one record in a fixed order, so a record's
+sums do not depend on its neighbours, and a replayed step reproduces the same bits.
 """
 
 from __future__ import annotations
@@ -12,45 +13,63 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-COLUMNS, ROWS = 128, 16
+# Tokens of a record that one program handles, and how many of them at once.
+CHUNK, ROWS = 64, 2
+WARPS = 8
 
 
 @triton.jit
-def _record_sums(  # pyright: ignore
-    x, gradient, mean, inverse, scale, shift, tokens, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Each program handles some columns of one record: Σ g·(x - mean)·inverse and Σ g over its tokens."""
-    record = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    scales, shifts = tl.zeros([COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
-    for first in range(0, tokens, ROWS):
+def _backward(  # pyright: ignore
+    x, gradient, mean, inverse, weight, below, scale, shift, tokens, width,
+    WANTED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Each program handles some tokens of one record: the gradients of their rows, and Σ g·(x - mean)·inverse and Σ g
+    over them."""
+    record, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    weights = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    scales, shifts = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    for first in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, tokens), ROWS):
         token = first + tl.arange(0, ROWS)
-        there = (token[:, None] < tokens) & (column[None, :] < width)
+        there = (token[:, None] < tokens) & inside[None, :]
         row = record * tokens + token
         place = row[:, None] * width + column[None, :]
         upstream = tl.load(gradient + place, mask=there, other=0.0).to(tl.float32)
         value = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
         middle = tl.load(mean + row, mask=token < tokens, other=0.0)
         spread = tl.load(inverse + row, mask=token < tokens, other=0.0)
-        normal = (value - middle[:, None]) * spread[:, None]
         # A column out of range would add 0·(0 - mean): nothing, unless the mean is NaN.
-        scales += tl.sum(tl.where(there, normal * upstream, 0.0), 0)
+        normal = tl.where(there, (value - middle[:, None]) * spread[:, None], 0.0)
+        scales += tl.sum(normal * upstream, 0)
         shifts += tl.sum(upstream, 0)
-    tl.store(scale + record * width + column, scales, mask=column < width)
-    tl.store(shift + record * width + column, shifts, mask=column < width)
+        if WANTED:
+            weighted = upstream * weights[None, :]
+            along, level = tl.sum(weighted * normal, 1) / width, tl.sum(weighted, 1) / width
+            found = (weighted - level[:, None] - normal * along[:, None]) * spread[:, None]
+            tl.store(below + place, found.to(below.dtype.element_ty), mask=there)
+    part = (record * chunks + chunk) * width + column
+    tl.store(scale + part, scales, mask=inside)
+    tl.store(shift + part, shifts, mask=inside)
 
 
-def record_sums(
-    x: Tensor, gradient: Tensor, mean: Tensor, inverse: Tensor, records: int, width: int
-) -> tuple[Tensor, Tensor]:
-    """x and gradient of records · tokens · width elements -> gradients of scale and shift, [records, width] each."""
-    x, gradient = x.contiguous(), gradient.contiguous()
-    scale = torch.empty(records, width, dtype=torch.float32, device=x.device)
-    shift = torch.empty_like(scale)
+def backward(
+    x: Tensor, gradient: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, records: int, wanted: bool = True
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """x and gradient of records · tokens · width elements -> the gradient of x, if it is `wanted`, and those of scale
+    and shift, [records, width] each."""
+    x, gradient, width = x.contiguous(), gradient.contiguous(), weight.numel()
     tokens = x.numel() // (records * width)
+    chunks = -(-tokens // CHUNK)
+    scale = torch.empty(records, chunks, width, dtype=torch.float32, device=x.device)
+    shift = torch.empty_like(scale)
+    below = torch.empty_like(x) if wanted else None
     with torch.cuda.device_of(x):
-        _record_sums[(records, triton.cdiv(width, COLUMNS))](
-            x, gradient, mean.contiguous(), inverse.contiguous(), scale, shift, tokens, width,
-            ROWS=ROWS, COLUMNS=COLUMNS,  # pyright: ignore
+        _backward[(records, chunks)](
+            x, gradient, mean.contiguous(), inverse.contiguous(), weight.contiguous(), x if below is None else below,
+            scale, shift, tokens, width, WANTED=wanted, CHUNK=CHUNK, ROWS=ROWS,  # pyright: ignore
+            WIDTH=triton.next_power_of_2(width), num_warps=WARPS,  # pyright: ignore
         )  # fmt: skip
-    return scale, shift
+    if chunks == 1:
+        return below, scale.squeeze(1), shift.squeeze(1)
+    return below, scale.sum(1), shift.sum(1)

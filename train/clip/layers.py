@@ -25,12 +25,16 @@ from murmuration.train.clip.functions import (
     GenericFunction,
     Geometry,
     LayerNorm,
+    LayerNormBackward,
     Linear,
     Standardised,
 )
 from murmuration.train.clip.per_record import PerRecordGradient, wide
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.tracker import ParameterTracker, TrackedTensor, swapped, tensors_in
+
+# The widest LayerNorm whose rows fit into the registers of its kernel.
+WIDEST = 4096
 
 # PyTorch's multi-head attention, written as functions that take one weight at a time.
 #
@@ -182,17 +186,16 @@ def layer_norm(
         tracker.report(pieces)
 
     x = input.to(torch.promote_types(wide(input.dtype), weight.dtype))
-    return LayerNorm.apply(tracker.anchor, x, shape, eps, Affine(_value(scale, weight), _value(shift, bias), report))
+    layer = Affine(_value(scale, weight), _value(shift, bias), report)
+    return LayerNorm.apply(tracker.anchor, x, shape, eps, layer, _together(x, tracker.records, math.prod(shape)))
 
 
 def _scale_and_shift(
     normal: Standardised, gradient: Tensor, records: int, shape: list[int], scaled: bool
 ) -> tuple[Tensor, Tensor]:
     """[B, *shape]: each record's gradients of both; the scale's only where it is trained."""
-    halves_or_fp32 = max(normal.x.dtype.itemsize, gradient.dtype.itemsize) <= 4
-    if gradient.device.type in norms.KERNEL_DEVICES and halves_or_fp32 and (kernel := _record_sums()) is not None:
-        x, mean, inverse = normal
-        scales, shifts = kernel(x, gradient, mean, inverse, records, math.prod(shape))
+    if normal.sums is not None:
+        scales, shifts = normal.sums
         return scales.view(records, *shape), shifts.view(records, *shape)
     shifts = over_tokens(gradient.reshape(records, -1, *shape))
     if not scaled:
@@ -201,14 +204,30 @@ def _scale_and_shift(
     return standard.mul_(gradient).reshape(records, -1, *shape).sum(1), shifts
 
 
+def _together(x: Tensor, records: int, width: int) -> LayerNormBackward | None:
+    """One kernel for the whole backward pass, on devices that have it."""
+    if x.device.type not in norms.KERNEL_DEVICES or x.dtype.itemsize > 4 or width > WIDEST:
+        return None
+    if (kernel := _layer_norm()) is None:
+        return None
+
+    def backward(
+        x: Tensor, gradient: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, wanted: bool
+    ) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
+        below, scales, shifts = kernel(x, gradient, mean, inverse, weight, records, wanted)
+        return below, (scales, shifts)
+
+    return backward
+
+
 @cache
-def _record_sums() -> Callable[..., tuple[Tensor, Tensor]] | None:
+def _layer_norm() -> Callable[..., tuple[Tensor | None, Tensor, Tensor]] | None:
     """Some builds of PyTorch come without Triton."""
     if find_spec("triton") is None:
         return None
-    from murmuration.train.clip.layer_norm_triton import record_sums
+    from murmuration.train.clip.layer_norm_triton import backward
 
-    return record_sums
+    return backward
 
 
 def group_norm(
