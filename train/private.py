@@ -35,7 +35,8 @@ from murmuration.accounting.plan import (
 )
 from murmuration.data.batch.function_reader import FunctionReader, Read
 from murmuration.data.batch.loader import Loader
-from murmuration.data.draw.poisson import Draw, PoissonSampler
+from murmuration.data.draw.poisson import Draw, PoissonSampler, Sampler
+from murmuration.data.draw.shared_draw import SHARED_FROM, SharedSampler
 from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import ClipEngine
@@ -147,6 +148,13 @@ class PrivateCore:
     def sampler(self) -> PoissonSampler:
         keys = self._derive("sampling"), self._derive("sampling-digest")
         return PoissonSampler(*keys, self.plan.records, self.plan.threshold)
+
+    def shared_sampler(self) -> Sampler[Draw]:
+        """The same draws; among many records, each rank draws a part. All ranks call this together."""
+        ranks = self.ranks
+        if ranks.world == 1 or self.plan.records < SHARED_FROM:
+            return self.sampler()
+        return SharedSampler(self.sampler(), ranks.rank, ranks.world, ranks.gather_apart())
 
     def step(
         self, phase: int, journal: Journal | None, records: Records[Draw], stop: StopRequest, *,
@@ -324,7 +332,7 @@ class PrivateTraining:
             self._loaded.restore_optimizer(core.engine)
         reader = FunctionReader(self._read, self._synthetic.make(1, 0))
         self._loader = Loader(
-            reader, core.sampler(), self.ranks.rank, self.ranks.world, self._micro_batch, last=self.plan.steps
+            reader, core.shared_sampler(), self.ranks.rank, self.ranks.world, self._micro_batch, last=self.plan.steps
         )
         self._stop = StopRequest(self._run.folder.stop_file)
         records = Records(self._loader.draw, self._loader.micro_batches).until_unreadable(self._stop)

@@ -78,23 +78,32 @@ class PoissonSampler:
 
     def draw(self, step: int) -> Draw:
         """The records of one step, sorted; the same on any rank, at any time."""
+        return self.whole(step, self.part(step, 0, self.records))
+
+    def whole(self, step: int, ids: np.ndarray) -> Draw:
+        """The draw whose records are `ids`, put together from its parts."""
+        ids.flags.writeable = False
+        return Draw(step, self.threshold, self.records, self._digest(step, self.threshold, self.records, ids), ids)
+
+    def part(self, step: int, first: int, stop: int) -> np.ndarray:
+        """The records from `first`, a multiple of 4, up to `stop` that one step draws."""
         if not 0 <= step < 1 << 64:
             raise ValueError(f"step {step} is outside 0..2**64-1")
-        records, threshold = self.records, self.threshold
+        if first % 4 or not 0 <= first <= stop <= self.records:
+            raise ValueError(f"records {first} to {stop} of {self.records} are no part that begins with a cipher block")
         # An unsigned 64-bit K: as a 32-bit number 2**32 would wrap to 0 and q = 1 would draw nobody.
-        limit = np.uint64(threshold)
-        stream = Cipher(algorithms.AES256(self._key(step)), modes.CTR((step << 64).to_bytes(16, "big"))).encryptor()
+        limit = np.uint64(self.threshold)
+        counter = (step << 64) + first // 4
+        stream = Cipher(algorithms.AES256(self._key(step)), modes.CTR(counter.to_bytes(16, "big"))).encryptor()
         # update_into needs room for one block more than it writes.
         buffer = bytearray(_CHUNK_BYTES + 16)
-        found: list[np.ndarray] = []
-        for first in range(0, records, _CHUNK_BYTES // 4):
-            count = min(_CHUNK_BYTES // 4, records - first)
+        found = [np.zeros(0, dtype=np.int64)]
+        for start in range(first, stop, _CHUNK_BYTES // 4):
+            count = min(_CHUNK_BYTES // 4, stop - start)
             stream.update_into(memoryview(_ZEROS)[: 4 * count], buffer)
             lanes = np.frombuffer(buffer, dtype="<u4", count=count)
-            found.append(np.flatnonzero(np.less(lanes, limit)) + first)
-        ids = np.concatenate(found).astype(np.int64, copy=False)
-        ids.flags.writeable = False
-        return Draw(step, threshold, records, self._digest(step, threshold, records, ids), ids)
+            found.append(np.flatnonzero(np.less(lanes, limit)) + start)
+        return np.concatenate(found).astype(np.int64, copy=False)
 
     def _digest(self, step: int, threshold: int, records: int, ids: np.ndarray) -> str:
         """Keyed, because a bare hash of the ids would let anyone test a guess about who took part."""

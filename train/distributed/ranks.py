@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,8 @@ from murmuration.accounting.errors import REFUSED, RunError
 from murmuration.train.distributed.watchdog import Pulse, Store, Watchdog
 
 T = TypeVar("T")
+# A rank that died closes its connections at once; one that is slow may be a whole step behind.
+APART = timedelta(hours=6)
 
 
 class Disagreement(RunError, RuntimeError):
@@ -62,6 +65,17 @@ class Ranks:
         with self.pulse.exchange():
             dist.all_gather_object(found, value)
         return found
+
+    def gather_apart(self) -> Callable[[Any], list[Any]]:
+        """A `gather` over connections of its own, for one thread beside the main one. All ranks ask for it together."""
+        group = dist.new_group(backend="gloo", timeout=APART)
+
+        def gather(value: Any) -> list[Any]:
+            found: list[Any] = [None] * self.world
+            dist.all_gather_object(found, value, group=group)
+            return found
+
+        return gather
 
     def require_same(self, what: str, value: Any) -> None:
         found = self.gather(value)

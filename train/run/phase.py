@@ -171,10 +171,9 @@ def _loader(
 def _private_loader(
     run: RunContext, phase: ReadyPhase, reader: Reader, core: PrivateCore, segment: Segment, done: int
 ) -> Loader[Any]:
-    sampler = core.sampler()
     if phase.settings.features is None:  # otherwise they were compared before features were computed
-        require_same_records(run, phase, segment, done, sampler)
-    return _loader(run, phase, reader, sampler, run.config.train_micro_batch_size_per_gpu)
+        require_same_records(run, phase, segment, done, core.sampler())
+    return _loader(run, phase, reader, core.shared_sampler(), run.config.train_micro_batch_size_per_gpu)
 
 
 def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segment) -> float:

@@ -1,0 +1,66 @@
+"""The simulation of many GPUs, where its answer is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from murmuration.train.planner.memory import WeightCounts
+
+RECORDS, BATCH = 10_000_000, 65_536.0
+
+
+@pytest.fixture
+def scale(benchmark: Callable[[str], ModuleType]) -> Any:
+    return benchmark("scale")
+
+
+def setting(scale: Any, **changes: Any) -> Any:
+    """Nothing costs anything but the records."""
+    free = scale.Setting(RECORDS, BATCH, 1e12, 1e18, 1e18, jitter=0.0, late=0.0, steps=50)
+    return replace(free, **changes)
+
+
+def work(scale: Any, **changes: Any) -> Any:
+    known = scale.Work(WeightCounts(100_000_000, 0, 10_000_000, 8, True), 256, 0.05, 0.045, 1e18)
+    return replace(known, **changes)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_alone_records_take_their_time_and_slots_without_one_too(scale: Any, stage: int) -> None:
+    one = scale.simulated(work(scale), 1, stage, setting(scale))
+    assert one["efficiency"] > 0.998 and one["seconds"] == pytest.approx(BATCH / 256 * 0.05, rel=0.01)
+    # 255 ranks need a second micro-batch in most steps, which hardly holds anything.
+    many = scale.simulated(work(scale), 255, stage, setting(scale))
+    assert many["bottleneck"] == "padding" and many["efficiency"] == pytest.approx(0.53, abs=0.04)
+
+
+def test_each_cost_is_found_where_it_was_put(scale: Any) -> None:
+    def bottleneck(stage: int = 1, gpus: int = 16, **changes: Any) -> str:
+        # All records at once, so that every draw fills its micro-batches.
+        whole = setting(scale, records=65_536, batch=65_536.0, **changes)
+        return str(scale.simulated(work(scale), gpus, stage, whole)["bottleneck"])
+
+    assert bottleneck(link=1.0) == "exchange"
+    assert bottleneck(jitter=0.1) == "unequal"
+    assert bottleneck(late=0.5) == "unequal"
+    assert bottleneck(noise_per_second=1e5) == "noise"
+    assert bottleneck(ids_per_second=10.0) == "draw"
+
+
+def test_ranks_that_meet_at_every_micro_batch_wait_longer(scale: Any) -> None:
+    uneven = setting(scale, jitter=0.1)
+    once, always = (scale.simulated(work(scale), 64, stage, uneven)["parts"]["unequal"] for stage in (1, 3))
+    assert always > 1.5 * once
+
+
+def test_a_draw_that_is_shared_takes_each_rank_two_parts(scale: Any) -> None:
+    slow = setting(scale, ids_per_second=1e4)
+    whole, shared = (scale.simulated(work(scale), gpus, 1, slow)["parts"] for gpus in (1, 64))
+    waited = RECORDS * 2 / 64 / 1e4 - (shared["ideal"] + shared["padding"])
+    assert shared["draw"] == pytest.approx(waited, rel=1e-6)
+    assert whole["draw"] == pytest.approx(RECORDS / 1e4 - whole["ideal"] - whole["padding"], rel=1e-6)
