@@ -252,7 +252,7 @@ def test_crops_are_distributed_as_torchvisions(kind: Kind, areas: tuple[float, f
     torch.manual_seed(3)
     picture = torch.zeros(3, height, width)
     theirs = [RandomResizedCrop.get_params(picture, list(areas), [3 / 4, 4 / 3]) for _ in range(4000)]
-    ours = [choose_view(kind, width, height, KEY, 1, record).box for record in range(4000)]
+    ours = [choose_view(kind, width, height, 224, KEY, 1, record).box for record in range(4000)]
     # Where no drawn crop fits, ours is not cut to whole pixels.
     found = np.rint([(top, left, bottom - top, right - left) for left, top, right, bottom in ours])
     expected = np.array(theirs)
@@ -292,7 +292,7 @@ def test_small_crops_keep_their_sharpness() -> None:
     waves = np.broadcast_to(127 + 100 * np.sin(np.arange(1504) * (2 * np.pi / 20)), (1008, 1504))
     data = _file(Image.fromarray(waves.astype(np.uint8)), "JPEG", quality=95)
     whole, maker = decode(data), PictureMaker(96, "inception_crop", KEY)
-    boxes = [choose_view("inception_crop", 1504, 1008, KEY, 0, record).box for record in range(200)]
+    boxes = [choose_view("inception_crop", 1504, 1008, 224, KEY, 0, record).box for record in range(200)]
     small = [record for record, box in enumerate(boxes) if box[2] - box[0] < 480]
     assert len(small) > 5
     for record in small:

@@ -1,0 +1,140 @@
+"""The records of an evaluation: an index, or pictures that have none yet. Only public ones.
+
+`place_of` needs no torch and answers wrong paths at once. `open_public` holds the records to what runs have promised on
+them, by the code that training uses for its own public data: an index that has private runs is public for nobody,
+except for the part of it that was made public.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from murmuration.data.decode.class_list import ClassList
+from murmuration.data.index.folders import IMAGES, FolderIndex, build_folder
+from murmuration.data.index.format import BESIDE, FOLDER, MANIFEST
+from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digests
+from murmuration.data.index.open import open_index
+from murmuration.data.index.public_split import Cut, SplitIndex
+from murmuration.data.store.place import RecordIndex, ShardError, is_url
+from murmuration.train.evaluate.errors import EvaluationError
+
+
+@dataclass(frozen=True)
+class RecordsPlace:
+    """Where records lie: an index, or (without `index`) a folder of pictures or a single one."""
+
+    given: Path
+    index: Path | None
+
+
+def place_of(given: str, public: bool) -> RecordsPlace:
+    if not public:
+        raise EvaluationError(
+            "pass --public to say that the records of --data are public: evaluating private ones would release "
+            "something about them that nobody accounted for"
+        )
+    if is_url(given):
+        raise EvaluationError(
+            f"{given} is a URL; index it into a folder (prepare.py index URL --out FOLDER) and name that"
+        )
+    path = Path(given)
+    if not path.exists():
+        raise EvaluationError(f"{path} does not exist; name an index, a folder of pictures, or a picture")
+    if path.is_file():
+        if path.suffix.lower() not in IMAGES:
+            raise EvaluationError(f"{path} is no picture ({', '.join(IMAGES)}); name one, or a folder")
+        return RecordsPlace(path, None)
+    beside = path.with_name(path.name + BESIDE)
+    for folder in (path, path / FOLDER, beside):
+        if (folder / MANIFEST).is_file():
+            return RecordsPlace(path, folder)
+    if any(path.glob("*.tar")):
+        raise EvaluationError(f"{path} has tar shards without an index; run prepare.py index {path} first")
+    return RecordsPlace(path, None)
+
+
+def open_public(place: RecordsPlace, scratch: Path, part: bool, classes: ClassList | None = None) -> RecordIndex:
+    """`part`: only the part that was made public. Pictures without an index get one in `scratch`."""
+    try:
+        index = (
+            open_index(place.index, excluded="absent" if part else "skipped") if place.index else _new(place, scratch)
+        )
+        if classes is not None and isinstance(index, FolderIndex):
+            index = index.numbered_by(classes)
+        index.check_unchanged()
+        found = _public_part(index) if part else index
+    except (ShardError, OSError) as error:
+        raise EvaluationError(f"--data {place.given}: {error}") from None
+    _hold_to_promises(place, found)
+    return found
+
+
+def refuse_training_records(index: RecordIndex, protected: frozenset[str]) -> None:
+    """Refuses the private records that the weights were trained on, also where a copied index lost its log of runs."""
+    if not isinstance(index, SplitIndex) and every_ledger_digest(index) & protected:
+        raise EvaluationError(
+            "--data names the private records that these weights were trained on, and they are public for nobody; name "
+            "other data"
+        )
+
+
+def digest_for_all(index: RecordIndex) -> str:
+    """For a result that is published. Keyed for the public part of private records, whose digest covers all of them."""
+    return ledger_digests(index, public=True, keyed=isinstance(index, SplitIndex))[0]
+
+
+def _new(place: RecordsPlace, scratch: Path) -> FolderIndex:
+    pictures = place.given
+    name = hashlib.sha256(str(pictures.resolve()).encode()).hexdigest()[:16]
+    if pictures.is_file():
+        alone = scratch / name / "picture"
+        alone.mkdir(parents=True, exist_ok=True)
+        link = alone / pictures.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(pictures.resolve())
+        pictures = alone
+    return build_folder(pictures, scratch / name / "index")
+
+
+def _public_part(index: RecordIndex) -> SplitIndex:
+    cut = Cut.frozen(index.folder)
+    if cut is None:
+        raise EvaluationError(
+            f"no part of {index.folder} was made public; omit --public-part, or declare one first: prepare.py split"
+        )
+    return SplitIndex(index, cut.fraction, public=True)
+
+
+def _hold_to_promises(place: RecordsPlace, index: RecordIndex) -> None:
+    from murmuration.train.recipe.public_use import (
+        Use,
+        hold_to_what_was_promised,
+    )  # torch: not before paths are checked
+
+    where = f"--data {place.given}"
+    uses = [Use(where, index, public=True)]
+    if place.index is None:
+        # A subfolder, or a single picture, of an indexed folder is as private as that one.
+        root = place.given.resolve()
+        around = (each.with_name(each.name + BESIDE) for each in (root, *root.parents) if each.name)
+        inside = sorted(root.glob("*" + BESIDE)) if root.is_dir() else []
+        known = [folder for folder in (*around, *inside) if (folder / MANIFEST).is_file()]
+        uses += [Use(f"{where} ({folder})", open_index(folder), public=True) for folder in known]
+    hold_to_what_was_promised(uses)
+    if not isinstance(index, SplitIndex):
+        _refuse_logged(place.given.resolve(), where)
+
+
+def _refuse_logged(root: Path, where: str) -> None:
+    """Refuses records in whose folder, or in one around it, a private run on an index elsewhere left its note."""
+    from murmuration.train.storage.sibling_runs import BESIDE_SHARDS, RunLog  # scipy: paths are checked first
+
+    for folder in (root, *root.parents):
+        for run in RunLog((folder / BESIDE_SHARDS,)).siblings():
+            if run.get("private", True):
+                raise EvaluationError(
+                    f"{where}: run {run.get('run')!r} protects records in {folder}, so nobody may use them as public; "
+                    "name other data"
+                )
