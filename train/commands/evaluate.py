@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from murmuration.accounting.errors import BAD_INPUT, DONE, RunError
+from murmuration.accounting.errors import BAD_INPUT, DONE, RESUME_ME, RunError
 from murmuration.accounting.escaping import sentence
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
         return DONE
     except KeyboardInterrupt:
         print("stopped; start the same command again to continue", file=sys.stderr)
-        return BAD_INPUT
+        return RESUME_ME
     except (RunError, OSError) as error:
         print(f"error: {sentence(error)}", file=sys.stderr)
         return error.exit_code if isinstance(error, RunError) else BAD_INPUT
@@ -181,9 +181,9 @@ def _checked(arguments: argparse.Namespace) -> Asked:
     from murmuration.train.evaluate.public_records import place_of
     from murmuration.train.evaluate.subject import Asked, Subject
 
-    places = {"test": place_of(arguments.data, arguments.public)}
+    places = {"test": place_of(arguments.data, "--data", arguments.public)}
     if arguments.protocol == "probe":
-        places = {"train": places["test"], "test": place_of(arguments.test, arguments.public)}
+        places = {"train": places["test"], "test": place_of(arguments.test, "--test", arguments.public)}
     for name in ("classes", "names"):
         path = getattr(arguments, name, None)
         if path is not None and not path.is_file():

@@ -8,6 +8,7 @@ except for the part of it that was made public.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +28,18 @@ class RecordsPlace:
 
     given: Path
     index: Path | None
+    option: str
+    """Of the command, that names it."""
+
+    def __str__(self) -> str:
+        return f"{self.option} {self.given}"
 
 
-def place_of(given: str, public: bool) -> RecordsPlace:
+def place_of(given: str, option: str, public: bool) -> RecordsPlace:
     if not public:
         raise EvaluationError(
-            "pass --public to say that the records of --data are public: evaluating private ones would release "
-            "something about them that nobody accounted for"
+            "pass --public to say that the records to evaluate on are public: evaluating on private ones would "
+            "release something about them that nobody accounted for"
         )
     if is_url(given):
         raise EvaluationError(
@@ -45,19 +51,21 @@ def place_of(given: str, public: bool) -> RecordsPlace:
     if path.is_file():
         if path.suffix.lower() not in IMAGES:
             raise EvaluationError(f"{path} is no picture ({', '.join(IMAGES)}); name one, or a folder")
-        return RecordsPlace(path, None)
+        return RecordsPlace(path, None, option)
     beside = path.with_name(path.name + BESIDE)
     for folder in (path, path / FOLDER, beside):
         if (folder / MANIFEST).is_file():
-            return RecordsPlace(path, folder)
+            return RecordsPlace(path, folder, option)
     if any(path.glob("*.tar")):
         raise EvaluationError(f"{path} has tar shards without an index; run prepare.py index {path} first")
-    return RecordsPlace(path, None)
+    return RecordsPlace(path, None, option)
 
 
 def open_public(place: RecordsPlace, scratch: Path, part: bool, classes: ClassList | None = None) -> RecordIndex:
     """`part`: only the part that was made public. Pictures without an index get one in `scratch`."""
     try:
+        if place.index is None:
+            _refuse_around(place)
         index = (
             open_index(place.index, excluded="absent" if part else "skipped") if place.index else _new(place, scratch)
         )
@@ -66,7 +74,7 @@ def open_public(place: RecordsPlace, scratch: Path, part: bool, classes: ClassLi
         index.check_unchanged()
         found = _public_part(index) if part else index
     except (ShardError, OSError) as error:
-        raise EvaluationError(f"--data {place.given}: {error}") from None
+        raise EvaluationError(f"{place}: {error}") from None
     _hold_to_promises(place, found)
     return found
 
@@ -75,7 +83,7 @@ def refuse_training_records(index: RecordIndex, protected: frozenset[str]) -> No
     """Refuses the private records that the weights were trained on, also where a copied index lost its log of runs."""
     if not isinstance(index, SplitIndex) and every_ledger_digest(index) & protected:
         raise EvaluationError(
-            "--data names the private records that these weights were trained on, and they are public for nobody; name "
+            "these weights were trained on the private records that are named here, which are public for nobody; name "
             "other data"
         )
 
@@ -107,34 +115,37 @@ def _public_part(index: RecordIndex) -> SplitIndex:
     return SplitIndex(index, cut.fraction, public=True)
 
 
+def _refuse_around(place: RecordsPlace) -> None:
+    """For pictures without an index: a subfolder of an indexed folder, or a single picture in it, is as private as
+    that one; and so is a folder that contains it."""
+    root = place.given.resolve()
+    folders = [root, *root.parents] if root.is_dir() else list(root.parents)
+    indexes = [folder.with_name(folder.name + BESIDE) for folder in folders if folder.name]
+    indexes += sorted(root.glob("*" + BESIDE)) if root.is_dir() else []
+    for index in indexes:
+        if (index / MANIFEST).is_file():
+            _hold_to_promises(place, open_index(index))
+    from murmuration.train.storage.sibling_runs import BESIDE_SHARDS  # scipy: paths are checked first
+
+    _refuse_noted(place, [folder / BESIDE_SHARDS for folder in folders])
+
+
 def _hold_to_promises(place: RecordsPlace, index: RecordIndex) -> None:
-    from murmuration.train.recipe.public_use import (
-        Use,
-        hold_to_what_was_promised,
-    )  # torch: not before paths are checked
+    from murmuration.train.recipe.public_use import Use, hold_to_what_was_promised  # torch: paths are checked first
 
-    where = f"--data {place.given}"
-    uses = [Use(where, index, public=True)]
-    if place.index is None:
-        # A subfolder, or a single picture, of an indexed folder is as private as that one.
-        root = place.given.resolve()
-        around = (each.with_name(each.name + BESIDE) for each in (root, *root.parents) if each.name)
-        inside = sorted(root.glob("*" + BESIDE)) if root.is_dir() else []
-        known = [folder for folder in (*around, *inside) if (folder / MANIFEST).is_file()]
-        uses += [Use(f"{where} ({folder})", open_index(folder), public=True) for folder in known]
-    hold_to_what_was_promised(uses)
+    hold_to_what_was_promised([Use(str(place), index, public=True)])
     if not isinstance(index, SplitIndex):
-        _refuse_logged(place.given.resolve(), where)
+        from murmuration.train.storage.sibling_runs import RunLog
+
+        _refuse_noted(place, RunLog.of(index).files)
 
 
-def _refuse_logged(root: Path, where: str) -> None:
-    """Refuses records in whose folder, or in one around it, a private run on an index elsewhere left its note."""
-    from murmuration.train.storage.sibling_runs import BESIDE_SHARDS, RunLog  # scipy: paths are checked first
+def _refuse_noted(place: RecordsPlace, notes: Sequence[Path]) -> None:
+    """Refuses records beside which a private run on another index of them left a note."""
+    from murmuration.train.storage.sibling_runs import RunLog  # scipy: paths are checked first
 
-    for folder in (root, *root.parents):
-        for run in RunLog((folder / BESIDE_SHARDS,)).siblings():
-            if run.get("private", True):
-                raise EvaluationError(
-                    f"{where}: run {run.get('run')!r} protects records in {folder}, so nobody may use them as public; "
-                    "name other data"
-                )
+    if run := next((run for run in RunLog(tuple(notes)).siblings() if run.get("private", True)), None):
+        raise EvaluationError(
+            f"{place}: run {run.get('run')!r} protects these records (or says so in a note beside them), so "
+            "nobody may use them as public; name other data"
+        )

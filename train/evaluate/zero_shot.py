@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +27,9 @@ from murmuration.train.evaluate.session import Chosen, Session, numbered
 Way = Literal["label", "trie"]
 TEMPLATE = "this is a photo of a {}"
 TRIE_RECORDS = 10_000
+"""Drawn from all records unless another number is asked for, as published."""
+Answer = Callable[[Tensor, Tensor], np.ndarray]
+"""Images and their classes -> which of them are named right."""
 NAMES = tuple[tuple[str, ...], ...]
 
 
@@ -120,7 +125,10 @@ def run_zero_shot(
     return Outcome(result, table=table)
 
 
-def _by_label(model: CaptionModel, names: NAMES, settings: ZeroShotSettings, text: Text):
+def _by_label(model: Captioner, names: NAMES, settings: ZeroShotSettings, text: TextEncoder) -> Answer:
+    for template, name in product(settings.templates, (name for each in names for name in each)):
+        _require_room(model, len(_tokens(template.format(name), text)) + 1)
+
     def correct(images: Tensor, labels: Tensor) -> np.ndarray:
         best = label_scores(model, images, names, settings.templates, text).argmin(dim=1)
         return (best == labels).cpu().numpy()
@@ -128,16 +136,12 @@ def _by_label(model: CaptionModel, names: NAMES, settings: ZeroShotSettings, tex
     return correct
 
 
-def _by_trie(model: Captioner, names: NAMES, settings: ZeroShotSettings, text: TextEncoder):
+def _by_trie(model: Captioner, names: NAMES, settings: ZeroShotSettings, text: TextEncoder) -> Answer:
     tokens = [{_tokens(name, text) for name in each} for each in names]
     root = trie_of([name for each in tokens for name in each])
-    prompt = [text.start, *text.words(settings.templates[0].removesuffix("{}").strip())]
-    longest = len(prompt) + max(len(name) for each in tokens for name in each)
-    if longest > model.shape.text_length:
-        raise EvaluationError(
-            f"prompt and names have up to {longest} tokens, and the model writes {model.shape.text_length}; "
-            "shorten them"
-        )
+    opening = settings.templates[0].removesuffix("{}").strip()
+    prompt = [text.start, *(_tokens(opening, text) if opening else ())]
+    _require_room(model, len(prompt) + max(len(name) for each in tokens for name in each))
     stops = stops_of(text)
 
     def correct(images: Tensor, labels: Tensor) -> np.ndarray:
@@ -147,8 +151,15 @@ def _by_trie(model: Captioner, names: NAMES, settings: ZeroShotSettings, text: T
     return correct
 
 
-def _tokens(name: str, text: Text) -> tuple[int, ...]:
-    ids = tuple(text.words(name))
+def _tokens(words: str, text: Text) -> tuple[int, ...]:
+    ids = tuple(text.words(words))
     if not ids or text.unk in ids:
-        raise EvaluationError(f"the tokenizer has no tokens for the name {name!r}; use words of its vocabulary")
+        raise EvaluationError(f"the tokenizer has no tokens for {words!r}; use words of its vocabulary")
     return ids
+
+
+def _require_room(model: Captioner, tokens: int) -> None:
+    if tokens > model.shape.text_length:
+        raise EvaluationError(
+            f"prompt and name have up to {tokens} tokens, and the model reads {model.shape.text_length}; shorten them"
+        )
