@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from murmuration.launch import export
 from tests.support.evaluation_world import evaluate, result
@@ -43,7 +44,7 @@ def test_a_run_and_its_exports_score_alike(
     for each in found:
         # The run has a debug seed, so its certificate promises nothing.
         assert each["certificate"]["private"] is False and each["certificate"]["epsilon"] is None
-        assert any("The certificate says" in note for note in each["notes"])
+        assert each["certificate"]["objection"].startswith("NOT PRIVATE")
 
 
 def test_a_config_of_another_model_and_the_runs_private_records_are_refused(
@@ -55,3 +56,17 @@ def test_a_config_of_another_model_and_the_runs_private_records_are_refused(
     swapped = [small_data / "private" if each == small_data / "held_out" else each for each in asked]
     assert evaluate("zero-shot", run_dir, *swapped, "--out", tmp_path / "out") == 2
     assert "protects these records" in capsys.readouterr().err
+
+
+def test_a_certificate_counts_only_for_the_tensors_that_it_names(
+    finished: tuple[Path, str], asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another file in the folder of an export, one tensor of which was moved a little."""
+    monkeypatch.setattr("sys.argv", ["export.py", str(finished[0]), str(tmp_path / "out"), "--form", "pytorch"])
+    assert export.main() == 0
+    state = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    state["norm.weight"] = state["norm.weight"] + 1e-6
+    torch.save(state, tmp_path / "out" / "other.pt")
+    for name, certified in (("model.pt", True), ("other.pt", False)):
+        assert evaluate("zero-shot", tmp_path / "out" / name, *asked, "--out", tmp_path / f"of {name}") == 0
+        assert (result(tmp_path / f"of {name}")["certificate"] is not None) == certified, name

@@ -253,7 +253,7 @@ def test_compare_prints_a_table_and_warns_of_different_records(
     plot = tmp_path / "plot.svg"
     assert evaluate("compare", tmp_path / "one", tmp_path / "two" / "result.json", "--plot", plot) == 0
     said = capsys.readouterr().out
-    assert "model-one" in said and "ε = 8" in said and "none certified" in said
+    assert "model-one" in said and "ε = 8" in said and "no certificate" in said
     assert "0.5000 (0.4000 … 0.6000, n = 100)" in said
     assert "probe (dpcap) were measured on different records" in said
     drawn = plot.read_text()

@@ -27,7 +27,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="evaluate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    protocols = parser.add_subparsers(dest="protocol", required=True, metavar="PROTOCOL")
+    protocols = parser.add_subparsers(dest="protocol", required=True)
     for declare in (_probe, _zero_shot, _classify, _caption, _reconstruct):
         _common(declare(protocols))
     compare = protocols.add_parser("compare", help="results side by side, and accuracy against ε")

@@ -22,12 +22,16 @@ class Line:
     measure: str
     number: dict[str, Any]
     epsilon: float | None
+    private: bool | None
+    """None without a certificate."""
     records: str
     """Which records were scored, as far as a digest says."""
 
     @property
     def privacy(self) -> str:
-        return "none certified" if self.epsilon is None else f"ε = {self.epsilon:.4g}"
+        if self.private is None:
+            return "no certificate"
+        return "NOT PRIVATE" if self.epsilon is None else f"ε = {self.epsilon:.4g}"
 
 
 def lines_of(paths: list[Path]) -> list[Line]:
@@ -41,7 +45,15 @@ def _lines(path: Path) -> list[Line]:
         protocol = found["protocol"] + (f" ({way})" if way else "")
         scored = found["data"]["test"]["digest"]
         return [
-            Line(found["model"]["what"], protocol, name, number, certificate.get("epsilon"), scored)
+            Line(
+                found["model"]["what"],
+                protocol,
+                name,
+                number,
+                certificate.get("epsilon"),
+                certificate.get("private"),
+                scored,
+            )
             for name, number in found["numbers"].items()
         ]
     except (KeyError, TypeError, AttributeError) as error:
@@ -82,6 +94,7 @@ def plot(lines: list[Line], path: Path) -> None:
         for line in shares:
             _draw(axis, line)
         axis.set(xlabel="ε", ylabel="accuracy, with 95 % interval", ylim=(0, 1))
+        axis.set_xlim(left=0)
         figure.savefig(path, metadata={"Date": None})
 
 

@@ -98,11 +98,13 @@ def shown(number: dict[str, Any]) -> str:
     return f"{number['value']:.4f} ({number['low']:.4f} … {number['high']:.4f}, n = {number['n']:,})"
 
 
-def certificate_of(subject: Subject) -> tuple[dict[str, Any] | None, list[str]]:
-    """What the certificate beside the weights claims, if it holds; and what is to be said about it."""
+def certificate_of(subject: Subject, certified: bool) -> tuple[dict[str, Any] | None, list[str]]:
+    """What the certificate beside the weights claims, if it holds and is theirs; and what is to be said about it."""
     folder = subject.certified
     if not (folder / "certificate.json").is_file():
         return None, []
+    if not certified:
+        return None, ["The certificate beside the weights does not name their tensors, so it says nothing about them."]
     try:
         verdict = verify(folder)
     except (CertificateError, OSError, ValueError) as error:
@@ -110,15 +112,15 @@ def certificate_of(subject: Subject) -> tuple[dict[str, Any] | None, list[str]]:
     claimed = verdict.certified if verdict.claimed is None else verdict.claimed
     private = verdict.objection is None
     told = {"private": private, "epsilon": claimed if private else None, "delta": verdict.delta, "run": verdict.run}
-    return told, [] if private else [f"The certificate says: {verdict.objection}"]
+    return told | {"objection": verdict.objection}, []
 
 
 def statement(result: Result) -> str:
     found = result.certificate
     if found is None:
-        return "No certificate lies beside these weights."
+        return "No certificate names these weights."
     if not found["private"]:
-        return "NOT PRIVATE, says the certificate of these weights."
+        return str(found["objection"])
     return f"Certified: ε = {found['epsilon']:.6g} at δ = {found['delta']:.3g}."
 
 

@@ -78,7 +78,7 @@ class Session:
         return self.spec(labels=(label,), target=label, classes=outputs, class_list=classes)
 
     def result(self, protocol: str, settings: Mapping[str, Any], data: Mapping[str, Chosen]) -> Result:
-        certificate, notes = certificate_of(self.subject)
+        certificate, notes = certificate_of(self.subject, self.model.certified)
         told = {"what": self.subject.path.resolve().name, "form": self.subject.kind, "digest": self.model.digest}
         used = {name: {"digest": digest_for_all(part.index), "records": len(part.ids)} for name, part in data.items()}
         all_settings = {

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from murmuration.accounting.certificate.weights import AVERAGED, read_lists, tensor_digest
 from murmuration.data.batch.reader import IMAGENET_MEAN, IMAGENET_STD
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.build import Objective, build
@@ -31,6 +33,7 @@ from murmuration.train.storage.run_dir import RunDir
 
 Colours = tuple[float, float, float]
 HEAD = "head."
+CERTIFICATE = "certificate.json"
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Evaluated:
     std: Colours = IMAGENET_STD
     class_names: tuple[str, ...] = ()
     """As the weights' own folder names a classifier's outputs; empty if it does not."""
+    certified: bool = False
+    """Whether the certificate beside the weights names these very tensors."""
 
     @property
     def shape(self) -> Shape:
@@ -89,7 +94,7 @@ def open_model(subject: Subject, sizes: Sizes, headless: bool = False) -> Evalua
             "which this cannot be evaluated; name a config and weights that belong together"
         )
     found.model.eval().requires_grad_(False)
-    return found
+    return replace(found, certified=_is_certified(subject.certified, state))
 
 
 def open_text(subject: Subject, shape: Shape, named: str | None) -> TextEncoder:
@@ -120,6 +125,27 @@ def _state(subject: Subject) -> tuple[dict[str, Tensor], str, Objective | None]:
     if loaded is None:
         raise EvaluationError(f"{subject.path} has no finished checkpoint; let the run reach one")
     return loaded.weights(), loaded.digest, loaded.manifest.get("objective")
+
+
+def _is_certified(folder: Path, state: Mapping[str, Tensor]) -> bool:
+    """Whether the list of tensors of one certified checkpoint, or of its averages, contains all of these. Any file may
+    be copied beside a certificate."""
+    try:
+        lists = read_lists(folder) if (folder / CERTIFICATE).is_file() else None
+    except (OSError, ValueError):
+        return False
+    if not lists:
+        return False
+    found = {name: _digest(tensor) for name, tensor in state.items()}
+    return any(
+        all(tensors.get(prefix + name) == digest for name, digest in found.items())
+        for tensors in lists.values()
+        for prefix in ("", AVERAGED)
+    )
+
+
+def _digest(tensor: Tensor) -> str:
+    return tensor_digest("F32", tensor.shape, [tensor.float().contiguous().numpy().reshape(-1).data.cast("B")])
 
 
 def _configured(
