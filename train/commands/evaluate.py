@@ -1,8 +1,8 @@
 """evaluate PROTOCOL WHAT --data PUBLIC --public --out DIR: what a trained model can do, measured on public records.
 
 WHAT is a run directory (its last checkpoint), an export, a published ViP or DP-Cap file, or a folder of timm or Hugging
-Face. Runs and exports need --config, the JSON they were trained with. OUT gets result.json and result.html; stopped in
-mid-way, the same command continues. `evaluate compare RESULT...` prints results side by side.
+Face. Runs and exports need --config, the JSON they were trained with. DIR gets result.json and result.html. If it is
+stopped, start the same command again: a probe continues where it was. `compare RESULT...` prints results side by side.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
         print(run(asked))
         return DONE
     except KeyboardInterrupt:
-        print("stopped; start the same command again to continue", file=sys.stderr)
+        print("stopped; start the same command again", file=sys.stderr)
         return RESUME_ME
     except (RunError, OSError) as error:
         print(f"error: {sentence(error)}", file=sys.stderr)
