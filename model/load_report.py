@@ -46,6 +46,11 @@ class LoadReport:
     def keys(self, fate: Fate) -> list[str]:
         return [entry.key for entry in self.entries if entry.fate == fate]
 
+    @property
+    def left_as_initialised(self) -> list[str]:
+        """The model's tensors for which the file had nothing, not even a reason to be zero."""
+        return [entry.key for entry in self.entries if entry.fate == "missing" and not entry.why.startswith("zero")]
+
     def __str__(self) -> str:
         """One line for each key, except that layers that differ only in their number share one."""
         lines = [f"{self.source}:", *(f"  note: {note}" for note in self.notes)]

@@ -15,6 +15,7 @@ COMMANDS = {
     "plan": ("murmuration.train.commands.forecast", "time and memory of a config before it is trained"),
     "audit": ("murmuration.train.commands.audit", "test the privacy claim with canaries"),
     "four-way": ("murmuration.train.commands.four_way", "what clipping and noise cost, on public data"),
+    "evaluate": ("murmuration.train.commands.evaluate", "what a trained model can do, on public records"),
     "export": ("murmuration.launch.export", "weights and certificate for release"),
 }  # fmt: skip
 

@@ -16,11 +16,13 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-Kind = Literal["none", "center", "random_resized_crop", "inception_crop"]
-KINDS: tuple[Kind, ...] = ("none", "center", "random_resized_crop", "inception_crop")
+Kind = Literal["none", "center", "resize_crop", "random_resized_crop", "inception_crop"]
+KINDS: tuple[Kind, ...] = ("none", "center", "resize_crop", "random_resized_crop", "inception_crop")
 # The smallest and largest share of the area that a random crop keeps.
 AREAS: dict[Kind, tuple[float, float]] = {"random_resized_crop": (0.2, 1.0), "inception_crop": (0.05, 1.0)}
 RATIO = (3 / 4, 4 / 3)
+CROP_OF = 224 / 256
+"""The part of the resized image that `resize_crop` keeps: published evaluations resize to 256 and crop 224."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,15 @@ class Uniforms:
         return (self._left.pop() >> 11) * 2.0**-53
 
 
-def choose_view(kind: Kind, width: int, height: int, key: bytes, step: int, record: int) -> View:
+def choose_view(kind: Kind, width: int, height: int, size: int, key: bytes, step: int, record: int) -> View:
     if kind == "none":
         return View((0, 0, width, height))
     if kind == "center":
         side = min(height, width)
         left, top = (width - side) / 2, (height - side) / 2
         return View((left, top, left + side, top + side))
+    if kind == "resize_crop":
+        return View(_resized_crop(width, height, size))
     if kind in AREAS:
         uniforms = Uniforms(key, step, record)
         flip = uniforms.next() < 0.5
@@ -81,7 +85,17 @@ def choose_view(kind: Kind, width: int, height: int, key: bytes, step: int, reco
 def augment(pixels: np.ndarray, kind: Kind, size: int, key: bytes, step: int, record: int) -> np.ndarray:
     """uint8 [size, size, 3] from uint8 [height, width, 3]."""
     height, width = pixels.shape[:2]
-    return choose_view(kind, width, height, key, step, record).render(pixels, size)
+    return choose_view(kind, width, height, size, key, step, record).render(pixels, size)
+
+
+def _resized_crop(width: int, height: int, size: int) -> tuple[float, float, float, float]:
+    """The part of the image that is left once its shorter side is resized to size / CROP_OF pixels and the middle is
+    cut out, with torchvision's rounding to whole pixels."""
+    shorter = int(size / CROP_OF)
+    wide, high = (int(shorter * side / min(width, height)) for side in (width, height))
+    left, top = round((wide - size) / 2), round((high - size) / 2)
+    across, down = width / wide, height / high
+    return left * across, top * down, (left + size) * across, (top + size) * down
 
 
 def _crop_box(

@@ -43,7 +43,7 @@ class PictureMaker:
         key = self.key_of(step)
 
         def view(width: int, height: int) -> View:
-            return choose_view(self.augment, width, height, key, step, record)
+            return choose_view(self.augment, width, height, self.size, key, step, record)
 
         found = decode_scaled(data, lambda width, height: view(width, height).shorter_side(width, height, self.size))
         with parsing("the image cannot be cut to its view"):

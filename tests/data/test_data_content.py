@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
-from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms import CenterCrop, InterpolationMode, RandomResizedCrop, Resize
 
 from murmuration.data.decode.augment import KINDS, Kind, Uniforms, augment, choose_view, mask_noise
 from murmuration.data.decode.decode import BadRecord, decode
@@ -252,7 +252,7 @@ def test_crops_are_distributed_as_torchvisions(kind: Kind, areas: tuple[float, f
     torch.manual_seed(3)
     picture = torch.zeros(3, height, width)
     theirs = [RandomResizedCrop.get_params(picture, list(areas), [3 / 4, 4 / 3]) for _ in range(4000)]
-    ours = [choose_view(kind, width, height, KEY, 1, record).box for record in range(4000)]
+    ours = [choose_view(kind, width, height, 224, KEY, 1, record).box for record in range(4000)]
     # Where no drawn crop fits, ours is not cut to whole pixels.
     found = np.rint([(top, left, bottom - top, right - left) for left, top, right, bottom in ours])
     expected = np.array(theirs)
@@ -264,6 +264,21 @@ def test_crops_are_distributed_as_torchvisions(kind: Kind, areas: tuple[float, f
     wrong = [RandomResizedCrop.get_params(picture, [areas[0] + 0.05, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)]
     worst = np.array(wrong)[:, 2] * np.array(wrong)[:, 3] / (width * height)
     assert (width, height) == (100, 400) or stats.ks_2samp(area, worst).pvalue < 1e-3
+
+
+@pytest.mark.parametrize(("width", "height"), [(300, 200), (101, 399), (224, 224), (640, 427), (37, 51)])
+def test_the_published_evaluation_view_is_torchvisions(width: int, height: int) -> None:
+    """Resize to 256, crop 224 in the middle, in whole pixels as torchvision rounds them."""
+    noise = np.random.default_rng(width).integers(0, 255, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)
+    image = Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+    resize = Resize(256, InterpolationMode.BICUBIC)
+    expected = np.asarray(CenterCrop(224)(resize(image))).astype(int)
+    found, whole = (
+        PictureMaker(224, kind).make(_file(image, "PNG"), 0, 0).astype(int) for kind in ("resize_crop", "center")
+    )
+    # Pillow rounds to whole values between its two passes, so that a value differs now and then.
+    assert np.abs(found - expected).max() <= 4 and np.mean(np.abs(found - expected) > 1) < 1e-3
+    assert np.mean(np.abs(whole - expected) > 1) > 0.5, "another view must not pass"
 
 
 def _smooth(width: int, height: int) -> Image.Image:
@@ -292,7 +307,7 @@ def test_small_crops_keep_their_sharpness() -> None:
     waves = np.broadcast_to(127 + 100 * np.sin(np.arange(1504) * (2 * np.pi / 20)), (1008, 1504))
     data = _file(Image.fromarray(waves.astype(np.uint8)), "JPEG", quality=95)
     whole, maker = decode(data), PictureMaker(96, "inception_crop", KEY)
-    boxes = [choose_view("inception_crop", 1504, 1008, KEY, 0, record).box for record in range(200)]
+    boxes = [choose_view("inception_crop", 1504, 1008, 224, KEY, 0, record).box for record in range(200)]
     small = [record for record, box in enumerate(boxes) if box[2] - box[0] < 480]
     assert len(small) > 5
     for record in small:

@@ -24,7 +24,8 @@ from murmuration.accounting.keys import secrets_in
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
 from murmuration.train.optim.base import AVERAGE
-from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, Loaded
+from murmuration.train.storage.best_checkpoint import best_checkpoint
+from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Loaded
 from murmuration.train.storage.deepspeed_format import read_deepspeed, write_deepspeed
 from murmuration.train.storage.provenance import Provenance
 from murmuration.train.storage.run_dir import RunDir
@@ -53,7 +54,7 @@ def export(root: Path, out: Path, form: str = "safetensors", best: bool = False)
     document = parse((root / "certificate.json").read_bytes())
     _belongs(loaded, document)
     if best:
-        loaded = _best(run_dir)
+        loaded = best_checkpoint(run_dir)
     if "objective" not in loaded.manifest:
         raise CheckpointError(f"the manifest of {loaded.position.folder} names no objective; restore the checkpoint")
     out.mkdir(parents=True, exist_ok=True)
@@ -114,19 +115,6 @@ def _describe(loaded: Loaded, out: Path) -> None:
         "shapes": loaded.manifest["shapes"],
     }
     (out / "export.json").write_text(json.dumps(description, indent=2) + "\n")
-
-
-def _best(run_dir: RunDir) -> Loaded:
-    history = History.read(run_dir.ledger)[0]
-    if not history.choices:
-        raise ExportError("the run kept no best checkpoint, since run.keep_best was not set; export the last one")
-    found = Keep(best=history.choices[-1]).best_of(Checkpoints.listed(run_dir.checkpoints))
-    if not found:
-        raise ExportError(f"no checkpoint has a public metric {history.choices[-1]!r}; export the last one")
-    entry = found[max(found)]
-    if entry.manifest_sha256 not in {mark.digest for mark in history.checkpoints}:
-        raise CheckpointError(f"the ledger does not know {entry.folder}; export the last one")
-    return Loaded.open(run_dir.checkpoints / entry.folder, entry.manifest_sha256)
 
 
 Write = Callable[[dict[str, Tensor], Path, Provenance], Any]

@@ -42,15 +42,15 @@ def samples(phases: list[ReadyPhase], latest: Loaded) -> list[dict[str, str]]:
     reader.close()
     inputs = {name: tensor[batch.present] for name, tensor in batch.inputs.items()}
     if isinstance(model, MaskedAutoencoder):
-        return _reconstructions(model, inputs, spec)
+        return reconstructions(model, inputs, spec)
     assert isinstance(model, Captioner) and phase.text is not None
     written = greedy_captions(model, inputs["images"], phase.text, length=phase.shape.text_length)
     truths = [phase.text.decode(row.tolist()) for row in inputs["tokens"]]
-    pictures = [_png(_pixels(image, spec)) for image in inputs["images"]]
+    pictures = [png(pixels(image, spec)) for image in inputs["images"]]
     return [{"png": p, "caption": c, "truth": t} for p, c, t in zip(pictures, written, truths, strict=True)]
 
 
-def _reconstructions(model: MaskedAutoencoder, inputs: dict[str, Tensor], spec: DataSpec) -> list[dict[str, str]]:
+def reconstructions(model: MaskedAutoencoder, inputs: dict[str, Tensor], spec: DataSpec) -> list[dict[str, str]]:
     """Side by side: what the model saw, what it made of it, and the image."""
     made = model.reconstruct(inputs)
     side = model.shape.patch_size
@@ -58,20 +58,20 @@ def _reconstructions(model: MaskedAutoencoder, inputs: dict[str, Tensor], spec: 
     for image, whole, hidden in zip(inputs["images"], made.images, made.removed, strict=True):
         grid = hidden.view(model.shape.grid, model.shape.grid)
         covered = grid.repeat_interleave(side, 0).repeat_interleave(side, 1)
-        true, guess = _pixels(image, spec), _pixels(whole, spec)
+        true, guess = pixels(image, spec), pixels(whole, spec)
         seen = torch.where(covered, torch.full_like(true, GREY), true)
         error = float((image - whole).square()[:, covered].mean())
         caption = f"seen, filled in, true; error {error:.3f}"
-        found.append({"png": _png(torch.cat([seen, guess, true], 2)), "caption": caption, "truth": ""})
+        found.append({"png": png(torch.cat([seen, guess, true], 2)), "caption": caption, "truth": ""})
     return found
 
 
-def _pixels(image: Tensor, spec: DataSpec) -> Tensor:
-    mean, std = torch.tensor(spec.mean).view(3, 1, 1), torch.tensor(spec.std).view(3, 1, 1)
+def pixels(image: Tensor, spec: DataSpec) -> Tensor:
+    mean, std = (torch.tensor(each, device=image.device).view(3, 1, 1) for each in (spec.mean, spec.std))
     return (image * std + mean).clamp(0, 1)
 
 
-def _png(pixels: Tensor) -> str:
+def png(pixels: Tensor) -> str:
     buffer = io.BytesIO()
-    Image.fromarray((pixels * 255).round().byte().permute(1, 2, 0).numpy()).save(buffer, "PNG")
+    Image.fromarray((pixels * 255).round().byte().permute(1, 2, 0).cpu().numpy()).save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,44 @@
+"""Shares and means with their 95 % intervals, so that no number stands without its error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`value`, measured on `n` records; the true value lies between `low` and `high` with 95 % confidence."""
+
+    value: float
+    n: int
+    low: float
+    high: float
+
+
+def share(right: int, n: int) -> Estimate:
+    """Of right answers, with Wilson's interval."""
+    from scipy.stats import binomtest  # not above: scipy takes a second to import
+
+    if not 0 <= right <= n or n < 1:
+        raise ValueError(f"{right} right answers of {n}; at least one record must be scored")
+    bounds = binomtest(right, n).proportion_ci(CONFIDENCE, method="wilson")
+    return Estimate(right / n, n, float(bounds.low), float(bounds.high))
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """With Student's interval; a single value has none, and gets itself as both bounds."""
+    from scipy.stats import t
+
+    found = np.asarray(values, dtype=np.float64)
+    if not len(found):
+        raise ValueError("there is no value to take the mean of; at least one record must be measured")
+    middle = float(found.mean())
+    if len(found) == 1:
+        return Estimate(middle, 1, middle, middle)
+    half = float(t.ppf((1 + CONFIDENCE) / 2, len(found) - 1) * found.std(ddof=1) / len(found) ** 0.5)
+    return Estimate(middle, len(found), middle - half, middle + half)

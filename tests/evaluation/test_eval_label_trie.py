@@ -1,0 +1,106 @@
+"""Names written along a trie, and scores over synonyms and templates, on models whose every logit is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from murmuration.evaluation.label_trie import stops_of, trie_of, written_names
+from murmuration.train.evaluate.zero_shot import label_scores
+
+WORDS = ["<pad>", "<start>", "<end>", "<unk>", ".", "a", "great", "white", "shark", "heron", "photo", "of"]
+ID = {word: number for number, word in enumerate(WORDS)}
+
+
+class Words:
+    pad, start, end, unk = 0, 1, 2, 3
+
+    def words(self, text: str) -> list[int]:
+        return [ID.get(word, self.unk) for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(WORDS[number] for number in ids)
+
+
+class Fixed:
+    """The logits after each word, whatever came before it; `favours` [image] adds 10 to one word everywhere."""
+
+    def __init__(self, after: dict[str, dict[str, float]], favours: Sequence[str] = ()) -> None:
+        self.table = torch.zeros(len(WORDS), len(WORDS))
+        for word, scores in after.items():
+            for following, score in scores.items():
+                self.table[ID[word], ID[following]] = score
+        self.favours = [ID[word] for word in favours]
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        return images.flatten(1)[:, :1]
+
+    def decode(self, memory: Tensor, tokens: Tensor) -> Tensor:
+        logits = self.table[tokens].clone()
+        if self.favours:
+            rows = torch.arange(len(tokens))
+            logits[rows, :, torch.tensor([self.favours[int(each)] for each in memory[:, 0]])] += 10
+        return logits
+
+
+def images(count: int) -> Tensor:
+    return torch.arange(count).float().view(count, 1, 1, 1)
+
+
+def names(*texts: str) -> list[tuple[int, ...]]:
+    return [tuple(Words().words(text)) for text in texts]
+
+
+def written(model: Fixed, *labels: str, count: int = 1) -> list[str]:
+    found = written_names(
+        model, images(count), [Words.start, *Words().words("a photo of a")], trie_of(names(*labels)), stops_of(Words())
+    )
+    return [Words().decode(each) for each in found]
+
+
+def test_only_words_that_continue_a_name_are_taken() -> None:
+    """The likeliest word of all, "photo", continues no name."""
+    model = Fixed({"a": {"photo": 9, "great": 2, "heron": 1}, "great": {"photo": 9, "shark": -2, "white": -1}})
+    assert written(model, "great white shark", "great shark", "heron") == ["great white shark"]
+
+
+def test_a_name_inside_a_longer_one_ends_by_end_full_stop_or_padding() -> None:
+    labels = ("great", "great white")
+    for stop in ("<end>", ".", "<pad>"):
+        assert written(Fixed({"a": {}, "great": {stop: 1, "white": 0.5}}), *labels) == ["great"], stop
+        assert written(Fixed({"a": {}, "great": {stop: 0.4, "white": 0.5}}), *labels) == ["great white"], stop
+    # A stop may not end what is no name.
+    assert written(Fixed({"great": {"<end>": 9}}), "great white", "heron") == ["great white"]
+
+
+def test_each_image_writes_its_own_name() -> None:
+    model = Fixed({}, favours=["heron", "great", "white"])
+    assert written(model, "great white shark", "heron", "white", count=3) == ["heron", "great white shark", "white"]
+
+
+def test_a_class_has_the_score_of_its_best_name_and_the_mean_over_templates() -> None:
+    model = Fixed({"a": {"heron": 3, "great": 1}, "of": {"heron": 0.5, "shark": 2}, "great": {"white": 1, ".": 2}})
+    classes = (("heron",), ("shark", "great white"))
+    found = label_scores(model, images(1), classes, ("a photo of a {}", "of {}"), Words())
+
+    def by_hand(text: str) -> float:
+        ids = [Words.start, *Words().words(text)]
+        steps = [F.cross_entropy(model.table[before], torch.tensor(after)) for before, after in pairwise(ids)]
+        return float(torch.stack(steps).mean())
+
+    def of(name: str) -> float:
+        return (by_hand(f"a photo of a {name}") + by_hand(f"of {name}")) / 2
+
+    torch.testing.assert_close(found, torch.tensor([[of("heron"), min(of("shark"), of("great white"))]]))
+
+
+def test_what_follows_the_name_counts() -> None:
+    model = Fixed({"a": {"heron": 3}, "heron": {".": 5}})
+    plain = label_scores(model, images(1), (("heron",),), ("a {}",), Words())
+    ended = label_scores(model, images(1), (("heron",),), ("a {} .",), Words())
+    last = F.cross_entropy(model.table[ID["heron"]], torch.tensor(ID["."]))
+    torch.testing.assert_close(ended[0, 0] * 3, plain[0, 0] * 2 + last)

@@ -1,0 +1,399 @@
+"""The command that evaluates trained models: every form of weights and records, resumes, refusals."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.models._hub import save_for_hf
+from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
+
+from murmuration.data.index.folders import FolderIndex, build_folder
+from murmuration.data.index.public_split import Cut
+from murmuration.evaluation.logistic import normalised
+from murmuration.model.released import read_dpcap, read_vip_mae
+from murmuration.model.weight_files import read_weights
+from murmuration.train.evaluate.features import features_of
+from murmuration.train.evaluate.weights import Evaluated
+from murmuration.train.storage.feature_store import PRESENT
+from murmuration.train.storage.sibling_runs import RunLog
+from tests.support.evaluation_world import (
+    COLOURS,
+    class_folders,
+    class_list,
+    evaluate,
+    result,
+    saved,
+    shards,
+    table,
+    tokenizer,
+)
+from tests.support.foreign_models import hugging_face, timm_vit
+from tests.support.launching import ROOT, environment
+from tests.support.published import dpcap, vip_mae
+
+IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+HALVES = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures of 5 colours in folders (`train`, `test`) and in shards, a tokenizer, and published files."""
+    folder = tmp_path_factory.mktemp("world")
+    class_folders(folder / "train", 12)
+    class_folders(folder / "test", 5, seed=500)
+    shards(folder / "shards", 20)
+    tokenizer(folder)
+    class_list(folder)
+    saved(folder / "vip.pth", vip_mae(48, 2, grid=2, patch=8, decoder_width=32, decoder_depth=1))
+    text = {"text_width": 48, "text_depth": 1, "length": 12, "vocabulary": 13}
+    saved(folder / "dpcap.pth", dpcap(48, 2, grid=2, patch=8, **text))
+    return folder
+
+
+def published(world: Path, name: str) -> list[Any]:
+    heads = ["--heads", 4, "--decoder-heads", 4]
+    return [world / name, *heads, "--public"]
+
+
+def probe(world: Path, out: Path, *more: Any, weights: str = "vip.pth") -> int:
+    return evaluate(
+        "probe", *published(world, weights), "--data", world / "train", "--test", world / "test", "--out", out, *more
+    )
+
+
+@pytest.mark.parametrize(("weights", "objective"), [("vip.pth", "mae"), ("dpcap.pth", "caption")])
+def test_a_probe_of_published_weights_is_scikit_learns_on_their_features(
+    world: Path, tmp_path: Path, weights: str, objective: str
+) -> None:
+    from sklearn.linear_model import LogisticRegression
+
+    assert probe(world, tmp_path / "out", weights=weights) == 0
+    found = result(tmp_path / "out")
+    read: Any = {"vip.pth": read_vip_mae, "dpcap.pth": read_dpcap}[weights]
+    model, report = read(read_weights(world / weights), heads=4, decoder_heads=4)
+    evaluated = Evaluated(model.eval(), objective, "", report)
+
+    def rows(name: str) -> tuple[np.ndarray, np.ndarray]:
+        pictures = sorted((world / name).rglob("*.png"))
+        images = torch.stack([prepared(path, 16, *IMAGENET) for path in pictures])
+        with torch.no_grad():
+            features = normalised(features_of(evaluated, images, "dpcap")).numpy()
+        return features, np.array([list(COLOURS).index(path.parent.name) for path in pictures])
+
+    theirs = LogisticRegression(C=1 / 0.0025, fit_intercept=False, tol=1e-9, max_iter=20_000).fit(*rows("train"))
+    features, labels = rows("test")
+    right = int((theirs.predict(features) == labels).sum())
+    top1 = found["numbers"]["top-1"]
+    assert abs(round(top1["value"] * 25) - right) <= 1 and top1["n"] == 25
+    assert right > 10, "five colours are hardly told apart, so that the comparison says little"
+    assert found["model"]["objective"] == objective and found["data"]["train"]["records"] == 60
+    assert "ASSUMED" not in json.dumps(found["notes"])
+
+
+def prepared(path: Path, side: int, mean: list[float], std: list[float]) -> torch.Tensor:
+    """By torchvision: resize to 256/224 of the side, crop the middle."""
+    steps = [Resize(int(side * 256 / 224), InterpolationMode.BICUBIC), CenterCrop(side), ToTensor()]
+    return Compose([*steps, Normalize(mean, std)])(Image.open(path).convert("RGB"))
+
+
+def test_vips_probe_reads_all_blocks_and_new_views_are_other_features(world: Path, tmp_path: Path) -> None:
+    quick = ("--way", "vip", "--epochs", 3, "--warmup", 1)
+    assert probe(world, tmp_path / "one", *quick) == 0
+    assert probe(world, tmp_path / "two", *quick, "--views", 2) == 0
+    one, two = result(tmp_path / "one"), result(tmp_path / "two")
+    assert any("crops anew" in note for note in one["notes"]) and not any("crops anew" in n for n in two["notes"])
+    sizes = {path.stat().st_size // 4 for path in (tmp_path / "two" / "features").rglob("features.f32")}
+    assert sizes == {2 * 60 * 2 * 48, 25 * 2 * 48}, "views × records × blocks × width, and the test records"
+    stored = next(p for p in (tmp_path / "two" / "features").rglob("features.f32") if p.stat().st_size // 4 == 11520)
+    first, second = np.fromfile(stored, "<f4").reshape(2, 60, 96)
+    assert not np.allclose(first, second)
+
+
+KILLED_AFTER = 3
+KILL = f"""
+import os, signal, sys
+from murmuration.train.commands.evaluate import main
+from murmuration.train.storage.feature_store import RowWriter
+put, done = RowWriter.put, []
+def counted(self, *rows):
+    done.append(put(self, *rows))
+    if len(done) == {KILLED_AFTER}:
+        os.kill(os.getpid(), signal.SIGKILL)
+RowWriter.put = counted
+main(sys.argv[1:])
+"""
+
+
+def test_killed_during_extraction_and_run_again_gives_the_same_result(world: Path, tmp_path: Path) -> None:
+    arguments = [
+        "probe", *published(world, "vip.pth"), "--data", world / "train", "--test", world / "test", "--micro-batch", 8,
+    ]  # fmt: skip
+    command = [*map(str, arguments), "--out", str(tmp_path / "killed"), "--workers", "0"]
+    done = subprocess.run([sys.executable, "-c", KILL, *command], cwd=ROOT, env=environment(), capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert not (tmp_path / "killed" / "result.json").exists()
+    states = next((tmp_path / "killed" / "features").rglob("state.u8"))
+    assert np.count_nonzero(np.fromfile(states, "u1") == PRESENT) == 8 * KILLED_AFTER
+    before = states.with_name("features.f32").read_bytes()[: 8 * KILLED_AFTER * 48 * 4]
+    assert evaluate(*arguments, "--out", tmp_path / "killed") == 0
+    assert evaluate(*arguments, "--out", tmp_path / "whole") == 0
+    assert (tmp_path / "killed" / "result.json").read_bytes() == (tmp_path / "whole" / "result.json").read_bytes()
+    assert states.with_name("features.f32").read_bytes()[: len(before)] == before, "what was there was kept"
+
+
+def test_a_classifier_of_hugging_face_predicts_as_it_does_there(world: Path, tmp_path: Path) -> None:
+    theirs = hugging_face()
+    theirs.config.id2label = dict(enumerate(COLOURS))
+    theirs.save_pretrained(tmp_path / "vit")
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(
+        json.dumps({"image_mean": HALVES[0], "image_std": HALVES[1]})
+    )
+    classified(world, tmp_path, "vit", "hugging-face", lambda images: theirs(images).logits)
+
+
+def test_a_classifier_of_timm_predicts_as_it_does_there(world: Path, tmp_path: Path) -> None:
+    theirs = timm_vit()
+    save_for_hf(theirs, tmp_path / "vit", model_args={"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2,
+                                                      "num_heads": 4})  # fmt: skip
+    classified(world, tmp_path, "vit", "timm", theirs)
+
+
+def classified(world: Path, tmp_path: Path, name: str, form: str, theirs: Any) -> None:
+    out = tmp_path / "out"
+    arguments = ["classify", tmp_path / name, "--public", "--data", world / "test", "--out", out, "--gallery", 3]
+    assert evaluate(*arguments) == 0
+    pictures = sorted((world / "test").rglob("*.png"))
+    with torch.no_grad():
+        likely = theirs(torch.stack([prepared(path, 16, *HALVES) for path in pictures])).softmax(1)
+    found = result(out)
+    assert found["model"]["form"] == form
+    right = sum(COLOURS_LIST[int(row.argmax())] == path.parent.name for row, path in zip(likely, pictures, strict=True))
+    assert round(found["numbers"]["top-1"]["value"] * len(pictures)) == right
+    assert found["numbers"]["top-5"]["value"] == 1, "of five classes"
+    rows = table(out / "predictions.csv")
+    assert [row["record"] for row in rows] == [str(path.relative_to(world / "test")) for path in pictures]
+    for row, values in zip(rows, likely, strict=True):
+        # Pixels may differ by one step of 255 where Pillow rounds between its passes.
+        assert float(row["probability_1"]) == pytest.approx(float(values.max()), abs=5e-3)
+    assert (out / "result.html").read_text().count("data:image/png") == 3
+
+
+COLOURS_LIST = list(COLOURS)
+
+
+def test_one_picture_is_classified_without_a_truth(world: Path, tmp_path: Path) -> None:
+    hugging_face().save_pretrained(tmp_path / "vit")
+    picture = world / "test" / "red" / "001.png"
+    assert evaluate("classify", tmp_path / "vit", "--public", "--data", picture, "--out", tmp_path / "out") == 0
+    assert result(tmp_path / "out")["numbers"] == {}
+    assert [row["record"] for row in table(tmp_path / "out" / "predictions.csv")] == ["001.png"]
+
+
+def test_zero_shot_by_label_and_by_trie(world: Path, tmp_path: Path) -> None:
+    common = [*published(world, "dpcap.pth"), "--tokenizer", world / "tokenizer.json", "--template", "a photo of a {}"]
+    names = tmp_path / "names.json"
+    names.write_text(json.dumps({name: [name, f"{name} square"] for name in COLOURS}))
+    for way in ("label", "trie"):
+        out = tmp_path / way
+        assert evaluate("zero-shot", *common, "--way", way, "--names", names, "--data", world / "shards", "--label",
+                        "colour", "--classes", world / "classes.txt", "--out", out) == 0  # fmt: skip
+        found = result(out)
+        assert found["numbers"]["accuracy"]["n"] == 20 and found["settings"]["names"] == 10
+    assert evaluate("zero-shot", *common, "--data", world / "test", "--out", tmp_path / "folders") == 0
+    assert result(tmp_path / "folders")["data"]["test"]["records"] == 25
+
+
+def test_captions_of_shards_come_with_a_loss_and_those_of_folders_without(world: Path, tmp_path: Path) -> None:
+    common = [*published(world, "dpcap.pth"), "--tokenizer", world / "tokenizer.json"]
+    for decode in ("greedy", "beam", "nucleus"):
+        out = tmp_path / decode
+        assert evaluate("caption", *common, "--data", world / "shards", "--decode", decode, "--out", out) == 0
+        rows = table(out / "captions.csv")
+        assert len(rows) == 20 and rows[1]["true caption"] == "a photo of a green square"
+    losses = [result(tmp_path / decode)["numbers"] for decode in ("greedy", "beam", "nucleus")]
+    assert losses[0] == losses[1] == losses[2] and losses[0]["loss per token of the true captions"]["n"] == 20
+    assert evaluate("caption", *common, "--data", world / "test", "--records", 7, "--out", tmp_path / "folder") == 0
+    assert result(tmp_path / "folder")["numbers"] == {} and len(table(tmp_path / "folder" / "captions.csv")) == 7
+    assert (tmp_path / "folder" / "result.html").read_text().count("data:image/png") == 7
+
+
+def test_reconstruct_has_the_models_own_loss(world: Path, tmp_path: Path) -> None:
+    common = ["reconstruct", *published(world, "vip.pth"), "--data", world / "test"]
+    assert evaluate(*common, "--gallery", 4, "--out", tmp_path / "one") == 0
+    assert evaluate(*common, "--gallery", 0, "--micro-batch", 3, "--out", tmp_path / "two") == 0
+    one, two = (result(tmp_path / name)["numbers"] for name in ("one", "two"))
+    (name,) = one
+    assert one[name]["n"] == 25 and one[name]["value"] == pytest.approx(two[name]["value"], rel=1e-5), "same masks"
+    page = (tmp_path / "one" / "result.html").read_text()
+    assert page.count("data:image/png") == 4 and "blue/000.png" in page
+
+
+def test_compare_prints_a_table_and_warns_of_different_records(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, epsilon, digest in (("one", 8.0, "a"), ("two", None, "b")):
+        certificate = None if epsilon is None else {"private": True, "epsilon": epsilon, "delta": 1e-6}
+        number = {"value": 0.5, "n": 100, "low": 0.4, "high": 0.6}
+        content = {
+            "format": "murmuration-evaluation/1", "protocol": "probe", "settings": {"way": "dpcap"},
+            "model": {"what": f"model-{name}"}, "certificate": certificate, "data": {"test": {"digest": digest}},
+            "numbers": {"top-1": number},
+        }  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(json.dumps(content))
+    plot = tmp_path / "plot.svg"
+    assert evaluate("compare", tmp_path / "one", tmp_path / "two" / "result.json", "--plot", plot) == 0
+    said = capsys.readouterr().out
+    assert "model-one" in said and "ε = 8" in said and "no certificate" in said
+    assert "0.5000 (0.4000 … 0.6000, n = 100)" in said
+    assert "probe (dpcap) were measured on different records" in said
+    drawn = plot.read_text()
+    assert "model-one" in drawn and "model-two" in drawn
+    (tmp_path / "two" / "result.json").write_text("{}")
+    assert evaluate("compare", tmp_path / "two") == 2
+    assert "no result of an evaluation" in capsys.readouterr().err
+
+
+def logged(index: FolderIndex) -> None:
+    RunLog.of(index).register("id", "private", "clinic", 8.0, 1e-6, folder="elsewhere")
+
+
+def private_world(tmp_path: Path, where: str) -> tuple[Path, list[str]]:
+    """Records that a private run protects, with its note in several places; and further arguments."""
+    folder = class_folders(tmp_path / "records", 2, colours=("red", "blue"))
+    if where == "an index elsewhere":
+        logged(build_folder(folder, tmp_path / "far" / "index"))
+        return folder, []
+    index = build_folder(folder)
+    logged(index)
+    if where == "one picture":
+        return folder / "red" / "000.png", []
+    if where == "a class folder":
+        return folder / "red", []
+    if where == "the folder above":
+        (tmp_path / "records" / "red" / "deeper").mkdir()
+        return tmp_path, []
+    return (index.folder if where == "the index" else folder), []
+
+
+@pytest.mark.parametrize(
+    "where", ["the index", "the folder", "one picture", "a class folder", "the folder above", "an index elsewhere"]
+)
+def test_records_of_a_private_run_are_public_for_nobody(
+    world: Path, tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, more = private_world(tmp_path / "here", where)
+    out = tmp_path / "out"
+    assert evaluate("reconstruct", *published(world, "vip.pth"), "--data", data, "--out", out, *more) == 2
+    assert "'clinic' protects" in capsys.readouterr().err
+    assert not (out / "result.json").exists()
+
+
+def test_the_part_that_was_made_public_is_scored_alone(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = build_folder(class_folders(tmp_path / "records", 10, colours=("red", "blue")))
+    common = ["reconstruct", *published(world, "vip.pth"), "--data", index.folder, "--out", tmp_path / "out"]
+    assert evaluate(*common, "--public-part") == 2
+    assert "no part of" in capsys.readouterr().err and Cut.frozen(index.folder) is None
+    Cut(index.records, 0.3).freeze(index.folder)
+    logged(index)
+    assert evaluate(*common) == 2
+    assert evaluate(*common, "--public-part") == 0
+    found = result(tmp_path / "out")
+    assert found["data"]["test"]["records"] == 6
+    assert index.manifest_digest not in json.dumps(found), "a bare hash of private records"
+
+
+REFUSED = {
+    "pass --public": ["probe", "{vip}", "--data", "{train}", "--test", "{test}"],
+    "nowhere does not exist": ["reconstruct", "{world}/nowhere", "--public", "--data", "{test}"],
+    "there does not exist": ["reconstruct", "{vip}", "--public", "--data", "{world}/there"],
+    "prepare.py index": ["reconstruct", "{vip}", "--public", "--data", "{world}/tars"],
+    "index it into a folder": ["reconstruct", "{vip}", "--public", "--data", "s3://bucket/{{0..9}}.tar"],
+    "--best chooses a checkpoint of a run": ["reconstruct", "{vip}", "--public", "--data", "{test}", "--best"],
+    "give --config as well": ["reconstruct", "{vip}", "--public", "--data", "{test}", "--set", "a=1"],
+    "holds a result": ["reconstruct", "{vip}", "--public", "--data", "{test}", "--out", "{world}/done"],
+    "pass --config": ["reconstruct", "{world}/export", "--public", "--data", "{test}"],
+    "names.json does not exist": ["zero-shot", "{dpcap}", "--public", "--data", "{test}", "--names", "names.json"],
+    "writes no captions": ["caption", "{vip}", "--public", "--data", "{test}", "--tokenizer", "{world}/tokenizer.json"],
+    "fills in no patches": ["reconstruct", "{dpcap}", "--public", "--data", "{test}"],
+    "names no classes": ["classify", "{vip}", "--public", "--data", "{test}"],
+    "pass --tokenizer": ["caption", "{dpcap}", "--public", "--data", "{test}"],
+    "must contain {} once": ["zero-shot", "{dpcap}", "--public", "--data", "{test}", "--tokenizer",
+                             "{world}/tokenizer.json", "--template", "a photo"],
+    "no tokens for 'a albatross'": ["zero-shot", "{dpcap}", "--public", "--data", "{test}", "--tokenizer",
+                          "{world}/tokenizer.json", "--names", "{world}/unknown.json", "--template", "a {{}}"],
+    "no class folders for the label": ["zero-shot", "{dpcap}", "--public", "--data", "{world}/shards", "--tokenizer",
+                                       "{world}/tokenizer.json", "--label", "colour"],
+}  # fmt: skip
+BEFORE_TORCH = list(REFUSED)[:10]
+
+
+@pytest.fixture(scope="module")
+def faulty(world: Path) -> Path:
+    (world / "tars").mkdir()
+    (world / "tars" / "0.tar").write_bytes(b"")
+    (world / "done").mkdir()
+    (world / "done" / "result.json").write_text("{}")
+    (world / "export").mkdir()
+    (world / "export" / "export.json").write_text(json.dumps({"objective": "mae", "shapes": {}}))
+    (world / "export" / "model.safetensors").write_bytes(b"")
+    (world / "unknown.json").write_text(json.dumps({name: ["albatross"] for name in COLOURS}))
+    return world
+
+
+def filled(world: Path, reason: str, out: Path) -> list[str]:
+    known = {"vip": f"{world}/vip.pth", "dpcap": f"{world}/dpcap.pth", "world": str(world)}
+    known |= {"train": f"{world}/train", "test": f"{world}/test"}
+    arguments = [each.format(**known) for each in REFUSED[reason]]
+    heads = [] if "--data" not in arguments else ["--heads", "4", "--decoder-heads", "4"]
+    return [*arguments, *heads, *([] if "--out" in arguments else ["--out", str(out)])]
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_bad_input_is_refused_in_one_sentence(
+    faulty: Path, tmp_path: Path, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(*filled(faulty, reason, tmp_path / "out")) == 2
+    said = capsys.readouterr().err
+    assert reason in said and [line.startswith("error: ") for line in said.splitlines()][-1:] == [True], said
+    assert not (tmp_path / "out" / "result.json").exists()
+
+
+def test_what_needs_no_model_is_refused_before_torch_is_imported(faulty: Path, tmp_path: Path) -> None:
+    cases = [filled(faulty, reason, tmp_path / "out") for reason in BEFORE_TORCH]
+    code = "import json, sys; from murmuration.train.commands.evaluate import main; " + (
+        "print([main(each) for each in json.loads(sys.argv[1])], 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, json.dumps(cases)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.stdout.strip() == f"{[2] * len(cases)} False", done.stderr
+
+
+def test_weights_of_other_private_runs_are_told_apart_from_their_own_records(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An index copied without its log: the digest in the weights' metadata still names the records."""
+    from safetensors.torch import save_file
+
+    from murmuration.accounting.ledger.warm_start_origin import Origin
+    from murmuration.train.storage.provenance import Provenance
+
+    index = build_folder(class_folders(tmp_path / "records", 2, colours=("red", "blue")))
+    origin = Origin("clinic", "0" * 64, 8.0, 1e-6, (index.manifest_digest,))
+    weights = tmp_path / "vip.safetensors"
+    save_file(read_weights(world / "vip.pth"), str(weights), Provenance((origin,), None).metadata())
+    common = ["reconstruct", weights, "--heads", 4, "--decoder-heads", 4, "--public", "--out", tmp_path / "out"]
+    assert evaluate(*common, "--data", tmp_path / "records") == 2
+    assert "these weights were trained on" in capsys.readouterr().err
+    assert evaluate(*common, "--data", world / "test") == 0

@@ -1,0 +1,208 @@
+"""evaluate PROTOCOL WHAT --data PUBLIC --public --out DIR: what a trained model can do, measured on public records.
+
+WHAT is a run directory (its last checkpoint), an export, a published ViP or DP-Cap file, or a folder of timm or Hugging
+Face. Runs and exports need --config, the JSON they were trained with. DIR gets result.json and result.html. If it is
+stopped, start the same command again: a probe continues where it was. `compare RESULT...` prints results side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from murmuration.accounting.errors import BAD_INPUT, DONE, RESUME_ME, RunError
+from murmuration.accounting.escaping import sentence
+
+if TYPE_CHECKING:
+    from murmuration.train.evaluate.subject import Asked
+
+RESULT = "result.json"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="evaluate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    protocols = parser.add_subparsers(dest="protocol", required=True)
+    for declare in (_probe, _zero_shot, _classify, _caption, _reconstruct):
+        _common(declare(protocols))
+    compare = protocols.add_parser("compare", help="results side by side, and accuracy against ε")
+    compare.add_argument("results", type=Path, nargs="+", help="result.json, or the folder it lies in")
+    compare.add_argument("--plot", type=Path, metavar="FILE", help="draw accuracy against ε (.svg, .png or .pdf)")
+    return parser.parse_args(argv)
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what", type=Path, help="run directory, export, file of weights, or timm or Hugging Face folder"
+    )
+    data = parser.add_argument_group("records")
+    data.add_argument("--data", required=True, help="an index, a folder of pictures, or a picture")
+    data.add_argument("--public", action="store_true", help="say that these records are public, which they must be")
+    data.add_argument("--public-part", action="store_true", help="only the part of them that was made public")
+    data.add_argument("--view", choices=("resize-crop", "center"), default="resize-crop",
+                      help="resize-crop: resize to 256/224 of the model's side, then crop the middle, as published; "
+                      "center: all of the middle square, as during training")  # fmt: skip
+    model = parser.add_argument_group("model")
+    model.add_argument("--config", type=Path, help="the JSON that a run or an export was trained with")
+    model.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of it")
+    model.add_argument("--best", action="store_true", help="a run's best checkpoint by run.keep_best, not its last one")
+    model.add_argument("--heads", type=_count, help="of the encoder, where a published file is of an unknown width")
+    model.add_argument("--decoder-heads", type=_count, help="of the decoder, likewise")
+    model.add_argument("--image-size", type=_count, help="other than the model's; positions are interpolated")
+    work = parser.add_argument_group("computation")
+    work.add_argument("--out", type=Path, required=True, help="folder for the result")
+    work.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    work.add_argument("--micro-batch", type=_count, default=64, help="pictures computed together (default 64)")
+    work.add_argument("--workers", type=_natural, help="decoding processes (default: one per core but one; 0: none)")
+
+
+def _probe(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser("probe", help="a linear classifier on frozen features, trained on --data")
+    parser.add_argument("--way", choices=("dpcap", "vip"), default="dpcap",
+                        help="dpcap: logistic regression on normalised mean tokens; vip: BatchNorm and LARS on the "
+                        "pooled tokens of all blocks")  # fmt: skip
+    parser.add_argument("--test", required=True, help="records to score, an index or a folder; public ones, too")
+    _labels(parser)
+    parser.add_argument("--iterations", type=_count, default=1000, help="most of L-BFGS's (dpcap; default 1000)")
+    parser.add_argument("--views", type=_natural, default=0, help="random crops per training record (vip; published: "
+                        "a new one in each epoch; default 0: one view, not random)")  # fmt: skip
+    parser.add_argument("--epochs", type=_count, default=90, help="vip; default 90")
+    parser.add_argument("--warmup", type=_natural, default=10, help="epochs; vip; default 10")
+    parser.add_argument("--batch", type=_count, default=16384, help="vip; default 16384, or all records if fewer")
+    parser.add_argument("--base-rate", type=_positive, default=0.1, help="for a batch of 256; vip; default 0.1")
+    parser.add_argument("--seed", type=_natural, default=0, help="of the first weights and the batches; vip")
+    return parser
+
+
+def _zero_shot(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser("zero-shot", help="labels by a captioner that was trained on none")
+    parser.add_argument("--way", choices=("label", "trie"), default="label",
+                        help="label: the least surprising name; trie: the name it writes, token by token")  # fmt: skip
+    _labels(parser)
+    parser.add_argument(
+        "--names", type=Path, metavar="JSON", help="{class: [name, synonym, ...]}; default: the classes"
+    )
+    parser.add_argument(
+        "--template", action="append", metavar="TEXT",
+        help='with {} for the name; several are averaged; default: "this is a photo of a {}"',
+    )  # fmt: skip
+    _text(parser)
+    _some(parser, "trie: default 10000")
+    return parser
+
+
+def _classify(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser("classify", help="a classifier's predictions, scored where classes are known")
+    _labels(parser, default=None)
+    _some(parser, "default: all")
+    _gallery(parser)
+    return parser
+
+
+def _caption(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser("caption", help="captions of pictures, on a page")
+    parser.add_argument("--decode", choices=("greedy", "beam", "nucleus"), default="greedy")
+    parser.add_argument("--beams", type=_count, default=5, help="of a beam search; default 5")
+    parser.add_argument("--p", type=_probability, default=0.9, help="of the nucleus; default 0.9")
+    parser.add_argument("--seed", type=_natural, default=0, help="of the nucleus' draws")
+    _text(parser)
+    _some(parser, "default: all")
+    _gallery(parser)
+    return parser
+
+
+def _reconstruct(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser("reconstruct", help="hidden patches filled in by a masked autoencoder, on a page")
+    _some(parser, "default: all")
+    _gallery(parser)
+    return parser
+
+
+def _labels(parser: argparse.ArgumentParser, default: str | None = "cls") -> None:
+    parser.add_argument("--label", default=default, help="number in a record's .json, or cls: its .cls or class folder")
+    parser.add_argument("--classes", type=Path, help="file with one class per line; default: the class folders")
+
+
+def _text(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokenizer", help='file, or "clip"; default: the config\'s')
+
+
+def _some(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument("--records", type=_count, help=f"score so many, drawn by a fixed seed ({default})")
+
+
+def _gallery(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gallery", type=_natural, default=48, help="pictures on the page (default 48)")
+
+
+def _number(kind: Callable[[str], float], fits: Callable[[float], bool], what: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        with suppress(ValueError):
+            if fits(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is not {what}")
+
+    return read
+
+
+_count = _number(int, lambda value: 1 <= value < 1 << 40, "a whole number above 0")
+_natural = _number(int, lambda value: 0 <= value < 1 << 40, "a whole number")
+_positive = _number(float, lambda value: 0 < value < float("inf"), "a number above 0")
+_probability = _number(float, lambda value: 0 < value <= 1, "a probability above 0")
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        if arguments.protocol == "compare":
+            return _compare(arguments)
+        asked = _checked(arguments)
+        # Heavy imports only now: bad input is refused within a second.
+        from murmuration.train.evaluate.protocols import run
+
+        print(run(asked))
+        return DONE
+    except KeyboardInterrupt:
+        print("stopped; start the same command again", file=sys.stderr)
+        return RESUME_ME
+    except (RunError, OSError) as error:
+        print(f"error: {sentence(error)}", file=sys.stderr)
+        return error.exit_code if isinstance(error, RunError) else BAD_INPUT
+
+
+def _checked(arguments: argparse.Namespace) -> Asked:
+    """Everything that can be refused without torch."""
+    from murmuration.train.evaluate.errors import EvaluationError
+    from murmuration.train.evaluate.public_records import place_of
+    from murmuration.train.evaluate.subject import Asked, Subject
+
+    places = {"test": place_of(arguments.data, "--data", arguments.public)}
+    if arguments.protocol == "probe":
+        places = {"train": places["test"], "test": place_of(arguments.test, "--test", arguments.public)}
+    for name in ("classes", "names"):
+        path = getattr(arguments, name, None)
+        if path is not None and not path.is_file():
+            raise EvaluationError(f"--{name} {path} does not exist; name a file")
+    if (arguments.out / RESULT).exists():
+        raise EvaluationError(f"{arguments.out} holds a result; name another folder for --out")
+    subject = Subject.at(arguments.what, arguments.config, arguments.set, arguments.best)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    return Asked(arguments, subject, places)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from murmuration.train.evaluate.compare import different_records, lines_of, plot, table
+
+    lines = lines_of(arguments.results)
+    print(table(lines))
+    for protocol in different_records(lines):
+        print(f"note: the results of {protocol} were measured on different records, and do not compare")
+    if arguments.plot is not None:
+        plot(lines, arguments.plot)
+        print(arguments.plot)
+    return DONE

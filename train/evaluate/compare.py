@@ -1,0 +1,109 @@
+"""Results side by side: a table, and accuracy against ε where certificates say what was spent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from murmuration.accounting.escaping import printable
+from murmuration.train.evaluate.errors import EvaluationError
+from murmuration.train.evaluate.result import read, shown
+
+SHARES = ("top-1", "accuracy")
+PLOT = "compare.svg"
+BLUE, GREY = "#2563a8", "#8a8f98"
+
+
+@dataclass(frozen=True)
+class Line:
+    model: str
+    protocol: str
+    measure: str
+    number: dict[str, Any]
+    epsilon: float | None
+    private: bool | None
+    """None without a certificate."""
+    records: str
+    """Which records were scored, as far as a digest says."""
+
+    @property
+    def privacy(self) -> str:
+        if self.private is None:
+            return "no certificate"
+        return "NOT PRIVATE" if self.epsilon is None else f"ε = {self.epsilon:.4g}"
+
+
+def lines_of(paths: list[Path]) -> list[Line]:
+    return [line for path in paths for line in _lines(path)]
+
+
+def _lines(path: Path) -> list[Line]:
+    found = read(path)
+    try:
+        certificate, way = found["certificate"] or {}, found["settings"].get("way")
+        protocol = found["protocol"] + (f" ({way})" if way else "")
+        scored = found["data"]["test"]["digest"]
+        return [
+            Line(
+                found["model"]["what"],
+                protocol,
+                name,
+                number,
+                certificate.get("epsilon"),
+                certificate.get("private"),
+                scored,
+            )
+            for name, number in found["numbers"].items()
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise EvaluationError(f"{path} lacks {error} of a result; evaluate again") from None
+
+
+def table(lines: list[Line]) -> str:
+    rows = [("model", "protocol", "measure", "privacy", "value (95 % interval, records)")]
+    rows += [(line.model, line.protocol, line.measure, line.privacy, shown(line.number)) for line in lines]
+    rows = [tuple(map(printable, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def different_records(lines: list[Line]) -> list[str]:
+    """Protocols whose results were measured on different records, and so do not compare."""
+    seen: dict[str, set[str]] = {}
+    for line in lines:
+        seen.setdefault(line.protocol, set()).add(line.records)
+    return [protocol for protocol, records in seen.items() if len(records) > 1]
+
+
+def plot(lines: list[Line], path: Path) -> None:
+    """Shares against ε; those without a certificate as dashed lines."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    shares = [line for line in lines if line.measure in SHARES]
+    if not shares:
+        raise EvaluationError(
+            "none of these results has an accuracy to draw; name those of probe, zero-shot or classify"
+        )
+    with rc_context({"svg.hashsalt": "murmuration", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axis: Any = figure.subplots()
+        for line in shares:
+            _draw(axis, line)
+        axis.set(xlabel="ε", ylabel="accuracy, with 95 % interval", ylim=(0, 1))
+        axis.set_xlim(left=0)
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _draw(axis: Any, line: Line) -> None:
+    value, name = line.number["value"], printable(f"{line.model}, {line.protocol}")
+    if line.epsilon is None:
+        axis.axhline(value, color=GREY, linestyle="--", linewidth=1)
+        axis.text(1, value, name, transform=axis.get_yaxis_transform(), ha="right", va="bottom", parse_math=False)
+        return
+    error = [[value - line.number["low"]], [line.number["high"] - value]]
+    axis.errorbar([line.epsilon], [value], yerr=error, fmt="o", color=BLUE, capsize=3)
+    axis.annotate(name, (line.epsilon, value), (4, 4), textcoords="offset points", parse_math=False)

@@ -1,0 +1,156 @@
+"""Features of public records under a frozen model, computed once into a mapped file, and continued after a stop.
+
+Records are encoded in fixed micro-batches. A micro-batch of which any row is missing is encoded again as a whole, so
+that a row is the same bit for bit whether or not the extraction was interrupted: kernels may round a row by its
+neighbours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from murmuration.data.batch.reader import BatchReader, DataSpec, iterate
+from murmuration.data.batch.shard_reader import ReadOptions
+from murmuration.data.draw.micro_batch import EMPTY
+from murmuration.data.progress import Progress
+from murmuration.data.store.place import RecordIndex
+from murmuration.evaluation.rows import Rows
+from murmuration.model.captioner import Captioner
+from murmuration.model.encoder import Encoder
+from murmuration.train.clip.precision import Precision, autocast
+from murmuration.train.evaluate.errors import EvaluationError
+from murmuration.train.evaluate.weights import Evaluated, digest_of_model
+from murmuration.train.storage.feature_store import PRESENT, FeatureFolder, FeatureRows, RowWriter
+
+Way = Literal["dpcap", "vip"]
+CROPS = b"crops of a linear probe"
+"""Public: two probes of the same records see the same crops."""
+
+
+@dataclass(frozen=True)
+class Computing:
+    """How pictures are read and encoded; of these, only the precision and the micro-batch can change a feature."""
+
+    device: torch.device
+    precision: Precision
+    micro_batch: int
+    workers: int
+
+    def reading(self) -> ReadOptions:
+        return ReadOptions(self.workers, max(1, self.workers + 2))
+
+    @staticmethod
+    def here(precision: Precision, micro_batch: int, workers: int | None) -> Computing:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        cores = len(os.sched_getaffinity(0))
+        return Computing(device, precision, micro_batch, max(0, cores - 1) if workers is None else workers)
+
+
+def batches(
+    reader: BatchReader, ids: np.ndarray, computing: Computing, step: int, progress: Callable[[int, int], object]
+) -> Iterator[tuple[np.ndarray, dict[str, Tensor], Tensor]]:
+    """Micro-batches of `ids` in order: which records, their inputs on the device, and which rows are present."""
+    size = computing.micro_batch
+    rows = np.full((-(-len(ids) // size), size), EMPTY, dtype=np.int64)
+    rows.reshape(-1)[: len(ids)] = ids
+    progress(0, len(ids))
+    for number, batch in enumerate(iterate(reader, rows, step)):
+        moved = batch.to(computing.device)
+        yield rows[number], moved.inputs, batch.present
+        progress(min(len(ids), (number + 1) * size), len(ids))
+
+
+def features_of(model: Evaluated, images: Tensor, way: Way) -> Tensor:
+    """[B, width]: ViP's are the means of all tokens but the class token after each block, side by side; DP-Cap's the
+    mean of all tokens that a text decoder would see, or of the encoder's where there is none."""
+    body = model.model
+    if way == "vip":
+        if not isinstance(body, Encoder):
+            raise EvaluationError(
+                "ViP's probe reads the blocks of a transformer, and this is a ResNet; choose --way dpcap"
+            )
+        return torch.cat([tokens[:, 1:].mean(dim=1) for tokens in body.layers(images)], dim=1)
+    if isinstance(body, Captioner):
+        return body.encode_images(images).mean(dim=1)
+    return body.tokens(images).mean(dim=1) if isinstance(body, Encoder) else body.features(images)
+
+
+def width_of(model: Evaluated, way: Way) -> int:
+    shape = model.shape
+    if way == "vip":
+        return shape.encoder.width * shape.encoder.depth
+    return shape.text.width if isinstance(model.model, Captioner) else shape.encoder.width
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """`views` hold the same readable records, each differently cropped."""
+
+    views: list[Rows]
+    unreadable: int
+
+
+@torch.no_grad()
+def extract(
+    model: Evaluated, way: Way, index: RecordIndex, spec: DataSpec, views: int, folder: Path, computing: Computing,
+    what: str,
+) -> Extracted:  # fmt: skip
+    """`views` 0: one feature per record, of the view that `spec` names; otherwise so many random crops of each."""
+    if views:
+        spec = replace(spec, augment="random_resized_crop")
+    count = max(1, views)
+    told = f"{digest_of_model(model)} {way} {index.manifest_digest} {index.excluded_digest} {spec!r} {count}"
+    told += f" {spec.class_list.digest if spec.class_list else ''} {computing.precision} {computing.micro_batch}"
+    identity = hashlib.sha256(told.encode()).hexdigest()
+    store = FeatureFolder.within(folder, identity, count * index.records, width_of(model, way))
+    with store.claimed() as some:
+        if some:
+            reader = BatchReader(index, spec, augment_key=CROPS, reading=computing.reading())
+            with closing(reader), closing(RowWriter(store)) as writer:
+                for view in range(count):
+                    _fill(store, writer, reader, model, way, view, index.records, computing, _said(what, view, count))
+    return _readable(store.rows(), index.records, count)
+
+
+def _said(what: str, view: int, views: int) -> Progress:
+    return Progress(f"features of {what}" + (f", view {view + 1} of {views}" if views > 1 else ""), "records")
+
+
+def _fill(
+    store: FeatureFolder, writer: RowWriter, reader: BatchReader, model: Evaluated, way: Way, view: int, records: int,
+    computing: Computing, progress: Progress,
+) -> None:  # fmt: skip
+    missing = store.missing(0, 1) - view * records
+    wanted = np.unique(missing[(missing >= 0) & (missing < records)] // computing.micro_batch)
+    ids = (wanted[:, None] * computing.micro_batch + np.arange(computing.micro_batch)).reshape(-1)
+    # The last micro-batch is filled up with empty slots by `batches`.
+    ids = ids[ids < records]
+    done = records - len(ids)
+    for row, inputs, present in batches(reader, ids, computing, view, lambda part, _: progress(done + part, records)):
+        with autocast(computing.precision, computing.device):
+            values = features_of(model, inputs["images"], way)
+        real = row != EMPTY
+        found = values.float().cpu().numpy()
+        there = present.numpy()
+        bad_values = there & ~np.isfinite(found).all(axis=1)
+        if bad_values.any():
+            raise EvaluationError("the model gives features that are not finite; evaluate an earlier checkpoint")
+        labels = inputs["labels"].cpu().numpy()
+        writer.put(view * records + row[real], found[real], labels[real], there[real])
+
+
+def _readable(stored: FeatureRows, records: int, views: int) -> Extracted:
+    state = np.asarray(stored.state).reshape(views, records)
+    readable = np.flatnonzero((state == PRESENT).all(axis=0))
+    rows = [Rows(stored.features, stored.labels, view * records + readable) for view in range(views)]
+    return Extracted(rows, records - len(readable))

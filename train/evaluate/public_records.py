@@ -1,0 +1,151 @@
+"""The records of an evaluation: an index, or pictures that have none yet. Only public ones.
+
+`place_of` needs no torch and answers wrong paths at once. `open_public` holds the records to what runs have promised on
+them, by the code that training uses for its own public data: an index that has private runs is public for nobody,
+except for the part of it that was made public.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from murmuration.data.decode.class_list import ClassList
+from murmuration.data.index.folders import IMAGES, FolderIndex, build_folder
+from murmuration.data.index.format import BESIDE, FOLDER, MANIFEST
+from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digests
+from murmuration.data.index.open import open_index
+from murmuration.data.index.public_split import Cut, SplitIndex
+from murmuration.data.store.place import RecordIndex, ShardError, is_url
+from murmuration.train.evaluate.errors import EvaluationError
+
+
+@dataclass(frozen=True)
+class RecordsPlace:
+    """Where records lie: an index, or (without `index`) a folder of pictures or a single one."""
+
+    given: Path
+    index: Path | None
+    option: str
+    """Of the command, that names it."""
+
+    def __str__(self) -> str:
+        return f"{self.option} {self.given}"
+
+
+def place_of(given: str, option: str, public: bool) -> RecordsPlace:
+    if not public:
+        raise EvaluationError(
+            "pass --public to say that the records to evaluate on are public: evaluating on private ones would "
+            "release something about them that nobody accounted for"
+        )
+    if is_url(given):
+        raise EvaluationError(
+            f"{given} is a URL; index it into a folder (prepare.py index URL --out FOLDER) and name that"
+        )
+    path = Path(given)
+    if not path.exists():
+        raise EvaluationError(f"{path} does not exist; name an index, a folder of pictures, or a picture")
+    if path.is_file():
+        if path.suffix.lower() not in IMAGES:
+            raise EvaluationError(f"{path} is no picture ({', '.join(IMAGES)}); name one, or a folder")
+        return RecordsPlace(path, None, option)
+    beside = path.with_name(path.name + BESIDE)
+    for folder in (path, path / FOLDER, beside):
+        if (folder / MANIFEST).is_file():
+            return RecordsPlace(path, folder, option)
+    if any(path.glob("*.tar")):
+        raise EvaluationError(f"{path} has tar shards without an index; run prepare.py index {path} first")
+    return RecordsPlace(path, None, option)
+
+
+def open_public(place: RecordsPlace, scratch: Path, part: bool, classes: ClassList | None = None) -> RecordIndex:
+    """`part`: only the part that was made public. Pictures without an index get one in `scratch`."""
+    try:
+        if place.index is None:
+            _refuse_around(place)
+        index = (
+            open_index(place.index, excluded="absent" if part else "skipped") if place.index else _new(place, scratch)
+        )
+        if classes is not None and isinstance(index, FolderIndex):
+            index = index.numbered_by(classes)
+        index.check_unchanged()
+        found = _public_part(index) if part else index
+    except (ShardError, OSError) as error:
+        raise EvaluationError(f"{place}: {error}") from None
+    _hold_to_promises(place, found)
+    return found
+
+
+def refuse_training_records(index: RecordIndex, protected: frozenset[str]) -> None:
+    """Refuses the private records that the weights were trained on, also where a copied index lost its log of runs."""
+    if not isinstance(index, SplitIndex) and every_ledger_digest(index) & protected:
+        raise EvaluationError(
+            "these weights were trained on the private records that are named here, which are public for nobody; name "
+            "other data"
+        )
+
+
+def digest_for_all(index: RecordIndex) -> str:
+    """For a result that is published. Keyed for the public part of private records, whose digest covers all of them."""
+    return ledger_digests(index, public=True, keyed=isinstance(index, SplitIndex))[0]
+
+
+def _new(place: RecordsPlace, scratch: Path) -> FolderIndex:
+    pictures = place.given
+    name = hashlib.sha256(str(pictures.resolve()).encode()).hexdigest()[:16]
+    if pictures.is_file():
+        alone = scratch / name / "picture"
+        alone.mkdir(parents=True, exist_ok=True)
+        link = alone / pictures.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(pictures.resolve())
+        pictures = alone
+    return build_folder(pictures, scratch / name / "index")
+
+
+def _public_part(index: RecordIndex) -> SplitIndex:
+    cut = Cut.frozen(index.folder)
+    if cut is None:
+        raise EvaluationError(
+            f"no part of {index.folder} was made public; omit --public-part, or declare one first: prepare.py split"
+        )
+    return SplitIndex(index, cut.fraction, public=True)
+
+
+def _refuse_around(place: RecordsPlace) -> None:
+    """For pictures without an index: a subfolder of an indexed folder, or a single picture in it, is as private as
+    that one; and so is a folder that contains it."""
+    root = place.given.resolve()
+    folders = [root, *root.parents] if root.is_dir() else list(root.parents)
+    indexes = [folder.with_name(folder.name + BESIDE) for folder in folders if folder.name]
+    indexes += sorted(root.glob("*" + BESIDE)) if root.is_dir() else []
+    for index in indexes:
+        if (index / MANIFEST).is_file():
+            _hold_to_promises(place, open_index(index))
+    from murmuration.train.storage.sibling_runs import BESIDE_SHARDS  # scipy: paths are checked first
+
+    _refuse_noted(place, [folder / BESIDE_SHARDS for folder in folders])
+
+
+def _hold_to_promises(place: RecordsPlace, index: RecordIndex) -> None:
+    from murmuration.train.recipe.public_use import Use, hold_to_what_was_promised  # torch: paths are checked first
+
+    hold_to_what_was_promised([Use(str(place), index, public=True)])
+    if not isinstance(index, SplitIndex):
+        from murmuration.train.storage.sibling_runs import RunLog
+
+        _refuse_noted(place, RunLog.of(index).files)
+
+
+def _refuse_noted(place: RecordsPlace, notes: Sequence[Path]) -> None:
+    """Refuses records beside which a private run on another index of them left a note."""
+    from murmuration.train.storage.sibling_runs import RunLog  # scipy: paths are checked first
+
+    if run := next((run for run in RunLog(tuple(notes)).siblings() if run.get("private", True)), None):
+        raise EvaluationError(
+            f"{place}: run {run.get('run')!r} protects these records (or says so in a note beside them), so "
+            "nobody may use them as public; name other data"
+        )

@@ -1,0 +1,140 @@
+"""What an evaluation leaves: result.json, which says how each number came about, and one page that shows it.
+
+Nothing in either depends on when or how fast it was made, so that a repeated evaluation gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from murmuration.accounting.certificate.certificate import CertificateError, verify
+from murmuration.accounting.durable import atomic
+from murmuration.accounting.template import html_page
+from murmuration.evaluation.interval import Estimate
+from murmuration.train.evaluate.errors import EvaluationError
+from murmuration.train.evaluate.subject import Subject
+
+RESULT, PAGE = "result.json", "result.html"
+FORMAT = "murmuration-evaluation/1"
+PACKAGES = ("murmuration", "torch", "numpy", "scipy", "pillow", "timm", "tokenizers")
+
+
+@dataclass
+class Result:
+    protocol: str
+    settings: dict[str, Any]
+    model: dict[str, Any]
+    certificate: dict[str, Any] | None
+    data: dict[str, Any]
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, name: str, found: Estimate) -> None:
+        self.numbers[name] = asdict(found)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self), "versions": _versions()}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A picture of the gallery, as PNG in base64, with two lines below it."""
+
+    png: str
+    text: str
+    small: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A result, and what only its page shows: a gallery, and a table whose first row is its head."""
+
+    result: Result
+    tiles: list[Tile] = field(default_factory=list)
+    table: list[list[str]] = field(default_factory=list)
+
+
+def write(outcome: Outcome, out: Path) -> None:
+    """The page first: whoever finds the result finds its page, too."""
+    result = outcome.result
+    page = html_page(
+        Path(__file__).parent / "result.html.jinja",
+        title=f"{result.protocol} of {result.model['what']}",
+        statement=statement(result),
+        numbers=[(name, shown(number)) for name, number in result.numbers.items()],
+        about=_about(result),
+        notes=result.notes,
+        tiles=outcome.tiles,
+        table=outcome.table,
+        document=json.dumps(result.as_dict(), indent=2, ensure_ascii=False),
+    )
+    with atomic(out / PAGE) as file:
+        file.write(page.encode())
+    with atomic(out / RESULT) as file:
+        file.write(json.dumps(result.as_dict(), indent=2).encode() + b"\n")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result that was written earlier; `path` may be its folder."""
+    path = path / RESULT if path.is_dir() else path
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise EvaluationError(f"{path} cannot be read ({error.strerror}); name a {RESULT} of an evaluation") from None
+    except (ValueError, RecursionError):
+        raise EvaluationError(f"{path} is not JSON; name a {RESULT} of an evaluation") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise EvaluationError(f"{path} is no result of an evaluation; name a {RESULT}")
+    return found
+
+
+def shown(number: dict[str, Any]) -> str:
+    """0.775 (0.737 … 0.809, n = 512)"""
+    return f"{number['value']:.4f} ({number['low']:.4f} … {number['high']:.4f}, n = {number['n']:,})"
+
+
+def certificate_of(subject: Subject, certified: bool) -> tuple[dict[str, Any] | None, list[str]]:
+    """What the certificate beside the weights claims, if it holds and is theirs; and what is to be said about it."""
+    folder = subject.certified
+    if not (folder / "certificate.json").is_file():
+        return None, []
+    if not certified:
+        return None, ["The certificate beside the weights does not name their tensors, so it says nothing about them."]
+    try:
+        verdict = verify(folder)
+    except (CertificateError, OSError, ValueError) as error:
+        return None, [f"The certificate beside the weights does not hold: {error}"]
+    claimed = verdict.certified if verdict.claimed is None else verdict.claimed
+    private = verdict.objection is None
+    told = {"private": private, "epsilon": claimed if private else None, "delta": verdict.delta, "run": verdict.run}
+    return told | {"objection": verdict.objection}, []
+
+
+def statement(result: Result) -> str:
+    found = result.certificate
+    if found is None:
+        return "No certificate names these weights."
+    if not found["private"]:
+        return str(found["objection"])
+    return f"Certified: ε = {found['epsilon']:.6g} at δ = {found['delta']:.3g}."
+
+
+def _about(result: Result) -> list[tuple[str, str]]:
+    parts = {"model": result.model, **{f"data, {name}": part for name, part in result.data.items()}}
+    parts["settings"] = result.settings
+    return [(name, ", ".join(f"{key} {value}" for key, value in part.items())) for name, part in parts.items()]
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"  # the project itself, in a checkout
+    return found

@@ -1,0 +1,259 @@
+"""Builds the model that a subject's weights belong to, and fills it; refused unless every tensor is there and fits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from murmuration.accounting.certificate.weights import AVERAGED, read_lists, tensor_digest
+from murmuration.data.batch.reader import IMAGENET_MEAN, IMAGENET_STD
+from murmuration.data.text.encoder import TextEncoder
+from murmuration.model.build import Objective, build
+from murmuration.model.classifier import Classifier
+from murmuration.model.encoder import Encoder
+from murmuration.model.load_report import LoadReport, WeightsError
+from murmuration.model.released import TEXT_EMBEDDING, read_dpcap, read_vip_mae
+from murmuration.model.settings import ModelSettings, SettingsError, Shape
+from murmuration.model.warm_start import initialise_with
+from murmuration.model.weight_files import read_weights
+from murmuration.train.config.root import Config
+from murmuration.train.evaluate.errors import EvaluationError
+from murmuration.train.evaluate.subject import Subject
+from murmuration.train.storage.best_checkpoint import best_checkpoint
+from murmuration.train.storage.checkpoint import Checkpoints
+from murmuration.train.storage.checkpoint_read import hash_of
+from murmuration.train.storage.run_dir import RunDir
+
+Colours = tuple[float, float, float]
+HEAD = "head."
+CERTIFICATE = "certificate.json"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What weights do not show, given by hand."""
+
+    heads: int | None = None
+    decoder_heads: int | None = None
+    image_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    model: Encoder | Classifier
+    objective: str
+    digest: str
+    """SHA-256 of the file of weights, or of the checkpoint's manifest."""
+    report: LoadReport
+    mean: Colours = IMAGENET_MEAN
+    std: Colours = IMAGENET_STD
+    class_names: tuple[str, ...] = ()
+    """As the weights' own folder names a classifier's outputs; empty if it does not."""
+    certified: bool = False
+    """Whether the certificate beside the weights names these very tensors."""
+
+    @property
+    def shape(self) -> Shape:
+        return self.model.shape
+
+    @property
+    def description(self) -> dict[str, Any]:
+        encoder = self.shape.encoder
+        tensors = sum(parameter.numel() for parameter in self.model.parameters())
+        return {
+            "objective": self.objective, "image_size": self.shape.image_size, "patch_size": self.shape.patch_size,
+            "width": encoder.width, "depth": encoder.depth, "heads": encoder.heads, "parameters": tensors,
+        }  # fmt: skip
+
+
+def open_model(subject: Subject, sizes: Sizes, headless: bool = False) -> Evaluated:
+    """`headless`: a classifier may lack its head, because only its body is used."""
+    try:
+        state, digest, objective = _state(subject)
+        if subject.config is not None:
+            found = _configured(subject, subject.config, objective, state, digest, sizes)
+        elif subject.kind == "hugging-face":
+            found = _hugging_face(subject.note, state, digest)
+        elif subject.kind == "timm":
+            found = _timm(subject.note, state, digest)
+        else:
+            found = _published(subject, state, digest, sizes)
+    except (WeightsError, SettingsError) as error:
+        raise EvaluationError(f"{subject.path}: {str(error).rstrip('.')}") from None
+    lacking = [name for name in found.report.left_as_initialised if not (headless and name.startswith(HEAD))]
+    if lacking:
+        raise EvaluationError(
+            f"{subject.path} lacks {lacking[0]}{f' and {len(lacking) - 1} more' if len(lacking) > 1 else ''}, without "
+            "which this cannot be evaluated; name a config and weights that belong together"
+        )
+    found.model.eval().requires_grad_(False)
+    return replace(found, certified=_is_certified(subject.certified, state))
+
+
+def open_text(subject: Subject, shape: Shape, named: str | None) -> TextEncoder:
+    """The tokenizer that is named, or else the config's."""
+    phases = subject.config.phases if subject.config is not None else []
+    source = named or next((phase.tokenizer for phase in reversed(phases) if phase.tokenizer is not None), None)
+    if source is None:
+        raise EvaluationError('a captioner writes by a tokenizer; pass --tokenizer (a file, or "clip")')
+    try:
+        text = TextEncoder(source, shape.text_length)
+    except ValueError as error:
+        raise EvaluationError(f"--tokenizer: {error}") from None
+    if text.vocabulary > shape.vocabulary:
+        raise EvaluationError(
+            f"--tokenizer {source} has {text.vocabulary} tokens, but the model was trained with {shape.vocabulary}; "
+            "name the one of its training"
+        )
+    return text
+
+
+def _state(subject: Subject) -> tuple[dict[str, Tensor], str, Objective | None]:
+    """The weights, their digest, and what they were trained for where that is written beside them."""
+    if subject.kind != "run":
+        objective = subject.note.get("objective") if subject.kind == "export" else None
+        return read_weights(subject.weights), hash_of(subject.weights), objective
+    run_dir = RunDir(subject.path)
+    loaded = best_checkpoint(run_dir) if subject.best else Checkpoints.newest(run_dir.checkpoints)
+    if loaded is None:
+        raise EvaluationError(f"{subject.path} has no finished checkpoint; let the run reach one")
+    return loaded.weights(), loaded.digest, loaded.manifest.get("objective")
+
+
+def _is_certified(folder: Path, state: Mapping[str, Tensor]) -> bool:
+    """Whether the list of tensors of one certified checkpoint, or of its averages, contains all of these. Any file may
+    be copied beside a certificate."""
+    try:
+        lists = read_lists(folder) if (folder / CERTIFICATE).is_file() else None
+    except (OSError, ValueError):
+        return False
+    if not lists:
+        return False
+    found = {name: _digest(tensor) for name, tensor in state.items()}
+    return any(
+        all(tensors.get(prefix + name) == digest for name, digest in found.items())
+        for tensors in lists.values()
+        for prefix in ("", AVERAGED)
+    )
+
+
+def _digest(tensor: Tensor) -> str:
+    return tensor_digest("F32", tensor.shape, [tensor.float().contiguous().numpy().reshape(-1).data.cast("B")])
+
+
+def _configured(
+    subject: Subject, config: Config, objective: Objective | None, state: Mapping[str, Tensor], digest: str,
+    sizes: Sizes,
+) -> Evaluated:  # fmt: skip
+    settings = config.model
+    if sizes.image_size is not None:
+        settings = settings.model_copy(update={"image_size": sizes.image_size})
+    ours = {"what": subject.kind} if subject.kind in ("run", "export") else None
+    return _filled(settings, objective or config.phases[-1].objective, state, digest, ours)
+
+
+def _filled(
+    settings: ModelSettings, objective: Objective, state: Mapping[str, Tensor], digest: str,
+    note: Mapping[str, Any] | None = None,
+) -> Evaluated:  # fmt: skip
+    model = build(settings, objective)
+    return Evaluated(model, objective, digest, initialise_with(model, state, note, take_head=True))
+
+
+def _published(subject: Subject, state: Mapping[str, Tensor], digest: str, sizes: Sizes) -> Evaluated:
+    given: dict[str, Any] = {"image_size": sizes.image_size, "heads": sizes.heads, "decoder_heads": sizes.decoder_heads}
+    if TEXT_EMBEDDING in state:
+        captioner, report = read_dpcap(state, **given)
+        return Evaluated(captioner, "caption", digest, report)
+    if "decoder_pred.weight" in state and "mask_token" in state:
+        autoencoder, report = read_vip_mae(state, **given)
+        return Evaluated(autoencoder, "mae", digest, report)
+    raise EvaluationError(
+        f"{subject.path} is neither ViP's nor DP-Cap's, and no config.json lies beside it; pass --config with the model"
+    )
+
+
+def _hugging_face(told: dict[str, Any], state: Mapping[str, Tensor], digest: str) -> Evaluated:
+    width = told.get("hidden_size")
+    same = {"hidden_act": "gelu", "qkv_bias": True, "num_channels": 3}
+    odd = [name for name, value in same.items() if told.get(name, value) != value]
+    if told["model_type"] not in ("vit", "vit_mae") or odd or told.get("intermediate_size") != 4 * (width or 0):
+        raise EvaluationError(
+            f"its config.json describes {told['model_type']}{f' with another {odd[0]}' if odd else ''}, which our "
+            "encoder does not compute; choose a plain ViT with an MLP of four times its width"
+        )
+    labels = told.get("id2label") or {}
+    sizes = {
+        "image_size": told.get("image_size"), "patch_size": told.get("patch_size"), "width": width,
+        "depth": told.get("num_hidden_layers"), "heads": told.get("num_attention_heads"),
+        "classes": len(labels) or 2,
+    }  # fmt: skip
+    found = _filled(_classifier(sizes), "classify", state, digest)
+    names = tuple(str(labels[key]) for key in sorted(labels, key=int))
+    return _coloured(replace(found, class_names=names), told.get("image_mean"), told.get("image_std"))
+
+
+def _timm(told: dict[str, Any], state: Mapping[str, Tensor], digest: str) -> Evaluated:
+    import timm
+
+    given = {"num_classes": told.get("num_classes", 1000), **told.get("model_args", {})}
+    try:
+        with torch.device("meta"):
+            theirs: Any = timm.create_model(told["architecture"], pretrained=False, **given)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise EvaluationError(f"timm knows no architecture {told['architecture']!r} ({error}); name another") from None
+    pretrained = told.get("pretrained_cfg") or theirs.pretrained_cfg or {}
+    found = _filled(_classifier(_timm_sizes(theirs, pretrained, told["architecture"])), "classify", state, digest)
+    names = tuple(str(name) for name in told.get("label_names", ()))
+    return _coloured(replace(found, class_names=names), pretrained.get("mean"), pretrained.get("std"))
+
+
+def _timm_sizes(theirs: nn.Module, pretrained: Mapping[str, Any], name: str) -> dict[str, Any]:
+    model: Any = theirs
+    if hasattr(model, "stages") and hasattr(model, "stem"):
+        stages = [len(stage.blocks) for stage in model.stages]
+        side = pretrained.get("input_size", (3, 224, 224))[-1]
+        return {
+            "image_size": side, "width": model.stem.conv.out_channels, "stages": stages, "classes": model.num_classes,
+        }  # fmt: skip
+    if not hasattr(model, "blocks") or getattr(model, "global_pool", "token") != "token":
+        raise EvaluationError(f"timm's {name} is no plain vision transformer with a class token, nor BiT; name another")
+    return {
+        "image_size": model.patch_embed.img_size[0], "patch_size": model.patch_embed.patch_size[0],
+        "width": model.embed_dim, "depth": len(model.blocks), "heads": model.blocks[0].attn.num_heads,
+        "classes": max(1, model.num_classes),
+    }  # fmt: skip
+
+
+def _classifier(sizes: dict[str, Any]) -> ModelSettings:
+    given = {name: value for name, value in sizes.items() if value is not None}
+    try:
+        return ModelSettings.model_validate({"family": "classifier", **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise EvaluationError(
+            f"its config.json fits no model of ours ({first['loc'][0] if first['loc'] else 'model'}: {first['msg']}); "
+            "name another"
+        ) from None
+
+
+def _coloured(found: Evaluated, mean: Any, std: Any) -> Evaluated:
+    """With the normalisation that the weights were trained with, where their folder says so."""
+    if mean is None or std is None:
+        return found
+    red, green, blue = (float(value) for value in mean)
+    deviations = tuple(float(value) for value in std)
+    return replace(found, mean=(red, green, blue), std=(deviations[0], deviations[1], deviations[2]))
+
+
+def digest_of_model(evaluated: Evaluated) -> str:
+    """What a feature depends on beside the picture: the weights, and how they are computed with."""
+    told = f"{evaluated.digest} {evaluated.objective} {evaluated.shape!r} {evaluated.mean} {evaluated.std}"
+    return hashlib.sha256(told.encode()).hexdigest()
