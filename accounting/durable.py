@@ -1,4 +1,5 @@
-"""Files that appear complete or not at all, even after a power cut: written aside, synced, renamed."""
+"""Files that appear complete or not at all, even after a power cut: written aside, synced, renamed. And the lock that
+keeps a second process away from a ledger, an index or a folder."""
 
 from __future__ import annotations
 
@@ -35,3 +36,13 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Locks this open file or folder until it is closed, and returns True; False if another process has the lock.
+
+    The kernel releases it when its holder ends, however it ends; there is no lock file to remove.
+    """
+    from filelock import lock_descriptor  # not above: a ledger is verified without a lock, and the import takes a while
+
+    return lock_descriptor(descriptor, blocking=False)

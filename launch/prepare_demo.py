@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from murmuration.accounting.durable import sync
-from murmuration.accounting.file_lock import try_lock
+from murmuration.accounting.durable import sync, try_lock
 from murmuration.data.progress import Progress
 
 if TYPE_CHECKING:

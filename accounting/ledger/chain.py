@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.durable import sync
+from murmuration.accounting.durable import sync, try_lock
 from murmuration.accounting.errors import REFUSED, RunError
-from murmuration.accounting.file_lock import try_lock
 from murmuration.accounting.strict_json import JsonError
 from murmuration.accounting.strict_json import parse as parse_json
 

@@ -22,7 +22,7 @@ from threading import Thread
 
 import numpy as np
 
-from murmuration.accounting.file_lock import try_lock
+from murmuration.accounting.durable import try_lock
 from murmuration.accounting.strict_json import parse
 from murmuration.data.index.census import Census, remarks, total
 from murmuration.data.index.energon import check_sidecar, sidecar, trusted_scan, write_sidecar

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from murmuration.accounting.file_lock import try_lock
+from murmuration.accounting.durable import try_lock
 from murmuration.data.store.local import RangeSource
 from murmuration.data.store.place import Place, Shard
 

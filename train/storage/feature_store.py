@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from murmuration.accounting.durable import atomic, sync
-from murmuration.accounting.file_lock import try_lock
+from murmuration.accounting.durable import atomic, sync, try_lock
 from murmuration.data.store.index_files import read_json
 from murmuration.train.config.section import RecipeError
 

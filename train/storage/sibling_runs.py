@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from murmuration.accounting.durable import try_lock
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
-from murmuration.accounting.file_lock import try_lock
 from murmuration.accounting.ledger.facts import Head
 from murmuration.accounting.ledger.heads import append, heads_in
 from murmuration.data.index.folders import FolderIndex
