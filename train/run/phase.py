@@ -163,7 +163,7 @@ def _loader(
     ranks = run.ranks
     return Loader(
         reader, sampler, ranks.rank, ranks.world, micro_batch, last=phase.settings.steps,
-        plan=rank_plan(phase, ranks, micro_batch),
+        plan=rank_plan(phase, ranks, micro_batch), device=ranks.device,
     )  # fmt: skip
 
 
