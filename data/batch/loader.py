@@ -9,9 +9,11 @@ micro-batch that is handed out. At most `ahead` micro-batches are in memory or b
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -120,13 +122,17 @@ class Loader(Generic[D]):
         self._sampler = BackgroundSampler(sampler, last)
         self._threads = ThreadPoolExecutor(ahead, thread_name_prefix="micro-batch")
         self._waiting: deque[_Row] = deque()
+        self.waited = 0.0
+        """Seconds for which steps have waited for their draw and their records. As private as the records: one that is
+        slow to decode shows in it."""
 
     def step(self, step: int) -> tuple[D, Iterator[MicroBatch]]:
         draw = self.draw(step)
         return draw, self.micro_batches(draw.ids, step)
 
     def draw(self, step: int) -> D:
-        return self._sampler.draw(step)
+        with self._noted():
+            return self._sampler.draw(step)
 
     def micro_batches(self, ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
         """The micro-batches of `ids`, in order. Leaving the iterator early drops those read ahead."""
@@ -137,7 +143,8 @@ class Loader(Generic[D]):
             while at < len(rows):
                 self._fill(rows, step, at)
                 row = self._waiting.popleft()
-                fetched = row.fetched.result()
+                with self._noted():
+                    fetched = row.fetched.result()
                 self._fill(rows, step, at + 1)
                 at += 1
                 self._reader.report(fetched)
@@ -160,6 +167,14 @@ class Loader(Generic[D]):
                 self._drop(place)
             self._waiting.append(_Row(when, number, ids, self._threads.submit(self._fetch, ids, when)))
         self._drop(len(wanted))
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waited += time.monotonic() - began
 
     def _fetch(self, ids: np.ndarray, step: int) -> Fetched:
         """On a CPU, whoever reads a micro-batch also normalises it, while the step computes another."""

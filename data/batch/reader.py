@@ -73,9 +73,8 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class _Parts:
-    """One record, ready to be written into its slot."""
+    """One record, ready to be written into its slot, where its pixels are already."""
 
-    pixels: np.ndarray
     tokens: list[int]
     labels: list[int]
     weight: float
@@ -140,7 +139,7 @@ class BatchReader:
             source = source or open_source(index, reading)
             self._records = ShardReader(index, source, cancelled=self._cancelled)
         self._processes = DecodePool(pictures, reading.workers, reading.limits) if reading.workers else None
-        self._picture = (self._processes or pictures).make
+        self._pictures = pictures
         self.in_flight = threads = reading.in_flight
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="records") if threads > 1 else None
         self._pin = pin_memory
@@ -174,7 +173,7 @@ class BatchReader:
         """Pictures as pixels, which `MicroBatch.to` normalises where they are needed."""
         rows = _Rows(len(ids_row), self.spec, self.text.length if self.text else 0, self._pin)
         bad: dict[int, str] = {}
-        for row, parts in enumerate(self._all([int(record) for record in ids_row], step)):
+        for row, parts in enumerate(self._all([int(record) for record in ids_row], step, rows["pixels"])):
             if isinstance(parts, BadRecord):
                 bad[int(ids_row[row])] = str(parts)
             elif parts is not None:
@@ -183,7 +182,6 @@ class BatchReader:
         return Fetched(MicroBatch(self._inputs(rows), rows.tensors["present"], pixels), bad)
 
     def _lay(self, parts: _Parts, rows: _Rows, row: int, record: int, step: int) -> None:
-        rows["pixels"][row] = parts.pixels
         rows["tokens"][row], rows["labels"][:, row], rows["weights"][row] = parts.tokens, parts.labels, parts.weight
         if self.spec.mask_patches:
             rows["noise"][row] = mask_noise(self._mask_key(step), step, record, self.spec.mask_patches)
@@ -215,36 +213,42 @@ class BatchReader:
         if self._processes is not None:
             self._processes.close()
 
-    def _all(self, records: list[int], step: int) -> Iterable[_Parts | BadRecord | None]:
+    def _all(self, records: list[int], step: int, pixels: np.ndarray) -> Iterable[_Parts | BadRecord | None]:
+        jobs = records, [step] * len(records), pixels
         if self._pool is None:
-            return (self._one(record, step) for record in records)
+            return map(self._one, *jobs)
         try:
-            return self._pool.map(self._one, records, [step] * len(records))
+            return self._pool.map(self._one, *jobs)
         except RuntimeError:  # another thread closed the pool between two records
             if self._cancelled.is_set():
                 raise CancelledError from None
             raise
 
-    def _one(self, record: int, step: int) -> _Parts | BadRecord | None:
+    def _one(self, record: int, step: int, pixels: np.ndarray) -> _Parts | BadRecord | None:
         if record == EMPTY or self.index.left_out(record):
             return None
         members = self._records.read(record)
         try:
-            return self._prepare(members, record, step)
+            return self._prepare(members, record, step, pixels)
         except BadRecord as error:
             return error
 
-    def _prepare(self, members: dict[str, bytes], record: int, step: int) -> _Parts:
+    def _prepare(self, members: dict[str, bytes], record: int, step: int, pixels: np.ndarray) -> _Parts:
         suffix = next((suffix for suffix in self.spec.image_suffixes if suffix in members), None)
         if suffix is None:
             raise BadRecord(f"no image: the record contains {sorted(members)}")
-        # The cheap parts first: a record without a caption needs no decoding.
+        # The cheap parts first: a record without a caption needs no decoding. The picture last: once it is in its slot,
+        # nothing can go wrong any more.
         spec = self.spec
         with parsing("the caption or a number cannot be read"):
             tokens = self._tokens(members)
             names = spec.class_list.numbers if spec.class_list is not None else None
             labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight, names)
-        return _Parts(self._picture(members[suffix], step, record), tokens, labels, weight)
+        if self._processes is not None:
+            self._processes.make(members[suffix], step, record, pixels)
+        else:
+            np.copyto(pixels, self._pictures.make(members[suffix], step, record))
+        return _Parts(tokens, labels, weight)
 
     def _tokens(self, members: dict[str, bytes]) -> list[int]:
         if self.text is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,9 +129,9 @@ def test_a_phase_computes_on_the_bits_that_the_host_made(
     phase = ready(objective)
     run: Any = SimpleNamespace(ranks=alone())
     epochs = PublicEpochs(RECORDS, 6, b"order")
-    loader = _loader(run, phase, marking(reader_of(phase), held_out), PublicOrder(epochs), 4)
     engine, _, _ = private_engine(alone(), plan_for(), False, build_model(phase.shape, objective))
-    try:
+    with ExitStack() as at_end:
+        loader = _loader(run, phase, marking(reader_of(phase), held_out), PublicOrder(epochs), 4, at_end)
         for step in (1, 2, 3):
             draw, batches = loader.step(step)
             given = list(batches)
@@ -139,8 +139,6 @@ def test_a_phase_computes_on_the_bits_that_the_host_made(
             assert all(b.inputs[IMAGES].is_contiguous() and b.pixels is None for b in given)
             if held_out is None:
                 engine.accumulate(given[0])
-    finally:
-        loader.close()
 
 
 @pytest.mark.parametrize("objective", FAMILIES)
