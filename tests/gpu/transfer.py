@@ -34,7 +34,7 @@ class Bytes:
     in_flight = 1
 
     def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
-        pixels = torch.full((len(ids_row), SIDE, SIDE, 3), int(ids_row[0]), dtype=torch.uint8)
+        pixels = torch.full((len(ids_row), SIDE, SIDE, 3), int(ids_row[0]), dtype=torch.uint8, pin_memory=True)
         inputs = {"number": torch.from_numpy(ids_row), "step": torch.full((len(ids_row),), step)}
         return Fetched(MicroBatch(inputs, torch.from_numpy(ids_row >= 0), Pixels(pixels, Normalisation())), {})
 
