@@ -35,14 +35,17 @@ from PIL import Image  # noqa: E402
 from webdataset.writer import TarWriter  # noqa: E402
 
 from murmuration.data.batch.loader import Loader  # noqa: E402
-from murmuration.data.batch.reader import IMAGENET_MEAN, IMAGENET_STD, BatchReader, DataSpec  # noqa: E402
+from murmuration.data.batch.reader import BatchReader, DataSpec  # noqa: E402
 from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source  # noqa: E402
 from murmuration.data.decode.picture import PictureMaker  # noqa: E402
-from murmuration.data.draw.poisson import LANES, PoissonSampler  # noqa: E402
+from murmuration.data.draw.micro_batch import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
+from murmuration.data.draw.poisson import LANES, Draw, PoissonSampler  # noqa: E402
 from murmuration.data.index.shard_index import ShardIndex, build  # noqa: E402
 
 KEY, SIDE, BATCH = b"k" * 32, 224, 64
 PICTURES = PictureMaker(SIDE, "random_resized_crop", KEY)
+HOST = torch.device("cpu")
+LOADS = (2.0, 1.0, 0.7, 0.5)  # of a step, in units of what the workers can read
 WAITING = 6  # batches that a loader may have ready when its turn begins; they are not counted
 
 
@@ -85,10 +88,13 @@ def streamed(index: ShardIndex, workers: int) -> Iterator[int]:
         yield len(torch.from_numpy(images))
 
 
-def sampled(index: ShardIndex, workers: int, reader: BatchReader, rate: float) -> Iterator[int]:
+def loader_of(index: ShardIndex, reader: BatchReader, rate: float, device: torch.device = HOST) -> Loader[Draw]:
     """Poisson draws at random positions in all shards."""
     sampler = PoissonSampler(KEY, KEY, index.records, round(rate * LANES))
-    loader = Loader(reader, sampler, 0, 1, BATCH, last=10**9)
+    return Loader(reader, sampler, 0, 1, BATCH, last=10**9, device=device)
+
+
+def sampled(loader: Loader[Draw]) -> Iterator[int]:
     for step in range(1, 10**9):
         for batch in loader.step(step)[1]:
             yield int(batch.present.sum())
@@ -115,7 +121,7 @@ def compare(index: ShardIndex, workers: int, turns: int, records: int) -> dict[s
     one_turn(streaming, BATCH)  # its workers are forked before ours start any thread
     reader = BatchReader(index, DataSpec(SIDE, "random_resized_crop"), augment_key=KEY,
                          reading=ReadOptions(workers=workers, in_flight=workers + 2))  # fmt: skip
-    poisson = sampled(index, workers, reader, 0.25)
+    poisson = sampled(loader_of(index, reader, 0.25))
     one_turn(poisson, BATCH)
     found: dict[str, list[tuple[float, float]]] = {"ours": [], "webdataset": []}
     for _ in range(turns):
@@ -128,10 +134,35 @@ def compare(index: ShardIndex, workers: int, turns: int, records: int) -> dict[s
         "workers": workers,
         "samples_per_second": {name: statistics.median(turn[0] for turn in each) for name, each in found.items()},
         "cpu_ms_per_sample": cpu,
+        "samples_per_second_of_a_core": {name: 1000 / spent for name, spent in cpu.items()},
         "ratio_of_throughput": statistics.median(ratios),
         "ratio_of_cpu": cpu["webdataset"] / cpu["ours"],
         "all_ratios": ratios,
     }
+
+
+def waiting(index: ShardIndex, workers: int, turns: int, records: int) -> dict[str, Any]:
+    """The share of its time that a step waits for records, if a device computes for so long that records come at
+    `load` times the rate at which it takes them; 1 waits as long as reading takes, and 0.5 should hardly wait."""
+    reader = BatchReader(index, DataSpec(SIDE, "random_resized_crop"), augment_key=KEY,
+                         reading=ReadOptions(workers=workers, in_flight=workers + 2))  # fmt: skip
+    loader = loader_of(index, reader, 0.25)
+    batches = sampled(loader)
+    shares: dict[float, list[float]] = {load: [] for load in LOADS}
+    try:
+        one_turn(batches, BATCH)
+        for _ in range(turns):
+            seconds = BATCH / one_turn(batches, records)[0]  # of a full micro-batch, by what the machine gives now
+            for load, found in shares.items():
+                began, waited, done = time.perf_counter(), loader.waited, 0
+                while done < records:
+                    count = next(batches)
+                    done += count
+                    time.sleep(seconds * count / BATCH / load)  # the device computes; the host is free
+                found.append((loader.waited - waited) / (time.perf_counter() - began))
+    finally:
+        loader.close()
+    return {"waiting_share": {str(load): statistics.median(found) for load, found in shares.items()}}
 
 
 def per_record(act: Callable[[int], Any], records: list[int], clock: Callable[[], float]) -> float:
@@ -153,12 +184,17 @@ def io_share(index: ShardIndex, count: int) -> dict[str, float]:
     pictures = {record: reader.read(record)["jpg"] for record in records}
     make = per_record(lambda record: PICTURES.make(pictures[record], 0, record), records, time.thread_time)
     read = per_record(reader.read, records, time.thread_time)
+    slots, picture = np.zeros((BATCH, SIDE, SIDE, 3), np.uint8), PICTURES.make(pictures[records[0]], 0, 0)
+    copy = per_record(lambda record: np.copyto(slots[record % BATCH], picture), records, time.thread_time)
     for number in range(len(index.shards)):
         descriptor = os.open(index.place(number), os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
     cold = per_record(ShardReader(index).read, records, time.perf_counter)
-    return {"read_cpu_ms": read, "picture_cpu_ms": make, "cpu_share": read / (read + make), "read_cold_wall_ms": cold}
+    return {
+        "read_cpu_ms": read, "picture_cpu_ms": make, "cpu_share": read / (read + make), "read_cold_wall_ms": cold,
+        "copy_to_slot_cpu_ms": copy,
+    }  # fmt: skip
 
 
 def draw_cost(records: int, draws: int) -> dict[str, float]:
@@ -175,7 +211,7 @@ def draw_cost(records: int, draws: int) -> dict[str, float]:
 def ranges(folder: Path, latency: float, count: int) -> dict[str, Any]:
     """Records per second over HTTP from a server process with injected latency."""
     server = subprocess.Popen(
-        [sys.executable, str(ROOT / "tests" / "data" / "range_server.py"), str(folder), "--latency", str(latency)],
+        [sys.executable, str(ROOT / "tests" / "support" / "range_server.py"), str(folder), "--latency", str(latency)],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -217,6 +253,7 @@ def main() -> None:
         index = make_shards(folder, 4, 500 if quick else 5000)
         steps: dict[str, Callable[[], Any]] = {
             "loader": partial(compare, index, arguments.workers, 5 if quick else 9, 384 if quick else 2000),
+            "waiting": partial(waiting, index, arguments.workers, 3 if quick else 9, 384 if quick else 2000),
             "io": partial(io_share, index, 300 if quick else 2000),
             "draw": partial(draw_cost, 100_000_000 if quick else 233_804_767, 3),
             "http_ranges": partial(ranges, folder, 0.025, 800),
@@ -229,6 +266,7 @@ def main() -> None:
             print(f"{name:12s} {json.dumps(found[name])}", flush=True)
     loader = found["loader"]
     print(f"\nthroughput against webdataset: {loader['ratio_of_throughput']:.2f}   CPU: {loader['ratio_of_cpu']:.2f}")
+    print(f"records/s of a core: {loader['samples_per_second_of_a_core']['ours']:.0f}")
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")

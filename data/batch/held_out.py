@@ -6,11 +6,13 @@ continues with new keys holds out the same records, and on no content, so that n
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from murmuration.data.batch.loader import Reader
-from murmuration.data.draw.micro_batch import Fetched, MicroBatch
+from murmuration.data.draw.micro_batch import Fetched
 
 HELD_OUT = "held_out"
 # The finaliser of SplitMix64 (Steele, Lea and Flood 2014).
@@ -38,7 +40,7 @@ class HeldOutReader:
     def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
         found = self._inner.fetch(ids_row, step)
         mark = torch.from_numpy(is_held_out(ids_row, self._share))
-        return Fetched(MicroBatch({**found.batch.inputs, HELD_OUT: mark}, found.batch.present), found.bad)
+        return Fetched(replace(found.batch, inputs={**found.batch.inputs, HELD_OUT: mark}), found.bad)
 
     def report(self, fetched: Fetched) -> None:
         self._inner.report(fetched)

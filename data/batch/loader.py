@@ -1,4 +1,4 @@
-"""Micro-batches step after step, read ahead across step boundaries, with no state but the step number.
+"""Micro-batches step after step, on the device, read ahead across step boundaries, with no state but the step number.
 
 The draw of step t+1 can be known while t trains, because the sampler is a function of the step. So it is drawn in a
 background thread, and its first micro-batches are requested as soon as the last ones of t are. Reading ahead computes
@@ -9,19 +9,24 @@ micro-batch that is handed out. At most `ahead` micro-batches are in memory or b
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+import torch
 
+from murmuration.data.batch.transfer import Transfer
 from murmuration.data.draw.micro_batch import Fetched, MicroBatch, slots
 from murmuration.data.draw.poisson import Ids, Sampler
 from murmuration.data.index.epochs import Epochs
 
 D = TypeVar("D", bound=Ids)
+HOST = torch.device("cpu")
 
 
 class BackgroundSampler(Generic[D]):
@@ -104,6 +109,7 @@ class Loader(Generic[D]):
     def __init__(
         self, reader: Reader, sampler: Sampler[D], rank: int, world: int, micro_batch: int, *,
         last: int, ahead: int | None = None, plan: Callable[[np.ndarray], np.ndarray] | None = None,
+        device: torch.device = HOST,
     ) -> None:  # fmt: skip
         if ahead is None:
             # Small micro-batches must not keep the reader from reading as many records at a time as it can.
@@ -111,17 +117,22 @@ class Loader(Generic[D]):
         if ahead < 1:
             raise ValueError(f"{ahead} micro-batches ahead: at least the requested one must be read")
         self._reader, self._last, self._ahead = reader, last, ahead
+        self._transfer = Transfer(device) if device.type == "cuda" else None
         self._plan = plan or (lambda ids: slots(ids, rank, world, micro_batch))
         self._sampler = BackgroundSampler(sampler, last)
         self._threads = ThreadPoolExecutor(ahead, thread_name_prefix="micro-batch")
         self._waiting: deque[_Row] = deque()
+        self.waited = 0.0
+        """Seconds for which steps have waited for their draw and their records. As private as the records: one that is
+        slow to decode shows in it."""
 
     def step(self, step: int) -> tuple[D, Iterator[MicroBatch]]:
         draw = self.draw(step)
         return draw, self.micro_batches(draw.ids, step)
 
     def draw(self, step: int) -> D:
-        return self._sampler.draw(step)
+        with self._noted():
+            return self._sampler.draw(step)
 
     def micro_batches(self, ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
         """The micro-batches of `ids`, in order. Leaving the iterator early drops those read ahead."""
@@ -132,11 +143,12 @@ class Loader(Generic[D]):
             while at < len(rows):
                 self._fill(rows, step, at)
                 row = self._waiting.popleft()
-                fetched = row.fetched.result()
+                with self._noted():
+                    fetched = row.fetched.result()
                 self._fill(rows, step, at + 1)
                 at += 1
                 self._reader.report(fetched)
-                yield fetched.batch
+                yield fetched.batch if self._transfer is None else self._transferred(fetched.batch, self._transfer)
         finally:
             if at < len(rows):
                 self._drop()
@@ -153,8 +165,29 @@ class Loader(Generic[D]):
                 if (known.step, known.number) == (when, number) and np.array_equal(known.ids, ids):
                     continue
                 self._drop(place)
-            self._waiting.append(_Row(when, number, ids, self._threads.submit(self._reader.fetch, ids, when)))
+            self._waiting.append(_Row(when, number, ids, self._threads.submit(self._fetch, ids, when)))
         self._drop(len(wanted))
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waited += time.monotonic() - began
+
+    def _fetch(self, ids: np.ndarray, step: int) -> Fetched:
+        """On a CPU, whoever reads a micro-batch also normalises it, while the step computes another."""
+        fetched = self._reader.fetch(ids, step)
+        return fetched if self._transfer is not None else replace(fetched, batch=fetched.batch.to(HOST))
+
+    def _transferred(self, batch: MicroBatch, transfer: Transfer) -> MicroBatch:
+        """This one on the device, and the next one on its way there if it was read in time."""
+        there = transfer.finish(batch)
+        coming = self._waiting[0].fetched if self._waiting else None
+        if coming is not None and coming.done() and coming.exception() is None:
+            transfer.begin(coming.result().batch)
+        return there
 
     def _drop(self, start: int = 0) -> None:
         while len(self._waiting) > start:

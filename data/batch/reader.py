@@ -23,7 +23,16 @@ from murmuration.data.decode.decode import SUFFIXES, BadRecord, parsing
 from murmuration.data.decode.fields import numbers_of
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
-from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
+from murmuration.data.draw.micro_batch import (
+    EMPTY,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Channels,
+    Fetched,
+    MicroBatch,
+    Normalisation,
+    Pixels,
+)
 from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.data.store.local import RangeSource
 from murmuration.data.store.place import RecordIndex
@@ -31,8 +40,6 @@ from murmuration.data.text.encoder import TextEncoder
 
 TARGET = "labels"
 WEIGHT = "record_weight"
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,8 @@ class DataSpec:
     class_list: ClassList | None = field(default=None, repr=False)  # numbers for the names that a .cls may contain
     image_suffixes: tuple[str, ...] = SUFFIXES
     text_suffix: str = "txt"
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
+    mean: Channels = IMAGENET_MEAN
+    std: Channels = IMAGENET_STD
 
     def __post_init__(self) -> None:
         if self.augment not in KINDS:
@@ -66,37 +73,35 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class _Parts:
-    """One record, ready to be written into its slot."""
+    """One record, ready to be written into its slot, where its pixels are already."""
 
-    pixels: np.ndarray
     tokens: list[int]
     labels: list[int]
     weight: float
 
 
-@dataclass(frozen=True)
 class _Rows:
-    """One micro-batch; a row stays zero until a record is written into it."""
+    """One micro-batch; a row stays zero until a record is written into it. `pinned`: in page-locked memory, from which
+    a GPU fetches it while host and GPU do other things."""
 
-    images: np.ndarray
-    tokens: np.ndarray
-    labels: np.ndarray
-    noise: np.ndarray
-    drop_keys: np.ndarray
-    weights: np.ndarray
-    present: np.ndarray
+    def __init__(self, count: int, spec: DataSpec, text_length: int, pinned: bool) -> None:
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=pinned)
 
-    @staticmethod
-    def empty(count: int, spec: DataSpec, text_length: int) -> _Rows:
-        return _Rows(
-            images=np.zeros((count, 3, spec.image_size, spec.image_size), dtype=np.float32),
-            tokens=np.zeros((count, text_length), dtype=np.int64),
-            labels=np.zeros((count, len(spec.labels)), dtype=np.int64),
-            noise=np.zeros((count, spec.mask_patches), dtype=np.float32),
-            drop_keys=np.zeros(count, dtype=np.int64),
-            weights=np.zeros(count, dtype=np.float32),
-            present=np.zeros(count, dtype=bool),
-        )
+        self.tensors = {
+            "pixels": zeros(count, spec.image_size, spec.image_size, 3, dtype=torch.uint8),
+            "tokens": zeros(count, text_length, dtype=torch.int64),
+            "labels": zeros(len(spec.labels), count, dtype=torch.int64),
+            "noise": zeros(count, spec.mask_patches, dtype=torch.float32),
+            "drop_keys": zeros(count, dtype=torch.int64),
+            "weights": zeros(count, dtype=torch.float32),
+            "present": zeros(count, dtype=torch.bool),
+        }
+        self._arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """To be written into."""
+        return self._arrays[name]
 
 
 class BatchReader:
@@ -134,15 +139,12 @@ class BatchReader:
             source = source or open_source(index, reading)
             self._records = ShardReader(index, source, cancelled=self._cancelled)
         self._processes = DecodePool(pictures, reading.workers, reading.limits) if reading.workers else None
-        self._picture = (self._processes or pictures).make
+        self._pictures = pictures
         self.in_flight = threads = reading.in_flight
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="records") if threads > 1 else None
         self._pin = pin_memory
         self._bad: dict[int, str] = {}
-        # Normalisation in the form that suits uint8 pixels: x * scale + shift.
-        std = np.asarray(spec.std, dtype=np.float32)
-        self._scale = (1 / (255 * std)).reshape(3, 1, 1)
-        self._shift = (-np.asarray(spec.mean, dtype=np.float32) / std).reshape(3, 1, 1)
+        self._normalisation = Normalisation(spec.mean, spec.std)
 
     @property
     def bad_records(self) -> list[int]:
@@ -157,9 +159,10 @@ class BatchReader:
         return drop_key(self._dropout_key(step), step, record)
 
     def read(self, ids_row: np.ndarray, step: int) -> MicroBatch:
+        """The model's inputs on the host."""
         fetched = self.fetch(ids_row, step)
         self.report(fetched)
-        return fetched.batch
+        return fetched.batch.to("cpu")
 
     def report(self, fetched: Fetched) -> None:
         """Note the bad records of a batch that is used; those of batches read ahead and dropped are not noted."""
@@ -167,44 +170,39 @@ class BatchReader:
             self._bad.setdefault(record, reason)
 
     def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
-        rows = _Rows.empty(len(ids_row), self.spec, self.text.length if self.text else 0)
+        """Pictures as pixels, which `MicroBatch.to` normalises where they are needed."""
+        rows = _Rows(len(ids_row), self.spec, self.text.length if self.text else 0, self._pin)
         bad: dict[int, str] = {}
-        for row, parts in enumerate(self._all([int(record) for record in ids_row], step)):
+        for row, parts in enumerate(self._all([int(record) for record in ids_row], step, rows["pixels"])):
             if isinstance(parts, BadRecord):
                 bad[int(ids_row[row])] = str(parts)
             elif parts is not None:
                 self._lay(parts, rows, row, int(ids_row[row]), step)
-        inputs, there = self._inputs(rows), torch.from_numpy(rows.present)
-        if self._pin:
-            inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
-            there = there.pin_memory()
-        return Fetched(MicroBatch(inputs, there), bad)
+        pixels = Pixels(rows.tensors["pixels"], self._normalisation)
+        return Fetched(MicroBatch(self._inputs(rows), rows.tensors["present"], pixels), bad)
 
     def _lay(self, parts: _Parts, rows: _Rows, row: int, record: int, step: int) -> None:
-        # Normalised one by one: a picture fits into the processor's cache, a batch does not.
-        np.multiply(parts.pixels.transpose(2, 0, 1), self._scale, out=rows.images[row], dtype=np.float32)
-        rows.images[row] += self._shift
-        rows.tokens[row], rows.labels[row], rows.weights[row] = parts.tokens, parts.labels, parts.weight
+        rows["tokens"][row], rows["labels"][:, row], rows["weights"][row] = parts.tokens, parts.labels, parts.weight
         if self.spec.mask_patches:
-            rows.noise[row] = mask_noise(self._mask_key(step), step, record, self.spec.mask_patches)
+            rows["noise"][row] = mask_noise(self._mask_key(step), step, record, self.spec.mask_patches)
         if self.spec.drop_keys:
-            rows.drop_keys[row] = self.drop_key(record, step)
-        rows.present[row] = True
+            rows["drop_keys"][row] = self.drop_key(record, step)
+        rows["present"][row] = True
 
     def _inputs(self, rows: _Rows) -> dict[str, torch.Tensor]:
-        """The model's inputs from the rows, by name."""
-        spec = self.spec
-        inputs = {"images": torch.from_numpy(rows.images)}
+        """The model's inputs from the rows, by name, but for the pictures."""
+        spec, tensors = self.spec, rows.tensors
+        inputs: dict[str, torch.Tensor] = {}
         if self.text is not None:
-            inputs["tokens"] = torch.from_numpy(rows.tokens)
+            inputs["tokens"] = tensors["tokens"]
         if spec.mask_patches:
-            inputs["mask_noise"] = torch.from_numpy(rows.noise)
+            inputs["mask_noise"] = tensors["noise"]
         if spec.drop_keys:
-            inputs["drop_key"] = torch.from_numpy(rows.drop_keys)
+            inputs["drop_key"] = tensors["drop_keys"]
         if spec.weight is not None:
-            inputs[WEIGHT] = torch.from_numpy(rows.weights)
+            inputs[WEIGHT] = tensors["weights"]
         for column, name in enumerate(spec.labels):
-            inputs[TARGET if name == spec.target else name] = torch.from_numpy(rows.labels[:, column].copy())
+            inputs[TARGET if name == spec.target else name] = tensors["labels"][column]
         return inputs
 
     def close(self) -> None:
@@ -215,36 +213,42 @@ class BatchReader:
         if self._processes is not None:
             self._processes.close()
 
-    def _all(self, records: list[int], step: int) -> Iterable[_Parts | BadRecord | None]:
+    def _all(self, records: list[int], step: int, pixels: np.ndarray) -> Iterable[_Parts | BadRecord | None]:
+        jobs = records, [step] * len(records), pixels
         if self._pool is None:
-            return (self._one(record, step) for record in records)
+            return map(self._one, *jobs)
         try:
-            return self._pool.map(self._one, records, [step] * len(records))
+            return self._pool.map(self._one, *jobs)
         except RuntimeError:  # another thread closed the pool between two records
             if self._cancelled.is_set():
                 raise CancelledError from None
             raise
 
-    def _one(self, record: int, step: int) -> _Parts | BadRecord | None:
+    def _one(self, record: int, step: int, pixels: np.ndarray) -> _Parts | BadRecord | None:
         if record == EMPTY or self.index.left_out(record):
             return None
         members = self._records.read(record)
         try:
-            return self._prepare(members, record, step)
+            return self._prepare(members, record, step, pixels)
         except BadRecord as error:
             return error
 
-    def _prepare(self, members: dict[str, bytes], record: int, step: int) -> _Parts:
+    def _prepare(self, members: dict[str, bytes], record: int, step: int, pixels: np.ndarray) -> _Parts:
         suffix = next((suffix for suffix in self.spec.image_suffixes if suffix in members), None)
         if suffix is None:
             raise BadRecord(f"no image: the record contains {sorted(members)}")
-        # The cheap parts first: a record without a caption needs no decoding.
+        # The cheap parts first: a record without a caption needs no decoding. The picture last: once it is in its slot,
+        # nothing can go wrong any more.
         spec = self.spec
         with parsing("the caption or a number cannot be read"):
             tokens = self._tokens(members)
             names = spec.class_list.numbers if spec.class_list is not None else None
             labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight, names)
-        return _Parts(self._picture(members[suffix], step, record), tokens, labels, weight)
+        if self._processes is not None:
+            self._processes.make(members[suffix], step, record, pixels)
+        else:
+            np.copyto(pixels, self._pictures.make(members[suffix], step, record))
+        return _Parts(tokens, labels, weight)
 
     def _tokens(self, members: dict[str, bytes]) -> list[int]:
         if self.text is None:
@@ -258,12 +262,13 @@ class BatchReader:
 
 
 def iterate(reader: BatchReader, rows: np.ndarray, step: int) -> Iterator[MicroBatch]:
-    """The micro-batches of `rows` in order; the next one is read while the caller computes."""
+    """The micro-batches of `rows` in order, for `MicroBatch.to`; the next one is read while the caller computes."""
     with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as ahead:
-        waiting = ahead.submit(reader.read, rows[0], step) if len(rows) else None
-        for row in rows[1:]:
+        waiting = ahead.submit(reader.fetch, rows[0], step) if len(rows) else None
+        for number in range(len(rows)):
             assert waiting is not None
-            ready, waiting = waiting, ahead.submit(reader.read, row, step)
-            yield ready.result()
-        if waiting is not None:
-            yield waiting.result()
+            ready = waiting.result()
+            if number + 1 < len(rows):
+                waiting = ahead.submit(reader.fetch, rows[number + 1], step)
+            reader.report(ready)
+            yield ready.batch

@@ -58,7 +58,12 @@ class OutOfMemory(Exception):
 
 
 class DecodeProcess:
-    """For use by one thread at a time. Pixels come through memory that both ends map, never through the socket."""
+    """For use by one thread at a time. Pixels come through memory that both ends map, never through the socket.
+
+    That memory holds one picture, which the parent copies to where it belongs. A process that could write into a whole
+    micro-batch would save that copy, which costs a few thousandths of the decoding; but a file that takes its decoder
+    over could then change the pictures of other records.
+    """
 
     def __init__(self, pictures: PictureMaker, program: str, address_bytes: int) -> None:
         self.jobs = 0
@@ -94,14 +99,18 @@ class DecodeProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def make(self, data: bytes, step: int, record: int, cpu_seconds: float, wall_seconds: float) -> np.ndarray:
-        """The picture; raises BadRecord, OutOfMemory or ProcessDied; after the last, this object is of no more use."""
+    def make(
+        self, data: bytes, step: int, record: int, cpu_seconds: float, wall_seconds: float, into: np.ndarray
+    ) -> None:  # fmt: skip
+        """Makes the picture and copies it; raises BadRecord, OutOfMemory or ProcessDied; after the last, this object is
+        of no more use."""
         self.jobs += 1
         key = self._key_of(step)
         job = JOB.pack(step, record, cpu_seconds, wall_seconds, len(key)) + key + data
         answer = self._ask(job, wall_seconds * _GRACE)
         if answer == MADE:
-            return self._pixels.reshape(self._shape).copy()
+            np.copyto(into, self._pixels.reshape(self._shape))
+            return
         if answer == NO_MEMORY:
             raise OutOfMemory
         raise BadRecord(answer[len(BAD) :].decode(errors="replace"))
@@ -195,29 +204,34 @@ class DecodePool:
         self._closed = False
         self._all: set[DecodeProcess] = set()
 
-    def make(self, data: bytes, step: int, record: int) -> np.ndarray:
-        """uint8 [size, size, 3]; raises BadRecord if the content is at fault, DecoderError if the machine is."""
+    def make(self, data: bytes, step: int, record: int, into: np.ndarray | None = None) -> np.ndarray:
+        """uint8 [size, size, 3], in the memory `into` if it is given, which is written only if all went well; raises
+        BadRecord if the content is at fault, DecoderError if the machine is."""
+        into = self._anywhere() if into is None else into
         process = self._idle.get()
         try:
             if process is None or process.jobs >= self.limits.jobs_per_process:
                 self._drop(process)
                 process = None
                 process = self._start()
-            return process.make(data, step, record, self.limits.cpu_seconds, self.limits.wall_seconds)
+            process.make(data, step, record, self.limits.cpu_seconds, self.limits.wall_seconds, into)
+            return into
         except (ProcessDied, OutOfMemory):
             self._drop(process)
             process = None
         finally:
             self._idle.put(process)
-        return self._again(data, step, record)
+        self._again(data, step, record, into)
+        return into
 
-    def _again(self, data: bytes, step: int, record: int) -> np.ndarray:
+    def _again(self, data: bytes, step: int, record: int, into: np.ndarray) -> None:
         cpu, wall = self.limits.cpu_seconds * self.limits.patience, self.limits.wall_seconds * self.limits.patience
         with self._alone:
             for _ in range(_OUTSIDE_TRIES):
                 process = self._start()
                 try:
-                    return process.make(data, step, record, cpu, wall)
+                    process.make(data, step, record, cpu, wall, into)
+                    return
                 except OutOfMemory:
                     raise BadRecord(f"the decoder needs more than {self.limits.address_bytes} bytes") from None
                 except ProcessDied as death:
@@ -241,11 +255,14 @@ class DecodePool:
         Image.new("RGB", (16, 16)).save(known, "JPEG")
         process = self._start()
         try:
-            process.make(known.getvalue(), step, 0, wall_seconds, wall_seconds)
+            process.make(known.getvalue(), step, 0, wall_seconds, wall_seconds, self._anywhere())
         except (ProcessDied, OutOfMemory) as error:
             raise DecoderError("decoding is stuck on this machine; reduce its load and resume") from error
         finally:
             self._drop(process)
+
+    def _anywhere(self) -> np.ndarray:
+        return np.empty((self._pictures.size, self._pictures.size, 3), np.uint8)
 
     def _start(self) -> DecodeProcess:
         try:

@@ -242,9 +242,10 @@ def test_batches_with_hostile_files_are_batches_without_them(
     for workers in (1, 3):
         reading = ReadOptions(workers=workers, in_flight=workers + 1, limits=QUICK)
         reader = BatchReader(index, spec, augment_key=KEY, reading=reading)
-        got = reader.read(ids, 3)
+        got, raw = reader.read(ids, 3), reader.fetch(ids, 3).batch
         reader.read(ids[6:], 4)
         reader.close()
+        assert raw.pixels is not None and not raw.pixels.values[~raw.present].any(), "nothing of it is left in its slot"
         assert torch.equal(got.present, plain.present) and torch.equal(got.inputs["images"], plain.inputs["images"])
         assert sorted(reader.bad_records) == sorted(hostile)
 

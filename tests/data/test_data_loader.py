@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import murmuration.data.batch.loader as loader_module
 from murmuration.data.batch.loader import Loader, PublicOrder
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
@@ -177,6 +179,35 @@ def test_nothing_is_read_after_the_last_step(small_set: ShardIndex) -> None:
         for step in (1, 2):
             list(loader.step(step)[1])
     assert sorted(drawn) == [1, 2] and {step for step, _ in reader.begun} == {1, 2}
+
+
+def test_the_time_that_a_step_waits_for_records_is_counted_and_no_other(
+    small_set: ShardIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on only while the step waits for a record that is late."""
+    reader, late = _Counting(small_set), threading.Semaphore(0)
+    clock, asked = [0.0], list[float]()
+
+    def fetch(ids_row: np.ndarray, step: int) -> Fetched:
+        assert late.acquire(timeout=20)
+        clock[0] += 5.0
+        return BatchReader.fetch(reader, ids_row, step)
+
+    def now() -> float:
+        """Asked before and after each wait, of which the first is for the draw; only then is a record on its way."""
+        asked.append(clock[0])
+        if len(asked) > 2 and len(asked) % 2 == 1:
+            late.release()
+        return asked[-1]
+
+    monkeypatch.setattr(reader, "fetch", fetch)
+    monkeypatch.setattr(loader_module, "time", SimpleNamespace(monotonic=now))
+    with loading(reader, _sampler(small_set), ahead=1, last=1) as loader:
+        rows = 0
+        for _ in loader.step(1)[1]:
+            rows += 1
+            clock[0] += 100.0  # the step computes
+        assert rows == len(slots(_sampler(small_set).draw(1).ids, 0, 1, 2)) > 1 and loader.waited == 5.0 * rows
 
 
 def test_errors_come_with_the_step_that_has_them(small_set: ShardIndex) -> None:

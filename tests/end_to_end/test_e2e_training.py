@@ -92,8 +92,12 @@ def test_public_sinks_show_no_private_quantity(finished: tuple[Path, str]) -> No
     assert not {"private/loss", "private/records", "private/gradient_norm", "private/clipped_fraction"} & set(public)
     secret = [json.loads(line) for line in (run_dir / "logs" / "private" / "curves.jsonl").read_text().splitlines()]
     shown = output + (run_dir / "report.html").read_text() + (run_dir / "logs" / "public.jsonl").read_text()
+    assert all(0 <= entry["waiting_share"] <= 1 and entry["samples_per_second_per_core"] > 0 for entry in secret)
+    assert "waiting" not in shown and "per_core" not in shown, "one slow record shows in them"
+    assert not [tag for tag in public if "waiting" in tag or "core" in tag]
     for entry in secret:
-        assert f"{entry['loss']:.6f}"[:8] not in shown
+        if entry["phase"] == "private":
+            assert f"{entry['loss']:.6f}"[:8] not in shown
     assert "samples/s (timed on synthetic records)" in output
     assert any(line["kind"] == "curves" for line in ledger_lines(run_dir)), "this config asks for them"
     assert "Decisions taken by them are outside the claim" in (run_dir / "certificate.md").read_text()

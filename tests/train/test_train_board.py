@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from murmuration.train.run.board import Board, Pace
+from murmuration.train.run.board import Board, Feed, Pace
 from murmuration.train.run.early_end import measured_before
 from murmuration.train.run.report import read_curves
 from murmuration.train.storage.run_dir import RunDir, open_private, whole_lines
@@ -40,6 +40,17 @@ def test_no_time_of_a_private_step_is_ever_shown(monkeypatch: pytest.MonkeyPatch
     assert len(shown) == 2 * 249
     assert {rate for synthetic, _, rate, _ in shown if synthetic} == {(25.0, " (timed on synthetic records)")}
     assert {(rate, line) for synthetic, _, rate, line in shown if synthetic is None} == {(None, "")}
+
+
+def test_the_owner_is_told_the_share_of_a_step_that_waits_and_the_rate_of_a_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clocked(monkeypatch, 2.0)
+    waited = iter([100.0, 100.5, 100.5, 109.0])
+    pace = Pace(50.0, public=False, feed=Feed(lambda: next(waited), cores=5))
+    assert pace.tick() == {}, "what was waited for before the first step is nobody's"
+    told = {"seconds": 2.0, "samples_per_second": 25.0, "samples_per_second_per_core": 5.0}
+    assert [pace.tick() for _ in range(3)] == [told | {"waiting_share": share} for share in (0.25, 0.0, 1.0)]
 
 
 def test_public_records_show_the_rate_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:

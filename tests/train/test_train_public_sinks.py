@@ -20,7 +20,7 @@ from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.data.index.shard_index import build
 from murmuration.train.config.optimizer import Schedule
-from murmuration.train.run.board import Board, Pace
+from murmuration.train.run.board import Board, Feed, Pace
 from murmuration.train.run.trainer import Saving, Trainer, Watching
 from murmuration.train.step import StepSummary
 from murmuration.train.storage.public_times import PublicTimes
@@ -82,7 +82,7 @@ def trained(folder: Path, data: Path) -> dict[str, bytes]:
         ),
         "watching": Watching(None, None),
         "board": board,
-        "pace": Pace(RECORDS / 4, public=False, synthetic=1000.0),
+        "pace": Pace(RECORDS / 4, public=False, synthetic=1000.0, feed=Feed(lambda: loader.waited, 2)),
         "ending": SimpleNamespace(reason=lambda: None, measured=lambda *given: None),
     }  # fmt: skip
     trainer = Trainer(
@@ -93,6 +93,7 @@ def trained(folder: Path, data: Path) -> dict[str, bytes]:
     finally:
         loader.close()
         board.close()
+    assert loader.waited > 0, "what the sinks must not show was measured"
     return {"log": run_dir.public_log.read_bytes()} | {
         "events": b"".join(path.read_bytes() for path in sorted(run_dir.public_board.iterdir()))
     }

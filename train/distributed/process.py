@@ -7,16 +7,12 @@ import os
 import socket
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Collection
-from fractions import Fraction
 from pathlib import Path
 
 import torch
 
 from murmuration.accounting.errors import RunError
 from murmuration.train.distributed.memory import forbid_dumps
-from murmuration.train.distributed.ranks import Ranks
 
 
 class DeviceError(RunError, RuntimeError):
@@ -76,23 +72,6 @@ def refuse_idle_gpus(root: Path) -> None:
         f"this machine has GPUs, but PyTorch's CUDA {torch.version.cuda} cannot use them (driver: {driver}); install a "
         'newer driver or a PyTorch for this one, or set CUDA_VISIBLE_DEVICES="" to train on the CPU'
     )
-
-
-def own_cores(ranks: Ranks, mask: Collection[int] | None = None) -> int:
-    """How many cores this rank may fill: those that it may run on, each shared with the other ranks that may run on it.
-    Some launchers bind each rank to cores of its own, others let all ranks run everywhere; the variables that they set
-    do not show which."""
-    here = (_machine(), frozenset(os.sched_getaffinity(0) if mask is None else mask))
-    takers = Counter(core for machine, cores in ranks.gather(here) if machine == here[0] for core in cores)
-    return max(1, int(sum((Fraction(1, takers[core]) for core in here[1]), Fraction(0))))
-
-
-def _machine() -> str:
-    """Identity of the machine: its containers have host names of their own but share the cores."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return socket.gethostname()
 
 
 def _free_port() -> str:

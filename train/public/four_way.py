@@ -176,7 +176,7 @@ def _one(
     try:
         for step in range(1, study.steps + 1):
             rows = slots(sampler.draw(step).ids, ranks.rank, ranks.world, micro_batch)
-            for batch in iterate(reader, rows, step):
+            for batch in (read.to(engine.device) for read in iterate(reader, rows, step)):
                 engine.accumulate(batch)
                 clipped = forward.observed
                 assert clipped is not None

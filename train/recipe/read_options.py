@@ -17,7 +17,7 @@ from murmuration.data.store.cache import Cache
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.train.config.data import ReadingSettings
 from murmuration.train.config.section import RecipeError
-from murmuration.train.distributed.process import own_cores
+from murmuration.train.distributed.cores import own_cores
 from murmuration.train.distributed.ranks import Ranks, raised_on_all_ranks
 from murmuration.train.recipe.ready_phase import ReadyPhase
 

@@ -10,11 +10,16 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from murmuration.accounting.escaping import printable_lines
 from murmuration.train.storage.public_times import PublicTimes
 from murmuration.train.storage.run_dir import RunDir, end_line, open_private
+
+WAITING = "waiting_share"
+"""Share of a step's time for which it waits for records. Where it is not near zero, more cores make steps faster."""
 
 
 class Board:
@@ -89,6 +94,16 @@ class Board:
         writer.flush()
 
 
+@dataclass(frozen=True)
+class Feed:
+    """How fast records come to the steps."""
+
+    waited: Callable[[], float]
+    """Seconds for which this rank's steps have waited for records so far."""
+    cores: int
+    """How many cores all ranks may fill together."""
+
+
 class Pace:
     """How fast the phase is, as far as that may be public.
 
@@ -98,21 +113,30 @@ class Pace:
     the private board. That is why no progress library draws this line: they all show the time of the last step.
     """
 
-    def __init__(self, records_per_step: float, public: bool, synthetic: float | None = None) -> None:
+    def __init__(
+        self, records_per_step: float, public: bool, synthetic: float | None = None, feed: Feed | None = None
+    ) -> None:  # fmt: skip
         """`public`: whether the records are public, so that their own rate may be shown."""
-        self._records, self._public, self._synthetic = records_per_step, public, synthetic
+        self._records, self._public, self._synthetic, self._feed = records_per_step, public, synthetic, feed
         self._measured: float | None = None
         self._last: float | None = None
+        self._waited = 0.0
 
     def tick(self) -> dict[str, float]:
         """To be called after each step; returns the step's values for the private board."""
         now, last = time.monotonic(), self._last
+        waited = self._feed.waited() if self._feed is not None else 0.0
+        waiting, self._waited = waited - self._waited, waited
         self._last = now
         if last is None:
             return {}
         seconds = max(now - last, 1e-9)
         self._measured = self._records / seconds
-        return {"seconds": seconds, "samples_per_second": self._measured}
+        values = {"seconds": seconds, "samples_per_second": self._measured}
+        if self._feed is not None:
+            values |= {"samples_per_second_per_core": self._measured / self._feed.cores}
+            values |= {WAITING: min(1.0, waiting / seconds)}
+        return values
 
     def rate(self) -> tuple[float, str] | None:
         """(records per second, how that was measured)"""

@@ -9,6 +9,7 @@ RUN_DIR/secret.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -118,14 +119,20 @@ def fill(
 
     No rank returns before the last row of every rank is written.
     """
-    read = until_unreadable(lambda ids, step: iter([reader.read(ids, step)]), stop)
+
+    def fetched(ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
+        found = reader.fetch(ids, step)
+        reader.report(found)
+        yield found.batch
+
+    read = until_unreadable(fetched, stop)
 
     def make(ids: np.ndarray) -> None:
         for batch in read(ids, 0):
             if not len(batch.present):
                 return  # could not be read: the next check for a stop ends all ranks
             with evaluating(model), autocast(precision, ranks.device):
-                features = model.features(batch.inputs["images"].to(ranks.device))
+                features = model.features(batch.to(ranks.device).inputs["images"])
             values = features.float().cpu().numpy()
             writer.put(ids, values, batch.inputs["labels"].numpy(), batch.present.numpy())
 

@@ -20,6 +20,7 @@ from murmuration.model.trainable import select
 from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.config.optimizer import Carry
 from murmuration.train.config.privacy import Privacy
+from murmuration.train.distributed.cores import own_cores
 from murmuration.train.distributed.memory import forbid_dumps, keep_from_swap
 from murmuration.train.engines.base import ShardedEngine
 from murmuration.train.engines.choose import EngineSettings, make_engine
@@ -32,7 +33,7 @@ from murmuration.train.public.monitor import LossMonitor
 from murmuration.train.recipe.read_options import public_epochs, rank_plan, reading_options, with_stream_order
 from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule
 from murmuration.train.recipe.warm_start import hand_over
-from murmuration.train.run.board import Pace
+from murmuration.train.run.board import Feed, Pace
 from murmuration.train.run.cached_features import FeatureReader, feature_reader
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import declare, header, segment_of
@@ -79,9 +80,8 @@ def train_privately(
         at_end.callback(built.engine.close)
         _note_memory(run, phase, built.forward.kept_from_swap)
         core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise)
-        pace = Pace(plan.divisor, public=False, synthetic=_prove(run, phase, core, segment))
-        loader = _private_loader(run, phase, marking(reader, plan.held_out), core, segment, done)
-        at_end.callback(loader.close)
+        proved = _prove(run, phase, core, segment)
+        loader = _private_loader(run, phase, marking(reader, plan.held_out), core, segment, done, at_end)
         mixing = None
         if phase.mixed is not None:
             mixing = MixingEngine.of(run, phase, plan.divisor, built.engine, derive("public-order"))
@@ -95,6 +95,7 @@ def train_privately(
         at_end.callback(core.close)
         _restore(loaded, resumed, built.engine, settings.optimizer.carry)
         watching = watching_of(run, phase, built.engine, derive, built.clip, plan, step.norm)
+        pace = _pace(run, loader, plan.divisor, public=False, synthetic=proved)
         trainer_of(run, phase, step, built.engine, pace, watching, plan, rule.bound, done).run(done)
 
 
@@ -134,13 +135,12 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         width = config.train_micro_batch_size_per_gpu
         if phase.placement is None:  # otherwise a node's share of a batch varies
             width = even_width(epochs.batch, ranks.world, width)
-        loader = _loader(run, phase, reader, PublicOrder(epochs), width)
-        at_end.callback(loader.close)
+        loader = _loader(run, phase, reader, PublicOrder(epochs), width, at_end)
         records = Records(loader.draw, loader.micro_batches).until_unreadable(run.stop)
         step = PlainStep(records, epochs.batch, engine, ranks, run.stop)
         _restore(loaded, resumed, engine, settings.optimizer.carry)
         watching = watching_of(run, phase, engine, derive, None, None)
-        pace = Pace(batch, settings.data.public)
+        pace = _pace(run, loader, batch, settings.data.public)
         trainer_of(run, phase, step, engine, pace, watching, None, None, done).run(done)
 
 
@@ -159,21 +159,32 @@ def _reader(
 
 
 def _loader(
-    run: RunContext, phase: ReadyPhase, reader: Reader, sampler: Sampler[Any], micro_batch: int
+    run: RunContext, phase: ReadyPhase, reader: Reader, sampler: Sampler[Any], micro_batch: int, at_end: ExitStack
 ) -> Loader[Any]:  # fmt: skip
     ranks = run.ranks
-    return Loader(
+    loader = Loader(
         reader, sampler, ranks.rank, ranks.world, micro_batch, last=phase.settings.steps,
-        plan=rank_plan(phase, ranks, micro_batch),
+        plan=rank_plan(phase, ranks, micro_batch), device=ranks.device,
     )  # fmt: skip
+    at_end.callback(loader.close)
+    return loader
+
+
+def _pace(
+    run: RunContext, loader: Loader[Any], records: float, public: bool, synthetic: float | None = None
+) -> Pace:  # fmt: skip
+    """Called on all ranks together."""
+    feed = Feed(lambda: loader.waited, run.ranks.sum(own_cores(run.ranks)))
+    return Pace(records, public, synthetic, feed)
 
 
 def _private_loader(
-    run: RunContext, phase: ReadyPhase, reader: Reader, core: PrivateCore, segment: Segment, done: int
-) -> Loader[Any]:
+    run: RunContext, phase: ReadyPhase, reader: Reader, core: PrivateCore, segment: Segment, done: int,
+    at_end: ExitStack,
+) -> Loader[Any]:  # fmt: skip
     if phase.settings.features is None:  # otherwise they were compared before features were computed
         require_same_records(run, phase, segment, done, core.sampler())
-    return _loader(run, phase, reader, core.shared_sampler(), run.config.train_micro_batch_size_per_gpu)
+    return _loader(run, phase, reader, core.shared_sampler(), run.config.train_micro_batch_size_per_gpu, at_end)
 
 
 def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segment) -> float:

@@ -120,7 +120,7 @@ class MixingEngine(EngineAround):
         epochs = PublicEpochs(index.records, mixing.batch, _key(key, b"order"))
         micro_batch = even_width(mixing.batch, ranks.world, run.config.train_micro_batch_size_per_gpu)
         loader = Loader(
-            reader, PublicOrder(epochs), rank=ranks.rank, world=ranks.world, micro_batch=micro_batch, last=steps
+            reader, PublicOrder(epochs), ranks.rank, ranks.world, micro_batch, last=steps, device=ranks.device
         )
         gradient = PublicGradient(inner.model, lambda step: loader.step(step)[1], ranks, run.config.run.precision)
         return MixingEngine(inner, gradient, lambda step: alpha(mixing, step, steps, batch), loader.close)

@@ -19,7 +19,7 @@ from murmuration.train.optim.schedule import learning_rate
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor, MonitorReading
 from murmuration.train.recipe.ready_phase import ReadyPhase
-from murmuration.train.run.board import Board, Pace
+from murmuration.train.run.board import WAITING, Board, Pace
 from murmuration.train.run.early_end import Ending
 from murmuration.train.step import StepSummary
 from murmuration.train.storage.checkpoint import Checkpoints, Position
@@ -112,8 +112,11 @@ class Trainer:
         timed, public = self.pace.tick(), self.phase.settings.data.public
         if public or self.board.keeps_private:
             summary = observed.over_ranks(self.ranks, self.clip_bound)
+            if WAITING in timed and self.board.keeps_private:  # a step is as slow as the rank that waits longest
+                timed[WAITING] = max(self.ranks.gather(timed[WAITING]))
             if public:
                 self.board.public(self.name, step, summary)
+                self.board.private(self.name, step, timed)
             else:
                 self.board.private(self.name, step, summary | timed)
 
