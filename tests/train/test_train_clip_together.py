@@ -14,6 +14,7 @@ from murmuration.model.build import Objective, build
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import Clipped
 from murmuration.train.clip.groups import Grouping
+from murmuration.train.clip.per_record import ClipWeights, Dense, OuterProduct
 from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import SMALL, ExactSums, Float32Sums, OnlyIf, trainable_shapes
@@ -252,3 +253,34 @@ def test_nothing_that_is_not_finite_passes_a_condition_that_is_false() -> None:
     assert not bool(sums.totals["w"].any())
     OnlyIf(sums, torch.tensor(True)).add_product("w", torch.ones(5, 2), torch.ones(5, 3))
     assert bool((sums.totals["w"] == 5).all())
+
+
+@pytest.mark.parametrize("keep", [None, torch.arange(6) < 9])
+def test_operands_lie_alike_whether_a_record_is_masked_or_not(keep: Tensor | None) -> None:
+    """Otherwise a library may choose another kernel, whose rounding would move what all other records add."""
+    wide = torch.randn(6, 4, 30)
+    weights = ClipWeights(torch.ones(6), keep)
+    outer = OuterProduct("w", wide[:, :, 3:10], wide.transpose(1, 2)[:, 2:6, :5], torch.Size((7, 5)))
+    dense = Dense("b", wide.flatten(1)[:, 7:19])
+    for operand in (*outer.operands(weights), *dense.operands(weights)):
+        assert operand.is_contiguous() and operand.storage_offset() == 0
+
+
+@pytest.mark.parametrize("records", [6, 131, 256])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_others_add_does_not_change_in_any_bit_because_of_a_hostile_record(
+    kind: str, precision: Precision, records: int
+) -> None:
+    """With it the micro-batch is computed again, with masks; without it the micro-batch is an ordinary one."""
+    found = []
+    for there in (True, False):
+        model = Mixed()
+        forward = PrivateForward(model, clip_of(model, precision), defer=True)
+        forward.begin(CPU)
+        present = torch.ones(records, dtype=torch.bool)
+        present[3] = there
+        forward(mixed(records, {3: HOSTILE[kind]} if there else None), present)
+        forward.settle()
+        found.append(flat(forward.sums.totals))
+    assert bool(found[0].any()) and torch.equal(*found)

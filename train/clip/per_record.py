@@ -158,10 +158,11 @@ class Dense:
         return squared_length(flat(self.value))
 
     def operands(self, weights: ClipWeights) -> tuple[Tensor, Tensor]:
-        """[B, 1] and [B, elements], whose product is the weighted sum."""
+        """[B, 1] and [B, elements], whose product is the weighted sum. Contiguous whether masked or not: a library that
+        chose its kernel by strides would sum the other records otherwise if one of them is not finite."""
         kept = weights.mask(self.value)
         kept = kept.to(wide(kept.dtype))
-        return weights.factors.to(kept.dtype).unsqueeze(1), flat(kept)
+        return weights.factors.to(kept.dtype).unsqueeze(1), flat(kept).contiguous()
 
     def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
         sums.add_product(self.name, *self.operands(weights))
@@ -233,13 +234,14 @@ class OuterProduct:
         sums.add_product(self.name, *self.operands(weights))
 
     def operands(self, weights: ClipWeights) -> tuple[Tensor, Tensor]:
-        """[B·T, rows] and [B·T, columns], whose product is the weighted sum. Not for tables of row numbers."""
+        """[B·T, rows] and [B·T, columns], whose product is the weighted sum; contiguous, as above. Not for tables of
+        row numbers."""
         left, right = self.left, self.right
         if self.rows <= self.columns:
             left, right = weights.operand(left), weights.mask(right)
         else:
             left, right = weights.mask(left), weights.operand(right)
-        return left.flatten(0, 1), right.flatten(0, 1)
+        return left.flatten(0, 1).contiguous(), right.flatten(0, 1).contiguous()
 
 
 @dataclass(frozen=True)
