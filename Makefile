@@ -12,6 +12,9 @@ FUZZ ?=
 MUTATE ?=
 READY := .venv/.ready
 
+# What the model of the demo writes below pictures that it has not seen.
+CAPTIONS := runs/demo/captions
+
 .PHONY: setup demo test test-full test-slow test-kernels fuzz mutate lint
 setup: $(READY)
 
@@ -23,6 +26,8 @@ demo: $(READY)
 	@$(BIN)/python launch/prepare.py demo
 	@PATH="$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) launch/train.py --config ds_configs/demo.json
 	@$(BIN)/python launch/account.py verify runs/demo
+	@test -e $(CAPTIONS)/result.json || $(BIN)/python launch/evaluate.py caption runs/demo --out $(CAPTIONS) \
+	    --config ds_configs/demo.json --data demo_data/held_out --public --records 48
 
 lint: $(READY)
 	@$(BIN)/ruff check .

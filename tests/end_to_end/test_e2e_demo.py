@@ -25,5 +25,13 @@ def test_demo_learns_colours_within_its_budget(tmp_path: Path) -> None:
     verify = [sys.executable, str(ROOT / "launch" / "account.py"), "verify", str(run_dir), "--json"]
     verdict = json.loads(subprocess.run(verify, capture_output=True, text=True, check=True).stdout)
     assert verdict["epsilon"] <= 8 and verdict["objection"] is None
+    gallery = [
+        sys.executable, str(ROOT / "launch" / "evaluate.py"), "caption", str(run_dir),
+        "--out", str(tmp_path / "captions"), "--config", str(ROOT / "ds_configs" / "demo.json"),
+        "--data", str(ROOT / "demo_data" / "held_out"), "--public", "--records", "8",
+    ]  # fmt: skip
+    subprocess.run(gallery, check=True, capture_output=True)
+    page = (tmp_path / "captions" / "result.html").read_text()
+    assert page.count("<img") == 8 and "ε = 7.9998" in page
     certified = json.loads((run_dir / "certificate.json").read_text())["claim"]["epsilon"]
     assert abs(verdict["epsilon"] - certified) <= 1e-6
