@@ -105,7 +105,8 @@ def test_a_lost_host_ends_the_job_and_it_goes_on_without_and_with_it(
         assert codes == [75, 75], outputs
         assert "no progress for 20 s (run.stall_seconds)" in outputs[0], outputs
         assert "rank 1 gave no sign of life" in outputs[0], outputs[0]
-        assert "the rendezvous store does not answer" in outputs[1] or not outputs[1], outputs[1]
+        # Cut off from the store, it cannot know whether it is the one to speak; libraries may have told something.
+        assert "the rendezvous store does not answer" in outputs[1] or "error" not in outputs[1], outputs[1]
         hosts[lost].do("ip", "link", "set", hosts[lost].link, "up")
     else:
         assert (codes[1 - lost] == 75 and "another rank ended" in outputs[0] + outputs[1]) or lost == 0, outputs

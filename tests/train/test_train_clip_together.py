@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.model.build import Objective, build
+from murmuration.train.clip import accumulator
+from murmuration.train.clip import sums as sums_module
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import Clipped
 from murmuration.train.clip.groups import Grouping
@@ -232,7 +234,7 @@ def test_sums_add_parts_only_where_they_may() -> None:
     shapes = {"w": torch.Size((150, 120)), "b": torch.Size((150,)), "v": torch.Size((4, 3)), "s": torch.Size(())}
     assert shapes["w"].numel() > SMALL
     for sums in (ExactSums(shapes, CPU), Float32Sums(shapes)):
-        runs = sums.spans(["s", "b", "w", "v"])
+        runs = sums.spans(["s", "b", "w", "v"], 3)
         assert sorted(name for run in runs for name in run) == sorted(shapes)
         for run in runs:
             parts = torch.randn(3, sum(shapes[name].numel() for name in run))
@@ -242,7 +244,7 @@ def test_sums_add_parts_only_where_they_may() -> None:
             sizes = [shapes[name].numel() for name in run]
             for name, part in zip(run, parts.double().sum(0).split(sizes), strict=True):
                 torch.testing.assert_close(sums.totals[name].double().flatten(), 2 * part, rtol=1e-5, atol=1e-5)
-    assert ExactSums(shapes, CPU).spans(["b", "s"]) == [["b"], ["s"]], "`v` lies between them"
+    assert ExactSums(shapes, CPU).spans(["b", "s"], 1) == [["b"], ["s"]], "`v` lies between them"
 
 
 def test_nothing_that_is_not_finite_passes_a_condition_that_is_false() -> None:
@@ -284,3 +286,47 @@ def test_what_others_add_does_not_change_in_any_bit_because_of_a_hostile_record(
         forward.settle()
         found.append(flat(forward.sums.totals))
     assert bool(found[0].any()) and torch.equal(*found)
+
+
+def test_a_span_is_bounded_over_all_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {name: torch.Size((10,)) for name in "abcdef"}
+    monkeypatch.setattr(sums_module, "SPAN", 60)
+    sums = ExactSums(shapes, CPU)
+    assert sums.spans(list(shapes), 1) == [list("abcdef")]
+    assert sums.spans(list(shapes), 3) == [["a", "b"], ["c", "d"], ["e", "f"]]
+    assert sums.spans(list(shapes), 7) == [[name] for name in "abcdef"]
+
+
+def test_a_parameter_too_wide_for_all_its_parts_is_added_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, present = Mixed(), mixed(256), torch.ones(256, dtype=torch.bool)
+    expected = summed(clip_of(model), model, inputs, present)[0]
+    monkeypatch.setattr(accumulator, "WIDEST_SPAN", 2 * WIDTH)
+    largest: list[int] = []
+    whole = ExactSums.add_span
+
+    def watched(self: ExactSums, names: list[str], found: Tensor, only_if: Tensor | None = None) -> None:
+        largest.append(max(self.totals[name].numel() for name in names))
+        whole(self, names, found, only_if)
+
+    monkeypatch.setattr(ExactSums, "add_span", watched)
+    assert far(summed(clip_of(model), model, inputs, present)[0], expected) < 1e-6
+    assert largest and max(largest) <= WIDTH
+
+
+def test_what_is_computed_again_is_computed_in_the_mode_of_its_first_pass() -> None:
+    seen: list[bool] = []
+
+    class Noting(Mixed):
+        def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+            seen.append(self.training)
+            return super().forward(inputs)
+
+    model = Noting()
+    forward = PrivateForward(model, clip_of(model), defer=True)
+    forward.begin(CPU)
+    model.eval()
+    forward(*BATCHES[1])
+    model.train()
+    forward(*BATCHES[1])
+    forward.settle()
+    assert seen == [False, True, False, True] and model.training and model.head.training

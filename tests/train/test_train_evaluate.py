@@ -282,11 +282,22 @@ def private_world(tmp_path: Path, where: str) -> tuple[Path, list[str]]:
     if where == "the folder above":
         (tmp_path / "records" / "red" / "deeper").mkdir()
         return tmp_path, []
+    if where == "two folders above":
+        return tmp_path.parent, []
     return (index.folder if where == "the index" else folder), []
 
 
 @pytest.mark.parametrize(
-    "where", ["the index", "the folder", "one picture", "a class folder", "the folder above", "an index elsewhere"]
+    "where",
+    [
+        "the index",
+        "the folder",
+        "one picture",
+        "a class folder",
+        "the folder above",
+        "two folders above",
+        "an index elsewhere",
+    ],
 )
 def test_records_of_a_private_run_are_public_for_nobody(
     world: Path, tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]

@@ -29,7 +29,7 @@ from murmuration.train.clip.per_record import (
     wide,
 )
 from murmuration.train.clip.rule import ClipError, stretches
-from murmuration.train.clip.sums import SMALL, GradientSums, OnlyIf, SpanSums, products_into
+from murmuration.train.clip.sums import SMALL, WIDEST_SPAN, GradientSums, OnlyIf, SpanSums, products_into
 
 # Relative error of a squared norm above which it is computed again (`rule.FACTOR_ROUNDING` allows for it). Outside the
 # range, squares may have overflowed or vanished in fp32.
@@ -258,7 +258,9 @@ class NormAccumulator:
         parts = len(stretches(self._records))
         if self._records % parts:
             return
-        for names in sums.spans([name for name, own in self._pieces.items() if len(own) == 1 and _is_product(own[0])]):
+        simple = [name for name, own in self._pieces.items() if len(own) == 1 and _is_product(own[0])]
+        fitting = [name for name in simple if parts * self._pieces[name][0].elements <= WIDEST_SPAN]
+        for names in sums.spans(fitting, parts):
             sizes = {name: self._pieces[name][0].elements for name in names}
             found = torch.empty(parts, sum(sizes.values()), device=self.keep.device)
             start = 0

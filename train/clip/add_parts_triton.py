@@ -27,8 +27,10 @@ def _add_parts(  # pyright: ignore
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         there = place < elements
         value = tl.load(total + place, mask=there, other=0.0)
-        for part in range(0, parts):
-            value += tl.load(found + part * stride + place, mask=there, other=0.0).to(tl.float64)
+        row = found
+        for _ in range(0, parts):
+            value += tl.load(row + place, mask=there, other=0.0).to(tl.float64)
+            row += stride  # not a product of two 32-bit numbers, which may overflow
         tl.store(total + place, value, mask=there)
 
 

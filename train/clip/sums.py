@@ -19,8 +19,9 @@ from murmuration.train.distributed.ranks import Ranks
 
 # Devices on which sums are added by a kernel.
 KERNEL_DEVICES = ("cuda",)
-# Elements of neighbouring parameters whose products are added to the totals at once.
-SPAN = 1 << 24
+# Elements that are added to the totals at once, over all parts: those of neighbouring parameters, or of a single one. A
+# parameter with more is added part by part, in memory for one.
+SPAN, WIDEST_SPAN = 1 << 25, 1 << 28
 # Parameters with at most this many elements are neighbours in the totals: one product and one addition serve them all.
 SMALL = 1 << 14
 
@@ -45,7 +46,7 @@ class SpanSums(GradientSums, Protocol):
     """Totals to which the products of many parameters can be added at once: on a GPU, launching a kernel for every
     layer takes longer than the additions."""
 
-    def spans(self, names: Collection[str]) -> list[list[str]]:
+    def spans(self, names: Collection[str], parts: int) -> list[list[str]]:
         """Cuts the names into runs of neighbours."""
         ...
 
@@ -81,12 +82,12 @@ class ExactSums:
     def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
         self.add(name, product(left, right).view_as(self.totals[name]))
 
-    def spans(self, names: Collection[str]) -> list[list[str]]:
+    def spans(self, names: Collection[str], parts: int) -> list[list[str]]:
         found: list[list[str]] = []
         end = first = -1
         for name in (name for name in self._places if name in names):
             place = self._places[name]
-            if place.start != end or place.stop - first > SPAN:
+            if place.start != end or (place.stop - first) * parts > SPAN:
                 found.append([])
                 first = place.start
             found[-1].append(name)
@@ -131,7 +132,8 @@ class Float32Sums:
     def add(self, name: str, value: Tensor) -> None:
         self._total(name, value.device).add_(value)
 
-    def spans(self, names: Collection[str]) -> list[list[str]]:
+    def spans(self, names: Collection[str], parts: int) -> list[list[str]]:
+        del parts
         return [[name] for name in names]
 
     @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from murmuration.train.clip.engine import ClipEngine, Clipped, DeferringClip, Ob
 from murmuration.train.clip.precision import Precision, autocast
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
+from murmuration.train.engines.base import evaluating
 from murmuration.train.engines.gradient_injection import GradientInjector
 from murmuration.train.engines.plain_copy import PlainCopy
 from murmuration.train.noise.update import UpdateError
@@ -21,10 +24,10 @@ class _Unsettled:
     """A micro-batch of which the host does not know yet whether it was ordinary, and so whether it was added."""
 
     def __init__(
-        self, inputs: dict[str, Tensor], present: Tensor, rule: ClipRule | None, seen: Clipped
+        self, inputs: dict[str, Tensor], present: Tensor, rule: ClipRule | None, training: bool, seen: Clipped
     ) -> None:  # fmt: skip
         assert seen.ordinary is not None, "the clip engine left nothing open"
-        self.inputs, self.present, self.rule, self._seen = inputs, present, rule, seen
+        self.inputs, self.present, self.rule, self.training, self._seen = inputs, present, rule, training, seen
         self._ready = None
         if not present.is_cuda:
             self._ordinary = seen.ordinary
@@ -89,7 +92,7 @@ class PrivateForward(nn.Module):
         if self._defer and isinstance(self.clip, DeferringClip):
             self.settle(but=AHEAD - 1)
             self.observed = self.clip.add_if_ordinary(self.model, inputs, present, self.sums, rule)
-            self._unsettled.append(_Unsettled(inputs, present, rule, self.observed))
+            self._unsettled.append(_Unsettled(inputs, present, rule, self.model.training, self.observed))
         else:
             self.observed = self.clip.add_clipped(self.model, inputs, present, self.sums, rule)
         return torch.zeros((), device=present.device)
@@ -100,7 +103,9 @@ class PrivateForward(nn.Module):
         while len(self._unsettled) > but:
             found = self._unsettled.pop(0)
             if not found.was_ordinary():
-                exact = self.clip.add_clipped(self.model, found.inputs, found.present, self.sums, found.rule)
+                # In the mode of its first pass: what is dropped in training is not dropped in a measurement.
+                with nullcontext() if found.training else evaluating(self.model):
+                    exact = self.clip.add_clipped(self.model, found.inputs, found.present, self.sums, found.rule)
                 found.correct(exact)
 
     def clear(self) -> None:

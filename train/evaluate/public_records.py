@@ -8,6 +8,7 @@ except for the part of it that was made public.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,9 +120,10 @@ def _refuse_around(place: RecordsPlace) -> None:
     """For pictures without an index: a subfolder of an indexed folder, or a single picture in it, is as private as
     that one; and so is a folder that contains it."""
     root = place.given.resolve()
-    folders = [root, *root.parents] if root.is_dir() else list(root.parents)
+    below = [Path(folder) for folder, _, _ in os.walk(root)] if root.is_dir() else []
+    folders = [*below, *root.parents]
     indexes = [folder.with_name(folder.name + BESIDE) for folder in folders if folder.name]
-    indexes += sorted(root.glob("*" + BESIDE)) if root.is_dir() else []
+    indexes += [folder for folder in below if folder.name.endswith(BESIDE)]
     for index in indexes:
         if (index / MANIFEST).is_file():
             _hold_to_promises(place, open_index(index))

@@ -119,15 +119,22 @@ def _sums_are_exact(
     """Checks what three micro-batches bring to the optimizer; returns the seconds of two on the slowest rank."""
     with evaluating(engine.model):  # a path may be dropped for all records; here each weight gets its gradient
         engine.accumulate(batch)
-    started = time.monotonic()
+    started = _when_idle(engine)
     engine.accumulate(batch)
     engine.accumulate(batch)
-    seconds = max(ranks.gather(time.monotonic() - started))
+    seconds = max(ranks.gather(_when_idle(engine) - started))
     gradients = Capture(PlainUpdate(batch=1))
     engine.update(gradients, learning_rate=0.0)
     _all_trained(engine, gradients, ranks)
     _sum_is_the_sum(engine, clip, batch, gradients, replicated, ranks)
     return seconds
+
+
+def _when_idle(engine: ShardedEngine) -> float:
+    """The time at which the device has done what it was given."""
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+    return time.monotonic()
 
 
 def _agree(ranks: Ranks, check: Callable[[], T]) -> T:
