@@ -134,6 +134,16 @@ def added() -> dict[str, list[bool]]:
     return {"same": same, "left": left}
 
 
+def far_apart() -> list[float]:
+    """Parts whose distances pass 2^31 elements together. Memory in between is never touched, so it costs nothing."""
+    apart = 1 << 30
+    found = torch.empty(2 * apart + 5, dtype=torch.float32).as_strided((3, 5), (apart, 1))
+    found.copy_(torch.arange(15.0).view(3, 5))
+    total = torch.zeros(5, dtype=torch.float64)
+    add_parts(total, found, None)
+    return total.tolist()
+
+
 def clipped(objective: Objective, all_kernels: bool) -> dict[str, Any]:
     """The whole engine in fp16, with the Gram kernel, or with all kernels, and without."""
     layers._layer_norm = (lambda: backward) if all_kernels else (lambda: None)
@@ -162,7 +172,7 @@ if __name__ == "__main__":
     print("RESULTS " + json.dumps({
         "fp32": products(torch.float32, norms.PART), "fp16": products(torch.float16, norms.PART),
         "parts": products(torch.float16, 128), "not a number": not_a_number(),
-        "layer norm": layer_norms(), "added": added(),
+        "layer norm": layer_norms(), "added": added(), "far apart": far_apart(),
         "clipped": {"mae": clipped("mae", False), "caption": clipped("caption", False)},
         "all": {"mae": clipped("mae", True), "caption": clipped("caption", True)},
     }))  # fmt: skip

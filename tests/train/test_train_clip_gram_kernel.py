@@ -55,6 +55,10 @@ def test_parts_are_added_in_fp64_where_they_may_be(found: dict[str, Any]) -> Non
     assert len(found["added"]["left"]) == 3 and all(found["added"]["left"])
 
 
+def test_parts_are_found_beyond_the_reach_of_32_bits(found: dict[str, Any]) -> None:
+    assert found["far apart"] == [15.0, 18.0, 21.0, 24.0, 27.0]
+
+
 @pytest.mark.parametrize("model", ["mae", "caption"])
 def test_clipped_sums_with_the_kernel_are_those_without(found: dict[str, Any], model: str) -> None:
     seen = found["clipped"][model]

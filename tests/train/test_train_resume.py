@@ -12,6 +12,7 @@ import pytest
 
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import compose, verify
+from murmuration.accounting.keys import RunKey, store
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.train.noise.aes import NoiseMechanism
@@ -21,7 +22,7 @@ from murmuration.train.run.context import RunContext
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, Position, pointer_text
 from murmuration.train.storage.open_run import OpenRun
 from murmuration.train.storage.run_dir import RunDir
-from tests.support.acc_world import begin, facts
+from tests.support.acc_world import begin, facts, train
 from tests.support.step_world import journal_at, step_of
 from tests.support.train_helpers import alone, plan_for
 
@@ -143,6 +144,39 @@ def test_an_older_checkpoint_is_taken_only_by_a_declared_rollback(tmp_path: Path
     step, reason = run.resume("the disk lost it")
     assert step == 4 and reason is not None and "rolled back to step 4" in reason
     assert "continuing from phase00-step00000004, and all opened steps stay charged" in run.said[-1]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_steps_are_not_made_again_behind_a_public_phase_that_was_gone_through_again(tmp_path: Path, lost: bool) -> None:
+    plan, run_dir = plan_for(), RunDir(tmp_path)
+    run_dir.prepare()
+    store(RunKey.from_debug_seed(1), run_dir.key)
+
+    def started(new_segment: str | None = None) -> OpenRun:
+        journal = Journal(Ledger.open(tmp_path / "ledger.jsonl"))
+        kept = Checkpoints(run_dir.checkpoints, alone(), Keep(2))
+        return OpenRun("toy", run_dir, alone(), journal, RunKey.from_debug_seed(1), kept, new_segment)
+
+    run, (_, engine) = started(), step_of(alone(), None, plan)
+    journal = run.writer
+    journal.start_run("toy", "check", True, {})
+    journal.declare_plan(1, "private", plan, {"accountant": "pld"})
+    for phase, number in ((0, 2), (1, 0)):
+        if phase == 1:
+            run.derive(1, run.segment(1, "private", "config", "data", 0))
+        header = {"ledger": {"length": journal.ledger.length, "head": journal.ledger.head}}
+        run.checkpoints.begin(Position(phase, number), engine, False, header)
+        run.checkpoints.settle(lambda digest, at=(phase, number): journal.checkpointed(*at, digest), {})
+    train(journal, range(1, 4), plan, phase=1)
+    journal.ledger.close()
+    if lost:
+        shutil.rmtree(run_dir.checkpoints / Position(1, 0).folder)
+    run = started("the disk lost it" if lost else None)
+    found = run.latest()
+    assert found is not None and (found.position.phase, found.position.step) == ((0, 2) if lost else (1, 0))
+    assert run.segment(1, "private", "config", "data", 0).number == (1 if lost else 0)
+    train(run.writer, range(1, plan.steps + 1), plan, phase=1)
+    assert len(run.writer.history.opened) == plan.steps + (3 if lost else 0), "opened steps stay charged"
 
 
 def test_without_any_whole_checkpoint_nothing_begins_anew(tmp_path: Path) -> None:

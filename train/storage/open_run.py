@@ -56,6 +56,8 @@ class OpenRun:
     """The user's declared reason for a new segment (--new-segment)."""
     chain: key_chain.KeyChain | None = field(default=None, init=False, repr=False)
     """The keys of the private steps that are being made; None in a segment without a key chain."""
+    _continues: int | None = field(default=None, init=False, repr=False)
+    """The phase of the checkpoint that this start continues from."""
 
     @property
     def key(self) -> RunKey:
@@ -124,6 +126,10 @@ class OpenRun:
         known = self.writer.history.segments_of(phase)
         if reason is None and not replay and self._opened_behind(phase, done):
             reason = f"steps after step {done} were opened, and their weights may have been seen"
+        if reason is None and self._continues not in (None, phase) and self._opened_behind(phase, done):
+            # The phase had a checkpoint before its first step. Where processors add in another order, its weights are
+            # not found again, and noise that is drawn twice must meet the same sum twice.
+            reason = f"the checkpoint that phase {name!r} began from is lost, and its steps were opened"
         if reason is None:
             reason = self._keys_gone(known[-1], done)
         if known and known[-1].manifest_digest != manifest_digest:
@@ -205,6 +211,7 @@ class OpenRun:
                 self.writer.admit_checkpoint(loaded.position.phase, loaded.position.step, loaded.digest, length)
                 _require_ledger(self.writer, length, head, loaded.position.folder)
                 self._forget_before(loaded)
+                self._continues = loaded.position.phase
 
         ranks.on_main(check)
         ranks.require_same("the last checkpoint (is the run directory shared?)", loaded.digest if loaded else None)
