@@ -12,27 +12,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.certificate.certificate import CertificateError
-from murmuration.accounting.cli.epsilon import calibrate, epsilon_command, plan_command
-from murmuration.accounting.cli.run import explain_command, retire_command, verify_command
 from murmuration.accounting.errors import BAD_INPUT, DONE, REFUSED, RunError
 from murmuration.accounting.escaping import sentence
 
 Command = Callable[[argparse.Namespace], tuple[dict[str, Any], str]]
-COMMANDS: dict[str, Command] = {
-    "epsilon": epsilon_command,
-    "calibrate": calibrate,
-    "plan": plan_command,
-    "verify": verify_command,
-    "explain": explain_command,
-    "retire": retire_command,
-}
+
+
+def _command(name: str) -> Command:
+    """Imported when one is called: SciPy takes seconds, and `--help` needs none of it."""
+    from murmuration.accounting.cli import epsilon, run
+
+    return {
+        "epsilon": epsilon.epsilon_command,
+        "calibrate": epsilon.calibrate,
+        "plan": epsilon.plan_command,
+        "verify": run.verify_command,
+        "explain": run.explain_command,
+        "retire": run.retire_command,
+    }[name]
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    command = _command(arguments.command)
+    from murmuration.accounting.certificate.certificate import CertificateError
+
     try:
-        values, text = COMMANDS[arguments.command](arguments)
+        values, text = command(arguments)
     except (RunError, OSError) as error:
         print(f"error: {sentence(error)}", file=sys.stderr)
         # Here the certificate is what was asked about; a run that doubts its own certificate uses the error's own code.

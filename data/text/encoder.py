@@ -7,27 +7,21 @@ clip_bpe.py); anything else is a file: BERT's WordPiece if its name ends in .txt
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 
+from murmuration.data.text.built_in import BUILT_IN
 from murmuration.data.text.clip_bpe import DEFAULT_SIZE, FULL_SIZE, open_clip_vocabulary
 from murmuration.data.text.vocabulary import PAD, Vocabulary, open_bert, open_json, word_tokenizer
 
-__all__ = ["PAD", "TextEncoder", "is_built_in", "word_tokenizer"]
+__all__ = ["PAD", "TextEncoder", "word_tokenizer"]
 
-_BUILT_IN = re.compile(r"clip(?::(\w+))?")
 # Characters read per token of the row; this bounds the cost of a caption of many megabytes.
 _CHARACTERS_PER_TOKEN = 64
 
 
-def is_built_in(source: str) -> bool:
-    """Whether a config's `tokenizer` names a built-in vocabulary rather than a file."""
-    return _BUILT_IN.fullmatch(source) is not None
-
-
 def open_vocabulary(source: str | os.PathLike[str]) -> Vocabulary:
     name = os.fspath(source)
-    if match := _BUILT_IN.fullmatch(name):
+    if match := BUILT_IN.fullmatch(name):
         size = match.group(1)
         if size is None:
             return open_clip_vocabulary(DEFAULT_SIZE)

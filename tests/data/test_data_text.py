@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import murmuration.data.text.clip_bpe as clip_vocabulary
-from murmuration.data.text.encoder import TextEncoder, is_built_in, open_vocabulary, word_tokenizer
+from murmuration.data.text.built_in import is_built_in
+from murmuration.data.text.encoder import TextEncoder, open_vocabulary, word_tokenizer
 from murmuration.evaluation.zero_shot import score_labels
 from murmuration.model.build import build
 from murmuration.model.captioner import caption_loss

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import TYPE_CHECKING
 
-from murmuration.accounting.epsilon.audit_bound import AuditError
 from murmuration.accounting.errors import DONE, REFUTED, RunError
 from murmuration.train.commands.arguments import add_config
 from murmuration.train.commands.exits import FROM_THE_START, complain, guarded, joined, leave
-from murmuration.train.config.load import load
-from murmuration.train.config.root import Config
+
+if TYPE_CHECKING:
+    from murmuration.train.config.root import Config
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -49,6 +50,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    from murmuration.train.config.load import load  # what a typo needs is imported first, and PyTorch last
+
     try:
         config = load(arguments.config, arguments.set)
         _check(arguments)
@@ -58,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    from murmuration.accounting.epsilon.audit_bound import AuditError
+
     for name, least in (("canaries", 2), ("steps", 1), ("records", 1)):
         if getattr(arguments, name) < least:
             raise AuditError(f"--{name} {getattr(arguments, name)} is too few for an audit; use at least {least}")

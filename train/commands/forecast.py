@@ -8,7 +8,6 @@ import time
 from murmuration.accounting.errors import DONE, RunError
 from murmuration.train.commands.arguments import add_config
 from murmuration.train.commands.exits import complain
-from murmuration.train.config.load import load
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -38,6 +37,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    from murmuration.train.config.load import load
+
     try:
         config = load(arguments.config, arguments.set)
     except RunError as error:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from murmuration.accounting.errors import DONE, RunError
 from murmuration.train.commands.arguments import add_config
 from murmuration.train.commands.exits import FROM_THE_START, complain, guarded, joined, leave
-from murmuration.train.config.load import load
 
 if TYPE_CHECKING:
-    from murmuration.train.public.four_way import Outcome
+    from murmuration.train.config.root import Config
+    from murmuration.train.public.four_way import Outcome, Study
+    from murmuration.train.recipe.ready_phase import ReadyPhase
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -40,12 +41,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    from murmuration.train.config.load import load
+
     try:
         config = load(arguments.config, arguments.set)
     except RunError as error:
         return complain(error)
     # Heavy imports only now: bad input is refused within a second.
-    from murmuration.train.public.four_way import Study, require_public, require_start, run_study
+    from murmuration.train.public.four_way import Study, require_public, require_start
     from murmuration.train.recipe.ready_phase import RecipeError, prepare
 
     try:
@@ -65,7 +68,12 @@ def main(argv: list[str] | None = None) -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except (RunError, OSError) as error:
         return complain(error)
+    _run(arguments, config, phase, study)
+
+
+def _run(arguments: argparse.Namespace, config: Config, phase: ReadyPhase, study: Study) -> NoReturn:
     ranks = joined(config)
+    from murmuration.train.public.four_way import run_study
 
     def say(text: str) -> None:
         if ranks.main:

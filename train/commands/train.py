@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from murmuration.accounting.errors import DONE, RunError
 from murmuration.train.commands.arguments import add_config
 from murmuration.train.commands.exits import complain, guarded, joined, leave
-from murmuration.train.config.load import load
-from murmuration.train.config.root import Config, run_dir_of
-from murmuration.train.recipe.ready_phase import ReadyPhase
+
+if TYPE_CHECKING:
+    from murmuration.train.config.root import Config
+    from murmuration.train.recipe.ready_phase import ReadyPhase
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -36,6 +37,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    from murmuration.train.config.load import load  # what a typo needs is imported first, and PyTorch last
+
     try:
         config = load(arguments.config, arguments.set)
         if arguments.dry_run:
@@ -56,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase]) -> NoReturn:
     ranks = joined(config)
+    from murmuration.train.config.root import run_dir_of
     from murmuration.train.recipe.read_options import agree
     from murmuration.train.run.run import run_all
 

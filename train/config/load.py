@@ -14,7 +14,7 @@ from murmuration.accounting.errors import RunError
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, NotJson, parse, require_shallow
 from murmuration.data.store.place import is_url
-from murmuration.data.text.encoder import is_built_in
+from murmuration.data.text.built_in import is_built_in
 from murmuration.train.config.data import DATA_SECTIONS
 from murmuration.train.config.refused import find_refusals, short, without_harmless
 from murmuration.train.config.root import Config

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from murmuration.accounting.epsilon import tuning as accounted_tuning
 from murmuration.train.clip.groups import Grouping
 from murmuration.train.config.section import Section
+
+if TYPE_CHECKING:
+    from murmuration.accounting.epsilon import tuning as accounted_tuning
 
 
 class AdaptiveClip(Section):
@@ -149,5 +151,7 @@ class Tuning(Section):
         return self
 
     def declared(self) -> accounted_tuning.Declared:
+        from murmuration.accounting.epsilon import tuning as accounted_tuning  # SciPy takes a second; few configs ask
+
         runs = accounted_tuning.Tuning.from_dict(self.model_dump()) if self.mean is not None else None
         return accounted_tuning.Declared(self.statement, runs)
