@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
-from murmuration.train.config.load import load
+from murmuration.train.config.habits import HABITS
+from murmuration.train.config.load import ConfigError, load
 from murmuration.train.config.root import Config, json_schema, run_dir_of
 from murmuration.train.recipe.ready_phase import clip_rule, make_plan
 from tests.support.config_base import put, refusal
 
 ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = json_schema()
+RECIPES = sorted(p for p in (ROOT / "ds_configs").rglob("*.json") if p.name != "schema.json")
 SHIPPED = sorted(p for p in (ROOT / "ds_configs").glob("*.json") if p.name != "schema.json")
 
 
@@ -77,6 +83,40 @@ def test_paths_follow_the_file_and_overrides_follow_the_shell(
 
 def test_the_checked_in_schema_is_the_generated_one() -> None:
     assert json.loads((ROOT / "ds_configs" / "schema.json").read_text()) == json_schema()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_an_editor_accepts_every_shipped_config(path: Path) -> None:
+    faults = Draft202012Validator(SCHEMA).iter_errors(json.loads(path.read_text()))
+    assert [(list(fault.absolute_path), fault.message) for fault in faults] == []
+
+
+def test_an_editor_wants_an_objective_of_every_phase_that_trains() -> None:
+    raw = json.loads(SHIPPED[0].read_text())
+    del raw["phases"][-1]["objective"]
+    assert "'objective' is a required property" in str(list(Draft202012Validator(SCHEMA).iter_errors(raw)))
+
+
+@pytest.mark.parametrize("name", sorted(HABITS))
+def test_a_name_of_other_trainers_is_answered_with_a_key_that_exists(loaded: Callable[..., Config], name: str) -> None:
+    known: list[Any] = [SCHEMA]
+    for part in HABITS[name].split("."):
+        known = [found for schema in known for found in values_of(schema, part.removesuffix("[]"))]
+    assert known, f"no section has the key {HABITS[name]}"
+    hint = f"did you mean {HABITS[name]!r}?" if HABITS[name] in SCHEMA["properties"] else f"that is {HABITS[name]} here"
+    with pytest.raises(ConfigError, match=re.escape(f"unknown key {name!r}; {hint}")):
+        loaded(put(name, 1))
+
+
+def values_of(schema: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """All that a key of this section may hold, references followed."""
+    definitions, found = SCHEMA["$defs"], []
+    waiting = [schema["properties"][key]] if key in schema.get("properties", {}) else []
+    while waiting:
+        field = waiting.pop()
+        waiting += [*field.get("anyOf", ()), *field.get("oneOf", ()), *([field["items"]] if "items" in field else ())]
+        found.append(definitions[field["$ref"].rpartition("/")[2]] if "$ref" in field else field)
+    return found
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)

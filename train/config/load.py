@@ -16,6 +16,7 @@ from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, NotJson, p
 from murmuration.data.store.place import is_url
 from murmuration.data.text.built_in import is_built_in
 from murmuration.train.config.data import DATA_SECTIONS
+from murmuration.train.config.habits import HABITS
 from murmuration.train.config.refused import find_refusals, short, without_harmless
 from murmuration.train.config.root import Config
 
@@ -139,9 +140,7 @@ def _sentence(fault: Any) -> str:
     where = ".".join(str(part) for part in location if part not in DATA_SECTIONS)
     if fault["type"] == "extra_forbidden":
         known = _known_keys(location[:-1])
-        close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(sorted(known))}"
-        return f"unknown key {where!r}; {hint}"
+        return f"unknown key {where!r}; {_hint(str(location[-1]), known)}"
     if fault["type"] == "missing":
         return f"{where} is missing; give it a value"
     if fault["type"] == "union_tag_invalid":
@@ -150,6 +149,14 @@ def _sentence(fault: Any) -> str:
     if fault["type"] == "value_error":
         return f"{where}: {message}" if where else message
     return f"{where} = {short(fault['input'])} is not usable: {message[:1].lower()}{message[1:]}"
+
+
+def _hint(name: str, known: list[str]) -> str:
+    habit = HABITS.get(name, "")
+    if habit and habit.rpartition(".")[2] not in known:
+        return f"that is {habit} here"
+    close = [habit.rpartition(".")[2]] if habit else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(sorted(known))}"
 
 
 def _known_keys(location: list[str | int]) -> list[str]:

@@ -65,7 +65,7 @@ class Reference:
             yield from self._sections_in(field["items"], True)
 
     def _section(self, title: str, section: Node) -> list[str]:
-        required = section.get("required", [])
+        required = {*section.get("required", ()), *section.get("else", {}).get("required", ())}
         rows = [
             "| " + " | ".join((f"`{key}`", self._type(field), _default(field, key in required), _meaning(field))) + " |"
             for key, field in section["properties"].items()

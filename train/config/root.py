@@ -262,7 +262,13 @@ class Config(Section):
 
 def json_schema() -> dict[str, Any]:
     """For editors; checked in as ds_configs/schema.json, which a test compares with this."""
-    return Config.model_json_schema(by_alias=True)
+    schema = Config.model_json_schema(by_alias=True)
+    phase = schema["$defs"]["Phase"]
+    # A phase that only loads weights takes the objective of the next one (load.py).
+    phase["required"].remove("objective")
+    phase["if"] = {"properties": {"data": {"properties": {"source": {"const": "checkpoint"}}, "required": ["source"]}}}
+    phase["else"] = {"required": ["objective"]}
+    return schema
 
 
 def run_dir_of(config: Config, config_path: Path) -> Path:
