@@ -14,7 +14,8 @@ from torch import Tensor
 from murmuration.accounting.durable import atomic
 from murmuration.data.decode.class_list import ClassList
 from murmuration.evaluation.interval import share
-from murmuration.evaluation.ranking import MOST, hits
+from murmuration.evaluation.ranking import hits
+from murmuration.evaluation.shares import MOST
 from murmuration.model.classifier import Classifier
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.result import Outcome, Tile
