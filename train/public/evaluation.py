@@ -169,7 +169,7 @@ class PublicEvaluator:
 
     def _shares(self, tally: Tally) -> dict[str, float]:
         counts = [sum(parts) for parts in zip(*self.ranks.gather(tally.counts()), strict=True)]
-        return shares(counts, self.held.metrics())
+        return shares(counts, self.held.shares)
 
     def _model_inputs(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         asked = {*self.held.axes, RIGHT_CLASSES}

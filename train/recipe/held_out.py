@@ -110,11 +110,16 @@ class HeldOut:
             spec = replace(spec, labels=(FOLDERS,), target=FOLDERS, classes=self.classes)
         return replace(spec, right_classes=self.classes if self.evaluation.real is not None else 0)
 
+    @property
+    def shares(self) -> list[str]:
+        """The shares of right answers among the classes."""
+        return share_names(self.classes, self.evaluation.real is not None) if self.classes else []
+
     def metrics(self) -> list[str]:
         """What is measured, by the names of boards and logs."""
         found = [LOSS] if self.has_loss else []
         found += [f"zero_shot_{axis}" for axis in self.axes]
-        found += share_names(self.classes, self.evaluation.real is not None) if self.classes else []
+        found += self.shares
         return found + ([SIGNAL] if self.settings.privacy is not None and self.has_loss else [])
 
 
