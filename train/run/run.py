@@ -162,6 +162,7 @@ def _tell_measured(run: RunContext) -> None:
     """Called on the main rank while others may fail, which must not be overwritten."""
     if run.folder.state().get("by") != OTHER:
         tell_state(run, status=TRAINING)
+        run.checkpoints.times.stamp(run.folder.state_file)
 
 
 def _settle_times(run: RunContext) -> None:
