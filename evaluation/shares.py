@@ -19,8 +19,12 @@ def share_names(classes: int, real: bool) -> list[str]:
     return [TOP_1, *([TOP_5] if classes >= MOST else []), *([REAL] if real else [])]
 
 
-def shares(counts: Sequence[int], names: Sequence[str]) -> dict[str, float]:
-    """The named ones, of the counts of a `Tally`; a share of no records is left out."""
+def right_of(counts: Sequence[int], names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """By name, of the counts of a `Tally`: right answers, of how many; a share of no records is left out."""
     *places, records, real, with_right_classes = counts
     of = {TOP_1: (sum(places[:1]), records), TOP_5: (sum(places), records), REAL: (real, with_right_classes)}
-    return {name: of[name][0] / of[name][1] for name in names if of[name][1]}
+    return {name: of[name] for name in names if of[name][1]}
+
+
+def shares(counts: Sequence[int], names: Sequence[str]) -> dict[str, float]:
+    return {name: right / scored for name, (right, scored) in right_of(counts, names).items()}

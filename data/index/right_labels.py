@@ -15,6 +15,7 @@ from typing import Any
 from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.data.decode.fields import RIGHT
 from murmuration.data.index.folders import IMAGES, FolderIndex
+from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.store.place import Place, RecordIndex, Shard, ShardError
 from murmuration.data.store.tar import key_of, shown
 
@@ -111,8 +112,9 @@ class RightlyLabelled:
         self.whole.check_unchanged(contents=contents)
 
     def _name(self, record: int, raw: bytes) -> str:
-        if not isinstance(self.whole, FolderIndex):
+        whole = self.whole.whole if isinstance(self.whole, SplitIndex) else self.whole
+        if not isinstance(whole, FolderIndex):
             return key_of(raw, self.owner(record))
-        place = self.whole.locate(record)[0]
+        place = self.locate(record)[0]
         assert isinstance(place, Path)
-        return _without_extension(str(place.relative_to(self.whole.root)))
+        return _without_extension(str(place.relative_to(whole.root)))

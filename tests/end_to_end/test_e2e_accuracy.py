@@ -148,7 +148,8 @@ def test_a_classifier_shows_top_1_top_5_and_real(warm: WarmLauncher, launch: Mak
     output = ended.output
     assert ended.codes == [0, 0], output
     curves = board(run_dir)
-    for name, records in (("top_1", 37), ("top_5", 37), ("real", 31)):
+    # Of 40 pictures 3 are broken; the first of each colour has no right class, and of the other 32, 2 are broken.
+    for name, records in (("top_1", 37), ("top_5", 37), ("real", 30)):
         assert sorted(curves[name]) == [0, 3, 4]
         assert all(abs(value * records - round(value * records)) < 1e-4 for value in curves[name].values()), name
     measured = json.loads((run_dir / "run_state.json").read_text())["measured"]
