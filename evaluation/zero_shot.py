@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from murmuration.evaluation.class_names import ClassNames
 from murmuration.evaluation.text import CaptionModel, Text
 
 PROMPT = "a photo of a"
@@ -79,6 +80,26 @@ def _score(
     entropy = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     total = torch.where(counted, entropy.view(counted.shape), 0.0).sum(dim=1)
     return (total / counted.sum(dim=1)).view(len(openings), len(endings))
+
+
+def class_scores(
+    model: CaptionModel, images: Tensor, names: ClassNames, templates: tuple[str, ...], text: Text
+) -> Tensor:
+    """[B, classes] of nats per token, lower is better: the mean over templates, of the best of each class's names.
+
+    As DP-Cap does, the mean is taken over the tokens of prompt and name together.
+    """
+    flat = [name for each in names for name in each]
+    total: Tensor | None = None
+    for template in templates:
+        before, after = template.split("{}")
+        scores = score_labels(
+            model, images, before.strip(), [name + after for name in flat], text, count_prompt=True
+        )  # fmt: skip
+        total = scores if total is None else total + scores
+    assert total is not None
+    parts = (total / len(templates)).split([len(each) for each in names], dim=1)
+    return torch.stack([part.min(dim=1).values for part in parts], dim=1)
 
 
 def zero_shot(

@@ -20,7 +20,7 @@ from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, Shard
 from murmuration.data.decode.augment import KINDS, Kind, drop_key, mask_noise
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.decode import SUFFIXES, BadRecord, parsing
-from murmuration.data.decode.fields import numbers_of
+from murmuration.data.decode.fields import numbers_of, right_classes
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
 from murmuration.data.draw.micro_batch import (
@@ -39,6 +39,7 @@ from murmuration.data.store.place import RecordIndex
 from murmuration.data.text.encoder import TextEncoder
 
 TARGET = "labels"
+RIGHT_CLASSES = "right_classes"
 WEIGHT = "record_weight"
 
 
@@ -55,6 +56,7 @@ class DataSpec:
     weight: str | None = None  # a number in the record's .json, passed on as WEIGHT
     classes: int = 0  # > 0: a record whose target is not in 0..classes-1 is bad
     class_list: ClassList | None = field(default=None, repr=False)  # numbers for the names that a .cls may contain
+    right_classes: int = field(default=0, repr=False)  # > 0: RIGHT_CLASSES, with that many columns; for measurements
     image_suffixes: tuple[str, ...] = SUFFIXES
     text_suffix: str = "txt"
     mean: Channels = IMAGENET_MEAN
@@ -78,6 +80,7 @@ class _Parts:
     tokens: list[int]
     labels: list[int]
     weight: float
+    right: list[int]
 
 
 class _Rows:
@@ -92,6 +95,7 @@ class _Rows:
             "pixels": zeros(count, spec.image_size, spec.image_size, 3, dtype=torch.uint8),
             "tokens": zeros(count, text_length, dtype=torch.int64),
             "labels": zeros(len(spec.labels), count, dtype=torch.int64),
+            "right": zeros(count, spec.right_classes, dtype=torch.bool),
             "noise": zeros(count, spec.mask_patches, dtype=torch.float32),
             "drop_keys": zeros(count, dtype=torch.int64),
             "weights": zeros(count, dtype=torch.float32),
@@ -183,6 +187,8 @@ class BatchReader:
 
     def _lay(self, parts: _Parts, rows: _Rows, row: int, record: int, step: int) -> None:
         rows["tokens"][row], rows["labels"][:, row], rows["weights"][row] = parts.tokens, parts.labels, parts.weight
+        if parts.right:
+            rows["right"][row, parts.right] = True
         if self.spec.mask_patches:
             rows["noise"][row] = mask_noise(self._mask_key(step), step, record, self.spec.mask_patches)
         if self.spec.drop_keys:
@@ -201,6 +207,8 @@ class BatchReader:
             inputs["drop_key"] = tensors["drop_keys"]
         if spec.weight is not None:
             inputs[WEIGHT] = tensors["weights"]
+        if spec.right_classes:
+            inputs[RIGHT_CLASSES] = tensors["right"]
         for column, name in enumerate(spec.labels):
             inputs[TARGET if name == spec.target else name] = tensors["labels"][column]
         return inputs
@@ -248,7 +256,7 @@ class BatchReader:
             self._processes.make(members[suffix], step, record, pixels)
         else:
             np.copyto(pixels, self._pictures.make(members[suffix], step, record))
-        return _Parts(tokens, labels, weight)
+        return _Parts(tokens, labels, weight, right_classes(members) if spec.right_classes else [])
 
     def _tokens(self, members: dict[str, bytes]) -> list[int]:
         if self.text is None:

@@ -11,6 +11,8 @@ from murmuration.data.decode.decode import BadRecord
 
 _ANY_NUMBER = 1 << 62  # fits into a tensor
 MOST_WEIGHT = 1e6
+RIGHT = "right labels"
+"""The member with the numbers of all right classes, which an index adds from a list beside the records."""
 # Python's own limits on long numbers and deep nesting depend on its settings and on the thread's stack. The verdict on
 # a record must not, so these limits are lower.
 _MOST_DIGITS = 19
@@ -35,6 +37,11 @@ def numbers_of(
         if not low <= number < high:
             raise BadRecord(f"the record's {name} is not the number of a class")
     return found, 1.0 if weight is None else _weight(fields, weight)
+
+
+def right_classes(members: Mapping[str, bytes]) -> list[int]:
+    """The numbers of all classes that are right; none where nobody says."""
+    return [int(number) for number in members.get(RIGHT, b"").split()]
 
 
 def _fields(members: Mapping[str, bytes], wanted: Sequence[str]) -> Any:

@@ -105,6 +105,15 @@ def walk(read: Read, size: int, what: str, *, whole: bool) -> Generator[Member, 
 
 def parse(raw: bytes, what: str) -> dict[str, bytes]:
     """The members of one record by suffix; refuses bytes that are not exactly one record (a stale index)."""
+    return _record(raw, what)[1]
+
+
+def key_of(raw: bytes, what: str) -> str:
+    """The name that the members of one record share."""
+    return _record(raw, what)[0]
+
+
+def _record(raw: bytes, what: str) -> tuple[str, dict[str, bytes]]:
     members: dict[str, bytes] = {}
     keys: set[str] = set()
     try:
@@ -117,7 +126,7 @@ def parse(raw: bytes, what: str) -> dict[str, bytes]:
         raise ShardError(f"{what}: {DAMAGED}") from error
     if len(keys) != 1:
         raise ShardError(f"{what}: contains {len(keys)} keys, not one; the index is stale, run launch/prepare.py index")
-    return members
+    return keys.pop(), members
 
 
 class _Header(NamedTuple):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from murmuration.evaluation.label_trie import stops_of, trie_of, written_names
-from murmuration.train.evaluate.zero_shot import label_scores
+from murmuration.evaluation.zero_shot import class_scores
 
 WORDS = ["<pad>", "<start>", "<end>", "<unk>", ".", "a", "great", "white", "shark", "heron", "photo", "of"]
 ID = {word: number for number, word in enumerate(WORDS)}
@@ -85,7 +85,7 @@ def test_each_image_writes_its_own_name() -> None:
 def test_a_class_has_the_score_of_its_best_name_and_the_mean_over_templates() -> None:
     model = Fixed({"a": {"heron": 3, "great": 1}, "of": {"heron": 0.5, "shark": 2}, "great": {"white": 1, ".": 2}})
     classes = (("heron",), ("shark", "great white"))
-    found = label_scores(model, images(1), classes, ("a photo of a {}", "of {}"), Words())
+    found = class_scores(model, images(1), classes, ("a photo of a {}", "of {}"), Words())
 
     def by_hand(text: str) -> float:
         ids = [Words.start, *Words().words(text)]
@@ -100,7 +100,7 @@ def test_a_class_has_the_score_of_its_best_name_and_the_mean_over_templates() ->
 
 def test_what_follows_the_name_counts() -> None:
     model = Fixed({"a": {"heron": 3}, "heron": {".": 5}})
-    plain = label_scores(model, images(1), (("heron",),), ("a {}",), Words())
-    ended = label_scores(model, images(1), (("heron",),), ("a {} .",), Words())
+    plain = class_scores(model, images(1), (("heron",),), ("a {}",), Words())
+    ended = class_scores(model, images(1), (("heron",),), ("a {} .",), Words())
     last = F.cross_entropy(model.table[ID["heron"]], torch.tensor(ID["."]))
     torch.testing.assert_close(ended[0, 0] * 3, plain[0, 0] * 2 + last)

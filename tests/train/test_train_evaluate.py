@@ -170,8 +170,11 @@ def test_a_classifier_of_timm_predicts_as_it_does_there(world: Path, tmp_path: P
 def classified(world: Path, tmp_path: Path, name: str, form: str, theirs: Any) -> None:
     out = tmp_path / "out"
     arguments = ["classify", tmp_path / name, "--public", "--data", world / "test", "--out", out, "--gallery", 3]
-    assert evaluate(*arguments) == 0
     pictures = sorted((world / "test").rglob("*.png"))
+    # Every second picture shows red, too; the others show nothing that anybody named.
+    asked = {str(path.relative_to(world / "test")): [path.parent.name, "red"] for path in pictures[::2]}
+    (tmp_path / "right.json").write_text(json.dumps(asked))
+    assert evaluate(*arguments, "--real", tmp_path / "right.json") == 0
     with torch.no_grad():
         likely = theirs(torch.stack([prepared(path, 16, *HALVES) for path in pictures])).softmax(1)
     found = result(out)
@@ -179,6 +182,10 @@ def classified(world: Path, tmp_path: Path, name: str, form: str, theirs: Any) -
     right = sum(COLOURS_LIST[int(row.argmax())] == path.parent.name for row, path in zip(likely, pictures, strict=True))
     assert round(found["numbers"]["top-1"]["value"] * len(pictures)) == right
     assert found["numbers"]["top-5"]["value"] == 1, "of five classes"
+    firsts = [COLOURS_LIST[int(row.argmax())] for row in likely[::2]]
+    real = sum(first in (path.parent.name, "red") for first, path in zip(firsts, pictures[::2], strict=True))
+    assert found["numbers"]["ReaL"]["n"] == len(firsts)
+    assert round(found["numbers"]["ReaL"]["value"] * len(firsts)) == real
     rows = table(out / "predictions.csv")
     assert [row["record"] for row in rows] == [str(path.relative_to(world / "test")) for path in pictures]
     for row, values in zip(rows, likely, strict=True):

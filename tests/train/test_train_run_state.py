@@ -20,6 +20,7 @@ def run_of(folder: RunDir, main: bool) -> Any:
     return SimpleNamespace(
         name="run",
         folder=folder,
+        board=SimpleNamespace(latest=None),
         journal=SimpleNamespace(history=history) if main else None,
         checkpoints=SimpleNamespace(times=PublicTimes(STARTED)),
     )

@@ -36,11 +36,14 @@ class Loop:
                 lambda step, digest: self.said.append(("ledger", step, digest)),
             ),
             "watching": Watching(
-                SimpleNamespace(measure=lambda: {"public_loss": float(self.at)}),  # pyright: ignore
+                SimpleNamespace(  # pyright: ignore
+                    measure=lambda: {"public_loss": float(self.at)}, news_of_unusable=lambda: None
+                ),
                 SimpleNamespace(measure=lambda: MonitorReading({"monitored": float(self.at)}, [])),  # pyright: ignore
             ),
             "board": SimpleNamespace(
-                public=self.public, private=lambda *_: None, keeps_private=True, say=lambda text: None
+                public=self.public, measured=lambda phase, step, values, unusable: self.said.append((step, values)),
+                private=lambda *_: None, keeps_private=True, say=lambda text: None
             ),
             "pace": SimpleNamespace(tick=dict, rate=lambda: None, line=lambda *_: ""),
             "ending": SimpleNamespace(reason=self.reason, measured=lambda *given: self.said.append(("ending", *given))),

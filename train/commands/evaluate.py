@@ -99,6 +99,8 @@ def _zero_shot(protocols: Any) -> argparse.ArgumentParser:
 def _classify(protocols: Any) -> argparse.ArgumentParser:
     parser = protocols.add_parser("classify", help="a classifier's predictions, scored where classes are known")
     _labels(parser, default=None)
+    parser.add_argument("--real", type=Path, metavar="JSON", help="ReaL: all right classes, {picture: [class, ...]}, "
+                        "or the published real.json for ImageNet's validation set")  # fmt: skip
     _some(parser, "default: all")
     _gallery(parser)
     return parser
@@ -184,7 +186,7 @@ def _checked(arguments: argparse.Namespace) -> Asked:
     places = {"test": place_of(arguments.data, "--data", arguments.public)}
     if arguments.protocol == "probe":
         places = {"train": places["test"], "test": place_of(arguments.test, "--test", arguments.public)}
-    for name in ("classes", "names"):
+    for name in ("classes", "names", "real"):
         path = getattr(arguments, name, None)
         if path is not None and not path.is_file():
             raise EvaluationError(f"--{name} {path} does not exist; name a file")

@@ -42,14 +42,26 @@ MOST_STEPS = 10**9
 
 
 class ZeroShot(Section):
-    """Labels scored as the next words of a caption; a record's .json has the true label's number by the axis's name."""
+    """Labels scored as the next words of a caption."""
 
     prompt: str = Field(default="a photo of a", description="How the caption begins.")
-    axes: dict[str, Annotated[list[str], Field(min_length=1)]] = Field(
-        min_length=1,
-        description="Labels by the name of the field that contains the true one; scored in order, each after the words "
-        "found so far.",
+    axes: Annotated[dict[str, Annotated[list[str], Field(min_length=1)]], Field(min_length=1)] | None = Field(
+        default=None,
+        description="Labels by the name of the field that contains the number of the true one (of a record's .json, or "
+        "cls); scored in order, each after the words found so far. null: the class folders of the records.",
     )
+    class_names: str | None = Field(
+        default=None,
+        description="Without axes: a public JSON file {class: [name, …]}; null: the names of the class folders.",
+    )
+
+    @model_validator(mode="after")
+    def _axes_or_classes(self) -> ZeroShot:
+        if self.axes is not None and self.class_names is not None:
+            raise ValueError("zero_shot.class_names are for class folders, and axes list their own labels; drop one")
+        if "{}" in self.prompt:
+            raise ValueError("zero_shot.prompt contains {}, but labels always follow it; leave {} out")
+        return self
 
 
 class Evaluation(Section):
@@ -61,7 +73,14 @@ class Evaluation(Section):
     )
     records: int = Field(default=512, gt=0, description="Number of records that are measured.")
     zero_shot: ZeroShot | None = Field(
-        default=None, description="Scores labels as the next words of a caption; only with objective caption."
+        default=None,
+        description="Scores labels as the next words of a caption; only with objective caption. null: class folders "
+        "are scored by their names.",
+    )
+    real: str | None = Field(
+        default=None,
+        description="ReaL: a public JSON file {picture: [class, …]} with all classes that are right for each picture, "
+        "or the published real.json for ImageNet's validation set. Accuracy by it is measured beside top-1 and top-5.",
     )
 
     @model_validator(mode="before")
@@ -267,10 +286,13 @@ class Phase(Section):
 
     @property
     def label(self) -> str | None:
-        """The field of a record that contains a classifier's label."""
-        return (
-            self.data.label if isinstance(self.data, ShardData | StreamData) and self.objective == "classify" else None
-        )
+        """The field of a record that contains a classifier's label. A phase without records of its own measures class
+        folders, or .cls files."""
+        if self.objective != "classify":
+            return None
+        if isinstance(self.data, ShardData | StreamData):
+            return self.data.label
+        return "cls" if self.evaluation is not None else None
 
     @property
     def weight(self) -> str | None:
@@ -292,4 +314,6 @@ class Phase(Section):
             return "does not predict labels, so it has no accuracy to release; use objective 'classify'"
         if self.objective != "caption" and self.evaluation is not None and self.evaluation.zero_shot is not None:
             return "writes no captions, so it has no zero-shot labels to score; leave evaluation.zero_shot out"
+        if self.objective == "mae" and self.evaluation is not None and self.evaluation.real is not None:
+            return "names no classes, so none can be right; leave evaluation.real out"
         return None

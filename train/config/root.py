@@ -231,9 +231,10 @@ class Config(Section):
         """
         places = {"path": True, "tokenizer": True, "reading": True, "classes": True}
         out = {"data": places, "mixing": {"data": places}, "features": {"folder"}}
-        # Evaluation decides nothing, unless the phase may end by it.
+        # Evaluation decides nothing, unless the phase may end by its loss.
         watches = self.phases[phase].plateau is not None
-        out["evaluation"] = {"path", "public"} if watches else True
+        accuracy = {"real": True, "zero_shot": {"class_names": True}}
+        out["evaluation"] = {"path": True, "public": True, **accuracy} if watches else True
         out["monitor"] = True
         # A run that began before these settings existed has no weight, no bound, no share and rates of 0: unset, they
         # are left out, so that such a run can continue.

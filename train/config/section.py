@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from murmuration.accounting.errors import RunError
+from murmuration.evaluation.shares import TOP_1
 
 # A fault in a phase, found before or during its setup.
 
@@ -49,8 +50,8 @@ class Keeping(Section):
     )
     keep_best: str | None = Field(
         default=None,
-        description="The checkpoint with the best value of this public metric is kept too; the run then claims its "
-        "planned budget.",
+        description="The checkpoint with the best value of this public metric is kept too, such as public_loss or "
+        "accuracy (which is top_1); the run then claims its planned budget.",
     )
     stall_seconds: float = Field(
         default=1200.0,
@@ -61,3 +62,8 @@ class Keeping(Section):
     stop_after_minutes: float | None = Field(
         default=None, gt=0, description="The run saves and ends with exit code 75 this long after its start."
     )
+
+    @field_validator("keep_best")
+    @classmethod
+    def _accuracy_is_top_1(cls, given: str | None) -> str | None:
+        return TOP_1 if given == "accuracy" else given

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from murmuration.accounting.durable import atomic
+from murmuration.data.batch.reader import RIGHT_CLASSES, TARGET
 from murmuration.data.decode.class_list import ClassList
+from murmuration.data.index.right_labels import RightLabels, RightlyLabelled
 from murmuration.evaluation.interval import share
-from murmuration.evaluation.ranking import MOST, hits
+from murmuration.evaluation.ranking import Tally
+from murmuration.evaluation.shares import MOST, TITLES, right_of, share_names
 from murmuration.model.classifier import Classifier
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.result import Outcome, Tile
@@ -33,8 +35,9 @@ class Prediction:
 
 
 def run_classify(
-    session: Session, chosen: Chosen, classes: ClassList | None, label: str | None, gallery: int
-) -> Outcome:
+    session: Session, chosen: Chosen, classes: ClassList | None, label: str | None, gallery: int,
+    real: Path | None = None,
+) -> Outcome:  # fmt: skip
     model = session.model.model
     if not isinstance(model, Classifier) or (names := _names(session, chosen, classes)) is None:
         raise EvaluationError("this model names no classes; name a classifier, or measure its features with a probe")
@@ -43,28 +46,29 @@ def run_classify(
     if label is not None:
         chosen = by_list(chosen, numbers)
     spec = session.spec() if label is None else session.labelled(label, numbers, len(names))
-    most = min(MOST, len(names))
-    right, scored = torch.zeros(most, dtype=torch.int64), 0
+    read = chosen
+    if real is not None:
+        if label is None:
+            raise EvaluationError("--real is scored beside top-1; name class folders, or the records' --label")
+        read = Chosen(RightlyLabelled(chosen.index, RightLabels.read(real, names, len(names))), chosen.ids)
+        spec = replace(spec, right_classes=len(names))
+    most, tally = min(MOST, len(names)), Tally(len(names))
     predictions: list[Prediction] = []
     tiles: list[Tile] = []
 
     def act(ids: np.ndarray, inputs: dict[str, Tensor]) -> None:
-        nonlocal right, scored
         logits = model.logits(inputs["images"]).float()
         if label is not None:
-            right = right + hits(logits, inputs["labels"], most).cpu()
-            scored += len(ids)
+            tally.add(logits, inputs[TARGET], inputs.get(RIGHT_CLASSES))
         found = _predicted([chosen.name(int(record)) for record in ids], logits, names, model.shape.head.loss, most)
         predictions.extend(found)
         for image, each in zip(inputs["images"][: max(0, gallery - len(tiles))], found, strict=False):
             tiles.append(Tile(png(pixels(image, spec)), f"{each.best[0]} {each.probabilities[0]:.2f}", each.record))
 
     result = session.result("classify", {"label": label, "classes": len(names)}, {"test": chosen})
-    result.data["test"]["unreadable"] = session.each(chosen, spec, "classify", act)
-    if label is not None:
-        result.add("top-1", share(int(right[0]), scored))
-        if most == MOST:
-            result.add("top-5", share(int(right.sum()), scored))
+    result.data["test"]["unreadable"] = session.each(read, spec, "classify", act)
+    for name, (right, scored) in right_of(tally.counts(), share_names(len(names), real is not None)).items():
+        result.add(TITLES[name], share(right, scored))
     _write(predictions, session.out / PREDICTIONS, most)
     return Outcome(result, tiles)
 

@@ -11,8 +11,9 @@ from murmuration.data.progress import Progress
 from murmuration.evaluation.interval import share
 from murmuration.evaluation.lars_probe import LarsProbe, LarsSettings, fit_lars
 from murmuration.evaluation.logistic import ITERATIONS, PENALTY_TIMES_N, Logistic, fit_logistic
-from murmuration.evaluation.ranking import MOST, hits
+from murmuration.evaluation.ranking import hits
 from murmuration.evaluation.rows import Rows
+from murmuration.evaluation.shares import MOST
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.features import Extracted, Way, extract
 from murmuration.train.evaluate.result import Outcome, Result

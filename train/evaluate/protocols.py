@@ -59,7 +59,7 @@ def _measured(
     if arguments.protocol == "reconstruct":
         return run_reconstruct(session, chosen, arguments.gallery)
     if arguments.protocol == "classify":
-        return run_classify(session, chosen, classes, arguments.label, arguments.gallery)
+        return run_classify(session, chosen, classes, arguments.label, arguments.gallery, arguments.real)
     text = open_text(session.subject, session.model.shape, arguments.tokenizer)
     if arguments.protocol == "caption":
         told = CaptionSettings(arguments.decode, arguments.beams, arguments.p, arguments.seed, arguments.gallery)

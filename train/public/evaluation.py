@@ -1,10 +1,9 @@
-"""What is measured on public held-out records, at durable checkpoints only: loss, and signal against noise."""
+"""What is measured on public held-out records, at durable checkpoints only: loss, right answers, signal and noise."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -12,11 +11,13 @@ import torch
 from torch import nn
 
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.data.batch.reader import BatchReader, iterate
+from murmuration.data.batch.reader import RIGHT_CLASSES, TARGET, BatchReader, iterate
 from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.data.text.encoder import TextEncoder
+from murmuration.evaluation.ranking import Tally
+from murmuration.evaluation.shares import shares
 from murmuration.evaluation.text import CaptionModel
-from murmuration.evaluation.zero_shot import zero_shot
+from murmuration.evaluation.zero_shot import class_scores, zero_shot
 from murmuration.model.build import build
 from murmuration.model.trainable import select
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
@@ -25,6 +26,7 @@ from murmuration.train.config.root import ZeroShot
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import ShardedEngine, evaluating
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm, next_rule
+from murmuration.train.recipe.held_out import LOSS, SIGNAL
 from murmuration.train.recipe.ready_phase import ReadyPhase
 
 SIGNAL_RECORDS = 256
@@ -52,65 +54,135 @@ def public_loss(batches: Iterable[MicroBatch], losses: Callable[[MicroBatch], to
     return sum(part[0] for part in parts) / max(1, sum(part[1] for part in parts))
 
 
+class Heard:
+    """The latest output of a module, whichever engine runs it: a call of its own would be collective in some."""
+
+    output: torch.Tensor
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self._module = dict(model.named_modules())[name]
+
+    def __enter__(self) -> Heard:
+        self._hook = self._module.register_forward_hook(self._hear)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+    def _hear(self, module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+        self.output = output.detach()
+
+
 class PublicEvaluator:
     def __init__(
         self, phase: ReadyPhase, engine: ShardedEngine, ranks: Ranks, micro_batch: int, mask_key: bytes,
         clip: ClipEngine | None, plan: PrivacyPlan | None, norm: AdaptiveNorm | None = None,
         precision: Precision = "fp32",
     ) -> None:  # fmt: skip
-        assert phase.held_out is not None and phase.settings.evaluation is not None
+        held = phase.measured
+        assert held is not None
         self.engine, self.ranks, self.micro_batch = engine, ranks, micro_batch
         self.clip, self.plan, self.norm = clip, plan, norm
         self.precision: Precision = precision
-        self.phase = phase
-        self.records = min(phase.settings.evaluation.records, phase.held_out.records)
+        self.phase, self.held, self._told = phase, held, False
         # Step 0 at every call: the same masks each time, so that the curve shows the weights alone.
-        spec = phase.data_spec(augment=False)
-        self.zero_shot, self.text = phase.settings.evaluation.zero_shot, phase.text
-        if self.zero_shot is not None:
-            spec = replace(spec, labels=tuple(self.zero_shot.axes))
-        self.axes = spec.labels
-        self.reader = BatchReader(phase.held_out, spec, phase.text, mask_key=mask_key)
+        self.reader = BatchReader(held.index, held.spec, held.text, mask_key=mask_key)
 
     def measure(self) -> dict[str, float]:
         """Measures in the precision of training, and without dropout, even where training uses it."""
+        found: dict[str, float] = {}
         with evaluating(self.engine.model), autocast(self.precision, self.engine.device):
-            found = {"public_loss": public_loss(self._batches(self.records), self._losses, self.ranks)}
-            if self.zero_shot is not None and self.text is not None:
-                found |= self._zero_shot(self.zero_shot, self.text)
-            if self.clip is not None and self.plan is not None:
-                found["update_snr"] = self._signal_to_noise(self.clip, self.plan)
+            if self.phase.settings.objective == "classify":
+                found |= self._classified()
+            elif self.held.has_loss:
+                found |= {LOSS: public_loss(self._batches(self.held.ids), self._losses, self.ranks)}
+            if self.held.zero_shot is not None:
+                found |= self._zero_shot(self.held.zero_shot)
+            if self.held.has_loss and self.clip is not None and self.plan is not None:
+                found[SIGNAL] = self._signal_to_noise(self.clip, self.plan)
         return found
+
+    def news_of_unusable(self) -> str | None:
+        """How many of the records could not be measured, and why one of them could not; None at a later call, since
+        they are the same ones at every checkpoint. Called on all ranks together."""
+        if self._told:
+            return None
+        self._told, bad = True, self.reader.bad_reasons
+        found = self.ranks.gather((len(bad), next(iter(bad.values()), "")))
+        count, reasons = sum(part[0] for part in found), [part[1] for part in found if part[0]]
+        if not count:
+            return None
+        return f"{count:,} of {len(self.held.ids):,} public held-out records cannot be measured ({reasons[0]})"
 
     def _losses(self, batch: MicroBatch) -> torch.Tensor:
         return self.engine.model(self._model_inputs(batch))
 
-    def _zero_shot(self, settings: ZeroShot, text: TextEncoder) -> dict[str, float]:
-        """Share of right answers per axis."""
+    def _classified(self) -> dict[str, float]:
+        """The loss and the shares of right answers, by one pass through the model."""
+        tally = Tally(self.held.classes)
+
+        def losses(batch: MicroBatch) -> torch.Tensor:
+            found = self._losses(batch)
+            self._count(tally, batch, head.output.float()[batch.present])
+            return found
+
+        with Heard(self.engine.model, "head") as head:
+            found = {LOSS: public_loss(self._batches(self.held.ids), losses, self.ranks)}
+        return found | self._shares(tally)
+
+    def _zero_shot(self, settings: ZeroShot) -> dict[str, float]:
         model = cast(CaptionModel, whole_model(self.phase, self.engine))
-        right = dict.fromkeys(settings.axes, 0)
+        text = self.phase.text
+        assert text is not None
+        return self._by_class(model, settings, text) if self.held.classes else self._by_axis(model, settings, text)
+
+    def _by_class(self, model: CaptionModel, settings: ZeroShot, text: TextEncoder) -> dict[str, float]:
+        tally = Tally(self.held.classes)
+        templates = (f"{settings.prompt} {{}}",)
+        for batch in self._batches(self.held.ids):
+            images = batch.inputs["images"][batch.present]
+            if len(images):
+                self._count(tally, batch, -class_scores(model, images, self.held.class_names, templates, text))
+        return self._shares(tally)
+
+    def _by_axis(self, model: CaptionModel, settings: ZeroShot, text: TextEncoder) -> dict[str, float]:
+        """Share of right answers per axis."""
+        axes = self.held.axes
+        right = dict.fromkeys(axes, 0)
         count = 0
-        for batch in self._batches(self.records):
+        for batch in self._batches(self.held.ids):
             images = batch.inputs["images"][batch.present]
             if not len(images):
                 continue
             count += len(images)
-            answers = zero_shot(model, images, settings.axes, text, prompt=settings.prompt)
+            answers = zero_shot(model, images, axes, text, prompt=settings.prompt)
             for axis, answer in answers.items():
                 right[axis] += int((answer == batch.inputs[axis][batch.present]).sum())
         parts = self.ranks.gather((count, right))
         total = max(1, sum(part[0] for part in parts))
-        return {f"zero_shot_{axis}": sum(part[1][axis] for part in parts) / total for axis in settings.axes}
+        return {f"zero_shot_{axis}": sum(part[1][axis] for part in parts) / total for axis in axes}
+
+    def _count(self, tally: Tally, batch: MicroBatch, scores: torch.Tensor) -> None:
+        """`scores` are those of the records alone: padding is nobody's answer."""
+        right = batch.inputs.get(RIGHT_CLASSES)
+        tally.add(scores, batch.inputs[TARGET][batch.present], None if right is None else right[batch.present])
+
+    def _shares(self, tally: Tally) -> dict[str, float]:
+        counts = [sum(parts) for parts in zip(*self.ranks.gather(tally.counts()), strict=True)]
+        return shares(counts, self.held.shares)
 
     def _model_inputs(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in batch.inputs.items() if name not in self.axes}
+        asked = {*self.held.axes, RIGHT_CLASSES}
+        return {name: tensor for name, tensor in batch.inputs.items() if name not in asked}
 
     def _signal_to_noise(self, clip: ClipEngine, plan: PrivacyPlan) -> float:
         """Norm of the mean clipped gradient of public records over the norm of the noise on a step's mean."""
-        records = min(SIGNAL_RECORDS, self.records)
+        ids = self.held.ids
+        records = min(SIGNAL_RECORDS, len(ids))
+        ids = ids[np.arange(records) * len(ids) // records] if self.held.folders else ids[:records]
         rule = next_rule(clip, self.norm)
         sums: dict[str, torch.Tensor] = {}
-        for batch in self._batches(records):
+        for batch in self._batches(ids):
             inputs = self._model_inputs(batch)
             totals, _ = clipped_totals(clip, self.engine.model, inputs, batch.present, self.engine.shapes, rule)
             for name, gradient in totals.items():
@@ -122,7 +194,7 @@ class PublicEvaluator:
         noise = plan.noise_multiplier * rule.sensitivity * math.sqrt(self.engine.trainable_elements) / plan.divisor
         return signal / noise
 
-    def _batches(self, records: int) -> Iterator[MicroBatch]:
-        rows = slots(np.arange(records), self.ranks.rank, self.ranks.world, self.micro_batch)
+    def _batches(self, ids: np.ndarray) -> Iterator[MicroBatch]:
+        rows = slots(ids, self.ranks.rank, self.ranks.world, self.micro_batch)
         for batch in iterate(self.reader, rows, 0):
             yield batch.to(self.engine.device)

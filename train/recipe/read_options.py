@@ -45,6 +45,9 @@ def agree(phases: list[ReadyPhase], ranks: Ranks) -> list[ReadyPhase]:
     for phase in phases:
         seen = f"{phase.index.manifest_digest} {phase.index.excluded_digest}"
         ranks.require_same(f"the index of phase {phase.name!r}, with its list of excluded records", seen)
+        if phase.held_out is not None:
+            seen = f"{phase.held_out.manifest_digest} {phase.captioned}"
+            ranks.require_same(f"the records that phase {phase.name!r} is evaluated on", seen)
     return [replace(phase, placement=_placement(phase, ranks)) for phase in phases]
 
 

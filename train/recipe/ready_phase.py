@@ -6,7 +6,7 @@ Everything that can be refused is refused here, before any compute is spent.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
@@ -37,6 +37,7 @@ from murmuration.train.config.data import CheckpointData, ReadingSettings, Shard
 from murmuration.train.config.privacy import AdaptiveClip, Privacy
 from murmuration.train.config.root import Config, NoiseKind, Phase
 from murmuration.train.config.section import RecipeError
+from murmuration.train.recipe.held_out import HeldOut, usable
 from murmuration.train.recipe.labels import LabelSource, class_list, require_numbers
 from murmuration.train.recipe.open_data import (
     open_data,
@@ -83,6 +84,8 @@ class ReadyPhase:
     """Numbers of the classes, the same in every phase of the run."""
     placement: Placement | None = None
     """Which ranks compute which records, where not every rank can read all of them."""
+    captioned: bool = True
+    """Whether the held-out records of a captioner have captions."""
 
     @property
     def name(self) -> str:
@@ -107,6 +110,14 @@ class ReadyPhase:
         if self.settings.plateau is not None and self.held_out is not None:
             found |= _identity("held_out", self.held_out, True, keyed)
         return found
+
+    @property
+    def measured(self) -> HeldOut | None:
+        """What is measured on the held-out records."""
+        if self.held_out is None:
+            return None
+        spec = self.data_spec(augment=False)
+        return HeldOut(self.settings, self.shape, self.held_out, spec, self.text, self.captioned)
 
     @property
     def label_list(self) -> ClassList | None:
@@ -151,7 +162,23 @@ def prepare(config: Config) -> list[ReadyPhase]:
     _keep_apart(phases)
     require_numbers(_label_sources(phases), classes, shape.head.classes)
     hold_to_what_was_promised(_uses(phases))
+    phases = [_with_usable_records(phase) for phase in phases]  # read only now that they may be
+    _require_metric(config.run.keep_best, phases)
     return phases
+
+
+def _with_usable_records(phase: ReadyPhase) -> ReadyPhase:
+    if phase.measured is None:
+        return phase
+    return replace(phase, captioned=usable(phase.measured, f"phases.{phase.number}.evaluation").captioned)
+
+
+def _require_metric(wanted: str | None, phases: list[ReadyPhase]) -> None:
+    """Refuses a choice by what is never measured: no checkpoint would be the best."""
+    known = {name: None for phase in phases if phase.measured is not None for name in phase.measured.metrics()}
+    if wanted is not None and wanted not in known:
+        fix = f"name one of {', '.join(known)}" if known else "give a phase `evaluation`"
+        raise RecipeError(f"run.keep_best = {wanted!r}: no phase measures that; {fix}, or leave it out")
 
 
 def _uses(phases: list[ReadyPhase]) -> list[Use]:

@@ -15,11 +15,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from murmuration.accounting.escaping import printable_lines
+from murmuration.evaluation.shares import TITLES
+from murmuration.train.config.phase import Phase
 from murmuration.train.storage.public_times import PublicTimes
 from murmuration.train.storage.run_dir import RunDir, end_line, open_private
 
 WAITING = "waiting_share"
 """Share of a step's time for which it waits for records. Where it is not near zero, more cores make steps faster."""
+
+
+def title(name: str, objective: str) -> str:
+    """A public metric as people read it."""
+    plain = TITLES.get(name, name.replace("_", " "))
+    return f"zero-shot {plain}" if name in TITLES and objective == "caption" else plain
 
 
 class Board:
@@ -34,6 +42,9 @@ class Board:
         """Whether anything computed on private records without noise is kept, apart from the lists of unusable records;
         equal on all ranks."""
         self.times = times or PublicTimes()
+        self.latest = run_dir.state().get("measured")
+        """What was measured last on held-out public records, also before this start."""
+        self.on_measured: Callable[[], None] = lambda: None
         if not main:
             return
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
@@ -52,6 +63,17 @@ class Board:
     def public(self, phase: str, step: int, values: dict[str, float]) -> None:
         if self._main:
             self._write(self._public, self._public_log, phase, step, values, self._opened)
+
+    def measured(self, phase: Phase, step: int, values: dict[str, float], unusable: str | None) -> None:
+        """Measurements of a durable checkpoint, on held-out public records."""
+        self.public(phase.name, step, values)
+        if unusable is not None:
+            self.say(f"{phase.name}  {unusable}")
+        where = f"checkpoint at step {step}  " if phase.trains else ""
+        shown = "  ".join(f"{title(name, phase.objective)} {value:.3f}" for name, value in values.items())
+        self.say(f"{phase.name}  {where}{shown}")
+        self.latest = {"phase": phase.name, "step": step, **values}
+        self.on_measured()
 
     def private(self, phase: str, step: int, values: dict[str, float]) -> None:
         if self._main and self.keeps_private:

@@ -76,12 +76,13 @@ def run_without_steps(run: RunContext, phase: ReadyPhase, loaded: Loaded | None)
         hand_over(loaded.weights(), model)
     engine = StillEngine(model, ranks.device)
     measured: dict[str, float] = {}
+    unusable = None
     if phase.held_out is not None:
         key = run.derive(phase.number, None)("public-masks")
         micro_batch = run.config.train_micro_batch_size_per_gpu
-        measured = PublicEvaluator(phase, engine, ranks, micro_batch, key, None, None).measure()
+        evaluator = PublicEvaluator(phase, engine, ranks, micro_batch, key, None, None)
+        measured, unusable = evaluator.measure(), evaluator.news_of_unusable()
     run.checkpoints.begin(Position(phase.number, 0), engine, True, ranks.on_main(lambda: header(run, phase)))
     run.checkpoints.settle(lambda digest: run.writer.checkpointed(phase.number, 0, digest), measured)
     if measured:
-        run.board.public(phase.name, 0, measured)
-        run.board.say(f"{phase.name}  {'  '.join(f'{name} {value:.3f}' for name, value in measured.items())}")
+        run.board.measured(phase.settings, 0, measured, unusable)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from murmuration.accounting.durable import atomic
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.template import html_page
+from murmuration.evaluation.shares import TITLES
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.private import ALLOWANCE, SECRET_FOLDER, WATCHED
@@ -71,14 +73,25 @@ def outcomes(config: Config, curves: dict[str, dict[str, dict[int, float]]]) -> 
     found: list[str] = []
     for phase in config.phases:
         points = curves.get(phase.name, {})
-        settings = phase.evaluation.zero_shot if phase.evaluation else None
-        for axis, labels in settings.axes.items() if settings else ():
-            values = points.get(f"zero_shot_{axis}")
-            if values:
-                first, last = values[min(values)], values[max(values)]
-                beside = f"before {phase.name}: {first:.3f}, chance {1 / len(labels):.3f}"
-                found.append(f"zero-shot {axis}: {last:.3f} ({beside})")
+        for name, (label, chance) in _answers(phase, points).items():
+            values = points[name]
+            first, last = values[min(values)], values[max(values)]
+            beside = [f"before {phase.name}: {first:.3f}"] if phase.trains else []
+            beside += [f"chance {chance:.3f}"] if chance is not None else []
+            how = "zero-shot " if phase.objective == "caption" else ""
+            found.append(f"{how}{label}: {last:.3f}" + (f" ({', '.join(beside)})" if beside else ""))
     return found
+
+
+def _answers(phase: Phase, points: dict[str, dict[int, float]]) -> dict[str, tuple[str, float | None]]:
+    """The measured shares of right answers: what people call them, and chance where the config knows the labels."""
+    zero_shot = phase.evaluation.zero_shot if phase.evaluation else None
+    axes = (zero_shot.axes or {}) if zero_shot else {}
+    known = {f"zero_shot_{axis}": (axis, 1 / len(labels)) for axis, labels in axes.items()}
+    others = sorted(name for name in points if name.startswith("zero_shot_") and name not in known)
+    found = known | {name: (name.removeprefix("zero_shot_"), None) for name in others}
+    found |= {name: (title, None) for name, title in TITLES.items()}
+    return {name: answer for name, answer in found.items() if name in points}
 
 
 def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
@@ -89,7 +102,7 @@ def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
     from matplotlib import pyplot as plt
 
     panels = [name for name in ("loss", "public_loss", "epsilon", "update_snr") if name in points]
-    answers = sorted(name for name in points if name.startswith("zero_shot_"))
+    answers = _answers(phase, points)
     count = len(panels) + bool(answers)
     if not count:
         return ""
@@ -106,7 +119,7 @@ def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
         for axis, name in zip(axes[0], panels, strict=False):
             steps, values = zip(*sorted(points[name].items()), strict=True)
             axis.plot(steps, values, color=BLUE, marker="o" if len(steps) < 30 else None, markersize=3)
-            axis.set(title=TITLES[name], xlabel="step")
+            axis.set(title=PANELS[name], xlabel="step")
             if name == "epsilon" and phase.privacy is not None:
                 axis.axhline(phase.privacy.epsilon, color=ORANGE, linestyle="--", linewidth=1)
                 axis.set_ylim(0, phase.privacy.epsilon * 1.1)
@@ -114,31 +127,33 @@ def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
             elif name == "update_snr":
                 axis.set_ylim(bottom=0)
         if answers:
-            _zero_shot(axes[0][-1], phase, points, answers)
+            _right_answers(axes[0][-1], phase, points, answers)
         buffer = io.StringIO()
         drawing.savefig(buffer, format="svg", metadata={"Date": None})
         plt.close(drawing)
     return buffer.getvalue().partition("<svg")[1] + buffer.getvalue().partition("<svg")[2]
 
 
-def _zero_shot(axis: Any, phase: Phase, points: dict[str, dict[int, float]], names: list[str]) -> None:
-    settings = phase.evaluation.zero_shot if phase.evaluation else None
-    labels = [name.removeprefix("zero_shot_") for name in names]
+def _right_answers(
+    axis: Any, phase: Phase, points: dict[str, dict[int, float]], answers: dict[str, tuple[str, float | None]]
+) -> None:  # fmt: skip
     lines = []
-    for name, label, colour in zip(names, labels, (BLUE, ORANGE, GREY), strict=False):
+    for (name, (_, chance)), colour in zip(answers.items(), cycle((BLUE, ORANGE, GREY))):
         steps, values = zip(*sorted(points[name].items()), strict=True)
         lines += axis.plot(steps, values, color=colour, marker="o", markersize=3)
-        if settings is not None and label in settings.axes:
-            axis.axhline(1 / len(settings.axes[label]), color=colour, linestyle=":", linewidth=1)
-    axis.set(title="zero-shot accuracy\n(dotted: chance)", xlabel="step", ylim=(0, 1))
+        if chance is not None:
+            axis.axhline(chance, color=colour, linestyle=":", linewidth=1)
+    how = "zero-shot accuracy" if phase.objective == "caption" else "accuracy on the\npublic held-out set"
+    known = any(chance is not None for _, chance in answers.values())
+    axis.set(title=how + ("\n(dotted: chance)" if known else ""), xlabel="step", ylim=(0, 1))
     # Set as plain text: a legend hides labels that begin with _ and reads what lies between two $ as a formula.
     legend = axis.legend(lines, [str(number) for number in range(len(lines))], frameon=False, fontsize=8)
-    for text, label in zip(legend.get_texts(), labels, strict=False):
+    for text, (label, _) in zip(legend.get_texts(), answers.values(), strict=False):
         text.set_text(printable(label))
         text.set_parse_math(False)
 
 
-TITLES = {
+PANELS = {
     "loss": "training loss\n(public records)",
     "public_loss": "loss on the public\nheld-out set",
     "epsilon": "ε spent",

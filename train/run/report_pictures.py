@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import base64
 import io
+from contextlib import closing
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.reader import TARGET, BatchReader, DataSpec
 from murmuration.evaluation.captions import greedy_captions
 from murmuration.model.build import build
 from murmuration.model.captioner import Captioner
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.trainable import select
+from murmuration.train.config.section import RecipeError
+from murmuration.train.recipe.held_out import HeldOut
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.storage.checkpoint import Loaded
 
@@ -30,24 +33,38 @@ GREY = 0.5
 def samples(phases: list[ReadyPhase], latest: Loaded) -> list[dict[str, str]]:
     """One PNG per image with the text below it; empty where the last phase has no public held-out images to show."""
     phase = phases[latest.position.phase]
-    if phase.held_out is None or phase.settings.objective == "classify":
+    held = phase.measured
+    if held is None or phase.settings.objective == "classify" or not (held.has_loss or held.classes):
         return []
     model = build(phase.shape, phase.settings.objective)
     select(model, phase.settings.trainable)
     model.load_state_dict(latest.state_dict(model.state_dict()))
     model.eval()
-    spec = phase.data_spec(augment=False)
-    reader = BatchReader(phase.held_out, spec, phase.text, mask_key=MASKS)
-    batch = reader.read(np.arange(min(SAMPLES, phase.held_out.records)), 0)
-    reader.close()
-    inputs = {name: tensor[batch.present] for name, tensor in batch.inputs.items()}
+    inputs = first_usable(held)
     if isinstance(model, MaskedAutoencoder):
-        return reconstructions(model, inputs, spec)
+        return reconstructions(model, inputs, held.spec)
     assert isinstance(model, Captioner) and phase.text is not None
     written = greedy_captions(model, inputs["images"], phase.text, length=phase.shape.text_length)
-    truths = [phase.text.decode(row.tolist()) for row in inputs["tokens"]]
-    pictures = [png(pixels(image, spec)) for image in inputs["images"]]
+    if held.text is not None:
+        truths = [phase.text.decode(row.tolist()) for row in inputs["tokens"]]
+    else:
+        truths = [held.class_names[label][0] for label in inputs[TARGET].tolist()]
+    pictures = [png(pixels(image, held.spec)) for image in inputs["images"]]
     return [{"png": p, "caption": c, "truth": t} for p, c, t in zip(pictures, written, truths, strict=True)]
+
+
+def first_usable(held: HeldOut) -> dict[str, Tensor]:
+    """The inputs of the first SAMPLES records that can be read, or of as many as there are."""
+    found: list[dict[str, Tensor]] = []
+    with closing(BatchReader(held.index, held.spec, held.text, mask_key=MASKS)) as reader:
+        for record in held.ids:
+            batch = reader.read(np.array([record]), 0)
+            found += [batch.inputs] if bool(batch.present.all()) else []
+            if len(found) == SAMPLES:
+                break
+    if not found:
+        raise RecipeError(f"{held.evaluation.path}: no record can be read any more; restore them")
+    return {name: torch.cat([inputs[name] for inputs in found]) for name in found[0]}
 
 
 def reconstructions(model: MaskedAutoencoder, inputs: dict[str, Tensor], spec: DataSpec) -> list[dict[str, str]]:

@@ -82,6 +82,7 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
         tell_state(run, status=RESUMABLE, error=reason)
 
     tell_state(run, status=TRAINING)
+    run.board.on_measured = lambda: _tell_measured(run)
     watchdog = watch(run.ranks, run.config.run.stall_seconds, stalled, asked=lambda: run.stop.reason)
     parted = False
     try:
@@ -150,9 +151,17 @@ def tell_state(run: RunContext, **state: object) -> None:
             return
         last = run.journal.history.last_checkpoint()
         where = {"phase": last.phase if last else None, "step": last.step if last else None}
-        run.folder.write_state(run=run.name, **state, **where)
+        measured = {"measured": run.board.latest} if run.board.latest is not None else {}
+        run.folder.write_state(run=run.name, **state, **where, **measured)
     elif state["status"] == FAILED:
         run.folder.write_state(run=run.name, **state, by=OTHER)
+        run.checkpoints.times.stamp(run.folder.state_file)
+
+
+def _tell_measured(run: RunContext) -> None:
+    """Called on the main rank while others may fail, which must not be overwritten."""
+    if run.folder.state().get("by") != OTHER:
+        tell_state(run, status=TRAINING)
         run.checkpoints.times.stamp(run.folder.state_file)
 
 

@@ -70,6 +70,7 @@ class Trainer:
         self.writing: int | None = None
         """The step whose weights are being written, and what was measured with them."""
         self.measured: dict[str, float] = {}
+        self.unusable: str | None = None
         self.monitored: MonitorReading | None = None
 
     def run(self, done: int) -> None:
@@ -143,6 +144,7 @@ class Trainer:
         self.writing = step
         evaluator, monitor = self.watching.evaluator, self.watching.monitor
         self.measured = evaluator.measure() if evaluator is not None and measure else {}
+        self.unusable = evaluator.news_of_unusable() if evaluator is not None else None
         self.monitored = monitor.measure() if monitor is not None and measure else None
 
     def _settle(self) -> None:
@@ -156,9 +158,7 @@ class Trainer:
             self.board.public(self.name, earlier, self.held_back.pop(earlier))
         self.ending.measured(step, self.measured)
         if self.measured:
-            self.board.public(self.name, step, self.measured)
-            shown = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in self.measured.items())
-            self.board.say(f"{self.name}  checkpoint at step {step}  {shown}")
+            self.board.measured(self.phase.settings, step, self.measured, self.unusable)
         if self.monitored is not None:
             self.board.public(self.name, step, self.monitored.values)
             for text in self.monitored.lines:
