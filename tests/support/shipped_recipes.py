@@ -33,6 +33,14 @@ PLANS: dict[str, tuple[int, int, int, float, float]] = {
     },
     "transfer_vith_onestep": (IMAGENET, IMAGENET, 1, 4.0, 1.20511), "demo": (20_000, 1000, 50, 8.0, 0.60742),
 }  # fmt: skip
+# Trainable parameters of the private phase (of the only one, in pre-training), as counted from the published code.
+COUNTS: dict[str, int] = {
+    "vip_nano": 18_590_464, "vip_tiny": 34_792_192, "vip_small": 61_610_752, "vip_base": 99_046_144,
+    "vip_large": 316_629_760, "vip_huge": 656_613_964, "continual_base": 94_427_605,
+    "transfer_vitb_full": 86_859_496, "transfer_vitl_full": 304_715_752, "transfer_vith_full": 632_132_840,
+    "transfer_r50x4_full": 383_540_456, "transfer_r152x4_full": 936_533_224, "transfer_vith_last": 1_281_000,
+    "transfer_vith_onestep": 1_281_000,
+}  # fmt: skip
 
 
 def private_phase(config: Config) -> int:
