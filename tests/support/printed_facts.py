@@ -18,6 +18,7 @@ DIGITS = 5e-3
 VIP, VIP_CODE = "ViP, arXiv 2306.08842", "ViP-MAE, PRETRAIN.md and main_pretrain_vip.py"
 CAP, CAP_CODE = "DP-Cap, arXiv 2403.02506", "dpcap, run_m3ae_distributed.sh and main_pretrain.py"
 CAP_README = "dpcap, README.md"
+TAN = "TAN (Sander et al.), facebookresearch/tan, README.md"
 BU, BU_CODE = "Bu et al., arXiv 2402.18752", "fastDP, examples/image_classification/CV_TIMM.py"
 MEHTA = "Mehta et al., arXiv 2205.02973"
 
@@ -104,6 +105,22 @@ PRINTED: list[Fact] = [
     ),
     *facts(VIP, "vip_batch_* !vip_batch_82k", last__data__expected_records=233_000_000),
     *facts(VIP_CODE, "vip_* !vip_batch_8k !vip_batch_32k !vip_batch_82k !vip_finetune", last__schedule__peak=5.76e-3),
+    *facts(
+        VIP, "vip_batch_82k",
+        last__data__expected_records=233_000_000, last__privacy__expected_batch=81_920,
+        last__privacy__noise_multiplier=0.5,
+    ),
+    *facts(VIP_CODE, "vip_batch_82k", last__steps=10_000, last__schedule__peak=4.8e-3),
+    *facts(VIP, "vip_imagenet", last__data__expected_records=1_281_167),
+    *facts(
+        VIP, "vip_finetune",
+        last__privacy__epsilon=8, last__privacy__delta=8e-7, last__data__expected_records=1_281_167,
+        model__family="classifier", model__size="base", model__classes=1000,
+    ),
+    *facts(
+        TAN, "vip_finetune",
+        last__privacy__expected_batch=32_768, last__steps=18_000, last__privacy__noise_multiplier=2.5,
+    ),
     *facts(VIP_CODE, "vip_batch_8k", last__schedule__peak=4.8e-4),
     *facts(VIP_CODE, "vip_batch_32k", last__schedule__peak=1.92e-3),
     *facts(
@@ -144,6 +161,23 @@ PRINTED: list[Fact] = [
         last__schedule__warmup=2000, last__schedule__end=10_000,
     ),
     *facts(CAP_CODE, f"{CAP_RUNS} !dpcap_data_10pct !dpcap_2b", last__schedule__peak=5.12e-4),
+    *facts(
+        CAP_CODE, "dpcap_data_1pct",
+        last__data__expected_records=2_338_047, last__privacy__expected_batch=13_107,
+        last__privacy__noise_multiplier=0.728, last__schedule__warmup=1000, last__schedule__end=10_000,
+    ),
+    *facts(
+        CAP_CODE, "dpcap_data_10pct",
+        model__size="small", last__data__expected_records=23_380_476, last__privacy__expected_batch=131_072,
+        last__privacy__noise_multiplier=0.728, last__schedule__peak=5.12e-5,
+    ),
+    *facts(
+        CAP_README, "dpcap_2b",
+        model__size="base", model__text_length=77, last__privacy__epsilon=7, last__privacy__noise_multiplier=0.527,
+        last__steps=5000, last__privacy__expected_batch=1_310_720, last__data__expected_records=2_000_000_000,
+    ),
+    *facts(CAP_CODE, "dpcap_huge", model__patch_size=14),
+    *facts(CAP_CODE, "dpcap_finetune", model__size="base", model__image_size=224, model__qkv_bias=False),
     *facts(CAP_CODE, f"{CAP_RUNS} !dpcap_init_* !dpcap_data_10pct", phases__0__epochs=700),
     *facts(
         CAP, "dpcap_base_eps2",
@@ -161,6 +195,17 @@ PRINTED: list[Fact] = [
     *facts(BU, "continual_base", last__optimizer__carry="second-moment", phases__0__data__expected_records=1_281_167),
     *facts(BU, "continual_fraction", last__optimizer__carry="second-moment", phases__0__data__public_fraction=0.1),
     *facts(BU, "continual_base", millions_of_parameters=94.4),
+    *facts(
+        BU_CODE, "finetune_*",
+        last__privacy__epsilon=8, last__privacy__delta="1/n", last__privacy__expected_batch=1000, last__epochs=5,
+        last__privacy__clip__kind="automatic", last__privacy__clip__gamma=0.01, last__optimizer__type="Adam",
+        last__optimizer__params__weight_decay=0, last__schedule__peak=1e-4, last__schedule__shape="constant",
+        last__data__augment="none", model__image_size=224, model__size="base", run__precision="fp32",
+    ),
+    *facts(BU_CODE, "finetune_cifar10", model__classes=10, last__data__expected_records=50_000),
+    *facts(BU_CODE, "finetune_cifar100", model__classes=100, last__data__expected_records=50_000),
+    *facts(BU_CODE, "finetune_food101", model__classes=101, last__data__expected_records=75_750),
+    *facts(BU_CODE, "finetune_svhn", model__classes=10, last__data__expected_records=73_257),
     *facts(
         MEHTA, TRANSFERS,
         last__privacy__epsilon=10, last__privacy__delta=1e-6, last__privacy__clip__norm=1, last__epochs=10,
@@ -200,6 +245,9 @@ DEVIATIONS: list[Deviation] = [
     Deviation(CAP_RUNS, "model.vocabulary", "DP-Cap's tokenizer", ("30,522", "32,768")),
     Deviation(CAP_RUNS, "phases.-1.data.tokenizer", "DP-Cap's tokenizer", ("bert-base-uncased", "`clip`")),
     Deviation(CAP_RUNS, "phases.0.epochs", "DP-Cap's initial weights", ("epoch 700", "400 epochs")),
+    Deviation("vip_finetune", "phases.-1.privacy.delta", "Fine-tuning ViP and DP-Cap", ("8e-7", "1/n")),
+    Deviation("finetune_*", "phases.-1.optimizer.type", "Bu et al.'s fine-tuning", ("Adam ", "AdamW")),
+    Deviation("finetune_*", "run.precision", "Bu et al.'s fine-tuning", ("fp32", "bf16")),
     Deviation("transfer_*", "phases.-1.privacy.delta", "δ of Mehta et al.", ("1e-6", "1/n")),
     Deviation("transfer_vith_full transfer_vith_last", "model.image_size", "ViT-H", ("384", "256")),
     Deviation(TRANSFERS, "phases.-1.data.augment", "Mehta et al.'s crops", ("384 pixels from 448",)),
