@@ -46,7 +46,7 @@ def _model(model: dict[str, Any]) -> dict[str, Any]:
 def _phase(recipe: str, phase: dict[str, Any], data: Path, runs: Path) -> dict[str, Any]:
     source, private = phase["data"]["source"], "privacy" in phase
     if source == "checkpoint":
-        return {"data.path": str(runs / f"pretrain_{recipe.split('_')[1]}")}
+        return {"data.path": str(runs / _starts_from(recipe))}
     found: dict[str, Any] = {}
     if source == "synthetic":
         found |= {"data.records": 200, "data.size": 32}
@@ -74,6 +74,14 @@ def _phase(recipe: str, phase: dict[str, Any], data: Path, runs: Path) -> dict[s
     if not once and "warmup_epochs" not in schedule:
         found |= {"schedule.warmup": 1}
     return found | {"schedule.peak": PEAKS[phase["optimizer"]["type"]]}
+
+
+def _starts_from(recipe: str) -> str:
+    """The run whose weights a recipe takes: never one that protected the same records."""
+    if recipe.startswith("finetune_"):
+        return "pretrain_vitb"
+    paper, kind, *_ = recipe.split("_")
+    return f"{paper}_base" if kind == "finetune" else f"pretrain_{kind}"
 
 
 def _records_for(phase: dict[str, Any]) -> str:

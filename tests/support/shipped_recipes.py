@@ -20,18 +20,37 @@ PLANS: dict[str, tuple[int, int, int, float, float]] = {
     "vip_batch_32k": (VIP, 32_768, 18_000, 8.0, 0.42505), "vip_batch_98k": (VIP, 98_304, 6000, 8.0, 0.45651),
     **{f"dpcap_{size}": (CAP, 1_310_720, 5708, 8.0, 0.70711) for size in SIZES[:5]},
     **{f"dpcap_init_{start}": (CAP, 1_310_720, 5708, 8.0, 0.70711) for start in ("none", "images", "pairs", "public")},
-    "dpcap_base_eps2": (CAP, 1_310_720, 2854, 2.0, 1.10227),
+    **{f"vip_init_random_{size}": (VIP, 98_304, 6000, 8.0, 0.45651) for size in ("nano", "tiny", "small", "large")},
+    "vip_batch_82k": (VIP, 81_920, 10_000, 8.0, 0.45639), "vip_imagenet": (IMAGENET, 98_304, 6000, 8.0, 4.08218),
+    **{f"{paper}_finetune": (IMAGENET, 32_768, 18_000, 8.0, 2.37503) for paper in ("vip", "dpcap")},
+    "dpcap_base_eps2": (CAP, 1_310_720, 2854, 2.0, 1.10227), "dpcap_huge": (CAP, 1_310_720, 5708, 8.0, 0.70711),
+    "dpcap_data_1pct": (2_338_047, 13_107, 5708, 8.0, 0.66093),
+    "dpcap_data_10pct": (23_380_476, 131_072, 5708, 8.0, 0.68482),
+    "dpcap_2b": (2_000_000_000, 1_310_720, 5000, 7.0, 0.50905),
     "dpcap_batch_10k": (CAP, 10_000, 5708, 8.0, 0.37013), "dpcap_batch_40k": (CAP, 40_000, 5708, 8.0, 0.41217),
     "dpcap_batch_98k": (CAP, 98_304, 5708, 8.0, 0.44999), "dpcap_batch_200k": (CAP, 200_000, 5708, 8.0, 0.48983),
     "dpcap_batch_400k": (CAP, 400_000, 5708, 8.0, 0.54251), "dpcap_batch_655k": (CAP, 655_360, 5708, 8.0, 0.59423),
     "dpcap_batch_1300k": (CAP, 1_310_720, 5708, 8.0, 0.70711),
     **{name: (12_000_000, 131_072, 3663, 8.0, 0.81296) for name in ("continual_base", "mixed_base")},
+    **{f"finetune_cifar{classes}": (50_000, 1000, 250, 8.0, 0.58438) for classes in (10, 100)},
+    "finetune_food101": (75_750, 1000, 379, 8.0, 0.55754), "finetune_svhn": (73_257, 1000, 367, 8.0, 0.55965),
     "continual_fraction": (10_800_000, 131_072, 3296, 8.0, 0.83206),
     **{
         f"transfer_{body}_{part}": (IMAGENET, 2**20, 13, 10.0, 1.70266)
         for body in ("vitb", "vitl", "vith", "r50x4", "r152x4") for part in ("full", "last")
     },
+    **{f"transfer_vith_{part}_384": (IMAGENET, 2**20, 13, 10.0, 1.70266) for part in ("full", "last")},
     "transfer_vith_onestep": (IMAGENET, IMAGENET, 1, 4.0, 1.20511), "demo": (20_000, 1000, 50, 8.0, 0.60742),
+}  # fmt: skip
+# Trainable parameters of the private phase (of the only one, in pre-training), as counted from the published code.
+COUNTS: dict[str, int] = {
+    "vip_nano": 18_590_464, "vip_tiny": 34_792_192, "vip_small": 61_610_752, "vip_base": 99_046_144,
+    "vip_large": 316_629_760, "vip_huge": 656_613_964, "continual_base": 94_427_605,
+    "vip_init_random_nano": 18_590_464, "vip_init_random_tiny": 34_792_192, "vip_init_random_small": 61_610_752,
+    "vip_init_random_large": 316_629_760, "vip_imagenet": 99_046_144, "vip_batch_82k": 99_046_144,
+    "transfer_vitb_full": 86_859_496, "transfer_vitl_full": 304_715_752, "transfer_vith_full": 632_132_840,
+    "transfer_r50x4_full": 383_540_456, "transfer_r152x4_full": 936_533_224, "transfer_vith_last": 1_281_000,
+    "transfer_vith_onestep": 1_281_000, "transfer_vith_full_384": 632_651_240, "transfer_vith_last_384": 1_281_000,
 }  # fmt: skip
 
 

@@ -16,17 +16,9 @@ from murmuration.accounting.plan import RATE_DENOMINATOR, parse_delta, threshold
 from murmuration.train.commands.dry_run import dry_run
 from murmuration.train.config.load import load
 from murmuration.train.recipe.ready_phase import make_plan, planned_epsilon, with_steps
-from tests.support.shipped_recipes import FILES, IMAGENET, PLANS, ROOT, private_phase
+from tests.support.shipped_recipes import COUNTS, FILES, IMAGENET, PLANS, ROOT, private_phase
 
 PUBLIC = {f"pretrain_{body}" for body in ("vitb", "vitl", "vith", "r50x4", "r152x4")}
-# Trainable parameters of the private phase (of the only one, in pre-training), as counted from the published code.
-COUNTS = {
-    "vip_nano": 18_590_464, "vip_tiny": 34_792_192, "vip_small": 61_610_752, "vip_base": 99_046_144,
-    "vip_large": 316_629_760, "vip_huge": 656_613_964, "continual_base": 94_427_605,
-    "transfer_vitb_full": 86_859_496, "transfer_vitl_full": 304_715_752, "transfer_vith_full": 632_132_840,
-    "transfer_r50x4_full": 383_540_456, "transfer_r152x4_full": 936_533_224, "transfer_vith_last": 1_281_000,
-    "transfer_vith_onestep": 1_281_000,
-}  # fmt: skip
 
 
 @functools.cache

@@ -39,12 +39,22 @@ def tabled(heading: str) -> list[tuple[str, list[str]]]:
 
 def test_every_override_that_is_documented_loads() -> None:
     runs = tabled("## Mehta et al.'s one factor")
-    assert len(runs) == 6 + 1 + 8 + 9 + 1 + 4 + 3 + 1 + 3 + 3 + 1 + 5 + 8
+    assert len(runs) == 6 + 1 + 8 + 9 + 1 + 4 + 3 + 1 + 3 + 3 + 4 + 1 + 5 + 8
     for base, overrides in runs:
         load(FILES[base or "transfer_vitb_full"], overrides)
     for path in FILES.values():
         for override in re.findall(r"--set (\S+)", json.loads(path.read_text())["about"]["source"]):
             load(path, [override])
+
+
+def test_the_non_private_columns_clip_the_mean_gradient_of_every_transfer() -> None:
+    columns = [given for _, given in tabled("## Mehta et al.'s one factor") if "phases.1.privacy=null" in given]
+    names = [name for name in FILES if re.match(r"transfer_\w+_(full|last)", name)]
+    assert len(names) == 12
+    for name in names:
+        phases = [load(FILES[name], given).phases[1] for given in columns]
+        assert [phase.batch for phase in phases] == [2**17, 2**18, 2**19, 2**20]
+        assert {(phase.privacy, phase.optimizer.params.gradient_norm) for phase in phases} == {(None, 1.0)}
 
 
 def test_the_backbones_rate_is_that_of_everything_but_the_head() -> None:
