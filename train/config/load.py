@@ -19,7 +19,7 @@ from murmuration.train.config.data import DATA_SECTIONS
 from murmuration.train.config.refused import find_refusals, short, without_harmless
 from murmuration.train.config.root import Config
 
-PATH_KEYS = {"path", "tokenizer", "folder", "dir", "classes"}
+PATH_KEYS = {"path", "tokenizer", "folder", "dir", "classes", "exclude_classes"}
 NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
 """Numbers that JSON does not accept, such as `.48` and `1.`"""
 UNUSABLE = re.compile("[\0\ud800-\udfff]")
