@@ -36,10 +36,16 @@ def declare(commands: Any) -> None:
 def _overlap(arguments: argparse.Namespace) -> int:
     from murmuration.data.index.open import open_index
     from murmuration.data.overlap.exclude import exclude_overlaps
+    from murmuration.train.recipe.private_around import Extent, protected_around
     from murmuration.train.storage.sibling_runs import RunLog
 
     def runs_on(folder: Path) -> list[str]:
         return [str(entry.get("run")) for entry in RunLog.beside(folder).siblings()]
+
+    def protected(folder: Path) -> list[str]:
+        index = open_index(folder, excluded="ignored")
+        around = protected_around(index, Extent.of(index))
+        return runs_on(folder) or ([around.run] if around is not None else [])
 
     found = exclude_overlaps(
         arguments.private,
@@ -47,7 +53,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
         arguments.distance,
         arguments.workers,
         progress=lambda what: Progress(what, "records"),
-        runs_on=runs_on,
+        runs_on=protected,
     )
     index = open_index(arguments.private)
     print(f"{len(found.ids)} of {index.records} records look like public ones and will contribute nothing")

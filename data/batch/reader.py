@@ -34,6 +34,7 @@ from murmuration.data.draw.micro_batch import (
     Pixels,
 )
 from murmuration.data.draw.poisson import StepKey, by_step
+from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.local import RangeSource
 from murmuration.data.store.place import RecordIndex
 from murmuration.data.text.encoder import TextEncoder
@@ -236,6 +237,8 @@ class BatchReader:
         if record == EMPTY or self.index.left_out(record):
             return None
         members = self._records.read(record)
+        if isinstance(self.index, ShardIndex) and not self.index.takes(members):
+            return None
         try:
             return self._prepare(members, record, step, pixels)
         except BadRecord as error:
@@ -250,8 +253,7 @@ class BatchReader:
         spec = self.spec
         with parsing("the caption or a number cannot be read"):
             tokens = self._tokens(members)
-            names = spec.class_list.numbers if spec.class_list is not None else None
-            labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight, names)
+            labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight, spec.class_list)
         if self._processes is not None:
             self._processes.make(members[suffix], step, record, pixels)
         else:

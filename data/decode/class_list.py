@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,16 +21,40 @@ from murmuration.data.store.tar import shown
 
 @dataclass(frozen=True)
 class ClassList:
+    """`names` are those of the outputs. Files may number more classes: `whole` is their list, if it is another."""
+
     names: tuple[str, ...]
+    whole: tuple[str, ...] = ()
+
+    @property
+    def in_files(self) -> tuple[str, ...]:
+        """The names in the order of the numbers that files contain."""
+        return self.whole or self.names
 
     @cached_property
     def numbers(self) -> Mapping[str, int]:
         return {name: number for number, name in enumerate(self.names)}
 
+    @cached_property
+    def numbers_in_files(self) -> Mapping[str, int]:
+        return {name: number for number, name in enumerate(self.in_files)}
+
+    def output(self, number: int) -> int | None:
+        """The output of the class that has this number in files; None if it has none."""
+        if not self.whole:
+            return number
+        return self.numbers.get(self.whole[number]) if 0 <= number < len(self.whole) else None
+
+    def without(self, excluded: Collection[str]) -> ClassList:
+        """The same list, with outputs for the other classes alone, in their order."""
+        left = tuple(name for name in self.names if name not in excluded)
+        return self if len(left) == len(self.names) else ClassList(left, self.in_files)
+
     @property
     def digest(self) -> str:
         """SHA-256 of the names in their order; the list is public."""
-        return hashlib.sha256(json.dumps(self.names).encode()).hexdigest()
+        listed = [self.names, self.whole] if self.whole else self.names
+        return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
     @staticmethod
     def read(path: Path) -> ClassList:

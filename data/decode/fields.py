@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.decode import BadRecord
 
 _ANY_NUMBER = 1 << 62  # fits into a tensor
@@ -23,13 +24,16 @@ _NESTING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)  # who
 
 def numbers_of(
     members: Mapping[str, bytes], labels: Sequence[str], target: str | None, classes: int, weight: str | None,
-    names: Mapping[str, int] | None = None,
+    class_list: ClassList | None = None,
 ) -> tuple[list[int], float]:  # fmt: skip
-    """The named labels and the weight; `cls` is the record's .cls, a number or one of `names`. With `classes`, the
-    target must be the number of one of them."""
+    """The named labels and the weight; `cls` is the record's .cls, a number or a name on the list. With `classes`, the
+    target must be the number of one of them. The list says which output its number stands for."""
     wanted = [*(name for name in labels if name != "cls"), *([] if weight is None else [weight])]
     fields = _fields(members, wanted) if wanted else None
-    found = [_class_number(members, names or {}) if name == "cls" else _integer(fields, name) for name in labels]
+    names = class_list.numbers_in_files if class_list is not None else {}
+    found = [_class_number(members, names) if name == "cls" else _integer(fields, name) for name in labels]
+    if class_list is not None and target is not None:
+        found[labels.index(target)] = _output(found[labels.index(target)], class_list)
     # A number without a class would crash a GPU much later, with no hint of where it came from.
     for name, number in zip(labels, found, strict=True):
         bounded = classes > 0 and name == target
@@ -42,6 +46,20 @@ def numbers_of(
 def right_classes(members: Mapping[str, bytes]) -> list[int]:
     """The numbers of all classes that are right; none where nobody says."""
     return [int(number) for number in members.get(RIGHT, b"").split()]
+
+
+def class_in_file(members: Mapping[str, bytes], label: str, class_list: ClassList) -> int:
+    """The number that a file gives the class of its record, which may be on no list."""
+    if label == "cls":
+        return _class_number(members, class_list.numbers_in_files)
+    return _integer(_fields(members, [label]), label)
+
+
+def _output(number: int, class_list: ClassList) -> int:
+    output = class_list.output(number)
+    if output is None:
+        raise BadRecord("the record's class has no output")
+    return output
 
 
 def _fields(members: Mapping[str, bytes], wanted: Sequence[str]) -> Any:

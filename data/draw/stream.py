@@ -22,6 +22,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 from webdataset import filters, pipeline, shardlists, tariterators
 
+from murmuration.data.decode.class_filter import ClassFilter
 from murmuration.data.draw.node_placement import Placement
 from murmuration.data.index.format import same_content
 from murmuration.data.index.scan import scan
@@ -185,6 +187,13 @@ class StreamIndex:
         self.lanes, self.shuffle, self.timeout_seconds = lanes, shuffle, timeout_seconds
         self.records = lanes * PLACES  # the range of record numbers
         self.sizes = [_size(place) for place in self.places]
+        self.filter: ClassFilter | None = None
+
+    def without(self, classes: ClassFilter) -> StreamIndex:
+        """The same stream without the records of some classes, as if the shards did not contain them."""
+        other = copy(self)
+        other.filter = classes
+        return other
 
     @property
     def manifest_digest(self) -> str:
@@ -238,9 +247,12 @@ class Stream(StreamIndex):
     def __init__(self, shards: StreamIndex, key: bytes, batch: int) -> None:
         self.__dict__.update(shards.__dict__)
         self._lanes = [
-            Lane(shards.places[lane :: shards.lanes], key, lane, shards.shuffle, portion, shards.timeout_seconds)
+            Lane(
+                shards.places[lane :: shards.lanes], key, lane, shards.shuffle, portion, shards.timeout_seconds,
+                shards.filter,
+            )
             for lane, portion in enumerate(portions(batch, shards.lanes))
-        ]
+        ]  # fmt: skip
 
     def read(self, record: int) -> Members:
         lane, place = divmod(record, PLACES)
@@ -282,10 +294,12 @@ class Lane:
     threads do not ask in order."""
 
     def __init__(
-        self, places: Sequence[Place], key: bytes, number: int, shuffle: int, portion: int, timeout_seconds: float
+        self, places: Sequence[Place], key: bytes, number: int, shuffle: int, portion: int, timeout_seconds: float,
+        without: ClassFilter | None = None,
     ) -> None:  # fmt: skip
         self._urls, self._number, self._shuffle = [str(place) for place in places], number, shuffle
         self._key, self._portion, self._timeout = key, max(1, portion), timeout_seconds
+        self._filter = without
         self._lock = threading.Lock()
         self._waiting: dict[int, Members] = {}
         self._coming: Iterator[Members] | None = None
@@ -353,7 +367,9 @@ class Lane:
         )
         try:
             for sample in samples:
-                yield {name: value for name, value in sample.items() if not name.startswith("__")}
+                members = {name: value for name, value in sample.items() if not name.startswith("__")}
+                if self._filter is None or self._filter.keeps(members):
+                    yield members
         except Exception as error:
             self._coming = None
             raise tapes.trouble(error) from error

@@ -13,7 +13,7 @@ import hashlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
@@ -288,6 +288,7 @@ class FolderIndex:
         self.records = kept.records
         self.labelled = manifest.head["labelled"]
         self._kept, self._names, self._rows, self._digests = kept, names, rows, digests
+        self._without: frozenset[str] = frozenset()
         self._numbers: tuple[int | None, ...] = tuple(range(len(manifest.shards)))
         self._ends = np.cumsum([shard.records for shard in manifest.shards], dtype=np.int64)
         self._checked = bytearray(len(manifest.shards))
@@ -329,13 +330,28 @@ class FolderIndex:
     @property
     def classes(self) -> tuple[str, ...]:
         """Class names in the order of their numbers; empty for a folder without classes."""
-        return tuple(shard.name for shard in self.shards) if self.labelled else ()
+        names = (shard.name for shard in self.shards) if self.labelled else ()
+        return tuple(name for name in names if name not in self._without)
 
     def numbered_by(self, classes: ClassList) -> FolderIndex:
         """The same records, with classes numbered by that list, whichever folders exist. Classes not on the list have
         no number, so their records are bad where a label is needed."""
         other = copy(self)
-        other._numbers = tuple(classes.numbers.get(name) for name in self.classes)
+        other._numbers = tuple(classes.numbers_in_files.get(shard.name) for shard in self.shards)
+        return other
+
+    def without(self, excluded: Collection[str]) -> FolderIndex:
+        """The records of all other classes, which are numbered anew, as if those folders were not there."""
+        other = copy(self)
+        left_out = [shard.name in excluded for shard in self.shards]
+        starts = self._ends - [shard.records for shard in self.shards]
+        ranges = [np.arange(a, b) for a, b, out in zip(starts, self._ends, left_out, strict=True) if out]
+        if not self.labelled or not ranges:
+            raise ShardError(f"{self.folder}: none of the classes to leave out is a class folder; name the right list")
+        other._kept, other._without = self._kept.without(np.concatenate(ranges)), frozenset(excluded)
+        other.records = other._kept.records
+        ranks = iter(range(len(self.shards)))
+        other._numbers = tuple(None if out else next(ranks) for out in left_out)
         return other
 
     def locate(self, record: int) -> tuple[Place, int, int]:

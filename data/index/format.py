@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -149,7 +150,7 @@ class Kept:
         listed = excluded is not None and handling != "ignored"
         self._ids = excluded.ids.astype(np.int64) if excluded is not None and listed else np.zeros(0, dtype=np.int64)
         self.excluded_digest = excluded.digest if excluded is not None and len(self._ids) else ""
-        self._dense = handling == "skipped"
+        self._total, self._dense = total, handling == "skipped"
         self.records = total - len(self._ids) if self._dense else total
         if not self.records:
             raise ShardError("every record is excluded; remove exclusions.npy and exclusions.json")
@@ -161,6 +162,17 @@ class Kept:
         wanted = handling != "ignored"
         excluded = Exclusions.read(manifest.folder, digest, manifest.records) if wanted else None
         return cls(manifest.records, excluded, handling)
+
+    def without(self, ids: np.ndarray) -> Kept:
+        """With further records skipped: public ones, so that n is the number of the rest."""
+        other = copy(self)
+        skipped = np.zeros(0, dtype=np.int64) if not self._dense else self._ids
+        other._ids, other._dense = np.union1d(skipped, ids), True
+        other.records = self._total - len(other._ids)
+        if not other.records:
+            raise ShardError("every record is of a class that is left out; there is nothing left")
+        other._before = other._ids - np.arange(len(other._ids))
+        return other
 
     def below(self, numbers: np.ndarray) -> np.ndarray:
         """The number of ids before each of these places of the whole index."""

@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 
+from murmuration.data.decode.class_filter import ClassFilter
 from murmuration.data.index.build import Wanted, write_index
 from murmuration.data.index.census import beside_shards
 from murmuration.data.index.format import (
@@ -146,6 +147,7 @@ class ShardIndex:
         self.manifest_digest = digest
         """Covers names, counts, sizes and hashes; equal wherever the same shards are. Private if the records are."""
         self._kept = kept
+        self._filter: ClassFilter | None = None
         self._offsets = offsets
         self._ends = np.cumsum([shard.records for shard in manifest.shards], dtype=np.int64)
         self._checked = bytearray(len(manifest.shards))
@@ -196,6 +198,17 @@ class ShardIndex:
         other = copy(self)
         other.root = root
         return other
+
+    def without(self, classes: ClassFilter) -> ShardIndex:
+        """The same slots. That of a record of a class that is left out stays empty: its class is only known once it is
+        read."""
+        other = copy(self)
+        other._filter = classes
+        return other
+
+    def takes(self, members: Mapping[str, bytes]) -> bool:
+        """Whether a record that was read takes part."""
+        return self._filter is None or self._filter.keeps(members)
 
     def held(self) -> np.ndarray:
         """Whether each shard is there. A file of another size is not a copy of it: ShardError."""

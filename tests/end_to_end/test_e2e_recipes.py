@@ -64,6 +64,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             names.add(group.name)
         subprocess.run([*prepare, "index", str(folder / name)], check=True, env=environment())
     (folder / "classes.txt").write_text("\n".join(sorted(names)) + "\n")
+    (folder / "excluded.txt").write_text(min(names) + "\n")
     return folder
 
 

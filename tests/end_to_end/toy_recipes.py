@@ -57,6 +57,8 @@ def _phase(recipe: str, phase: dict[str, Any], data: Path, runs: Path) -> dict[s
             found |= {"data.expected_records": RECORDS[name]}
     if "classes" in phase["data"]:
         found |= {"data.classes": str(data / "classes.txt")}
+    if "exclude_classes" in phase["data"]:
+        found |= {"data.exclude_classes": str(data / "excluded.txt"), "data.expected_records": None}
     if "tokenizer" in phase["data"]:
         found |= {"data.tokenizer": str(data / "tokenizer.json")}
     if "evaluation" in phase or private:

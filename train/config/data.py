@@ -18,6 +18,15 @@ _CLASSES = (
     "Public file that numbers the classes: one name per line, or a JSON list. Class folders and names in .cls files "
     "are looked up in it, identically in all phases. Required for private class folders."
 )
+_EXCLUDE_CLASSES = (
+    "Public file, written as `classes` is, with the names of classes whose records are left out. For public data. "
+    "Shards and streams need `label` and `classes`, which say what the numbers in them mean."
+)
+_LOOKS_AT_LABELS = (
+    "exclude_classes is for public data: which records of a private set have such a class is private, and n must not "
+    "depend on it; leave these classes off the list of `classes`, and private records of them keep their slots and "
+    "contribute nothing"
+)
 _READING = "How records are fetched and decoded."
 _PUBLIC = "Your word that nobody's privacy depends on these records."
 
@@ -71,6 +80,7 @@ class ShardData(Section):
         description="For classifiers: integer field of a record's .json, or 'cls' for its .cls file or class folder.",
     )
     classes: str | None = Field(default=None, description=_CLASSES)
+    exclude_classes: str | None = Field(default=None, description=_EXCLUDE_CLASSES)
     weight: str | None = Field(
         default=None,
         description="Field of a record's .json, a number from 0 to 1e6, that multiplies its loss before clipping.",
@@ -81,6 +91,11 @@ class ShardData(Section):
     def _by_node_or_by_share(self) -> ShardData:
         if self.reading.node_shards is not None and self.public_fraction is not None:
             raise ValueError("public_fraction takes records of all shards, reading.node_shards whole shards; drop one")
+        if self.public_fraction is not None and self.exclude_classes is not None:
+            raise ValueError(
+                "public_fraction cuts a set by the number of its records, which exclude_classes changes; drop one"
+            )
+        _require_public(self)
         return self
 
 
@@ -167,6 +182,7 @@ class StreamData(Section):
         description="For classifiers: integer field of a record's .json, or 'cls' for its .cls file or class folder.",
     )
     classes: str | None = Field(default=None, description=_CLASSES)
+    exclude_classes: str | None = Field(default=None, description=_EXCLUDE_CLASSES)
     weight: str | None = Field(
         default=None,
         description="Field of a record's .json, a number from 0 to 1e6, that multiplies its loss before clipping.",
@@ -177,7 +193,15 @@ class StreamData(Section):
     def _makes_sense(self) -> StreamData:
         if self.reading.node_shards is not None or self.reading.cache_dir is not None:
             raise ValueError("a stream has no index of its records; leave node_shards and cache_dir out of reading")
+        _require_public(self)
+        if self.exclude_classes is not None and (self.classes is None or self.label is None):
+            raise ValueError("exclude_classes needs label and classes, which say what class a streamed record has")
         return self
+
+
+def _require_public(data: ShardData | StreamData) -> None:
+    if data.exclude_classes is not None and not data.public:
+        raise ValueError(_LOOKS_AT_LABELS)
 
 
 def _source(data: Any) -> Any:

@@ -20,7 +20,7 @@ from murmuration.train.config.habits import HABITS
 from murmuration.train.config.refused import find_refusals, short, without_harmless
 from murmuration.train.config.root import Config
 
-PATH_KEYS = {"path", "tokenizer", "folder", "dir", "classes", "class_names", "real"}
+PATH_KEYS = {"path", "tokenizer", "folder", "dir", "classes", "exclude_classes", "class_names", "real"}
 NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
 """Numbers that JSON does not accept, such as `.48` and `1.`"""
 UNUSABLE = re.compile("[\0\ud800-\udfff]")

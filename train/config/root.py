@@ -229,7 +229,7 @@ class Config(Section):
 
         `contents` has digests in place of paths. World size, engine and ZeRO settings do not shape a release.
         """
-        places = {"path": True, "tokenizer": True, "reading": True, "classes": True}
+        places = {"path": True, "tokenizer": True, "reading": True, "classes": True, "exclude_classes": True}
         out = {"data": places, "mixing": {"data": places}, "features": {"folder"}}
         # Evaluation decides nothing, unless the phase may end by its loss.
         watches = self.phases[phase].plateau is not None

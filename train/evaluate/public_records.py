@@ -8,8 +8,6 @@ except for the part of it that was made public.
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +64,7 @@ def open_public(place: RecordsPlace, scratch: Path, part: bool, classes: ClassLi
     """`part`: only the part that was made public. Pictures without an index get one in `scratch`."""
     try:
         if place.index is None:
-            _refuse_around(place)
+            _hold_to_promises(place, None)
         index = (
             open_index(place.index, excluded="absent" if part else "skipped") if place.index else _new(place, scratch)
         )
@@ -76,7 +74,8 @@ def open_public(place: RecordsPlace, scratch: Path, part: bool, classes: ClassLi
         found = _public_part(index) if part else index
     except (ShardError, OSError) as error:
         raise EvaluationError(f"{place}: {error}") from None
-    _hold_to_promises(place, found)
+    if place.index is not None:
+        _hold_to_promises(place, found)
     return found
 
 
@@ -116,38 +115,15 @@ def _public_part(index: RecordIndex) -> SplitIndex:
     return SplitIndex(index, cut.fraction, public=True)
 
 
-def _refuse_around(place: RecordsPlace) -> None:
-    """For pictures without an index: a subfolder of an indexed folder, or a single picture in it, is as private as
-    that one; and so is a folder that contains it."""
-    root = place.given.resolve()
-    below = [Path(folder) for folder, _, _ in os.walk(root)] if root.is_dir() else []
-    folders = [*below, *root.parents]
-    indexes = [folder.with_name(folder.name + BESIDE) for folder in folders if folder.name]
-    indexes += [folder for folder in below if folder.name.endswith(BESIDE)]
-    for index in indexes:
-        if (index / MANIFEST).is_file():
-            _hold_to_promises(place, open_index(index))
-    from murmuration.train.storage.sibling_runs import BESIDE_SHARDS  # scipy: paths are checked first
+def _hold_to_promises(place: RecordsPlace, index: RecordIndex | None) -> None:
+    """Refuses what is public for nobody, by training's own check. Without an index: pictures that have none."""
+    from murmuration.train.recipe.public_use import (  # torch: paths are checked first
+        Use,
+        hold_folder_to_what_was_promised,
+        hold_to_what_was_promised,
+    )
 
-    _refuse_noted(place, [folder / BESIDE_SHARDS for folder in folders])
-
-
-def _hold_to_promises(place: RecordsPlace, index: RecordIndex) -> None:
-    from murmuration.train.recipe.public_use import Use, hold_to_what_was_promised  # torch: paths are checked first
-
-    hold_to_what_was_promised([Use(str(place), index, public=True)])
-    if not isinstance(index, SplitIndex):
-        from murmuration.train.storage.sibling_runs import RunLog
-
-        _refuse_noted(place, RunLog.of(index).files)
-
-
-def _refuse_noted(place: RecordsPlace, notes: Sequence[Path]) -> None:
-    """Refuses records beside which a private run on another index of them left a note."""
-    from murmuration.train.storage.sibling_runs import RunLog  # scipy: paths are checked first
-
-    if run := next((run for run in RunLog(tuple(notes)).siblings() if run.get("private", True)), None):
-        raise EvaluationError(
-            f"{place}: run {run.get('run')!r} protects these records (or says so in a note beside them), so "
-            "nobody may use them as public; name other data"
-        )
+    if index is None:
+        hold_folder_to_what_was_promised(str(place), place.given)
+    else:
+        hold_to_what_was_promised([Use(str(place), index, public=True)])

@@ -7,14 +7,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from murmuration.data.decode.class_filter import ClassFilter
 from murmuration.data.decode.class_list import ClassList
+from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.open import open_index
 from murmuration.data.index.public_split import SplitIndex
+from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.data.store.tar import shown
-from murmuration.train.config.data import ShardData, StreamData
-from murmuration.train.config.root import Config
+from murmuration.train.config.data import Data, ShardData, StreamData
+from murmuration.train.config.root import Config, Phase
 from murmuration.train.config.section import RecipeError
 
 FOLDERS = "cls"  # the label that class folders provide
@@ -35,34 +38,98 @@ class LabelSource:
             yield LabelSource(where, whole, private)
 
 
+def _labelled_data(config: Config) -> Iterator[tuple[str, Phase, ShardData | StreamData]]:
+    """The data sections that may name classes, with their phases."""
+    for number, phase in enumerate(config.phases):
+        mixed = phase.mixing.data if phase.mixing is not None else None
+        for where, data in ((f"phases.{number}.data", phase.data), (f"phases.{number}.mixing.data", mixed)):
+            if isinstance(data, ShardData | StreamData):
+                yield where, phase, data
+
+
 def named_lists(config: Config) -> Iterator[tuple[str, Path]]:
     """The config keys that name class lists, with their paths."""
-    for number, phase in enumerate(config.phases):
-        sources = [(f"phases.{number}.data.classes", phase.data)]
-        if phase.mixing is not None:
-            sources.append((f"phases.{number}.mixing.data.classes", phase.mixing.data))
-        for where, data in sources:
-            if isinstance(data, ShardData | StreamData) and data.classes is not None:
-                yield where, Path(data.classes)
+    for where, _, data in _labelled_data(config):
+        if data.classes is not None:
+            yield f"{where}.classes", Path(data.classes)
+
+
+def excluding_lists(config: Config) -> Iterator[tuple[str, Path]]:
+    """The config keys that name lists of classes to leave out, with their paths."""
+    for where, _, data in _labelled_data(config):
+        if data.exclude_classes is not None:
+            yield f"{where}.exclude_classes", Path(data.exclude_classes)
+
+
+def read_list(path: Path, where: str) -> ClassList:
+    try:
+        return ClassList.read(path)
+    except ShardError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
+def class_filter(data: Data, label: str | None, classes: ClassList | None, where: str) -> ClassFilter | None:
+    """What `data.exclude_classes` leaves out."""
+    if not isinstance(data, ShardData | StreamData) or data.exclude_classes is None:
+        return None
+    excluded = read_list(Path(data.exclude_classes), f"{where}.exclude_classes")
+    if classes is not None and excluded.numbers.keys().isdisjoint(classes.in_files):
+        raise RecipeError(
+            f"{where}: none of the names of exclude_classes is on the list of classes; name the classes as that does"
+        )
+    return ClassFilter(excluded, label, classes)
+
+
+def leave_out(index: RecordIndex, classes: ClassFilter | None, where: str, needed: bool = True) -> RecordIndex:
+    """Class folders that are left out are not counted; a shard's records are known by their class once they are read,
+    so their slots stay and are empty. `needed`: refuse records that none of the classes can be told of."""
+    if classes is None:
+        return index
+    if isinstance(index, FolderIndex):
+        there = not classes.excluded.numbers.keys().isdisjoint(index.classes)
+        return index.without(classes.excluded.names) if there or needed else index
+    if classes.label is None and not needed:
+        return index
+    if classes.label is None or classes.classes is None:
+        raise RecipeError(
+            f"{where}: exclude_classes needs data.label and data.classes, which say what class a record of a shard "
+            "has; name both, or leave classes out of a folder of images"
+        )
+    assert isinstance(index, ShardIndex | StreamIndex), "the config refused any other"
+    return index.without(classes)
+
+
+def _left_out_everywhere(config: Config) -> set[str]:
+    """The classes that all data with labels leave out, so that no output is needed for them."""
+    found: list[set[str]] = []
+    for where, phase, data in _labelled_data(config):
+        if phase.label is not None:
+            excluded = class_filter(data, None, None, where)
+            found.append(set(excluded.excluded.names) if excluded else set())
+    return set.intersection(*found) if found else set()
 
 
 def class_list(config: Config, outputs: int) -> ClassList | None:
-    """The one list of the run, if it has one; refused where it has two, or more classes than the model has outputs."""
+    """The one list of the run, if it has one, without the classes that all of its data leave out; refused where it has
+    two, or more classes than the model has outputs."""
     found: ClassList | None = None
+    excluded = _left_out_everywhere(config)
     for where, path in named_lists(config):
-        try:
-            classes = ClassList.read(path)
-        except ShardError as error:
-            raise RecipeError(f"{where}: {error}") from None
+        classes = read_list(path, where)
         if found is not None and classes != found:
             raise RecipeError(f"{where}: not the list of the phases before it; name the same one everywhere")
-        if len(classes.names) > outputs:
-            raise RecipeError(
-                f"{where}: {len(classes.names)} classes, but the model has {outputs} outputs; set model.classes to "
-                f"{len(classes.names)}"
-            )
         found = classes
-    return found
+        if excluded and excluded.isdisjoint(classes.names):
+            raise RecipeError(
+                f"{where}: none of the names of exclude_classes is on this list; name the classes as it does"
+            )
+        outputs_needed = len(classes.without(excluded).names)
+        if outputs_needed > outputs:
+            raise RecipeError(
+                f"{where}: {outputs_needed} classes, but the model has {outputs} outputs; set model.classes to "
+                f"{outputs_needed}"
+            )
+    return found.without(excluded) if found is not None else None
 
 
 def require_numbers(sources: Sequence[LabelSource], classes: ClassList | None, outputs: int) -> None:
@@ -102,18 +169,21 @@ def _require_names(source: LabelSource, classes: ClassList) -> None:
 
 def check_at_hand(config: Config, outputs: int) -> None:
     """Checks as much as possible without the data or the lists that are not at hand."""
-    missing = any(not path.exists() for _, path in named_lists(config))
-    classes = None if missing else class_list(config, outputs)
+    if any(not path.exists() for _, path in (*named_lists(config), *excluding_lists(config))):
+        return
+    classes = class_list(config, outputs)
     sources: list[LabelSource] = []
     for number, phase in enumerate(config.phases):
-        places = [("evaluation", phase.evaluation), ("monitor", phase.monitor)]
-        named = [(f"phases.{number}.{name}.path", part.path, False) for name, part in places if part is not None]
+        measured = [("evaluation", phase.evaluation), ("monitor", phase.monitor)]
+        own = class_filter(phase.data, phase.label, classes, f"phases.{number}.data")
+        named = [(f"phases.{number}.{name}.path", part.path, False, own) for name, part in measured if part is not None]
         if isinstance(phase.data, ShardData):
-            named.append((f"phases.{number}.data.path", phase.data.path, phase.privacy is not None))
+            named.append((f"phases.{number}.data.path", phase.data.path, phase.privacy is not None, own))
         if phase.mixing is not None and isinstance(phase.mixing.data, ShardData):
-            named.append((f"phases.{number}.mixing.data.path", phase.mixing.data.path, False))
-        for where, path, private in named:
+            mixed = class_filter(phase.mixing.data, phase.label, classes, f"phases.{number}.mixing.data")
+            named.append((f"phases.{number}.mixing.data.path", phase.mixing.data.path, False, mixed))
+        for where, path, private, left_out in named:
             with suppress(ShardError, OSError):
-                sources += LabelSource.of(where, open_index(path), phase.label, private)
-    if not missing:
-        require_numbers(sources, classes, outputs)
+                index = leave_out(open_index(path), left_out, where, where.endswith(".data.path"))
+                sources += LabelSource.of(where, index, phase.label, private)
+    require_numbers(sources, classes, outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from murmuration.data.decode.class_filter import ClassFilter
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.draw.node_placement import on_this_node
 from murmuration.data.draw.stream import StreamIndex
@@ -20,6 +21,7 @@ from murmuration.model.settings import Shape
 from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
 from murmuration.train.config.root import Phase
 from murmuration.train.config.section import RecipeError
+from murmuration.train.recipe.labels import class_filter, leave_out
 from murmuration.train.recipe.warm_start import NoRecords, WarmStart, WarmStartError
 
 MOST_RECORD_DRIFT = 0.01
@@ -32,7 +34,7 @@ def open_data(phase: Phase, shape: Shape, where: str, classes: ClassList | None)
         return NoRecords(open_start(data, f"{where}.data").digest)
     if isinstance(data, HeldOutData):
         return NoRecords("none")
-    return open_records(data, phase.objective, shape, f"{where}.data", classes)
+    return open_records(data, phase, shape, f"{where}.data", classes)
 
 
 def open_start(data: CheckpointData, where: str) -> WarmStart:
@@ -49,18 +51,21 @@ def open_start(data: CheckpointData, where: str) -> WarmStart:
 
 
 def open_records(
-    data: Data, objective: str, shape: Shape, where: str, classes: ClassList | None = None
+    data: Data, phase: Phase, shape: Shape, where: str, classes: ClassList | None = None
 ) -> RecordIndex:  # fmt: skip
+    """`data`: those of the phase, or those that it mixes in."""
+    left_out = class_filter(data, phase.label, classes, where)
     if isinstance(data, SyntheticData):
         return SyntheticIndex(data.kind, data.records, data.seed, data.size or shape.image_size)
     if isinstance(data, StreamData):
-        return _open_stream(data, where)
+        return leave_out(_open_stream(data, where), left_out, where)
     assert isinstance(data, ShardData)
     # A set that is cut in two keeps the numbers of excluded records, so that the cut does not depend on them.
     dense = data.public and data.public_fraction is None
-    index = _open_index(data.path, f"{where}.path", "skipped" if dense else "absent", classes, data.reading.node_shards)
+    handling: Handling = "skipped" if dense else "absent"
+    index = _open_index(data.path, f"{where}.path", handling, classes, data.reading.node_shards, left_out)
     _check_expected(index, data, where)
-    if objective == "caption" and isinstance(index, FolderIndex):
+    if phase.objective == "caption" and isinstance(index, FolderIndex):
         raise RecipeError(
             f"{where}.path has single images, which have no captions; train with objective 'mae', or put images "
             "and captions into tar shards"
@@ -82,15 +87,18 @@ def _open_stream(data: StreamData, where: str) -> StreamIndex:
         raise RecipeError(f"{where}: {error}") from None
 
 
-def open_public(path: str, where: str, classes: ClassList | None = None) -> RecordIndex:
-    return _open_index(path, where, "skipped", classes)
+def open_public(
+    path: str, where: str, classes: ClassList | None = None, left_out: ClassFilter | None = None
+) -> RecordIndex:  # fmt: skip
+    return _open_index(path, where, "skipped", classes, None, left_out, needed=False)
 
 
 def _open_index(
-    path: str, where: str, excluded: Handling, classes: ClassList | None, node_shards: str | None = None
+    path: str, where: str, excluded: Handling, classes: ClassList | None, node_shards: str | None = None,
+    left_out: ClassFilter | None = None, needed: bool = True,
 ) -> RecordIndex:  # fmt: skip
     try:
-        index = open_index(path, excluded=excluded)
+        index = leave_out(open_index(path, excluded=excluded), left_out, where, needed)
         if node_shards is not None:
             return on_this_node(index, node_shards)
         index.check_unchanged()
@@ -135,6 +143,8 @@ def open_text(phase: Phase, shape: Shape, where: str) -> TextEncoder | None:
 
 def _check_expected(index: RecordIndex, data: ShardData, where: str) -> None:
     expected = data.expected_records
+    if data.exclude_classes is not None and not isinstance(index, FolderIndex):
+        return  # how many are left is known once all have been read
     if expected is not None and abs(index.records - expected) > MOST_RECORD_DRIFT * expected:
         raise RecipeError(
             f"{where}.expected_records is {expected}, but the index has {index.records} records, more than 1 % off; "
@@ -149,7 +159,10 @@ def known_records(phase: Phase, where: str) -> tuple[int, str]:
     assert isinstance(phase.data, ShardData)
     try:
         dense = phase.data.public and phase.data.public_fraction is None
-        whole, source = open_index(phase.data.path, excluded="skipped" if dense else "absent").records, "from the index"
+        index = open_index(phase.data.path, excluded="skipped" if dense else "absent")
+        if phase.data.exclude_classes is not None and isinstance(index, FolderIndex):
+            index = leave_out(index, class_filter(phase.data, phase.label, None, f"{where}.data"), f"{where}.data")
+        whole, source = index.records, "from the index"
     except (ShardError, OSError) as error:
         if phase.data.expected_records is None:
             raise RecipeError(f"{where}.data: {error}; or give expected_records for a dry run") from None

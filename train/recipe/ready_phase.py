@@ -6,7 +6,8 @@ Everything that can be refused is refused here, before any compute is spent.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 
@@ -38,7 +39,7 @@ from murmuration.train.config.privacy import AdaptiveClip, Privacy
 from murmuration.train.config.root import Config, NoiseKind, Phase
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.held_out import HeldOut, usable
-from murmuration.train.recipe.labels import LabelSource, class_list, require_numbers
+from murmuration.train.recipe.labels import LabelSource, class_filter, class_list, require_numbers
 from murmuration.train.recipe.open_data import (
     open_data,
     open_public,
@@ -82,6 +83,8 @@ class ReadyPhase:
     """Weights from outside that this phase, or one before it, began with."""
     classes: ClassList | None = None
     """Numbers of the classes, the same in every phase of the run."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the lists of classes that are left out."""
     placement: Placement | None = None
     """Which ranks compute which records, where not every rank can read all of them."""
     captioned: bool = True
@@ -101,6 +104,7 @@ class ReadyPhase:
         found = _identity("data", self.index, self.settings.data.public, keyed)
         if self.label_list is not None:
             found["classes"] = self.label_list.digest
+        found |= self.left_out
         if self.text is not None:
             found["tokenizer"] = self.text.digest
         if self.mixed is not None:
@@ -254,15 +258,29 @@ def _open(
     if phase.privacy is not None or not phase.data.public:
         refuse_plain_http(index, f"{where}.data.path")
     text = open_text(phase, shape, where)
-    held_out = open_public(phase.evaluation.path, f"{where}.evaluation.path", classes) if phase.evaluation else None
-    monitored = open_public(phase.monitor.path, f"{where}.monitor.path", classes) if phase.monitor else None
+    out = class_filter(phase.data, phase.label, classes, f"{where}.data")
+    measured = phase.evaluation, phase.monitor
+    held_out, monitored = (
+        open_public(part.path, f"{where}.{name}.path", classes, out) if part else None
+        for name, part in zip(("evaluation", "monitor"), measured, strict=True)
+    )
     mixed = None
     if phase.mixing is not None:
-        mixed = open_records(phase.mixing.data, phase.objective, shape, f"{where}.mixing.data", classes)
+        mixed = open_records(phase.mixing.data, phase, shape, f"{where}.mixing.data", classes)
     if phase.privacy is None and phase.batch is not None and phase.batch > index.records:
         raise RecipeError(f"{where}.batch = {phase.batch} exceeds the {index.records} records of its data")
     phase = with_steps(phase, index.records, where, noise)
-    return ReadyPhase(number, phase, shape, index, text, held_out, monitored, mixed, start, classes)
+    return ReadyPhase(
+        number, phase, shape, index, text, held_out, monitored, mixed, start, classes, _left_out(phase, where)
+    )
+
+
+def _left_out(phase: Phase, where: str) -> dict[str, str]:
+    sources = {"excluded_classes": (phase.data, f"{where}.data")}
+    if phase.mixing is not None:
+        sources["mixed_excluded_classes"] = (phase.mixing.data, f"{where}.mixing.data")
+    filters = {name: class_filter(data, None, None, place) for name, (data, place) in sources.items()}
+    return {name: found.excluded.digest for name, found in filters.items() if found is not None}
 
 
 def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes") -> Phase:
