@@ -1,4 +1,4 @@
-"""The numbers that come with a record: its labels and its weight, from its .json or its .cls."""
+"""What comes with a picture: labels and weight, from the record's .json or .cls, and its captions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 from murmuration.data.decode.decode import BadRecord
 
+CAPTIONS = "captions"
+"""The field of a .json that lists the captions of a picture which has several, and then no .txt."""
 _ANY_NUMBER = 1 << 62  # fits into a tensor
 MOST_WEIGHT = 1e6
 # Python's own limits on long numbers and deep nesting depend on its settings and on the thread's stack. The verdict on
@@ -35,6 +37,29 @@ def numbers_of(
         if not low <= number < high:
             raise BadRecord(f"the record's {name} is not the number of a class")
     return found, 1.0 if weight is None else _weight(fields, weight)
+
+
+def captions_of(members: Mapping[str, bytes], suffix: str) -> list[str]:
+    """The caption in the member of that suffix; without such a member, those that the .json lists. Never empty."""
+    if suffix in members:
+        try:
+            return [members[suffix].decode("utf-8")]
+        except UnicodeDecodeError as error:
+            raise BadRecord(f"the caption is not UTF-8 ({error.reason})") from error
+    fields = _fields(members, [CAPTIONS]) if "json" in members else None
+    if not isinstance(fields, dict) or CAPTIONS not in fields:
+        raise BadRecord(f"no caption: the record contains {sorted(members)}")
+    captions = fields[CAPTIONS]
+    if not isinstance(captions, list) or not captions or not all(isinstance(each, str) for each in captions):
+        raise BadRecord(f"the record's {CAPTIONS} are not a list of texts")
+    return captions
+
+
+def has_caption(members: Mapping[str, bytes], suffix: str) -> bool:
+    try:
+        return bool(captions_of(members, suffix))
+    except BadRecord:
+        return suffix in members
 
 
 def _fields(members: Mapping[str, bytes], wanted: Sequence[str]) -> Any:
