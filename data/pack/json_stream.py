@@ -11,6 +11,7 @@ from murmuration.data.pack.row import PackError
 
 _CHUNK = 1 << 20
 _LONGEST = 64 << 20  # characters of one element; more are no annotation
+_OF_NUMBERS = "0123456789.eE+-"  # and the empty text, at the end of what was read
 _DECODER = json.JSONDecoder()
 
 
@@ -90,7 +91,7 @@ class _Reader:
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
-                if end < len(self._text):  # a number at the end of what was read may have more digits
+                if self._text[end : end + 1] not in _OF_NUMBERS:  # of a number the rest may not be read yet
                     self._at = end
                     return value
                 problem = ValueError("it is cut off")

@@ -103,7 +103,7 @@ class Plan:
 
     def _add_captions(self, number: int, row: Row, found: list[str]) -> None:
         self._table.executemany("insert into captions(id, text) values(?, ?)", [(number, text) for text in found])
-        if len(found) < max(1, len(row.captions or ())):
+        if len(found) < len(row.captions or ()):
             self._note(number, Fault(row.row, row.image, EMPTY_CAPTION))
 
     def _number(self, row: Row) -> int:
