@@ -59,9 +59,9 @@ def declare(commands: Any) -> None:
 
 def _pack(arguments: argparse.Namespace) -> int:
     from murmuration.data.decode.class_list import ClassList
+    from murmuration.data.pack.columns import Columns
     from murmuration.data.pack.layouts import LAYOUTS, Source, open_layout
     from murmuration.data.pack.row import PackError
-    from murmuration.data.pack.table import Columns
     from murmuration.data.pack.write import Request, pack
 
     if arguments.layout not in ("auto", *LAYOUTS):

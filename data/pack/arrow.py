@@ -12,8 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from murmuration.data.pack.columns import IMAGE_COLUMNS, Columns, texts, word
 from murmuration.data.pack.row import MISSING, UNDECODABLE, BadPicture, Fault, PackError, Row
-from murmuration.data.pack.table import IMAGE_COLUMNS, Columns, texts, word
 
 HF = (
     "what datasets' save_to_disk writes: DIR/dataset_info.json, DIR/state.json and DIR/data-00000-of-00001.arrow, or "

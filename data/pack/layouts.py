@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from murmuration.data.pack import arrow, bitmaps, coco, listed, urls
+from murmuration.data.pack.columns import Columns
 from murmuration.data.pack.row import Layout, PackError
-from murmuration.data.pack.table import METADATA, Columns, Table
+from murmuration.data.pack.table import METADATA, Table
 
 _SPLITS = {
     "cifar10": "train", "cifar100": "train", "svhn": "train", "aircraft": "trainval", "food101": "train",
