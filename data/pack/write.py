@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -91,6 +92,10 @@ def pack(layout: Layout, request: Request, progress: Callable[[int, int], None])
             if not any(work.iterdir()):  # refused before anything was made
                 work.rmdir()
             raise
+        except sqlite3.Error as error:
+            raise PackError(
+                f"{path}: the plan cannot be written ({error}); free some space there, then repeat the command"
+            ) from None
         shutil.rmtree(work)
     sync(request.target.parent)
     return found

@@ -379,3 +379,32 @@ def test_two_at_once_do_not_mix(many: list[str], tmp_path: Path) -> None:
         job.send_signal(signal.SIGCONT)
     assert job.wait() == 0 and ShardIndex.open(out).records > 0
     shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("blocks", [40, 150])
+def test_a_full_disk_is_told_and_the_command_goes_on(pictures: Path, tmp_path: Path, blocks: int) -> None:
+    """A limit on the size of files: the smaller one stops the plan, the larger one a shard."""
+    rows = [["file_name", "caption"], *([name, f"{n} " * 90] for n in range(30) for name in names(pictures))]
+    for number in range(30):
+        shutil.copy(pictures / names(pictures)[0], pictures / f"copy {number}.jpg")
+        rows.append([f"copy {number}.jpg", "x"])
+    large = b"\xff\xd8" + b"\xff\xfe\xff\xff" + b"x" * 65533  # a JPEG with a long comment
+    for path in pictures.glob("copy*"):
+        path.write_bytes(large + (pictures / "ward" / "scan 3.jpg").read_bytes()[2:])
+    command = [
+        *PREPARE,
+        str(pictures),
+        "--csv",
+        str(write_csv(tmp_path / "t.csv", rows)),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    limited = ["bash", "-c", f'ulimit -f {blocks}; exec "$@"', "-", *command]
+    stopped = subprocess.run(limited, capture_output=True, text=True)
+    assert stopped.returncode == 2 and stopped.stderr.count("\n") == 1, stopped.stderr
+    assert (
+        "plan.sqlite: the plan cannot be written" if blocks == 40 else "000000.tar: cannot be written"
+    ) in stopped.stderr
+    assert not (tmp_path / "out").exists()
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert len(records(tmp_path / "out")) == 42
