@@ -59,6 +59,8 @@ def recognise(source: Source) -> str:
     root = source.folder
     if not root.is_dir():
         raise PackError(f"{root}: not a folder; name the folder of the pictures, and a table with --csv")
+    if any(root.glob("*.tar")):
+        raise PackError(f"{root}: holds tar shards, which need no packing: python launch/prepare.py index {root}")
     found = next((layout for layout, there in _MARKS.items() if there(root)), None)
     return found or "folders"
 

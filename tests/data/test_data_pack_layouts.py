@@ -424,6 +424,12 @@ def test_what_cannot_be_packed_is_refused_in_one_sentence(
     assert [path.name for path in tmp_path.iterdir()] == ["set"], "nothing is left behind"
 
 
+def test_shards_are_not_packed_again(tmp_path: Path, capsys) -> None:
+    put(tmp_path / "set" / "0.tar", b"x")
+    assert main(["pack", str(tmp_path / "set"), "--out", str(tmp_path / "out")]) == 2
+    assert "holds tar shards, which need no packing: python launch/prepare.py index" in capsys.readouterr().err
+
+
 def test_json_is_read_in_parts_as_it_is_read_whole(tmp_path: Path, monkeypatch) -> None:
     value = {
         "info": {"a": [1, {"b": "]}\\\""}]}, "number": 12345.5, "empty": [], "none": {}, "flag": True,
