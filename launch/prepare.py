@@ -2,6 +2,7 @@
 
     python launch/prepare.py demo        draw the demo data set
     python launch/prepare.py index       index tar shards or a folder of images that are already there
+    python launch/prepare.py pack        make tar shards of pictures with a table, or of a published set
     python launch/prepare.py synthetic   make pictures by rule, for phases that are not private
     python launch/prepare.py overlap     leave out private records that public sets contain too
     python launch/prepare.py split       freeze which share of a set is public
@@ -21,9 +22,16 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
 
 from murmuration.accounting.escaping import sentence
-from murmuration.launch import prepare_demo, prepare_index, prepare_overlap, prepare_split, prepare_synthetic
+from murmuration.launch import (
+    prepare_demo,
+    prepare_index,
+    prepare_overlap,
+    prepare_pack,
+    prepare_split,
+    prepare_synthetic,
+)
 
-COMMANDS = (prepare_demo, prepare_index, prepare_synthetic, prepare_overlap, prepare_split)
+COMMANDS = (prepare_demo, prepare_index, prepare_pack, prepare_synthetic, prepare_overlap, prepare_split)
 
 
 def main(argv: list[str] | None = None) -> int:

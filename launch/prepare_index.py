@@ -100,7 +100,8 @@ def _shards(arguments: argparse.Namespace) -> ShardIndex:
 
 
 def _images(arguments: argparse.Namespace) -> FolderIndex:
-    from murmuration.data.index.folders import build_folder, ignored_files, most_common
+    from murmuration.data.index.census import beside_images
+    from murmuration.data.index.folders import build_folder
 
     index = build_folder(
         arguments.source,
@@ -112,7 +113,7 @@ def _images(arguments: argparse.Namespace) -> FolderIndex:
     )
     classes = f"{len(index.classes)} classes" if index.labelled else "no classes"
     print(f"{index.records} images, {classes}, index in {index.folder}")
-    if ignored := ignored_files(Path(arguments.source)):
-        print(f"not used: {most_common(ignored)}")
+    for remark in beside_images(Path(arguments.source)):
+        print(remark)
     print(f"manifest {index.manifest_digest}")
     return index

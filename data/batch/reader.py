@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, ShardReader, open_source
-from murmuration.data.decode.augment import KINDS, Kind, drop_key, mask_noise
+from murmuration.data.decode.augment import KINDS, Kind, caption_choice, drop_key, mask_noise
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.decode import SUFFIXES, BadRecord, parsing
-from murmuration.data.decode.fields import numbers_of, right_classes
+from murmuration.data.decode.fields import captions_of, numbers_of, right_classes
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
 from murmuration.data.draw.micro_batch import (
@@ -136,6 +136,7 @@ class BatchReader:
         pictures = PictureMaker(spec.image_size, spec.augment, augment_key)
         self.index, self.spec, self.text = index, spec, text
         self._mask_key, self._dropout_key = by_step(mask_key), by_step(dropout_key)
+        self._caption_key = by_step(augment_key) if augment_key else None
         self._cancelled = threading.Event()
         self._records: RecordReader
         if isinstance(index, RecordReader):
@@ -252,7 +253,7 @@ class BatchReader:
         # nothing can go wrong any more.
         spec = self.spec
         with parsing("the caption or a number cannot be read"):
-            tokens = self._tokens(members)
+            tokens = self._tokens(members, record, step)
             labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight, spec.class_list)
         if self._processes is not None:
             self._processes.make(members[suffix], step, record, pixels)
@@ -260,15 +261,15 @@ class BatchReader:
             np.copyto(pixels, self._pictures.make(members[suffix], step, record))
         return _Parts(tokens, labels, weight, right_classes(members) if spec.right_classes else [])
 
-    def _tokens(self, members: dict[str, bytes]) -> list[int]:
+    def _tokens(self, members: dict[str, bytes], record: int, step: int) -> list[int]:
+        """Of several captions one per step, chosen by key; without a key, as in measurements, the first."""
         if self.text is None:
             return []
-        if self.spec.text_suffix not in members:
-            raise BadRecord(f"no caption: the record contains {sorted(members)}")
-        try:
-            return self.text.encode(members[self.spec.text_suffix].decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise BadRecord(f"the caption is not UTF-8 ({error.reason})") from error
+        captions = captions_of(members, self.spec.text_suffix)
+        number = 0
+        if len(captions) > 1 and self._caption_key is not None:
+            number = caption_choice(self._caption_key(step), step, record, len(captions))
+        return self.text.encode(captions[number])
 
 
 def iterate(reader: BatchReader, rows: np.ndarray, step: int) -> Iterator[MicroBatch]:

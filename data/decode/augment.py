@@ -115,6 +115,13 @@ def _crop_box(
     return left, top, left + wide, top + high
 
 
+def caption_choice(key: bytes, step: int, record: int, count: int) -> int:
+    """Which of a record's captions this step uses: one of 0..count-1."""
+    name = struct.pack("<QQ", step, record)
+    raw = hashlib.blake2b(name, key=key[:64], person=b"mur-caption", digest_size=16).digest()
+    return int.from_bytes(raw, "little") * count >> 128
+
+
 def drop_key(key: bytes, step: int, record: int) -> int:
     """An int64 from which a model that drops units derives this record's masks for this step."""
     raw = hashlib.shake_128(b"mur-drop-key" + struct.pack("<QQQ", len(key), step, record) + key).digest(8)

@@ -1,4 +1,4 @@
-"""The numbers that come with a record: its labels and its weight, from its .json or its .cls."""
+"""What comes with a picture: labels and weight, from the record's .json or .cls, and its captions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.decode import BadRecord
 
+CAPTIONS = "captions"
+"""The field of a .json that lists the captions of a picture which has several, and then no .txt."""
 _ANY_NUMBER = 1 << 62  # fits into a tensor
 MOST_WEIGHT = 1e6
 RIGHT = "right labels"
@@ -60,6 +62,29 @@ def _output(number: int, class_list: ClassList) -> int:
     if output is None:
         raise BadRecord("the record's class has no output")
     return output
+
+
+def captions_of(members: Mapping[str, bytes], suffix: str) -> list[str]:
+    """The caption in the member of that suffix; without such a member, those that the .json lists. Never empty."""
+    if suffix in members:
+        try:
+            return [members[suffix].decode("utf-8")]
+        except UnicodeDecodeError as error:
+            raise BadRecord(f"the caption is not UTF-8 ({error.reason})") from error
+    fields = _fields(members, [CAPTIONS]) if "json" in members else None
+    if not isinstance(fields, dict) or CAPTIONS not in fields:
+        raise BadRecord(f"no caption: the record contains {sorted(members)}")
+    captions = fields[CAPTIONS]
+    if not isinstance(captions, list) or not captions or not all(isinstance(each, str) for each in captions):
+        raise BadRecord(f"the record's {CAPTIONS} are not a list of texts")
+    return captions
+
+
+def has_caption(members: Mapping[str, bytes], suffix: str) -> bool:
+    try:
+        return bool(captions_of(members, suffix))
+    except BadRecord:
+        return suffix in members
 
 
 def _fields(members: Mapping[str, bytes], wanted: Sequence[str]) -> Any:

@@ -1,11 +1,14 @@
-"""The names of the members of shards: how many records have which suffixes, and which files belong to no record.
+"""The names of the members of shards: how many records have which suffixes, and which files belong to no record; and
+what lies beside shards and images and is not read.
 
-Only names are counted, never contents. The counts are shown to the person who builds the index and are not kept once
-the index is complete: n is all that is published about private records.
+Only structure is counted, never content: names of members, and the keys of some of their .json. The counts are shown to
+the person who builds the index and are not kept once the index is complete: n is all that is published about private
+records.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,33 +17,59 @@ from pathlib import Path
 from typing import Any
 
 from murmuration.data.decode.decode import SUFFIXES
-from murmuration.data.index.folders import extension, most_common
+from murmuration.data.decode.fields import CAPTIONS
+from murmuration.data.index.folders import extension, ignored_names, most_common
 from murmuration.data.store.tar import shown
 
 CAPTION = "txt"
 _SHOWN = 6
-_COMPANIONS = (".tar", ".tar.idx", "_stats.json", ".parquet")  # Energon's and img2dataset's files beside shards
+# Files beside shards: Energon's, img2dataset's, and those of prepare.py pack.
+_COMPANIONS = (".tar", ".tar.idx", "_stats.json", ".parquet", "classes.txt", "left_out.jsonl", "packed.json")
+_TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+_JSON_PER_SHARD, _LARGEST_JSON = 100, 1 << 20
+_MOST_KEYS = 1000
 
 
 @dataclass
 class Census:
-    """`sets` counts records by their suffixes, `loose` counts the files that belong to no record."""
+    """`sets` counts records by their suffixes, `loose` counts the files that belong to no record; `keys` counts the
+    fields of the first `.json` members of each shard, of which `opened` could be read."""
 
     sets: Counter[tuple[str, ...]] = field(default_factory=Counter)
     loose: int = 0
+    keys: Counter[str] = field(default_factory=Counter)
+    opened: int = 0
+    _tried: int = 0
 
     def count(self, suffixes: Iterable[str]) -> None:
         """Count one more record; without suffixes there is nothing to count."""
         if found := tuple(sorted(suffixes)):
             self.sets[found] += 1
 
+    def wants(self, suffix: str, size: int) -> bool:
+        """Whether the keys of one more member of this suffix and size are to be counted."""
+        return suffix == "json" and size <= _LARGEST_JSON and self._tried < _JSON_PER_SHARD
+
+    def look_into(self, raw: bytes) -> None:
+        self._tried += 1
+        try:
+            found = json.loads(raw)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(found, dict):
+            self.opened += 1
+            self.keys.update(key for key in found if key in self.keys or len(self.keys) < _MOST_KEYS)
+
     def facts(self) -> dict[str, Any]:
-        return {"sets": list(self.sets.items()), "loose": self.loose}
+        return {
+            "sets": list(self.sets.items()), "loose": self.loose, "keys": dict(self.keys), "opened": self.opened,
+        }  # fmt: skip
 
     @classmethod
     def of_facts(cls, facts: Any) -> Census:
         sets = Counter({tuple(map(str, suffixes)): int(count) for suffixes, count in facts["sets"]})
-        return cls(sets, int(facts["loose"]))
+        keys = Counter({str(key): int(count) for key, count in dict(facts.get("keys", {})).items()})
+        return cls(sets, int(facts["loose"]), keys, int(facts.get("opened", 0)))
 
 
 def total(parts: Iterable[Census]) -> Census:
@@ -48,6 +77,8 @@ def total(parts: Iterable[Census]) -> Census:
     for part in parts:
         whole.sets.update(part.sets)
         whole.loose += part.loose
+        whole.keys.update(part.keys)
+        whole.opened += part.opened
     return whole
 
 
@@ -58,17 +89,23 @@ def remarks(census: Census) -> Iterator[str]:
     for suffixes, count in census.sets.items():
         members.update(dict.fromkeys(suffixes, count))
     if members:
-        shares = (f"{'all' if count == records else count} have .{shown(name)}" for name, count in _first(members))
-        others = f", {len(members) - _SHOWN} other suffixes" if len(members) > _SHOWN else ""
-        yield f"of {records} records read, {', '.join(shares)}{others}"
+        yield f"of {records} records read, {_shares(members, records, '.', 'suffixes')}"
+    if census.keys:
+        yield f"of {census.opened} .json looked into, {_shares(census.keys, census.opened, '', 'fields')}"
     if bare := sum(count for suffixes, count in census.sets.items() if not set(suffixes) & set(SUFFIXES)):
         known = " ".join(f".{suffix}" for suffix in SUFFIXES)
         yield f"records without a picture ({known}): {bare}; where a run needs one they are bad records"
     if 0 < (captioned := members[CAPTION]) < records:
+        listed = f" unless their .json lists {CAPTIONS}" if census.keys[CAPTIONS] else ""
         bare = records - captioned
-        yield f"records without a caption (.{CAPTION}): {bare}; where a run needs one they are bad records"
+        yield f"records without a caption (.{CAPTION}): {bare}; where a run needs one they are bad records{listed}"
     if census.loose:
         yield f"files that belong to no record: {census.loose}; members of records are named like 000123.jpg"
+
+
+def _shares(counts: Counter[str], of: int, before: str, what: str) -> str:
+    shares = (f"{'all' if count == of else count} have {before}{shown(name)}" for name, count in _first(counts))
+    return ", ".join(shares) + (f", {len(counts) - _SHOWN} other {what}" if len(counts) > _SHOWN else "")
 
 
 def _first(members: Counter[str]) -> list[tuple[str, int]]:
@@ -80,6 +117,30 @@ def beside_shards(folder: Path) -> Iterator[str]:
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if not entry.name.startswith(".") and not entry.is_dir()]
     if others := Counter(extension(name) for name in names if not name.endswith(_COMPANIONS)):
-        compressed = any(what.startswith(".tar.") or what == ".tgz" for what in others)
-        fix = "; unpack compressed shards into plain .tar files" if compressed else ""
-        yield f"not used: {most_common(others)}{fix}"
+        yield f"not used: {most_common(others)}{_fix(others)}"
+
+
+def beside_images(root: Path) -> Iterator[str]:
+    """The files in and beside a folder of images that are not read, though they may belong to the images."""
+    names = list(ignored_names(root))
+    if others := Counter(extension(name) for name in names):
+        yield f"not used: {most_common(others)}{_fix(others)}"
+    try:
+        with os.scandir(root.parent) as entries:
+            near = [os.path.join("..", entry.name) for entry in entries if entry.is_file()]
+    except OSError:  # the folder's own name may be all that may be read
+        near = []
+    tables = sorted(name for name in (*names, *near) if name.lower().endswith(_TABLES))
+    if tables:
+        more = f" and {len(tables) - 1} more tables" if len(tables) > 1 else ""
+        table = shown(os.path.normpath(root / tables[0]))
+        yield (
+            f"{shown(os.path.basename(tables[0]))}{more} beside the images: not used; for captions or labels from a "
+            f"table, use: python launch/prepare.py pack {shown(str(root))} --csv {table} --out SHARDS"
+        )
+
+
+def _fix(others: Counter[str]) -> str:
+    compressed = any(what.startswith(".tar.") or what == ".tgz" for what in others)
+    unpacked = "; unpack compressed shards into plain .tar files" if compressed else ""
+    return unpacked + ("; convert .dcm to PNG or JPEG first, as DICOM is not read" if others[".dcm"] else "")

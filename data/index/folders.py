@@ -87,8 +87,14 @@ def list_images(root: Path, rule: Rule = "auto") -> tuple[list[ImageFile], bool]
 
 def ignored_files(root: Path) -> Counter[str]:
     """The number of files that are not records, by extension."""
-    others = ((os.fsdecode(name), size) for name, size in _walk(root) if size is None or not _is_image(name))
-    return Counter(NO_FILE if size is None else extension(name) for name, size in others)
+    return Counter(extension(name) for name in ignored_names(root))
+
+
+def ignored_names(root: Path) -> Iterator[str]:
+    """The paths below the root of files that are not records; what is no file at all goes by the name of its kind."""
+    for name, size in _walk(root):
+        if size is None or not _is_image(name):
+            yield NO_FILE if size is None else os.fsdecode(name)
 
 
 def extension(name: str) -> str:

@@ -6,15 +6,49 @@ import os
 from pathlib import Path
 
 from murmuration.data.index.folders import FolderIndex
-from murmuration.data.index.format import FILES, Handling, read_manifest
-from murmuration.data.index.shard_index import ShardIndex
-from murmuration.data.store.place import RecordIndex, is_url
+from murmuration.data.index.format import FILES, FOLDER, MANIFEST, Handling, find, mend, read_manifest
+from murmuration.data.index.shard_index import ShardIndex, expand
+from murmuration.data.store.place import RecordIndex, ShardError, is_url
 
 
 def open_index(folder: str | os.PathLike[str], *, excluded: Handling = "absent") -> RecordIndex:
-    """Open the kind of index that `folder` contains; see ShardIndex.open and FolderIndex.open."""
+    """Open the kind of index that `folder` contains; see ShardIndex.open and FolderIndex.open. A pattern and a single
+    tar are opened by the index beside their shards, if it is an index of these shards and of no others."""
+    if _names_shards(folder):
+        return _by_pattern(folder, excluded)
     kind = read_manifest(folder).kind
     return (FolderIndex if kind == FILES else ShardIndex).open(folder, excluded=excluded)
+
+
+def _names_shards(folder: str | os.PathLike[str]) -> bool:
+    text = os.fspath(folder)
+    if is_url(text) or os.path.isdir(text) or (find(text) / MANIFEST).is_file():
+        return False
+    return "{" in text or text.endswith(".tar")
+
+
+def _by_pattern(pattern: str | os.PathLike[str], excluded: Handling) -> ShardIndex:
+    places = [Path(os.path.realpath(place)) for place in expand(pattern)]
+    root = Path(os.path.commonpath([place.parent for place in places]))
+    index = ShardIndex.open(_built(root, pattern), excluded=excluded)
+    found = [Path(os.path.realpath(index.place(number))) for number in range(len(index.shards))]
+    if found != places:
+        raise ShardError(
+            f"{index.folder}: its {len(found)} shards are not the {len(places)} that {os.fspath(pattern)} names; name "
+            f"the folder for all of them, or {mend(_quoted(pattern))} --out INDEX and name INDEX"
+        )
+    return index
+
+
+def _built(root: Path, pattern: str | os.PathLike[str]) -> Path:
+    folder = root / FOLDER
+    if not (folder / MANIFEST).is_file():
+        raise ShardError(f"{folder}: no index here; {mend(_quoted(pattern))}")
+    return folder
+
+
+def _quoted(pattern: str | os.PathLike[str]) -> str:
+    return f"'{os.fspath(pattern)}'"
 
 
 def is_image_folder(source: str) -> bool:

@@ -163,6 +163,8 @@ def record_offsets(read: Read, size: int, what: str, census: Census) -> np.ndarr
         if parts[1] in suffixes:
             raise ShardError(f"{what}: '{shown(member.name)}' occurs twice; rewrite the shard")
         suffixes.add(parts[1])
+        if census.wants(parts[1], member.size):
+            census.look_into(read(member.data, member.size))
     census.count(suffixes)
     return np.array([*starts, end], dtype="<u8")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import tarfile
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import webdataset
 
 from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.index.open import open_index
 from murmuration.data.index.shard_index import ShardIndex, build, expand
 from murmuration.data.store.place import ShardError
 from murmuration.data.store.tar import parse
@@ -264,3 +266,18 @@ def test_a_place_that_cannot_be_written_is_named_with_the_mend(small_set: ShardI
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ShardError, match=r"file/index: cannot be written .*--out"):
         build(small_set.folder.parent, tmp_path / "file" / "index")
+
+
+def test_a_pattern_is_opened_by_the_index_beside_it_if_that_has_these_shards_alone(small_set: ShardIndex) -> None:
+    folder = small_set.folder.parent
+    for pattern in ("{000000..000002}.tar", "00000{0,1,2}.tar"):
+        found = open_index(folder / pattern)
+        assert isinstance(found, ShardIndex) and found.records == 25 and found.folder == small_set.folder
+    for pattern in ("{000000..000001}.tar", "{000000..000003}.tar", "000001.tar", "{000001..000002}.tar"):
+        with pytest.raises(ShardError, match=r"its 3 shards are not the \d that .* names; name the folder"):
+            open_index(folder / pattern)
+    shutil.rmtree(small_set.folder)
+    with pytest.raises(ShardError, match=r"no index here; build it with: python launch/prepare.py index '.*\{000000"):
+        open_index(folder / "{000000..000002}.tar")
+    assert build(str(folder / "000001.tar")).records == 1
+    assert open_index(folder / "000001.tar").records == 1

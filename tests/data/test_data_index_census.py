@@ -44,7 +44,8 @@ SAID = [
     "records without a picture (.jpg .jpeg .png .webp .gif .bmp): 2; where a run needs one they are bad records",
     "records without a caption (.txt): 2; where a run needs one they are bad records",
     "files that belong to no record: 4; members of records are named like 000123.jpg",
-    "not used: 3 files (1 .tar.gz, 1 .dcm, 1 5); unpack compressed shards into plain .tar files",
+    "not used: 3 files (1 .tar.gz, 1 .dcm, 1 5); unpack compressed shards into plain .tar files; "
+    "convert .dcm to PNG or JPEG first, as DICOM is not read",
 ]
 
 
@@ -80,6 +81,47 @@ def test_what_was_read_before_a_stop_is_said_as_well_and_kept_nowhere(
     assert not any(b"caption" in path.read_bytes() for path in out.rglob("*") if path.is_file())
     # Shards that are known are not read again, so of their members nothing is said.
     assert [each.partition(":")[0] for each in _told(odd, out)] == ["2 of 3 shards contain no record", "not used"]
+
+
+def test_the_fields_of_a_json_are_counted_and_nothing_that_they_hold(
+    tmp_path: Path, write_tar: Callable[..., Path], picture: Callable[..., bytes]
+) -> None:
+    folder = tmp_path / "set"
+    texts = [
+        b'{"captions": ["a secret", "b"], "patient": "smith"}',
+        b'{"patient": "jones"}',
+        b"[1]",
+        b"{",
+        b"[" * 9_000,
+    ]
+    samples = [{"__key__": f"{n:03d}", "jpg": picture(n), "json": text} for n, text in enumerate(texts)]
+    large = {"__key__": "large", "jpg": picture(9), "txt": b"x", "json": b'{"big": "' + b"x" * (2 << 20) + b'"}'}
+    write_tar(folder / "0.tar", [*samples, large])
+    # Of each shard the first hundred are looked into.
+    write_tar(folder / "1.tar", [{"__key__": f"{n}", "json": b'{"n": 1}'} for n in range(150)])
+    said: list[str] = []
+    index = build(folder, tell=said.append)
+    assert said[1] == "of 102 .json looked into, 100 have n, 2 have patient, 1 have captions"
+    assert any(each.endswith("they are bad records unless their .json lists captions") for each in said)
+    assert not any(word in "".join(said) for word in ("secret", "smith", "jones", "big"))
+    assert not any(b"patient" in path.read_bytes() for path in index.folder.rglob("*") if path.is_file())
+
+
+def test_a_table_beside_images_is_told_with_the_command_that_joins_them(
+    tmp_path: Path, picture: Callable[..., bytes]
+) -> None:
+    folder = tmp_path / "set" / "images"
+    folder.mkdir(parents=True)
+    for name, content in (("a.jpg", picture(1)), ("../captions.csv", b"x"), ("b.dcm", b"x"), ("../notes.md", b"x")):
+        (folder / name).write_bytes(content)
+    done = subprocess.run([*PREPARE, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0 and "1 images" in done.stdout
+    assert "not used: 1 file (1 .dcm); convert .dcm to PNG or JPEG first" in done.stdout
+    assert "captions.csv beside the images: not used; for captions or labels from a table, use: " in done.stdout
+    assert f"prepare.py pack {folder} --csv {folder.parent / 'captions.csv'} --out SHARDS" in done.stdout
+    (folder / "labels.tsv").write_bytes(b"x")
+    done = subprocess.run([*PREPARE, str(folder)], capture_output=True, text=True)
+    assert "captions.csv and 1 more tables beside the images" in done.stdout
 
 
 def test_of_a_set_as_it_should_be_nothing_is_found_odd(small_set: ShardIndex, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from murmuration.accounting.durable import atomic
 from murmuration.data.batch.shard_reader import ShardReader, open_source
+from murmuration.data.decode.fields import has_caption
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.evaluation.captions import beam, greedy, nucleus
 from murmuration.evaluation.interval import mean
@@ -85,7 +86,7 @@ def _has_captions(session: Session, chosen: Chosen) -> bool:
     index = chosen.index
     reader = ShardReader(index, open_source(index, session.computing.reading()))
     first = next((int(record) for record in chosen.ids if not index.left_out(int(record))), None)
-    return first is not None and TEXT in reader.read(first)
+    return first is not None and has_caption(reader.read(first), TEXT)
 
 
 def _write(session: Session, rows: list[tuple[str, str, str]]) -> None:

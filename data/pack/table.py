@@ -1,0 +1,95 @@
+"""Tables with one row per image or caption: CSV, tab-separated text, JSON lines, a JSON list, parquet, and the
+metadata.csv of Hugging Face image folders."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from murmuration.data.pack.columns import Cells, Columns
+from murmuration.data.pack.json_stream import elements
+from murmuration.data.pack.row import UNREADABLE, Fault, Files, PackError, Row
+
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+_LONGEST_CELL = 16 << 20
+_ROWS_FOR_NAMES = 100  # a row of JSON may lack a field that others have
+
+
+class Table(Files):
+    """`root` is the folder that relative names of images start from."""
+
+    def __init__(self, root: Path, table: Path, columns: Columns) -> None:
+        super().__init__(root)
+        self._table = table
+        first = [cells[1] for cells in islice(self._cells(), _ROWS_FOR_NAMES) if not isinstance(cells, Fault)]
+        if not first:
+            raise PackError(f"{table}: no readable row; name a table with one row per image or caption")
+        known = list(dict.fromkeys(name for cells in first for name in cells))
+        self._columns = columns.within(known, table)
+        self.told = f"{table.name}: {self._columns.told()}"
+
+    def rows(self) -> Iterator[Row | Fault]:
+        for each in self._cells():
+            yield each if isinstance(each, Fault) else self._columns.row(each[1], each[0])
+
+    def _cells(self) -> Iterator[tuple[str, Cells] | Fault]:
+        kind = self._table.suffix.lower()
+        if kind == ".parquet":
+            from murmuration.data.pack.arrow import parquet_cells
+
+            return parquet_cells(self._table)
+        if kind in (".jsonl", ".ndjson"):
+            return _json_lines(self._table)
+        return _json_list(self._table) if kind == ".json" else _lines(self._table)
+
+
+def _lines(table: Path) -> Iterator[tuple[str, Cells] | Fault]:
+    """Comma- or tab-separated text with a header. Bytes that are no UTF-8 survive as surrogates, because names of files
+    need not be text."""
+    csv.field_size_limit(_LONGEST_CELL)
+    with table.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        header = file.readline()
+        file.seek(0)
+        # open_clip writes tab-separated tables that are called .csv.
+        lines = csv.reader(file, delimiter="\t" if header.count("\t") > header.count(",") else ",")
+        names = next(lines, [])
+        if len(set(names)) < len(names) or not names:
+            raise PackError(f"{table}: its first line must name the columns, each once; add a header")
+        while True:
+            where = f"{table.name}:{lines.line_num + 1}"
+            try:
+                cells = next(lines)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Fault(where, "", UNREADABLE, str(error))
+                continue
+            if len(cells) == len(names):
+                yield where, dict(zip(names, cells, strict=True))
+            elif cells:
+                yield Fault(where, "", UNREADABLE, f"{len(cells)} cells for {len(names)} columns")
+
+
+def _json_lines(table: Path) -> Iterator[tuple[str, Cells] | Fault]:
+    with table.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    yield _object(json.loads(line), f"{table.name}:{number}")
+                except (ValueError, RecursionError) as error:
+                    yield Fault(f"{table.name}:{number}", "", UNREADABLE, str(error))
+
+
+def _json_list(table: Path) -> Iterator[tuple[str, Cells] | Fault]:
+    for number, (key, value) in enumerate(elements(table)):
+        if key:
+            raise PackError(f"{table}: neither a list of rows nor COCO's images and annotations; name another table")
+        yield _object(value, f"{table.name}[{number}]")
+
+
+def _object(value: Any, where: str) -> tuple[str, Cells] | Fault:
+    return (where, value) if isinstance(value, dict) else Fault(where, "", UNREADABLE, "not a JSON object")

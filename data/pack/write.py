@@ -1,0 +1,312 @@
+"""A plan becomes indexed tar shards, in an order and with bytes that depend on the input alone.
+
+Each shard appears complete or not at all, and the folder gets its name with its index once all shards are there. After
+a kill the same command makes what is missing, and the result is the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import sqlite3
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+from murmuration.accounting.durable import sync, try_lock
+from murmuration.data.decode.class_list import ClassList
+from murmuration.data.decode.decode import BadRecord
+from murmuration.data.decode.fields import CAPTIONS
+from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.decode.pool import DecodePool
+from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.pack.plan import Labels, Plan, Planned, settle
+from murmuration.data.pack.row import MISSING, UNDECODABLE, BadPicture, Fault, Layout, PackError
+from murmuration.data.store.index_files import index_file, make_folder, read_json
+from murmuration.data.store.tar import shown
+
+CLASSES, LEFT_OUT, RECEIPT = "classes.txt", "left_out.jsonl", "packed.json"
+HELD_OUT = "-held-out"
+_PARTS = ("records", "held_out")
+_AT_ONCE = 64  # pictures in memory
+_LONGEST_STEM = 60
+_FORMS = {"jpg": b"\xff\xd8\xff", "png": b"\x89PNG\r\n\x1a\n", "gif": b"GIF8", "bmp": b"BM"}
+_ODD = re.compile(r"[^A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True)
+class Request:
+    target: Path
+    unit: str | None = None
+    hold_out: float = 0.0
+    classes: ClassList | None = None
+    per_shard: int = 1000
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.per_shard < 1 or self.workers < 1:
+            raise PackError(f"{self.per_shard} records per shard, {self.workers} workers: both must be at least 1")
+        if not 0 <= self.hold_out < 1:
+            raise PackError(f"--hold-out {self.hold_out:g}: name a share from 0 to below 1")
+
+    @property
+    def targets(self) -> tuple[Path, Path]:
+        return self.target, self.target.with_name(self.target.name + HELD_OUT)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What was packed. Everything but the indexes' n is private."""
+
+    rows: int
+    images: int
+    several: int
+    units: int
+    labels: Labels
+    index: ShardIndex
+    held_out: ShardIndex | None
+    left_out: Counter[str]
+
+
+def pack(layout: Layout, request: Request, progress: Callable[[int, int], None]) -> Packed:
+    """Pack what the layout holds, or what an earlier call left."""
+    work = request.target.with_name(f".{request.target.name}.partial")
+    make_folder(work)
+    with _only_one(work):
+        path = work / "plan.sqlite"
+        try:
+            with closing(Plan(path, layout, request.unit, request.hold_out)) as plan:
+                found = _Packer(layout, request, plan, work, progress).pack()
+        except PackError:
+            path.unlink(missing_ok=True)
+            if not any(work.iterdir()):  # refused before anything was made
+                work.rmdir()
+            raise
+        except sqlite3.Error as error:
+            raise PackError(
+                f"{path}: the plan cannot be written ({error}); free some space there, then repeat the command"
+            ) from None
+        shutil.rmtree(work)
+    sync(request.target.parent)
+    return found
+
+
+@contextmanager
+def _only_one(work: Path) -> Iterator[None]:
+    folder = os.open(work, os.O_RDONLY)
+    try:
+        if not try_lock(folder):
+            raise PackError(f"{work}: another prepare.py is packing here; wait until it is done")
+        yield
+    finally:
+        os.close(folder)
+
+
+class _Packer:
+    def __init__(
+        self, layout: Layout, request: Request, plan: Plan, work: Path, progress: Callable[[int, int], None]
+    ) -> None:
+        self._layout, self._request, self._plan, self._work, self._progress = layout, request, plan, work, progress
+        self._counts = [plan.planned(part) for part in (0, 1)]
+        if not sum(self._counts):
+            raise _nothing(plan.faults())
+        if not self._counts[0]:
+            raise PackError(f"--hold-out {request.hold_out:g}: holds out all records; name a smaller share")
+        self._labels = settle(plan.labels(), layout.classes, request.classes)
+        self._digest = plan.digest({"per_shard": request.per_shard, "classes": self._labels.names})
+
+    def pack(self) -> Packed:
+        self._begin()
+        total = sum(self._shards(part) for part in (0, 1))
+        done = sum(self._made(part, number) for part in (0, 1) for number in range(self._shards(part)))
+        self._progress(done, total)
+        # Last what the command is judged by: once the first folder is there, everything is.
+        for part in (1, 0):
+            if self._counts[part] and not self._there(part):
+                done = self._write(part, done, total)
+                self._finish(part)
+        plan, left_out = self._plan, Counter(each["reason"] for each in _listed(self._request.target))
+        indexes = [ShardIndex.open(self._request.targets[part]) if self._counts[part] else None for part in (0, 1)]
+        assert indexes[0] is not None
+        return Packed(
+            plan.rows, plan.images, plan.several, plan.units, self._labels, indexes[0], indexes[1], left_out
+        )  # fmt: skip
+
+    def _begin(self) -> None:
+        """Refuse to overwrite other data; drop what was begun from another input."""
+        for part, target in enumerate(self._request.targets):
+            if target.exists() and not self._there(part):
+                raise PackError(f"{target}: contains other data; remove it or use another --out")
+        begun = self._work / RECEIPT
+        if _digest_in(begun) != self._digest:
+            for name in (*_PARTS, "notes"):
+                shutil.rmtree(self._work / name, ignore_errors=True)
+            _write_json(begun, {"digest": self._digest})
+        for name in (*_PARTS, "notes"):
+            make_folder(self._work / name)
+
+    def _there(self, part: int) -> bool:
+        return _digest_in(self._request.targets[part] / RECEIPT) == self._digest
+
+    def _shards(self, part: int) -> int:
+        return -(-self._counts[part] // self._request.per_shard)
+
+    def _shard(self, part: int, number: int) -> Path:
+        return self._work / _PARTS[part] / f"{number:06d}.tar"
+
+    def _notes(self, part: int, number: int) -> Path:
+        return self._work / "notes" / f"{_PARTS[part]}-{number:06d}.json"
+
+    def _made(self, part: int, number: int) -> bool:
+        return self._there(part) or (self._shard(part, number).exists() and self._notes(part, number).exists())
+
+    def _write(self, part: int, done: int, total: int) -> int:
+        records = self._plan.records(part)
+        with closing(_Pictures(self._layout, self._request.workers)) as pictures:
+            for number in range(self._shards(part)):
+                chunk = list(islice(records, self._request.per_shard))
+                if self._made(part, number):
+                    continue
+                with index_file(self._shard(part, number)) as file:
+                    faults = _write_shard(file, chunk, pictures, self._labels)
+                    # Before the shard gets its name: what a finished shard leaves out is known.
+                    _write_json(self._notes(part, number), [asdict(fault) for fault in faults], 0o600)
+                done += 1
+                self._progress(done, total)
+        return done
+
+    def _finish(self, part: int) -> None:
+        folder, target = self._work / _PARTS[part], self._request.targets[part]
+        faults = [fault for number in range(self._shards(part)) for fault in read_json(self._notes(part, number))]
+        if len(faults) == self._counts[part]:
+            raise _nothing(iter([Fault(**fault) for fault in faults]))
+        index = build(folder)
+        if self._labels.names:
+            with index_file(folder / CLASSES) as file:
+                file.write("".join(f"{name}\n" for name in self._labels.names).encode())
+        if part == 0:
+            self._list_left_out(folder)
+        _write_json(folder / RECEIPT, {"digest": self._digest, "records": index.records})
+        folder.rename(target)
+
+    def _list_left_out(self, folder: Path) -> None:
+        with index_file(folder / LEFT_OUT, 0o600) as file:
+            for fault in self._plan.faults():
+                file.write(_line(asdict(fault)))
+            for path in sorted((self._work / "notes").iterdir()):
+                for fault in read_json(path):
+                    file.write(_line(fault))
+
+
+def _line(fault: dict[str, Any]) -> bytes:
+    return json.dumps({name: value for name, value in fault.items() if value}).encode() + b"\n"
+
+
+def _listed(target: Path) -> Iterator[dict[str, str]]:
+    with (target / LEFT_OUT).open("rb") as file:
+        yield from map(json.loads, file)
+
+
+def _write_json(path: Path, value: Any, mode: int = 0o644) -> None:
+    with index_file(path, mode) as file:
+        file.write(json.dumps(value).encode() + b"\n")
+
+
+def _digest_in(path: Path) -> str | None:
+    try:
+        found = read_json(path)
+        return found["digest"] if isinstance(found, dict) else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _nothing(faults: Iterator[Fault]) -> PackError:
+    first, reasons = None, Counter[str]()
+    for fault in faults:
+        first = first or fault
+        reasons[fault.reason] += 1
+    if first is None:
+        return PackError("no row and no image in this source; name another")
+    counted = ", ".join(f"{count} × {reason}" for reason, count in reasons.most_common())
+    told = f" ({shown(first.detail)})" if first.detail else ""
+    fix = "; name the folder from which their names start" if first.reason == MISSING else "; correct the rows"
+    return PackError(f"nothing can be packed: {counted}, first {shown(first.image or first.row)}{told}{fix}")
+
+
+class _Pictures:
+    """Reads and decodes pictures several at a time. They are decoded by other processes, which a hostile file may end;
+    whether it decodes is all that is used."""
+
+    def __init__(self, layout: Layout, workers: int) -> None:
+        self._layout = layout
+        self._decoders = DecodePool(PictureMaker(8), workers)
+        self._threads = ThreadPoolExecutor(workers + 2)
+
+    def each(self, records: list[Planned]) -> Iterator[tuple[Planned, bytes | Fault]]:
+        for start in range(0, len(records), _AT_ONCE):
+            part = records[start : start + _AT_ONCE]
+            yield from zip(part, self._threads.map(self._one, part), strict=True)
+
+    def _one(self, record: Planned) -> bytes | Fault:
+        try:
+            raw = self._layout.picture(record.at)
+            self._decoders.make(raw, 0, 0)
+            return raw
+        except BadPicture as error:
+            return Fault(record.row, record.image, error.reason, error.detail)
+        except BadRecord as error:
+            return Fault(record.row, record.image, UNDECODABLE, str(error))
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._decoders.close()
+
+
+def _write_shard(file: IO[bytes], records: list[Planned], pictures: _Pictures, labels: Labels) -> list[Fault]:
+    faults: list[Fault] = []
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for record, raw in pictures.each(records):
+            if isinstance(raw, Fault):
+                faults.append(raw)
+                continue
+            for suffix, content in _members(record, raw, labels).items():
+                # All that tarfile would take from a file or a clock stays at its default of nothing.
+                member = tarfile.TarInfo(f"{key_of(record.image)}.{suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return faults
+
+
+def _members(record: Planned, raw: bytes, labels: Labels) -> dict[str, bytes]:
+    found = {_suffix(raw): raw}
+    fields = dict(record.fields)
+    if len(record.captions) == 1:
+        found["txt"] = record.captions[0].encode()
+    elif record.captions:
+        fields[CAPTIONS] = record.captions
+    if record.label:
+        found["cls"] = labels.member(record.label)
+    if fields:
+        found["json"] = json.dumps(fields, ensure_ascii=False, sort_keys=True).encode()
+    return found
+
+
+def _suffix(raw: bytes) -> str:
+    """By what the file is: names of downloaded pictures often lack it, or lie."""
+    return next((suffix for suffix, magic in _FORMS.items() if raw.startswith(magic)), "webp")
+
+
+def key_of(image: str) -> str:
+    """The image's name, as far as a key may contain it, and a hash of all of it, which keeps keys apart."""
+    stem = _ODD.sub("_", os.path.splitext(os.path.basename(image))[0])[:_LONGEST_STEM]
+    return f"{stem}-{hashlib.sha256(os.fsencode(image)).hexdigest()[:16]}"

@@ -1,0 +1,410 @@
+"""Packing: every row is packed or listed, one image is one record, and the same input gives the same bytes, killed or
+not."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.pack.plan import Plan
+from murmuration.data.pack.row import BadPicture, Fault, Row
+from murmuration.data.synthetic.index import GRAMMAR_WORDS
+from murmuration.data.text.encoder import TextEncoder, word_tokenizer
+from murmuration.launch.prepare import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PREPARE = [sys.executable, str(ROOT / "launch" / "prepare.py"), "pack"]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, picture: Callable[..., bytes]) -> Path:
+    """Twelve pictures of three forms, two of them with names that say nothing of the form."""
+    folder = tmp_path / "pictures"
+    (folder / "ward").mkdir(parents=True)
+    for number in range(12):
+        form = ("JPEG", "PNG", "WEBP")[number % 3]
+        (folder / "ward" / f"scan {number}{'.jpg' if number > 1 else ''}").write_bytes(picture(number, form=form))
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("scan*"))
+
+
+def write_csv(path: Path, rows: list[list[Any]], delimiter: str = ",") -> Path:
+    with path.open("w", newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+    return path
+
+
+def pack(*arguments: str | Path, workers: int = 1) -> None:
+    assert main(["pack", *map(str, arguments), "--workers", str(workers)]) == 0
+
+
+def records(folder: Path) -> list[dict[str, bytes]]:
+    index = ShardIndex.open(folder)
+    index.check_unchanged(contents=True)
+    reader = ShardReader(index)
+    return [reader.read(record) for record in range(index.records)]
+
+
+def left_out(folder: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (folder / "left_out.jsonl").read_text().splitlines()]
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """What is in a packed folder, but for what no two folders share: its salt, and times of files."""
+    kept = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: content for name, content in kept.items() if name not in ("index/salt.key", "index/stamps.json")}
+
+
+def test_rows_of_one_image_are_one_record_with_all_captions(pictures: Path, tmp_path: Path) -> None:
+    files = names(pictures)
+    rows = [["file_name", "caption"], *([f"./{name}", f"a red {n}"] for n in range(3) for name in files[:11])]
+    rows += [[files[11], "alone"]]
+    out = tmp_path / "out"
+    pack(pictures, "--csv", write_csv(tmp_path / "captions.csv", rows), "--out", out, "--per-shard", "5")
+    found = records(out)
+    assert len(found) == 12 and len(list(out.glob("*.tar"))) == 3 and left_out(out) == []
+    assert all(json.loads(each["json"]) == {"captions": ["a red 0", "a red 1", "a red 2"]} for each in found[:11])
+    assert all("txt" not in each for each in found[:11]) and found[11]["txt"] == b"alone" and "json" not in found[11]
+    for name, each in zip(files, found, strict=True):
+        assert (
+            next(value for key, value in each.items() if key in ("jpg", "png", "webp"))
+            == (pictures / name).read_bytes()
+        )
+    assert {suffix for each in found for suffix in each} == {"jpg", "png", "webp", "json", "txt"}
+    theirs = [dict(each) for path in sorted(out.glob("*.tar")) for each in _webdataset(path)]
+    assert [each["__key__"].rsplit("-", 1)[0] for each in theirs] == [
+        Path(name).stem.replace(" ", "_") for name in files
+    ]
+
+
+def _webdataset(path: Path) -> Iterator[dict[str, Any]]:
+    yield from webdataset.WebDataset(str(path), shardshuffle=False)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> TextEncoder:
+    word_tokenizer(GRAMMAR_WORDS, tmp_path / "tokenizer.json")
+    return TextEncoder(tmp_path / "tokenizer.json", 8)
+
+
+def test_each_step_takes_one_caption_by_key(tmp_path: Path, write_tar: Callable[..., Path], picture, text) -> None:
+    """From plain WebDataset tars: whoever wrote them."""
+    colours = ["red", "green", "blue"]
+    many = json.dumps({"captions": colours}).encode()
+    samples = [{"__key__": f"{n:03d}", "jpg": picture(n), "json": many} for n in range(40)]
+    write_tar(
+        tmp_path / "tars" / "0.tar", [*samples, {"__key__": "one", "jpg": picture(1), "txt": b"red", "json": many}]
+    )
+    index = build(tmp_path / "tars")
+    ids = np.arange(41)
+
+    def tokens(key: bytes, step: int, ids: np.ndarray = ids) -> list[list[int]]:
+        reader = BatchReader(index, DataSpec(8), text, augment_key=key)
+        try:
+            return reader.read(ids, step).inputs["tokens"].tolist()
+        finally:
+            reader.close()
+
+    rows = {colour: text.encode(colour) for colour in colours}
+    steps = np.array([tokens(b"a" * 32, step) for step in range(20)])
+    assert (steps == [tokens(b"a" * 32, step, ids) for step in range(20)]).all(), "a step made again is the same"
+    chosen = steps[:, :40].reshape(-1, 8).tolist()
+    counts = [chosen.count(rows[colour]) for colour in colours]
+    assert sum(counts) == 800 and min(counts) > 200, "each about as often"
+    assert (steps[:, 40] == rows["red"]).all(), "a .txt is the caption, as it always was"
+    assert (np.array(tokens(b"b" * 32, 0)) != steps[0]).any() and (steps[0] != steps[1]).any()
+    # Neither neighbours nor the place in a batch matter.
+    assert tokens(b"a" * 32, 3, np.array([7, 2])) == steps[3][[7, 2]].tolist()
+    assert tokens(b"", 5) == [rows["red"]] * 41, "measurements take the first"
+
+
+@pytest.mark.parametrize("captions", [[], "red", ["red", 3], None, {"0": "red"}])
+def test_what_is_no_list_of_captions_is_a_bad_record(tmp_path: Path, write_tar, picture, text, captions: Any) -> None:
+    more = {"json": json.dumps({"captions": captions}).encode()}
+    write_tar(tmp_path / "0.tar", [{"__key__": "a", "jpg": picture(1), **more}, {"__key__": "b", "jpg": picture(2)}])
+    reader = BatchReader(build(tmp_path), DataSpec(8), text, augment_key=b"a" * 32)
+    assert reader.read(np.array([0, 1]), 0).present.tolist() == [False, False]
+    assert "captions are not a list of texts" in reader.bad_reasons[0] and "no caption" in reader.bad_reasons[1]
+
+
+def test_every_bad_row_is_listed_and_counted(pictures: Path, tmp_path: Path, capsys) -> None:
+    files = names(pictures)
+    (pictures / "ward" / "scan 5.jpg").write_bytes((pictures / "ward" / "scan 6.jpg").read_bytes()[:700])
+    (pictures / "ward" / "scan 7.jpg").write_bytes(b"not a picture")
+    os.mkfifo(pictures / "ward" / "pipe.jpg")
+    table = tmp_path / "t.csv"
+    rows = [["image", "text", "finding"]]
+    rows += [[name, f"caption of {name}", "clear" if n % 2 else "mass"] for n, name in enumerate(files)]
+    rows += [["gone.jpg", "x", "mass"], ["gone.jpg", "y", "mass"], ["ward/pipe.jpg", "x", "mass"], ["", "x", "mass"]]
+    rows += [[files[0], " ", "mass"], ["../pictures/" + files[1], "again", "clear"], [files[2], "z", "clear"]]
+    write_csv(table, rows)
+    with table.open("ab") as file:
+        file.write(b"too,many,cells,here\r\n" + files[3].encode() + b",\xff,\r\n")
+        file.write(b"nul.jpg\0,b,mass\r\n")
+    out = tmp_path / "out"
+    pack(pictures, "--csv", table, "--label", "finding", "--out", out)
+    said = capsys.readouterr().out
+    reasons = [(each["row"], each["reason"]) for each in left_out(out)]
+    assert sorted(reasons) == sorted(
+        [
+            ("t.csv:14", "missing file"), ("t.csv:16", "missing file"), ("t.csv:17", "no image named"),
+            ("t.csv:18", "empty caption"), ("t.csv:20", "rows of one image disagree"), ("t.csv:21", "unreadable row"),
+            ("t.csv:22", "empty caption"), ("t.csv:23", "missing file"),
+            *((f"t.csv:{2 + files.index(f'ward/scan {n}.jpg')}", "undecodable image") for n in (5, 7)),
+        ]
+    )  # fmt: skip
+    assert (out / "left_out.jsonl").stat().st_mode & 0o077 == 0
+    assert "left out: 3 × missing file" in said and "2 × undecodable image" in said
+    found = records(out)
+    assert len(found) == 9, "twelve, two of which are no pictures, and one with two labels"
+    assert (out / "classes.txt").read_text() == "clear\nmass\n" and {each["cls"] for each in found} == {
+        b"clear",
+        b"mass",
+    }
+    assert "give a public list with --classes" in said
+    assert sum("captions" in json.loads(each.get("json", b"{}")) for each in found) == 1, "one file by two names"
+
+
+def test_nothing_is_packed_of_names_that_lead_nowhere(pictures: Path, tmp_path: Path, capsys) -> None:
+    table = write_csv(tmp_path / "t.csv", [["path", "caption"], *([f"elsewhere/{n}.jpg", "x"] for n in range(5))])
+    assert main(["pack", str(pictures), "--csv", str(table), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "nothing can be packed: 5 × missing file, first elsewhere/0.jpg" in said
+        and "from which their names start" in said
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pictures", "t.csv"], "nothing is left"
+
+
+def test_units_stay_whole_when_some_are_held_out(pictures: Path, tmp_path: Path, capsys) -> None:
+    rows = [[name, n % 6, f"p{n // 2}"] for n, name in enumerate(names(pictures))]
+    table = write_csv(tmp_path / "t.csv", [["file_name", "finding", "patient_id"], *rows])
+    settings = ("--csv", table, "--label", "finding", "--unit", "patient_id", "--hold-out", "0.4")
+    pack(pictures, *settings, "--out", tmp_path / "out")
+    said = capsys.readouterr().out
+    sides = [
+        {json.loads(each["json"])["patient_id"] for each in records(tmp_path / name)}
+        for name in ("out", "out-held-out")
+    ]
+    assert sides[0] and sides[1] and not sides[0] & sides[1] and len(sides[0] | sides[1]) == 6
+    assert len(records(tmp_path / "out")) + len(records(tmp_path / "out-held-out")) == 12
+    assert "6 units" in said and "still count records, not units" in said
+    assert {each["cls"] for each in records(tmp_path / "out")} <= {str(n).encode() for n in range(6)}
+    assert not (tmp_path / "out" / "classes.txt").exists(), "numbers are kept"
+    # More rows move nobody to the other side, and without a unit the images are split.
+    write_csv(table, [["file_name", "finding", "patient_id"], *rows[3:], [rows[0][0], 0, "p0"]])
+    pack(pictures, *settings, "--out", tmp_path / "fewer")
+    fewer = {json.loads(each["json"])["patient_id"] for each in records(tmp_path / "fewer")}
+    assert fewer <= sides[0]
+    pack(pictures, "--csv", table, "--hold-out", "0.4", "--out", tmp_path / "images")
+    assert len(records(tmp_path / "images")) + len(records(tmp_path / "images-held-out")) == 10
+
+
+def test_labels_are_held_to_a_public_list(pictures: Path, tmp_path: Path, capsys) -> None:
+    labels = ["mass", "clear", "rare"]
+    rows = [[name, labels[min(n, 2) if n < 4 else n % 2]] for n, name in enumerate(names(pictures))]
+    table = write_csv(tmp_path / "t.csv", [["file_name", "label"], *rows])
+    public = tmp_path / "public.txt"
+    public.write_text("mass\nclear\n")
+    pack(pictures, "--csv", table, "--label", "label", "--classes", public, "--out", tmp_path / "out")
+    said = capsys.readouterr().out
+    assert "labels outside the list of classes: 2;" in said and "public list with" not in said
+    assert (tmp_path / "out" / "classes.txt").read_text() == "mass\nclear\n" and len(records(tmp_path / "out")) == 12
+    write_csv(table, [["file_name", "label"], *rows, [rows[0][0], ""], [names(pictures)[0], "mass"]])
+    mixed = write_csv(
+        tmp_path / "mixed.csv", [["file_name", "label"], *([each[0], n or "x"] for n, each in enumerate(rows))]
+    )
+    assert main(["pack", str(pictures), "--csv", str(mixed), "--label", "label", "--out", str(tmp_path / "no")]) == 2
+    assert "some are numbers and others names" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "tsv", "tabs.csv", "metadata", "parquet"])
+def test_tables_of_all_kinds_give_the_same_records(pictures: Path, tmp_path: Path, kind: str) -> None:
+    rows = [{"file_name": name, "text": f'caption {n}, "quoted"'} for n, name in enumerate(names(pictures))]
+    lists = [["file_name", "text"], *(list(row.values()) for row in rows)]
+    pack(pictures, "--csv", write_csv(tmp_path / "t.csv", lists), "--out", tmp_path / "csv")
+    table = tmp_path / f"t.{kind}"
+    if kind == "jsonl":
+        table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "json":
+        table.write_text(json.dumps(rows))
+    elif kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    elif kind == "metadata":
+        write_csv(pictures / "metadata.csv", lists)
+    else:
+        write_csv(table, lists, "\t")
+    pack(pictures, *(() if kind == "metadata" else ("--csv", table)), "--out", tmp_path / "other")
+    assert bytes_of(tmp_path / "csv") == bytes_of(tmp_path / "other")
+
+
+@pytest.fixture
+def many(tmp_path: Path, picture: Callable[..., bytes]) -> list[str]:
+    """Arguments for a pack of 30 shards, whose last pictures are bad."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(300):
+        (folder / f"{number:04d}.jpg").write_bytes(picture(number) if number % 50 else b"bad")
+    rows = [[f"{n % 310:04d}.jpg", f"caption {n}", f"u{n % 31}"] for n in range(620)]
+    table = write_csv(tmp_path / "many.csv", [["file_name", "caption", "unit"], *rows])
+    return [str(folder), "--csv", str(table), "--hold-out", "0.3", "--per-shard", "10", "--workers", "2"]
+
+
+def test_killed_again_and_again_it_gives_the_same_bytes(many: list[str], tmp_path: Path) -> None:
+    assert main(["pack", *many, "--out", str(tmp_path / "whole" / "set")]) == 0
+    out = tmp_path / "killed" / "set"
+    command = [*PREPARE, *many, "--out", str(out)]
+    chance = random.Random(5)
+    kills, made = 0, dict[str, int]()
+    while kills < 4:
+        goal = len(made) + chance.randint(1, 6)
+        job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while job.poll() is None and len(_shards(out)) < goal:
+            time.sleep(0.002)
+        job.send_signal(signal.SIGKILL)
+        if job.wait() == 0 or out.exists():  # a busy machine: it was done before this process came to look
+            assert kills > 0, "it never was killed in the middle"
+            break
+        now = _shards(out)
+        assert made.items() <= now.items(), "a finished shard is kept"
+        kills, made = kills + 1, now
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("set", "set-held-out"):
+        assert bytes_of(out.with_name(name)) == bytes_of(tmp_path / "whole" / name)
+        assert bytes_of(out.with_name(name))["000000.tar"]
+    assert made.items() <= _shards(out).items(), "none was made twice"
+    assert not (out.parent / ".set.partial").exists() and len(left_out(out)) == 6 + 10
+    # Once more, there is nothing to do; with other rows, the folder is left alone.
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0 and again.stdout == done.stdout
+    other = subprocess.run([*command, "--per-shard", "11"], capture_output=True, text=True)
+    assert other.returncode == 2 and "contains other data; remove it or use another --out" in other.stderr
+    assert bytes_of(out) == bytes_of(tmp_path / "whole" / "set")
+
+
+def _shards(out: Path) -> dict[str, int]:
+    """The complete shards of a pack that has begun, and when each was written."""
+    work, held_out = out.with_name(f".{out.name}.partial"), out.with_name(f"{out.name}-held-out")
+    folders = {"records": (work / "records", out), "held out": (work / "held_out", held_out)}
+    found = {}
+    for part, places in folders.items():
+        for path in (path for place in places for path in place.glob("[0-9]*.tar")):
+            with suppress(FileNotFoundError):  # the folder gets its name in this moment
+                found[f"{part} {path.name}"] = path.stat().st_mtime_ns
+    return found
+
+
+def test_what_was_begun_from_another_input_is_begun_anew(many: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "set"
+    job = subprocess.Popen([*PREPARE, *many, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while job.poll() is None and not _shards(out):
+        time.sleep(0.002)
+    job.send_signal(signal.SIGKILL)
+    job.wait()
+    table = Path(many[2])
+    table.write_text(table.read_text().replace("caption 1,", "another,"))
+    assert main(["pack", *many, "--out", str(out)]) == 0
+    assert main(["pack", *many, "--out", str(tmp_path / "fresh" / "set")]) == 0
+    assert bytes_of(out) == bytes_of(tmp_path / "fresh" / "set")
+
+
+def test_the_plan_of_ten_times_as_many_rows_takes_no_more_memory(tmp_path: Path) -> None:
+    class Made:
+        classes, told = (), ""
+
+        def __init__(self, rows: int) -> None:
+            self.count = rows
+
+        def rows(self) -> Iterator[Row | Fault]:
+            for number in range(self.count):
+                yield Row(
+                    str(number), f"{number // 2}.jpg", "", [f"caption {number} " * 20], "a", f"unit {number // 9}"
+                )
+
+        def identity(self, row: Row) -> tuple[str, int]:
+            return row.image, 1
+
+        def picture(self, at: str) -> bytes:
+            raise BadPicture("", "")
+
+    def peak(rows: int) -> int:
+        tracemalloc.start()
+        plan = Plan(tmp_path / "plan.sqlite", Made(rows), "unit", 0.1)
+        assert plan.images == rows // 2 and sum(1 for _ in plan.records(0)) == plan.planned(0)
+        plan.digest({})
+        plan.close()
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    assert peak(20_000) < 1.5 * peak(2_000) + 100_000
+
+
+def test_two_at_once_do_not_mix(many: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "set"
+    job = subprocess.Popen([*PREPARE, *many, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while job.poll() is None and not _shards(out):
+        time.sleep(0.002)
+    job.send_signal(signal.SIGSTOP)
+    try:
+        refused = subprocess.run([*PREPARE, *many, "--out", str(out)], capture_output=True, text=True)
+        assert refused.returncode == 2 and "another prepare.py is packing here" in refused.stderr
+    finally:
+        job.send_signal(signal.SIGCONT)
+    assert job.wait() == 0 and ShardIndex.open(out).records > 0
+    shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("blocks", [40, 150])
+def test_a_full_disk_is_told_and_the_command_goes_on(pictures: Path, tmp_path: Path, blocks: int) -> None:
+    """A limit on the size of files: the smaller one stops the plan, the larger one a shard."""
+    rows = [["file_name", "caption"], *([name, f"{n} " * 90] for n in range(30) for name in names(pictures))]
+    for number in range(30):
+        shutil.copy(pictures / names(pictures)[0], pictures / f"copy {number}.jpg")
+        rows.append([f"copy {number}.jpg", "x"])
+    large = b"\xff\xd8" + b"\xff\xfe\xff\xff" + b"x" * 65533  # a JPEG with a long comment
+    for path in pictures.glob("copy*"):
+        path.write_bytes(large + (pictures / "ward" / "scan 3.jpg").read_bytes()[2:])
+    command = [
+        *PREPARE,
+        str(pictures),
+        "--csv",
+        str(write_csv(tmp_path / "t.csv", rows)),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    limited = ["bash", "-c", f'ulimit -f {blocks}; exec "$@"', "-", *command]
+    stopped = subprocess.run(limited, capture_output=True, text=True)
+    assert stopped.returncode == 2 and stopped.stderr.count("\n") == 1, stopped.stderr
+    assert (
+        "plan.sqlite: the plan cannot be written" if blocks == 40 else "000000.tar: cannot be written"
+    ) in stopped.stderr
+    assert not (tmp_path / "out").exists()
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert len(records(tmp_path / "out")) == 42
