@@ -1,8 +1,8 @@
 """evaluate PROTOCOL WHAT --data PUBLIC --public --out DIR: what a trained model can do, measured on public records.
 
 WHAT is a run directory (its last checkpoint), an export, a published ViP or DP-Cap file, or a folder of timm or Hugging
-Face. Runs and exports need --config, the JSON they were trained with. DIR gets result.json and result.html. If it is
-stopped, start the same command again: a probe continues where it was. `compare RESULT...` prints results side by side.
+Face. DIR gets result.json and result.html. If it is stopped, start the same command again, and it continues where it
+was. `compare RESULT...` prints results side by side.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def _common(parser: argparse.ArgumentParser) -> None:
                       help="resize-crop: resize to 256/224 of the model's side, then crop the middle, as published; "
                       "center: all of the middle square, as during training")  # fmt: skip
     model = parser.add_argument_group("model")
-    model.add_argument("--config", type=Path, help="the JSON that a run or an export was trained with")
+    model.add_argument(
+        "--config", type=Path, help="the JSON of the training, which earlier versions' runs and exports need"
+    )
     model.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of it")
     model.add_argument("--best", action="store_true", help="a run's best checkpoint by run.keep_best, not its last one")
     model.add_argument("--heads", type=_count, help="of the encoder, where a published file is of an unknown width")
@@ -129,7 +131,7 @@ def _labels(parser: argparse.ArgumentParser, default: str | None = "cls") -> Non
 
 
 def _text(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokenizer", help='file, or "clip"; default: the config\'s')
+    parser.add_argument("--tokenizer", help='file, or "clip"; default: that of the training')
 
 
 def _some(parser: argparse.ArgumentParser, default: str) -> None:

@@ -60,7 +60,7 @@ def _measured(
         return run_reconstruct(session, chosen, arguments.gallery)
     if arguments.protocol == "classify":
         return run_classify(session, chosen, classes, arguments.label, arguments.gallery)
-    text = open_text(session.subject, session.model.shape, arguments.tokenizer)
+    text = open_text(session.subject, session.model, arguments.tokenizer)
     if arguments.protocol == "caption":
         told = CaptionSettings(arguments.decode, arguments.beams, arguments.p, arguments.seed, arguments.gallery)
         return run_caption(session, chosen, told, text)
