@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from murmuration.train.evaluate.subject import Asked
 
 RESULT = "result.json"
+LEARNING = ("probe", "few-shot")
+"""Protocols that learn from --data and score --test."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -28,7 +30,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="evaluate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     protocols = parser.add_subparsers(dest="protocol", required=True)
-    for declare in (_probe, _zero_shot, _classify, _caption, _reconstruct):
+    for declare in (_probe, _few_shot, _zero_shot, _classify, _caption, _reconstruct):
         _common(declare(protocols))
     compare = protocols.add_parser("compare", help="results side by side, and accuracy against ε")
     compare.add_argument("results", type=Path, nargs="+", help="result.json, or the folder it lies in")
@@ -65,6 +67,23 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 def _probe(protocols: Any) -> argparse.ArgumentParser:
     parser = protocols.add_parser("probe", help="a linear classifier on frozen features, trained on --data")
+    _linear(parser)
+    return parser
+
+
+def _few_shot(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser("few-shot", help="linear classifiers that learn from few records of --data")
+    draws = parser.add_argument_group("what is learnt from, at least one of")
+    draws.add_argument("--shots", type=_count, nargs="+", default=[], metavar="K", help="records of each class")
+    draws.add_argument("--percent", type=_percent, nargs="+", default=[], metavar="P", help="of each class")
+    draws.add_argument("--list", type=Path, nargs="+", default=[], metavar="FILE", help="with one file name per line; "
+                       "several are draws of one measure")  # fmt: skip
+    parser.add_argument("--draws", type=_count, default=3, help="of --shots and --percent, by seeds 0, 1, …; default 3")
+    _linear(parser)
+    return parser
+
+
+def _linear(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--way", choices=("dpcap", "vip"), default="dpcap",
                         help="dpcap: logistic regression on normalised mean tokens; vip: BatchNorm and LARS on the "
                         "pooled tokens of all blocks")  # fmt: skip
@@ -78,7 +97,6 @@ def _probe(protocols: Any) -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=_count, default=16384, help="vip; default 16384, or all records if fewer")
     parser.add_argument("--base-rate", type=_positive, default=0.1, help="for a batch of 256; vip; default 0.1")
     parser.add_argument("--seed", type=_natural, default=0, help="of the first weights and the batches; vip")
-    return parser
 
 
 def _zero_shot(protocols: Any) -> argparse.ArgumentParser:
@@ -155,6 +173,7 @@ def _number(kind: Callable[[str], float], fits: Callable[[float], bool], what: s
 _count = _number(int, lambda value: 1 <= value < 1 << 40, "a whole number above 0")
 _natural = _number(int, lambda value: 0 <= value < 1 << 40, "a whole number")
 _positive = _number(float, lambda value: 0 < value < float("inf"), "a number above 0")
+_percent = _number(float, lambda value: 0 < value <= 100, "a percentage above 0")
 _probability = _number(float, lambda value: 0 < value <= 1, "a probability above 0")
 
 
@@ -184,12 +203,17 @@ def _checked(arguments: argparse.Namespace) -> Asked:
     from murmuration.train.evaluate.subject import Asked, Subject
 
     places = {"test": place_of(arguments.data, "--data", arguments.public)}
-    if arguments.protocol == "probe":
+    if arguments.protocol in LEARNING:
         places = {"train": places["test"], "test": place_of(arguments.test, "--test", arguments.public)}
-    for name in ("classes", "names"):
-        path = getattr(arguments, name, None)
-        if path is not None and not path.is_file():
-            raise EvaluationError(f"--{name} {path} does not exist; name a file")
+    for name in ("classes", "names", "list"):
+        given = getattr(arguments, name, None) or []
+        for path in given if isinstance(given, list) else [given]:
+            if not path.is_file():
+                raise EvaluationError(f"--{name} {path} does not exist; name a file")
+    if arguments.protocol == "few-shot" and not (arguments.shots or arguments.percent or arguments.list):
+        raise EvaluationError(
+            "few-shot needs to know from how many records to learn; pass --shots, --percent or --list"
+        )
     if (arguments.out / RESULT).exists():
         raise EvaluationError(f"{arguments.out} holds a result; name another folder for --out")
     subject = Subject.at(arguments.what, arguments.config, arguments.set, arguments.best)

@@ -83,7 +83,7 @@ def plot(lines: list[Line], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    shares = [line for line in lines if line.measure in SHARES]
+    shares = [line for line in lines if line.measure.split(",")[0] in SHARES]
     if not shares:
         raise EvaluationError(
             "none of these results has an accuracy to draw; name those of probe, zero-shot or classify"
@@ -99,7 +99,8 @@ def plot(lines: list[Line], path: Path) -> None:
 
 
 def _draw(axis: Any, line: Line) -> None:
-    value, name = line.number["value"], printable(f"{line.model}, {line.protocol}")
+    value, of = line.number["value"], line.measure.partition(", ")[2]
+    name = printable(", ".join(filter(None, (line.model, line.protocol, of))))
     if line.epsilon is None:
         axis.axhline(value, color=GREY, linestyle="--", linewidth=1)
         axis.text(1, value, name, transform=axis.get_yaxis_transform(), ha="right", va="bottom", parse_math=False)

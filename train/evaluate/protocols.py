@@ -11,6 +11,7 @@ from murmuration.evaluation.lars_probe import LarsSettings
 from murmuration.train.evaluate.caption import CaptionSettings, run_caption
 from murmuration.train.evaluate.classify import run_classify
 from murmuration.train.evaluate.features import Computing
+from murmuration.train.evaluate.few_shot import FewShotSettings, run_few_shot
 from murmuration.train.evaluate.probe import ProbeSettings, run_probe
 from murmuration.train.evaluate.public_records import open_public, refuse_training_records
 from murmuration.train.evaluate.reconstruct import run_reconstruct
@@ -25,6 +26,8 @@ VIEWS: dict[str, Kind] = {"resize-crop": "resize_crop", "center": "center"}
 DRAWN_BY = 0
 """The seed of every draw of records, so that all models are scored on the same ones."""
 SCRATCH = "index"
+LEARNING = ("probe", "few-shot")
+"""Protocols that learn from records and score others."""
 
 
 def run(asked: Asked) -> str:
@@ -35,7 +38,7 @@ def run(asked: Asked) -> str:
     opened = {name: open_public(place, scratch, arguments.public_part, classes) for name, place in asked.places.items()}
     _refuse_own_records(asked, list(opened.values()))
     sizes = Sizes(arguments.heads, arguments.decoder_heads, arguments.image_size)
-    model = open_model(asked.subject, sizes, headless=arguments.protocol == "probe")
+    model = open_model(asked.subject, sizes, headless=arguments.protocol in LEARNING)
     computing = Computing.here(arguments.precision, arguments.micro_batch, arguments.workers)
     model.model.to(computing.device)
     session = Session(asked.subject, model, computing, VIEWS[arguments.view], arguments.out)
@@ -49,8 +52,10 @@ def run(asked: Asked) -> str:
 def _measured(
     session: Session, arguments: Namespace, opened: dict[str, RecordIndex], classes: ClassList | None
 ) -> Outcome:
-    if arguments.protocol == "probe":
+    if arguments.protocol in LEARNING:
         train, test = (Chosen.of(opened[name], None, DRAWN_BY) for name in ("train", "test"))
+        if arguments.protocol == "few-shot":
+            return run_few_shot(session, train, test, classes, _few_shot_settings(arguments))
         return run_probe(session, train, test, classes, _probe_settings(arguments))
     count = arguments.records
     if arguments.protocol == "zero-shot" and arguments.way == "trie":
@@ -72,6 +77,11 @@ def _measured(
 def _probe_settings(arguments: Namespace) -> ProbeSettings:
     lars = LarsSettings(arguments.epochs, arguments.warmup, arguments.batch, arguments.base_rate, arguments.seed)
     return ProbeSettings(arguments.way, arguments.label, arguments.views, lars, arguments.iterations)
+
+
+def _few_shot_settings(arguments: Namespace) -> FewShotSettings:
+    drawn = tuple(arguments.shots), tuple(arguments.percent), tuple(arguments.list)
+    return FewShotSettings(_probe_settings(arguments), *drawn, tuple(range(arguments.draws)))
 
 
 def _refuse_own_records(asked: Asked, opened: list[RecordIndex]) -> None:

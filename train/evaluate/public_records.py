@@ -19,6 +19,7 @@ from murmuration.data.index.format import BESIDE, FOLDER, MANIFEST
 from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digests
 from murmuration.data.index.open import open_index
 from murmuration.data.index.public_split import Cut, SplitIndex
+from murmuration.data.index.selection import Selection
 from murmuration.data.store.place import RecordIndex, ShardError, is_url
 from murmuration.train.evaluate.errors import EvaluationError
 
@@ -91,6 +92,8 @@ def refuse_training_records(index: RecordIndex, protected: frozenset[str]) -> No
 
 def digest_for_all(index: RecordIndex) -> str:
     """For a result that is published. Keyed for the public part of private records, whose digest covers all of them."""
+    if isinstance(index, Selection):
+        return index.digest_with(digest_for_all(index.whole))
     return ledger_digests(index, public=True, keyed=isinstance(index, SplitIndex))[0]
 
 

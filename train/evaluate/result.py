@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.template import html_page
-from murmuration.evaluation.interval import Estimate
+from murmuration.evaluation.interval import Estimate, mean, spread
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.subject import Subject
 
@@ -37,6 +38,10 @@ class Result:
     def add(self, name: str, found: Estimate) -> None:
         self.numbers[name] = asdict(found)
 
+    def add_draws(self, name: str, values: Sequence[float]) -> None:
+        """The mean over several draws of what was learnt from, with the draws' standard deviation."""
+        self.numbers[name] = asdict(mean(values)) | {"std": spread(values), "draws": list(values)}
+
     def as_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self), "versions": _versions()}
 
@@ -57,6 +62,7 @@ class Outcome:
     result: Result
     tiles: list[Tile] = field(default_factory=list)
     table: list[list[str]] = field(default_factory=list)
+    table_title: str = "By class"
 
 
 def write(outcome: Outcome, out: Path) -> None:
@@ -71,6 +77,7 @@ def write(outcome: Outcome, out: Path) -> None:
         notes=result.notes,
         tiles=outcome.tiles,
         table=outcome.table,
+        table_title=outcome.table_title,
         document=json.dumps(result.as_dict(), indent=2, ensure_ascii=False),
     )
     with atomic(out / PAGE) as file:
@@ -94,8 +101,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def shown(number: dict[str, Any]) -> str:
-    """0.775 (0.737 … 0.809, n = 512)"""
-    return f"{number['value']:.4f} ({number['low']:.4f} … {number['high']:.4f}, n = {number['n']:,})"
+    """0.775 (0.737 … 0.809, n = 512), or 0.775 ± 0.012 (0.745 … 0.805, 3 draws)"""
+    interval = f"{number['low']:.4f} … {number['high']:.4f}"
+    if "draws" in number:
+        return f"{number['value']:.4f} ± {number['std']:.4f} ({interval}, {number['n']} draws)"
+    return f"{number['value']:.4f} ({interval}, n = {number['n']:,})"
 
 
 def certificate_of(subject: Subject, certified: bool) -> tuple[dict[str, Any] | None, list[str]]:
