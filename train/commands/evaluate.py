@@ -30,7 +30,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="evaluate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     protocols = parser.add_subparsers(dest="protocol", required=True)
-    for declare in (_probe, _few_shot, _zero_shot, _classify, _caption, _reconstruct):
+    for declare in (_probe, _few_shot, _zero_shot, _retrieval, _aro, _classify, _caption, _reconstruct):
         _common(declare(protocols))
     compare = protocols.add_parser("compare", help="results side by side, and accuracy against ε")
     compare.add_argument("results", type=Path, nargs="+", help="result.json, or the folder it lies in")
@@ -113,6 +113,29 @@ def _zero_shot(protocols: Any) -> argparse.ArgumentParser:
     )  # fmt: skip
     _text(parser)
     _some(parser, "trie: default 10000")
+    return parser
+
+
+def _retrieval(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser("retrieval", help="captions for pictures and pictures for captions, by likelihood")
+    parser.add_argument(
+        "--captions", type=Path, metavar="JSON",
+        help="pictures of --data with their captions: a Karpathy split or [{image, caption}]; default: the .txt beside "
+        "each picture",
+    )  # fmt: skip
+    parser.add_argument("--split", help="of a Karpathy file; default: all of it")
+    _text(parser)
+    _some(parser, "default: all; not with --captions")
+    return parser
+
+
+def _aro(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser("aro", help="the true one of several captions: relations, attributes, order")
+    parser.add_argument(
+        "--cases", type=Path, metavar="JSON", required=True,
+        help="visual_genome_relation.json, visual_genome_attribution.json, or [{image, options, true}]",
+    )  # fmt: skip
+    _text(parser)
     return parser
 
 
@@ -205,7 +228,7 @@ def _checked(arguments: argparse.Namespace) -> Asked:
     places = {"test": place_of(arguments.data, "--data", arguments.public)}
     if arguments.protocol in LEARNING:
         places = {"train": places["test"], "test": place_of(arguments.test, "--test", arguments.public)}
-    for name in ("classes", "names", "list"):
+    for name in ("classes", "names", "list", "captions", "cases"):
         given = getattr(arguments, name, None) or []
         for path in given if isinstance(given, list) else [given]:
             if not path.is_file():
@@ -214,6 +237,8 @@ def _checked(arguments: argparse.Namespace) -> Asked:
         raise EvaluationError(
             "few-shot needs to know from how many records to learn; pass --shots, --percent or --list"
         )
+    if getattr(arguments, "captions", None) is not None and arguments.records is not None:
+        raise EvaluationError("--records draws from --data, and --captions lists the pictures; pass one of them")
     if (arguments.out / RESULT).exists():
         raise EvaluationError(f"{arguments.out} holds a result; name another folder for --out")
     subject = Subject.at(arguments.what, arguments.config, arguments.set, arguments.best)

@@ -6,15 +6,15 @@ import csv
 import io
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from murmuration.accounting.durable import atomic
 from murmuration.data.decode.class_list import ClassList
 from murmuration.evaluation.interval import share
-from murmuration.evaluation.ranking import MOST, hits
+from murmuration.evaluation.ranking import MOST
 from murmuration.model.classifier import Classifier
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.result import Outcome, Tile
@@ -44,27 +44,34 @@ def run_classify(
         chosen = by_list(chosen, numbers)
     spec = session.spec() if label is None else session.labelled(label, numbers, len(names))
     most = min(MOST, len(names))
-    right, scored = torch.zeros(most, dtype=torch.int64), 0
-    predictions: list[Prediction] = []
-    tiles: list[Tile] = []
 
-    def act(ids: np.ndarray, inputs: dict[str, Tensor]) -> None:
-        nonlocal right, scored
+    def act(ids: np.ndarray, inputs: dict[str, Tensor], before: int) -> list[Any]:
         logits = model.logits(inputs["images"]).float()
-        if label is not None:
-            right = right + hits(logits, inputs["labels"], most).cpu()
-            scored += len(ids)
-        found = _predicted([chosen.name(int(record)) for record in ids], logits, names, model.shape.head.loss, most)
-        predictions.extend(found)
-        for image, each in zip(inputs["images"][: max(0, gallery - len(tiles))], found, strict=False):
-            tiles.append(Tile(png(pixels(image, spec)), f"{each.best[0]} {each.probabilities[0]:.2f}", each.record))
+        places = _places(logits, inputs["labels"]) if label is not None else [None] * len(ids)
+        likely = (logits.softmax(dim=1) if model.shape.head.loss == "softmax" else logits.sigmoid()).sort(
+            dim=1, descending=True, stable=True
+        )
+        best, values = likely.indices[:, :most].tolist(), likely.values[:, :most].tolist()
+        shown = [png(pixels(image, spec)) for image in inputs["images"][: max(0, gallery - before)]]
+        shown += [None] * (len(ids) - len(shown))
+        return list(zip(places, best, values, shown, strict=True))
 
     result = session.result("classify", {"label": label, "classes": len(names)}, {"test": chosen})
-    result.data["test"]["unreadable"] = session.each(chosen, spec, "classify", act)
+    answers = session.answers(result, chosen, spec, act, depends_on=(names, gallery))
     if label is not None:
-        result.add("top-1", share(int(right[0]), scored))
+        places = [place for _, (place, _, _, _) in answers]
+        result.add("top-1", share(sum(place < 1 for place in places), len(places)))
         if most == MOST:
-            result.add("top-5", share(int(right.sum()), scored))
+            result.add("top-5", share(sum(place < MOST for place in places), len(places)))
+    predictions = [
+        Prediction(chosen.name(record), tuple(names[number] for number in best), tuple(values))
+        for record, (_, best, values, _) in answers
+    ]
+    tiles = [
+        Tile(shown, f"{each.best[0]} {each.probabilities[0]:.2f}", each.record)
+        for each, (_, (_, _, _, shown)) in zip(predictions, answers, strict=True)
+        if shown is not None
+    ]
     _write(predictions, session.out / PREDICTIONS, most)
     return Outcome(result, tiles)
 
@@ -95,14 +102,10 @@ def _names(session: Session, chosen: Chosen, given: ClassList | None) -> tuple[s
     return tuple(str(number) for number in range(outputs))
 
 
-def _predicted(records: list[str], logits: Tensor, names: tuple[str, ...], loss: str, most: int) -> list[Prediction]:
-    likely = (logits.softmax(dim=1) if loss == "softmax" else logits.sigmoid()).sort(
-        dim=1, descending=True, stable=True
-    )
-    return [
-        Prediction(record, tuple(names[number] for number in order[:most]), tuple(values[:most]))
-        for record, order, values in zip(records, likely.indices.tolist(), likely.values.tolist(), strict=True)
-    ]
+def _places(logits: Tensor, labels: Tensor) -> list[int]:
+    """At which place each record's class comes; the lower number comes first on ties."""
+    order = logits.sort(dim=1, descending=True, stable=True).indices
+    return (order == labels[:, None]).int().argmax(dim=1).tolist()
 
 
 def _write(predictions: list[Prediction], path: Path, most: int) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from shutil import rmtree
 
 from murmuration.data.decode.augment import Kind
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.lars_probe import LarsSettings
+from murmuration.train.evaluate.answers import FOLDER
+from murmuration.train.evaluate.aro import run_aro
 from murmuration.train.evaluate.caption import CaptionSettings, run_caption
 from murmuration.train.evaluate.classify import run_classify
 from murmuration.train.evaluate.features import Computing
@@ -16,6 +19,7 @@ from murmuration.train.evaluate.probe import ProbeSettings, run_probe
 from murmuration.train.evaluate.public_records import open_public, refuse_training_records
 from murmuration.train.evaluate.reconstruct import run_reconstruct
 from murmuration.train.evaluate.result import PAGE, RESULT, Outcome, shown, statement, write
+from murmuration.train.evaluate.retrieval import RetrievalSettings, run_retrieval
 from murmuration.train.evaluate.session import Chosen, Session
 from murmuration.train.evaluate.subject import Asked
 from murmuration.train.evaluate.weights import Sizes, open_model, open_text
@@ -44,6 +48,7 @@ def run(asked: Asked) -> str:
     session = Session(asked.subject, model, computing, VIEWS[arguments.view], arguments.out)
     outcome = _measured(session, arguments, opened, classes)
     write(outcome, arguments.out)
+    rmtree(arguments.out / FOLDER, ignore_errors=True)
     result = outcome.result
     lines = [f"{name}: {shown(number)}" for name, number in result.numbers.items()]
     return "\n".join([*lines, statement(result), str(arguments.out / RESULT), str(arguments.out / PAGE)])
@@ -57,7 +62,7 @@ def _measured(
         if arguments.protocol == "few-shot":
             return run_few_shot(session, train, test, classes, _few_shot_settings(arguments))
         return run_probe(session, train, test, classes, _probe_settings(arguments))
-    count = arguments.records
+    count = getattr(arguments, "records", None)
     if arguments.protocol == "zero-shot" and arguments.way == "trie":
         count = count or TRIE_RECORDS
     chosen = Chosen.of(opened["test"], count, DRAWN_BY)
@@ -69,6 +74,10 @@ def _measured(
     if arguments.protocol == "caption":
         told = CaptionSettings(arguments.decode, arguments.beams, arguments.p, arguments.seed, arguments.gallery)
         return run_caption(session, chosen, told, text)
+    if arguments.protocol == "retrieval":
+        return run_retrieval(session, chosen, RetrievalSettings(arguments.captions, arguments.split), text)
+    if arguments.protocol == "aro":
+        return run_aro(session, chosen, arguments.cases, text)
     templates = tuple(arguments.template or (TEMPLATE,))
     settings = ZeroShotSettings(arguments.way, arguments.label, templates, arguments.names)
     return run_zero_shot(session, chosen, classes, settings, text)
