@@ -18,6 +18,7 @@ from murmuration.accounting.errors import BAD_INPUT, DONE, RESUME_ME, RunError
 from murmuration.accounting.escaping import sentence
 
 if TYPE_CHECKING:
+    from murmuration.train.evaluate.public_records import RecordsPlace
     from murmuration.train.evaluate.subject import Asked
 
 RESULT = "result.json"
@@ -30,7 +31,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="evaluate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     protocols = parser.add_subparsers(dest="protocol", required=True)
-    for declare in (_probe, _few_shot, _zero_shot, _retrieval, _aro, _classify, _caption, _reconstruct):
+    for declare in (_probe, _few_shot, _zero_shot, _retrieval, _aro, _classify, _caption, _reconstruct, _attack):
         _common(declare(protocols))
     compare = protocols.add_parser("compare", help="results side by side, and accuracy against ε")
     compare.add_argument("results", type=Path, nargs="+", help="result.json, or the folder it lies in")
@@ -166,6 +167,27 @@ def _reconstruct(protocols: Any) -> argparse.ArgumentParser:
     return parser
 
 
+def _attack(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser(
+        "attack", help="membership inference: were the records of --data trained on, and those of --others not?"
+    )
+    parser.add_argument("--others", required=True, help="records that were not trained on, of the same kind")
+    parser.add_argument(
+        "--stand-in", action="store_true",
+        help="say that --data are public or synthetic records that only play the private set of a run; it is logged "
+        "with them, and the result is for the owner alone",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shadow", type=Path, nargs="+", action="append", default=[], metavar=("WHAT", "FILE"),
+        help="for LiRA: a model trained likewise, and a list of those of the records it was trained on; at least two "
+        "without each record",
+    )  # fmt: skip
+    _labels(parser, default=None)
+    _text(parser)
+    _some(parser, "of each kind; default: as many as there are of the fewer")
+    return parser
+
+
 def _labels(parser: argparse.ArgumentParser, default: str | None = "cls") -> None:
     parser.add_argument("--label", default=default, help="number in a record's .json, or cls: its .cls or class folder")
     parser.add_argument("--classes", type=Path, help="file with one class per line; default: the class folders")
@@ -222,12 +244,33 @@ def main(argv: list[str] | None = None) -> int:
 def _checked(arguments: argparse.Namespace) -> Asked:
     """Everything that can be refused without torch."""
     from murmuration.train.evaluate.errors import EvaluationError
-    from murmuration.train.evaluate.public_records import place_of
     from murmuration.train.evaluate.subject import Asked, Subject
 
-    places = {"test": place_of(arguments.data, "--data", arguments.public)}
+    places = _places(arguments)
+    _check_options(arguments)
+    if (arguments.out / RESULT).exists():
+        raise EvaluationError(f"{arguments.out} holds a result; name another folder for --out")
+    subject = Subject.at(arguments.what, arguments.config, arguments.set, arguments.best)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.protocol == "attack":
+        arguments.out.chmod(0o700)
+    return Asked(arguments, subject, places)
+
+
+def _places(arguments: argparse.Namespace) -> dict[str, RecordsPlace]:
+    from murmuration.train.evaluate.public_records import place_of
+
+    data = place_of(arguments.data, "--data", arguments.public)
     if arguments.protocol in LEARNING:
-        places = {"train": places["test"], "test": place_of(arguments.test, "--test", arguments.public)}
+        return {"train": data, "test": place_of(arguments.test, "--test", arguments.public)}
+    if arguments.protocol == "attack":
+        return {"members": data, "others": place_of(arguments.others, "--others", arguments.public)}
+    return {"test": data}
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    from murmuration.train.evaluate.errors import EvaluationError
+
     for name in ("classes", "names", "list", "captions", "cases"):
         given = getattr(arguments, name, None) or []
         for path in given if isinstance(given, list) else [given]:
@@ -239,11 +282,8 @@ def _checked(arguments: argparse.Namespace) -> Asked:
         )
     if getattr(arguments, "captions", None) is not None and arguments.records is not None:
         raise EvaluationError("--records draws from --data, and --captions lists the pictures; pass one of them")
-    if (arguments.out / RESULT).exists():
-        raise EvaluationError(f"{arguments.out} holds a result; name another folder for --out")
-    subject = Subject.at(arguments.what, arguments.config, arguments.set, arguments.best)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    return Asked(arguments, subject, places)
+    if wrong := next((each for each in getattr(arguments, "shadow", []) if len(each) > 2), None):
+        raise EvaluationError(f"--shadow takes a model and a list, but was given {len(wrong)} names; repeat it")
 
 
 def _compare(arguments: argparse.Namespace) -> int:

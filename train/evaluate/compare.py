@@ -40,6 +40,8 @@ def lines_of(paths: list[Path]) -> list[Line]:
 
 def _lines(path: Path) -> list[Line]:
     found = read(path)
+    if found.get("private"):
+        raise EvaluationError(f"{path} is private, and a comparison is printed for all to see; leave it out")
     try:
         certificate, way = found["certificate"] or {}, found["settings"].get("way")
         protocol = found["protocol"] + (f" ({way})" if way else "")

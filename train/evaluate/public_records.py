@@ -81,6 +81,16 @@ def open_public(place: RecordsPlace, scratch: Path, part: bool, classes: ClassLi
     return found
 
 
+def open_stand_in(place: RecordsPlace, scratch: Path) -> RecordIndex:
+    """Records that play the private set of a run, which their owner says are public or synthetic: no promise holds."""
+    try:
+        index = open_index(place.index, excluded="skipped") if place.index else _new(place, scratch)
+        index.check_unchanged()
+    except (ShardError, OSError) as error:
+        raise EvaluationError(f"{place}: {error}") from None
+    return index
+
+
 def refuse_training_records(index: RecordIndex, protected: frozenset[str]) -> None:
     """Refuses the private records that the weights were trained on, also where a copied index lost its log of runs."""
     if not isinstance(index, SplitIndex) and every_ledger_digest(index) & protected:

@@ -34,6 +34,8 @@ class Result:
     data: dict[str, Any]
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    private: bool = False
+    """Computed from records that a run protects: for the owner alone."""
 
     def add(self, name: str, found: Estimate) -> None:
         self.numbers[name] = asdict(found)
@@ -43,7 +45,10 @@ class Result:
         self.numbers[name] = asdict(mean(values)) | {"std": spread(values), "draws": list(values)}
 
     def as_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self), "versions": _versions()}
+        told = asdict(self)
+        if not told.pop("private"):
+            return {"format": FORMAT, **told, "versions": _versions()}
+        return {"format": FORMAT, "private": True, **told, "versions": _versions()}
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,10 @@ def write(outcome: Outcome, out: Path) -> None:
         table_title=outcome.table_title,
         document=json.dumps(result.as_dict(), indent=2, ensure_ascii=False),
     )
-    with atomic(out / PAGE) as file:
+    mode = 0o600 if result.private else 0o644
+    with atomic(out / PAGE, mode) as file:
         file.write(page.encode())
-    with atomic(out / RESULT) as file:
+    with atomic(out / RESULT, mode) as file:
         file.write(json.dumps(result.as_dict(), indent=2).encode() + b"\n")
 
 
@@ -127,6 +133,8 @@ def certificate_of(subject: Subject, certified: bool) -> tuple[dict[str, Any] | 
 
 def statement(result: Result) -> str:
     found = result.certificate
+    if result.private:
+        return "PRIVATE: computed from training records without noise. For the owner alone."
     if found is None:
         return "No certificate names these weights."
     if not found["private"]:

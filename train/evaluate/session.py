@@ -95,12 +95,12 @@ class Session:
     @torch.no_grad()
     def answers(
         self, result: Result, chosen: Chosen, spec: DataSpec, act: Act, text: TextEncoder | None = None,
-        depends_on: object = None,
+        depends_on: object = None, part: str = "test",
     ) -> list[tuple[int, Any]]:  # fmt: skip
         """Each readable record with its answer, in order; the number of the others goes into the result.
 
-        An answer is what JSON can hold. `depends_on` is what else it depends on, beside the result's settings. Answers
-        of an earlier start of the same command are taken over.
+        An answer is what JSON can hold. `depends_on` is what else it depends on, beside the result's settings, `part`
+        which of its records they are. Answers of an earlier start of the same command are taken over.
         """
         size = self.computing.micro_batch
         with Answers.kept(self.out, self._identity(result, chosen, spec, text, depends_on)) as kept:
@@ -111,7 +111,7 @@ class Session:
             if len(unreadable) == len(chosen.ids):
                 reason = next(iter(unreadable.values()), "none was given")
                 raise EvaluationError(f"none of the {len(unreadable)} records can be used ({reason}); name others")
-            result.data["test"]["unreadable"] = len(unreadable)
+            result.data[part]["unreadable"] = len(unreadable)
             return kept.all()
 
     def _answer(
