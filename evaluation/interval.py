@@ -42,3 +42,8 @@ def mean(values: Sequence[float]) -> Estimate:
         return Estimate(middle, 1, middle, middle)
     half = float(t.ppf((1 + CONFIDENCE) / 2, len(found) - 1) * found.std(ddof=1) / len(found) ** 0.5)
     return Estimate(middle, len(found), middle - half, middle + half)
+
+
+def spread(values: Sequence[float]) -> float:
+    """The standard deviation of single values, from their sample; 0 for one value, of which it cannot be told."""
+    return float(np.std(np.asarray(values, dtype=np.float64), ddof=1)) if len(values) > 1 else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,10 @@ COLOURS = ["red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink"]
 
 @pytest.fixture
 def asked(finished: tuple[Path, str], small_data: Path, tmp_path: Path) -> list[Any]:
-    """Zero-shot colours of the public held-out shards, with the run's own config."""
-    config = finished[0].parents[1] / "whole.json"
+    """Zero-shot colours of the public held-out shards."""
     classes = tmp_path / "classes.txt"
     classes.write_text("\n".join(COLOURS))
-    return ["--config", config, "--public", "--data", small_data / "held_out", "--label", "colour",
+    return ["--public", "--data", small_data / "held_out", "--label", "colour",
             "--classes", classes, "--template", "a photo of a {}"]  # fmt: skip
 
 
@@ -51,11 +51,42 @@ def test_a_config_of_another_model_and_the_runs_private_records_are_refused(
     finished: tuple[Path, str], asked: list[Any], small_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = finished[0]
-    assert evaluate("zero-shot", run_dir, *asked, "--set", "model.depth=2", "--out", tmp_path / "out") == 2
-    assert "model.depth" in capsys.readouterr().err
+    config = ["--config", run_dir.parents[1] / "whole.json", "--set"]
+    for override, said in (("model.depth=2", "model.depth"), ("model.heads=4", "was trained with 2")):
+        assert evaluate("zero-shot", run_dir, *asked, *config, override, "--out", tmp_path / "out") == 2
+        assert said in capsys.readouterr().err
     swapped = [small_data / "private" if each == small_data / "held_out" else each for each in asked]
     assert evaluate("zero-shot", run_dir, *swapped, "--out", tmp_path / "out") == 2
     assert "protects these records" in capsys.readouterr().err
+
+
+def test_what_lies_beside_the_weights_serves_for_the_config_and_older_ones_ask_for_it(
+    finished: tuple[Path, str], asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """An export, moved to where the run is unknown; then as an earlier version would have written it."""
+    run_dir, config = finished[0], finished[0].parents[1] / "whole.json"
+    monkeypatch.setattr("sys.argv", ["export.py", str(run_dir), str(tmp_path / "moved")])
+    assert export.main() == 0
+    (tokenizer,) = (tmp_path / "moved").glob("tokenizer-*.json")
+    named = json.loads(config.read_text())["phases"][1]["data"]["tokenizer"]
+    assert tokenizer.read_bytes() == Path(named).read_bytes()
+    assert str(Path(named).parent) not in (tmp_path / "moved" / "export.json").read_text(), "a path of the training"
+    assert evaluate("zero-shot", run_dir, *asked, "--config", config, "--out", tmp_path / "given") == 0
+    assert evaluate("zero-shot", tmp_path / "moved", *asked, "--out", tmp_path / "beside") == 0
+    given, beside = result(tmp_path / "given"), result(tmp_path / "beside")
+    assert given["numbers"] == beside["numbers"]
+    assert given["model"]["heads"] == beside["model"]["heads"] == 2
+    assert given["settings"]["tokenizer"] == beside["settings"]["tokenizer"]
+    tokenizer.write_text("{}")
+    assert evaluate("zero-shot", tmp_path / "moved", *asked, "--out", tmp_path / "other") == 2
+    assert "is not the one of the training" in capsys.readouterr().err
+    note = json.loads((tmp_path / "moved" / "export.json").read_text())
+    (tmp_path / "moved" / "export.json").write_text(json.dumps({k: v for k, v in note.items() if k != "model"}))
+    assert evaluate("zero-shot", tmp_path / "moved", *asked, "--out", tmp_path / "other") == 2
+    assert "written by an earlier version" in capsys.readouterr().err
+    assert evaluate("zero-shot", tmp_path / "moved", *asked, "--config", config, "--out", tmp_path / "other") == 0
+    assert result(tmp_path / "other")["numbers"] == given["numbers"]
 
 
 def test_a_certificate_counts_only_for_the_tensors_that_it_names(

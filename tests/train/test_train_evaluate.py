@@ -21,6 +21,7 @@ from murmuration.data.index.public_split import Cut
 from murmuration.evaluation.logistic import normalised
 from murmuration.model.released import read_dpcap, read_vip_mae
 from murmuration.model.weight_files import read_weights
+from murmuration.train.evaluate.answers import Answers, MicroBatchAnswers
 from murmuration.train.evaluate.features import features_of
 from murmuration.train.evaluate.weights import Evaluated
 from murmuration.train.storage.feature_store import PRESENT
@@ -148,6 +149,85 @@ def test_killed_during_extraction_and_run_again_gives_the_same_result(world: Pat
     assert evaluate(*arguments, "--out", tmp_path / "whole") == 0
     assert (tmp_path / "killed" / "result.json").read_bytes() == (tmp_path / "whole" / "result.json").read_bytes()
     assert states.with_name("features.f32").read_bytes()[: len(before)] == before, "what was there was kept"
+
+
+KILL_ANSWERS = """
+import os, signal, sys
+from murmuration.train.commands.evaluate import main
+from murmuration.train.evaluate.answers import Answers
+add, done = Answers.add, []
+def counted(self, part):
+    if len(done) == 2:
+        os.write(self.descriptor, part.as_line()[:-3])
+        os.kill(os.getpid(), signal.SIGKILL)
+    done.append(add(self, part))
+Answers.add = counted
+main(sys.argv[1:])
+"""
+
+
+def asked_of(world: Path, protocol: str) -> list[Any]:
+    model = "vip.pth" if protocol == "reconstruct" else "dpcap.pth"
+    written = [] if protocol == "reconstruct" else ["--tokenizer", world / "tokenizer.json"]
+    zero_shot = ["--label", "colour", "--classes", world / "classes.txt", "--template", "a photo of a {}"]
+    more = {"caption": ["--decode", "nucleus"], "zero-shot": zero_shot}
+    return [protocol, *published(world, model), "--data", world / "shards", "--micro-batch", 4, *written,
+            *more.get(protocol, [])]  # fmt: skip
+
+
+def test_a_caption_run_killed_in_the_middle_of_a_line_gives_the_same_result(world: Path, tmp_path: Path) -> None:
+    arguments = asked_of(world, "caption")
+    command = [*map(str, arguments), "--out", str(tmp_path / "killed"), "--workers", "0"]
+    done = subprocess.run([sys.executable, "-c", KILL_ANSWERS, *command], cwd=ROOT, env=environment())
+    assert done.returncode == -signal.SIGKILL
+    (kept,) = (tmp_path / "killed" / "progress").iterdir()
+    assert kept.read_bytes().count(b"\n") == 2 and not kept.read_bytes().endswith(b"\n")
+    assert evaluate(*arguments, "--out", tmp_path / "killed") == 0
+    assert evaluate(*arguments, "--out", tmp_path / "whole") == 0
+    for name in ("result.json", "result.html", "captions.csv"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not (tmp_path / "killed" / "progress").exists()
+
+
+@pytest.mark.parametrize("protocol", ["zero-shot", "reconstruct"])
+def test_a_stopped_command_computes_only_what_is_missing(
+    world: Path, tmp_path: Path, protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = asked_of(world, protocol)
+    add = Answers.add
+    counted: list[int] = []
+
+    def stopping(self: Answers, part: MicroBatchAnswers) -> None:
+        if len(counted) == 3:
+            raise KeyboardInterrupt
+        counted.append(len(part.answers))
+        add(self, part)
+
+    monkeypatch.setattr(Answers, "add", stopping)
+    assert evaluate(*arguments, "--out", tmp_path / "stopped") == 75
+    monkeypatch.setattr(Answers, "add", lambda self, part: (counted.append(len(part.answers)), add(self, part)))
+    assert evaluate(*arguments, "--out", tmp_path / "stopped") == 0
+    assert counted == [4] * 5, "each of 20 records once"
+    assert evaluate(*arguments, "--out", tmp_path / "whole") == 0
+    for name in ("result.json", "result.html"):
+        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_answers_of_another_question_are_not_taken_over(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command with other names for the classes, after a stop before the end."""
+    arguments = asked_of(world, "zero-shot")
+    add = Answers.add
+    monkeypatch.setattr(Answers, "add", lambda self, part: (_ for _ in ()).throw(KeyboardInterrupt()) if
+                        len(self.parts) == 4 else add(self, part))  # fmt: skip
+    assert evaluate(*arguments, "--out", tmp_path / "out") == 75
+    monkeypatch.setattr(Answers, "add", add)
+    names = tmp_path / "names.json"
+    names.write_text(json.dumps({name: [f"{name} square"] for name in COLOURS}))
+    for out in ("out", "whole"):
+        assert evaluate(*arguments, "--names", names, "--out", tmp_path / out) == 0
+    assert result(tmp_path / "out") == result(tmp_path / "whole")
 
 
 def test_a_classifier_of_hugging_face_predicts_as_it_does_there(world: Path, tmp_path: Path) -> None:

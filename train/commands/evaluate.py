@@ -1,8 +1,8 @@
 """evaluate PROTOCOL WHAT --data PUBLIC --public --out DIR: what a trained model can do, measured on public records.
 
 WHAT is a run directory (its last checkpoint), an export, a published ViP or DP-Cap file, or a folder of timm or Hugging
-Face. Runs and exports need --config, the JSON they were trained with. DIR gets result.json and result.html. If it is
-stopped, start the same command again: a probe continues where it was. `compare RESULT...` prints results side by side.
+Face. DIR gets result.json and result.html. If it is stopped, start the same command again, and it continues where it
+was. `compare RESULT...` prints results side by side.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from murmuration.accounting.errors import BAD_INPUT, DONE, RESUME_ME, RunError
 from murmuration.accounting.escaping import sentence
 
 if TYPE_CHECKING:
+    from murmuration.train.evaluate.public_records import RecordsPlace
     from murmuration.train.evaluate.subject import Asked
 
 RESULT = "result.json"
+LEARNING = ("probe", "few-shot")
+"""Protocols that learn from --data and score --test."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -28,7 +31,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="evaluate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     protocols = parser.add_subparsers(dest="protocol", required=True)
-    for declare in (_probe, _zero_shot, _classify, _caption, _reconstruct):
+    for declare in (_probe, _few_shot, _zero_shot, _retrieval, _aro, _classify, _caption, _reconstruct, _attack):
         _common(declare(protocols))
     compare = protocols.add_parser("compare", help="results side by side, and accuracy against ε")
     compare.add_argument("results", type=Path, nargs="+", help="result.json, or the folder it lies in")
@@ -48,7 +51,9 @@ def _common(parser: argparse.ArgumentParser) -> None:
                       help="resize-crop: resize to 256/224 of the model's side, then crop the middle, as published; "
                       "center: all of the middle square, as during training")  # fmt: skip
     model = parser.add_argument_group("model")
-    model.add_argument("--config", type=Path, help="the JSON that a run or an export was trained with")
+    model.add_argument(
+        "--config", type=Path, help="the JSON of the training, which earlier versions' runs and exports need"
+    )
     model.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of it")
     model.add_argument("--best", action="store_true", help="a run's best checkpoint by run.keep_best, not its last one")
     model.add_argument("--heads", type=_count, help="of the encoder, where a published file is of an unknown width")
@@ -63,6 +68,23 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 def _probe(protocols: Any) -> argparse.ArgumentParser:
     parser = protocols.add_parser("probe", help="a linear classifier on frozen features, trained on --data")
+    _linear(parser)
+    return parser
+
+
+def _few_shot(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser("few-shot", help="linear classifiers that learn from few records of --data")
+    draws = parser.add_argument_group("what is learnt from, at least one of")
+    draws.add_argument("--shots", type=_count, nargs="+", default=[], metavar="K", help="records of each class")
+    draws.add_argument("--percent", type=_percent, nargs="+", default=[], metavar="P", help="of each class")
+    draws.add_argument("--list", type=Path, nargs="+", default=[], metavar="FILE", help="with one file name per line; "
+                       "several are draws of one measure")  # fmt: skip
+    parser.add_argument("--draws", type=_count, default=3, help="of --shots and --percent, by seeds 0, 1, …; default 3")
+    _linear(parser)
+    return parser
+
+
+def _linear(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--way", choices=("dpcap", "vip"), default="dpcap",
                         help="dpcap: logistic regression on normalised mean tokens; vip: BatchNorm and LARS on the "
                         "pooled tokens of all blocks")  # fmt: skip
@@ -76,7 +98,6 @@ def _probe(protocols: Any) -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=_count, default=16384, help="vip; default 16384, or all records if fewer")
     parser.add_argument("--base-rate", type=_positive, default=0.1, help="for a batch of 256; vip; default 0.1")
     parser.add_argument("--seed", type=_natural, default=0, help="of the first weights and the batches; vip")
-    return parser
 
 
 def _zero_shot(protocols: Any) -> argparse.ArgumentParser:
@@ -93,6 +114,29 @@ def _zero_shot(protocols: Any) -> argparse.ArgumentParser:
     )  # fmt: skip
     _text(parser)
     _some(parser, "trie: default 10000")
+    return parser
+
+
+def _retrieval(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser("retrieval", help="captions for pictures and pictures for captions, by likelihood")
+    parser.add_argument(
+        "--captions", type=Path, metavar="JSON",
+        help="pictures of --data with their captions: a Karpathy split or [{image, caption}]; default: the .txt beside "
+        "each picture",
+    )  # fmt: skip
+    parser.add_argument("--split", help="of a Karpathy file; default: all of it")
+    _text(parser)
+    _some(parser, "default: all; not with --captions")
+    return parser
+
+
+def _aro(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser("aro", help="the true one of several captions: relations, attributes, order")
+    parser.add_argument(
+        "--cases", type=Path, metavar="JSON", required=True,
+        help="visual_genome_relation.json, visual_genome_attribution.json, or [{image, options, true}]",
+    )  # fmt: skip
+    _text(parser)
     return parser
 
 
@@ -125,13 +169,34 @@ def _reconstruct(protocols: Any) -> argparse.ArgumentParser:
     return parser
 
 
+def _attack(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser(
+        "attack", help="membership inference: were the records of --data trained on, and those of --others not?"
+    )
+    parser.add_argument("--others", required=True, help="records that were not trained on, of the same kind")
+    parser.add_argument(
+        "--stand-in", action="store_true",
+        help="say that --data are public or synthetic records that only play the private set of a run; it is logged "
+        "with them, and the result is for the owner alone",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shadow", type=Path, nargs="+", action="append", default=[], metavar=("WHAT", "FILE"),
+        help="for LiRA: a model trained likewise, and a list of those of the records it was trained on; at least two "
+        "without each record",
+    )  # fmt: skip
+    _labels(parser, default=None)
+    _text(parser)
+    _some(parser, "of each kind; default: as many as there are of the fewer")
+    return parser
+
+
 def _labels(parser: argparse.ArgumentParser, default: str | None = "cls") -> None:
     parser.add_argument("--label", default=default, help="number in a record's .json, or cls: its .cls or class folder")
     parser.add_argument("--classes", type=Path, help="file with one class per line; default: the class folders")
 
 
 def _text(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokenizer", help='file, or "clip"; default: the config\'s')
+    parser.add_argument("--tokenizer", help='file, or "clip"; default: that of the training')
 
 
 def _some(parser: argparse.ArgumentParser, default: str) -> None:
@@ -155,6 +220,7 @@ def _number(kind: Callable[[str], float], fits: Callable[[float], bool], what: s
 _count = _number(int, lambda value: 1 <= value < 1 << 40, "a whole number above 0")
 _natural = _number(int, lambda value: 0 <= value < 1 << 40, "a whole number")
 _positive = _number(float, lambda value: 0 < value < float("inf"), "a number above 0")
+_percent = _number(float, lambda value: 0 < value <= 100, "a percentage above 0")
 _probability = _number(float, lambda value: 0 < value <= 1, "a probability above 0")
 
 
@@ -180,21 +246,46 @@ def main(argv: list[str] | None = None) -> int:
 def _checked(arguments: argparse.Namespace) -> Asked:
     """Everything that can be refused without torch."""
     from murmuration.train.evaluate.errors import EvaluationError
-    from murmuration.train.evaluate.public_records import place_of
     from murmuration.train.evaluate.subject import Asked, Subject
 
-    places = {"test": place_of(arguments.data, "--data", arguments.public)}
-    if arguments.protocol == "probe":
-        places = {"train": places["test"], "test": place_of(arguments.test, "--test", arguments.public)}
-    for name in ("classes", "names", "real"):
-        path = getattr(arguments, name, None)
-        if path is not None and not path.is_file():
-            raise EvaluationError(f"--{name} {path} does not exist; name a file")
+    places = _places(arguments)
+    _check_options(arguments)
     if (arguments.out / RESULT).exists():
         raise EvaluationError(f"{arguments.out} holds a result; name another folder for --out")
     subject = Subject.at(arguments.what, arguments.config, arguments.set, arguments.best)
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.protocol == "attack":
+        arguments.out.chmod(0o700)
     return Asked(arguments, subject, places)
+
+
+def _places(arguments: argparse.Namespace) -> dict[str, RecordsPlace]:
+    from murmuration.train.evaluate.public_records import place_of
+
+    data = place_of(arguments.data, "--data", arguments.public)
+    if arguments.protocol in LEARNING:
+        return {"train": data, "test": place_of(arguments.test, "--test", arguments.public)}
+    if arguments.protocol == "attack":
+        return {"members": data, "others": place_of(arguments.others, "--others", arguments.public)}
+    return {"test": data}
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    from murmuration.train.evaluate.errors import EvaluationError
+
+    for name in ("classes", "names", "real", "list", "captions", "cases"):
+        given = getattr(arguments, name, None) or []
+        for path in given if isinstance(given, list) else [given]:
+            if not path.is_file():
+                raise EvaluationError(f"--{name} {path} does not exist; name a file")
+    if arguments.protocol == "few-shot" and not (arguments.shots or arguments.percent or arguments.list):
+        raise EvaluationError(
+            "few-shot needs to know from how many records to learn; pass --shots, --percent or --list"
+        )
+    if getattr(arguments, "captions", None) is not None and arguments.records is not None:
+        raise EvaluationError("--records draws from --data, and --captions lists the pictures; pass one of them")
+    if wrong := next((each for each in getattr(arguments, "shadow", []) if len(each) > 2), None):
+        raise EvaluationError(f"--shadow takes a model and a list, but was given {len(wrong)} names; repeat it")
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ from murmuration.train.optim.base import AVERAGE
 from murmuration.train.storage.best_checkpoint import best_checkpoint
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Loaded
 from murmuration.train.storage.deepspeed_format import read_deepspeed, write_deepspeed
+from murmuration.train.storage.model_note import copy_tokenizer, note_of
 from murmuration.train.storage.provenance import Provenance
 from murmuration.train.storage.run_dir import RunDir
 
@@ -60,7 +61,7 @@ def export(root: Path, out: Path, form: str = "safetensors", best: bool = False)
     out.mkdir(parents=True, exist_ok=True)
     try:
         FORMS[form](loaded, out, Provenance.of(*History.read(root / "ledger.jsonl")))
-        _describe(loaded, out)
+        _describe(loaded, root, out)
         shutil.copyfile(root / "ledger.jsonl", out / "ledger.jsonl")
         if (root / WEIGHTS_LIST).is_file():
             shutil.copyfile(root / WEIGHTS_LIST, out / WEIGHTS_LIST)
@@ -106,14 +107,16 @@ def _certified(root: Path) -> Verdict:
     return verdict
 
 
-def _describe(loaded: Loaded, out: Path) -> None:
+def _describe(loaded: Loaded, root: Path, out: Path) -> None:
     description = {
         "phase": loaded.position.phase,
         "step": loaded.position.step,
         "checkpoint_manifest_sha256": loaded.digest,
         "objective": loaded.manifest["objective"],
         "shapes": loaded.manifest["shapes"],
+        **note_of(loaded.manifest),
     }
+    copy_tokenizer(loaded.manifest, root, out)
     (out / "export.json").write_text(json.dumps(description, indent=2) + "\n")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -45,26 +45,24 @@ def run_caption(session: Session, chosen: Chosen, settings: CaptionSettings, tex
         raise EvaluationError("this model writes no captions; name a captioner")
     spec = session.spec()
     captioned = _has_captions(session, chosen)
-    rows: list[tuple[str, str, str]] = []
-    losses: list[float] = []
-    tiles: list[Tile] = []
 
-    def act(ids: np.ndarray, inputs: dict[str, Tensor]) -> None:
+    def act(ids: np.ndarray, inputs: dict[str, Tensor], before: int) -> list[Any]:
         written = [text.decode(words) for words in _decoded(model, inputs["images"], ids, settings, text)]
         truths = [text.decode(row) for row in inputs["tokens"].tolist()] if captioned else [""] * len(written)
-        if captioned:
-            losses.extend(model(inputs).float().tolist())
-        rows.extend(zip((chosen.name(int(record)) for record in ids), written, truths, strict=True))
-        room = max(0, settings.gallery - len(tiles))
-        for image, caption, truth in zip(inputs["images"][:room], written, truths, strict=False):
-            tiles.append(Tile(png(pixels(image, spec)), caption, truth))
+        losses = model(inputs).float().tolist() if captioned else [None] * len(written)
+        room = max(0, settings.gallery - before)
+        shown = [png(pixels(image, spec)) for image in inputs["images"][:room]]
+        shown += [None] * (len(written) - len(shown))
+        return list(zip(written, truths, losses, shown, strict=True))
 
     told = {**settings.told(), "tokenizer": text.digest, "length": model.shape.text_length}
     result = session.result("caption", told, {"test": chosen})
-    unreadable = session.each(chosen, spec, "captions", act, text if captioned else None)
-    result.data["test"]["unreadable"] = unreadable
+    read_by = text if captioned else None
+    answers = session.answers(result, chosen, spec, act, read_by, (captioned, text.digest, settings.gallery))
+    rows = [(chosen.name(record), caption, truth) for record, (caption, truth, _, _) in answers]
+    tiles = [Tile(shown, caption, truth) for _, (caption, truth, _, shown) in answers if shown is not None]
     if captioned:
-        result.add("loss per token of the true captions", mean(losses))
+        result.add("loss per token of the true captions", mean([loss for _, (_, _, loss, _) in answers]))
         result.notes.append("Below each picture: the caption that was written, and in small print its own one.")
     _write(session, rows)
     return Outcome(result, tiles)

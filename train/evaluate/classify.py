@@ -6,6 +6,7 @@ import csv
 import io
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -15,11 +16,10 @@ from murmuration.data.batch.reader import RIGHT_CLASSES, TARGET
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.right_labels import RightLabels, RightlyLabelled
 from murmuration.evaluation.interval import share
-from murmuration.evaluation.ranking import Tally
 from murmuration.evaluation.shares import MOST, TITLES, right_of, share_names
 from murmuration.model.classifier import Classifier
 from murmuration.train.evaluate.errors import EvaluationError
-from murmuration.train.evaluate.result import Outcome, Tile
+from murmuration.train.evaluate.result import Outcome, Result, Tile
 from murmuration.train.evaluate.session import Chosen, Session, by_list
 from murmuration.train.recipe.labels import FOLDERS
 from murmuration.train.run.report_pictures import pixels, png
@@ -46,29 +46,40 @@ def run_classify(
     if label is not None:
         chosen = by_list(chosen, numbers)
     spec = session.spec() if label is None else session.labelled(label, numbers, len(names))
-    read = chosen
+    read, rightly = chosen, None
     if real is not None:
         if label is None:
             raise EvaluationError("--real is scored beside top-1; name class folders, or the records' --label")
-        read = Chosen(RightlyLabelled(chosen.index, RightLabels.read(real, names, len(names))), chosen.ids)
+        rightly = RightLabels.read(real, names, len(names))
+        read = Chosen(RightlyLabelled(chosen.index, rightly), chosen.ids)
         spec = replace(spec, right_classes=len(names))
-    most, tally = min(MOST, len(names)), Tally(len(names))
-    predictions: list[Prediction] = []
-    tiles: list[Tile] = []
+    most = min(MOST, len(names))
 
-    def act(ids: np.ndarray, inputs: dict[str, Tensor]) -> None:
+    def act(ids: np.ndarray, inputs: dict[str, Tensor], before: int) -> list[Any]:
         logits = model.logits(inputs["images"]).float()
-        if label is not None:
-            tally.add(logits, inputs[TARGET], inputs.get(RIGHT_CLASSES))
-        found = _predicted([chosen.name(int(record)) for record in ids], logits, names, model.shape.head.loss, most)
-        predictions.extend(found)
-        for image, each in zip(inputs["images"][: max(0, gallery - len(tiles))], found, strict=False):
-            tiles.append(Tile(png(pixels(image, spec)), f"{each.best[0]} {each.probabilities[0]:.2f}", each.record))
+        places = _places(logits, inputs[TARGET]) if label is not None else [None] * len(ids)
+        likely = (logits.softmax(dim=1) if model.shape.head.loss == "softmax" else logits.sigmoid()).sort(
+            dim=1, descending=True, stable=True
+        )
+        best, values = likely.indices[:, :most].tolist(), likely.values[:, :most].tolist()
+        shown = [png(pixels(image, spec)) for image in inputs["images"][: max(0, gallery - before)]]
+        shown += [None] * (len(ids) - len(shown))
+        return list(zip(places, _really(logits, inputs.get(RIGHT_CLASSES)), best, values, shown, strict=True))
 
     result = session.result("classify", {"label": label, "classes": len(names)}, {"test": chosen})
-    result.data["test"]["unreadable"] = session.each(read, spec, "classify", act)
-    for name, (right, scored) in right_of(tally.counts(), share_names(len(names), real is not None)).items():
-        result.add(TITLES[name], share(right, scored))
+    told = rightly and sorted(rightly.by_name.items())
+    answers = session.answers(result, read, spec, act, depends_on=(names, gallery, told))
+    if label is not None:
+        _add_shares(result, [(place, really) for _, (place, really, *_) in answers], len(names), real is not None)
+    predictions = [
+        Prediction(chosen.name(record), tuple(names[number] for number in best), tuple(values))
+        for record, (_, _, best, values, _) in answers
+    ]
+    tiles = [
+        Tile(shown, f"{each.best[0]} {each.probabilities[0]:.2f}", each.record)
+        for each, (_, (*_, shown)) in zip(predictions, answers, strict=True)
+        if shown is not None
+    ]
     _write(predictions, session.out / PREDICTIONS, most)
     return Outcome(result, tiles)
 
@@ -99,14 +110,27 @@ def _names(session: Session, chosen: Chosen, given: ClassList | None) -> tuple[s
     return tuple(str(number) for number in range(outputs))
 
 
-def _predicted(records: list[str], logits: Tensor, names: tuple[str, ...], loss: str, most: int) -> list[Prediction]:
-    likely = (logits.softmax(dim=1) if loss == "softmax" else logits.sigmoid()).sort(
-        dim=1, descending=True, stable=True
-    )
-    return [
-        Prediction(record, tuple(names[number] for number in order[:most]), tuple(values[:most]))
-        for record, order, values in zip(records, likely.indices.tolist(), likely.values.tolist(), strict=True)
-    ]
+def _places(logits: Tensor, labels: Tensor) -> list[int]:
+    """At which place each record's class comes; the lower number comes first on ties."""
+    order = logits.sort(dim=1, descending=True, stable=True).indices
+    return (order == labels[:, None]).int().argmax(dim=1).tolist()
+
+
+def _really(logits: Tensor, right: Tensor | None) -> list[bool | None]:
+    """Whether each record's first answer is any of its right classes; None where nobody says which are."""
+    if right is None:
+        return [None] * len(logits)
+    first = logits.sort(dim=1, descending=True, stable=True).indices[:, :1]
+    found = right.gather(1, first)[:, 0].bool().tolist()
+    return [hit if said else None for hit, said in zip(found, right.any(dim=1).tolist(), strict=True)]
+
+
+def _add_shares(result: Result, answers: list[tuple[int, bool | None]], classes: int, real: bool) -> None:
+    places = [sum(place == each for place, _ in answers) for each in range(min(MOST, classes))]
+    said = [really for _, really in answers if really is not None]
+    counts = [*places, len(answers), sum(said), len(said)]
+    for name, (right, scored) in right_of(counts, share_names(classes, real)).items():
+        result.add(TITLES[name], share(right, scored))
 
 
 def _write(predictions: list[Prediction], path: Path, most: int) -> None:

@@ -40,6 +40,8 @@ def lines_of(paths: list[Path]) -> list[Line]:
 
 def _lines(path: Path) -> list[Line]:
     found = read(path)
+    if found.get("private"):
+        raise EvaluationError(f"{path} is private, and a comparison is printed for all to see; leave it out")
     try:
         certificate, way = found["certificate"] or {}, found["settings"].get("way")
         protocol = found["protocol"] + (f" ({way})" if way else "")
@@ -83,7 +85,7 @@ def plot(lines: list[Line], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    shares = [line for line in lines if line.measure in SHARES]
+    shares = [line for line in lines if line.measure.split(",")[0] in SHARES]
     if not shares:
         raise EvaluationError(
             "none of these results has an accuracy to draw; name those of probe, zero-shot or classify"
@@ -99,7 +101,8 @@ def plot(lines: list[Line], path: Path) -> None:
 
 
 def _draw(axis: Any, line: Line) -> None:
-    value, name = line.number["value"], printable(f"{line.model}, {line.protocol}")
+    value, of = line.number["value"], line.measure.partition(", ")[2]
+    name = printable(", ".join(filter(None, (line.model, line.protocol, of))))
     if line.epsilon is None:
         axis.axhline(value, color=GREY, linestyle="--", linewidth=1)
         axis.text(1, value, name, transform=axis.get_yaxis_transform(), ha="right", va="bottom", parse_math=False)

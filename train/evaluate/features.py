@@ -118,7 +118,9 @@ def extract(
             reader = BatchReader(index, spec, augment_key=CROPS, reading=computing.reading())
             with closing(reader), closing(RowWriter(store)) as writer:
                 for view in range(count):
-                    _fill(store, writer, reader, model, way, view, index.records, computing, _said(what, view, count))
+                    part = RowsToFill(view * index.records, np.arange(index.records), view)
+                    said = _said(what, view, count)
+                    fill_rows(store, writer, reader, part, lambda x: features_of(model, x, way), computing, said)
     return _readable(store.rows(), index.records, count)
 
 
@@ -126,27 +128,41 @@ def _said(what: str, view: int, views: int) -> Progress:
     return Progress(f"features of {what}" + (f", view {view + 1} of {views}" if views > 1 else ""), "records")
 
 
-def _fill(
-    store: FeatureFolder, writer: RowWriter, reader: BatchReader, model: Evaluated, way: Way, view: int, records: int,
-    computing: Computing, progress: Progress,
+@dataclass(frozen=True)
+class RowsToFill:
+    """The rows from `first` on, one for each of the records `ids`, which are read as in step `step`."""
+
+    first: int
+    ids: np.ndarray
+    step: int = 0
+
+
+def fill_rows(
+    store: FeatureFolder, writer: RowWriter, reader: BatchReader, part: RowsToFill,
+    values_of: Callable[[Tensor], Tensor], computing: Computing, progress: Progress,
 ) -> None:  # fmt: skip
-    missing = store.missing(0, 1) - view * records
+    """Computes the rows that are missing; `values_of` images [B, …] gives [B, width]."""
+    records = len(part.ids)
+    missing = store.missing(0, 1) - part.first
     wanted = np.unique(missing[(missing >= 0) & (missing < records)] // computing.micro_batch)
-    ids = (wanted[:, None] * computing.micro_batch + np.arange(computing.micro_batch)).reshape(-1)
+    places = (wanted[:, None] * computing.micro_batch + np.arange(computing.micro_batch)).reshape(-1)
     # The last micro-batch is filled up with empty slots by `batches`.
-    ids = ids[ids < records]
-    done = records - len(ids)
-    for row, inputs, present in batches(reader, ids, computing, view, lambda part, _: progress(done + part, records)):
+    places = places[places < records]
+    done, at = records - len(places), 0
+    read = batches(reader, part.ids[places], computing, part.step, lambda ready, _: progress(done + ready, records))
+    for row, inputs, present in read:
         with autocast(computing.precision, computing.device):
-            values = features_of(model, inputs["images"], way)
+            values = values_of(inputs["images"])
         real = row != EMPTY
+        here = places[at : at + int(real.sum())]
+        at += len(here)
         found = values.float().cpu().numpy()
         there = present.numpy()
         bad_values = there & ~np.isfinite(found).all(axis=1)
         if bad_values.any():
-            raise EvaluationError("the model gives features that are not finite; evaluate an earlier checkpoint")
-        labels = inputs["labels"].cpu().numpy()
-        writer.put(view * records + row[real], found[real], labels[real], there[real])
+            raise EvaluationError("the model gives values that are not finite; evaluate an earlier checkpoint")
+        labels = inputs["labels"].cpu().numpy() if "labels" in inputs else np.zeros(len(row), dtype=np.int64)
+        writer.put(part.first + here, found[real], labels[real], there[real])
 
 
 def _readable(stored: FeatureRows, records: int, views: int) -> Extracted:

@@ -40,20 +40,25 @@ def run_probe(
     told = {"way": settings.way, "label": settings.label, "classes": len(classes.names), "views": settings.views}
     ours = asdict(settings.lars) if settings.way == "vip" else {"penalty": f"{PENALTY_TIMES_N} / n"}
     result = session.result("probe", told | ours, {"train": train, "test": test})
-    fitted_to = _features(session, train, classes, settings, settings.views, "training records")
-    scored = _features(session, test, classes, settings, 0, "test records")
-    for name, found in (("train", fitted_to), ("test", scored)):
-        result.data[name]["unreadable"] = found.unreadable
-        if not len(found.views[0]):
-            raise EvaluationError(
-                f"none of the {name} records can be read with a label {settings.label!r}; name others"
-            )
-    probe = _fitted(session, fitted_to, len(classes.names), settings, result)
-    _score(result, probe, scored.views[0], len(classes.names))
+    fitted_to = read_features(session, train, classes, settings, settings.views, "training records")
+    scored = read_features(session, test, classes, settings, 0, "test records")
+    note_unreadable(result, {"train": fitted_to, "test": scored}, settings.label)
+    probe = fitted(session, fitted_to.views, len(classes.names), settings, result)
+    right = hits_of(probe, scored.views[0], len(classes.names))
+    result.add("top-1", share(int(right[0]), len(scored.views[0])))
+    if len(right) == MOST:
+        result.add("top-5", share(int(right.sum()), len(scored.views[0])))
     return Outcome(result)
 
 
-def _features(
+def note_unreadable(result: Result, parts: dict[str, Extracted], label: str) -> None:
+    for name, found in parts.items():
+        result.data[name]["unreadable"] = found.unreadable
+        if not len(found.views[0]):
+            raise EvaluationError(f"none of the {name} records can be read with a label {label!r}; name others")
+
+
+def read_features(
     session: Session, part: Chosen, classes: ClassList, settings: ProbeSettings, views: int, what: str
 ) -> Extracted:  # fmt: skip
     spec = session.labelled(settings.label, classes, len(classes.names))
@@ -61,8 +66,8 @@ def _features(
     return extract(session.model, settings.way, part.index, spec, views, folder, session.computing, what)
 
 
-def _fitted(
-    session: Session, found: Extracted, classes: int, settings: ProbeSettings, result: Result
+def fitted(
+    session: Session, views: list[Rows], classes: int, settings: ProbeSettings, result: Result
 ) -> Logistic | LarsProbe:  # fmt: skip
     device = session.computing.device
     if settings.way == "vip":
@@ -71,18 +76,17 @@ def _fitted(
                 "Features were computed once, of one view of each training record; the published protocol crops anew "
                 "in each epoch (--views 90)."
             )
-        return fit_lars(found.views, classes, device, settings.lars, Progress("LARS", "steps"))
-    fitted = fit_logistic(found.views[0], classes, device, settings.iterations, Progress("L-BFGS", "iterations"))
-    result.settings |= {"iterations": fitted.iterations, "largest_gradient": fitted.gradient}
-    return fitted
+        return fit_lars(views, classes, device, settings.lars, Progress("LARS", "steps"))
+    found = fit_logistic(views[0], classes, device, settings.iterations, Progress("L-BFGS", "iterations"))
+    result.settings |= {"iterations": found.iterations, "largest_gradient": found.gradient}
+    return found
 
 
 @torch.no_grad()
-def _score(result: Result, probe: Logistic | LarsProbe, rows: Rows, classes: int) -> None:
+def hits_of(probe: Logistic | LarsProbe, rows: Rows, classes: int) -> torch.Tensor:
+    """How many rows have their class at each of the first places."""
     most = min(MOST, classes)
     right = torch.zeros(most, dtype=torch.int64)
     for features, labels in rows.chunks():
         right += hits(probe.scores(features).cpu(), labels, most)
-    result.add("top-1", share(int(right[0]), len(rows)))
-    if most == MOST:
-        result.add("top-5", share(int(right.sum()), len(rows)))
+    return right

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
+from shutil import rmtree
 
 from murmuration.data.decode.augment import Kind
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.lars_probe import LarsSettings
+from murmuration.model.captioner import Captioner
+from murmuration.train.evaluate.answers import FOLDER
+from murmuration.train.evaluate.aro import run_aro
+from murmuration.train.evaluate.attack import AttackSettings, Shadow, log_stand_in, run_attack
 from murmuration.train.evaluate.caption import CaptionSettings, run_caption
 from murmuration.train.evaluate.classify import run_classify
+from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.features import Computing
+from murmuration.train.evaluate.few_shot import FewShotSettings, run_few_shot
 from murmuration.train.evaluate.probe import ProbeSettings, run_probe
-from murmuration.train.evaluate.public_records import open_public, refuse_training_records
+from murmuration.train.evaluate.public_records import open_public, open_stand_in, refuse_training_records
 from murmuration.train.evaluate.reconstruct import run_reconstruct
 from murmuration.train.evaluate.result import PAGE, RESULT, Outcome, shown, statement, write
+from murmuration.train.evaluate.retrieval import RetrievalSettings, run_retrieval
 from murmuration.train.evaluate.session import Chosen, Session
-from murmuration.train.evaluate.subject import Asked
+from murmuration.train.evaluate.subject import Asked, Subject
 from murmuration.train.evaluate.weights import Sizes, open_model, open_text
 from murmuration.train.evaluate.zero_shot import TEMPLATE, TRIE_RECORDS, ZeroShotSettings, run_zero_shot
 from murmuration.train.recipe.warm_start import WarmStart
@@ -25,6 +34,9 @@ VIEWS: dict[str, Kind] = {"resize-crop": "resize_crop", "center": "center"}
 DRAWN_BY = 0
 """The seed of every draw of records, so that all models are scored on the same ones."""
 SCRATCH = "index"
+MOST_RECORDS = 1 << 40
+LEARNING = ("probe", "few-shot")
+"""Protocols that learn from records and score others."""
 
 
 def run(asked: Asked) -> str:
@@ -32,27 +44,47 @@ def run(asked: Asked) -> str:
     arguments = asked.arguments
     classes = ClassList.read(arguments.classes) if getattr(arguments, "classes", None) else None
     scratch = arguments.out / SCRATCH
-    opened = {name: open_public(place, scratch, arguments.public_part, classes) for name, place in asked.places.items()}
-    _refuse_own_records(asked, list(opened.values()))
+    opened = _opened(asked, scratch, classes)
     sizes = Sizes(arguments.heads, arguments.decoder_heads, arguments.image_size)
-    model = open_model(asked.subject, sizes, headless=arguments.protocol == "probe")
+    model = open_model(asked.subject, sizes, headless=arguments.protocol in LEARNING)
     computing = Computing.here(arguments.precision, arguments.micro_batch, arguments.workers)
     model.model.to(computing.device)
     session = Session(asked.subject, model, computing, VIEWS[arguments.view], arguments.out)
     outcome = _measured(session, arguments, opened, classes)
     write(outcome, arguments.out)
+    rmtree(arguments.out / FOLDER, ignore_errors=True)
     result = outcome.result
-    lines = [f"{name}: {shown(number)}" for name, number in result.numbers.items()]
+    # The console is a public sink.
+    lines = [] if result.private else [f"{name}: {shown(number)}" for name, number in result.numbers.items()]
     return "\n".join([*lines, statement(result), str(arguments.out / RESULT), str(arguments.out / PAGE)])
+
+
+def _opened(asked: Asked, scratch: Path, classes: ClassList | None) -> dict[str, RecordIndex]:
+    arguments, places = asked.arguments, dict(asked.places)
+    opened: dict[str, RecordIndex] = {}
+    if getattr(arguments, "stand_in", False):
+        opened["members"] = open_stand_in(places.pop("members"), scratch)
+    public = {name: open_public(place, scratch, arguments.public_part, classes) for name, place in places.items()}
+    _refuse_own_records(asked, list(public.values()))
+    if "members" in opened:
+        log_stand_in(opened["members"], asked.subject.path.resolve().name, arguments.out)
+    return opened | public
 
 
 def _measured(
     session: Session, arguments: Namespace, opened: dict[str, RecordIndex], classes: ClassList | None
 ) -> Outcome:
-    if arguments.protocol == "probe":
+    if arguments.protocol in LEARNING:
         train, test = (Chosen.of(opened[name], None, DRAWN_BY) for name in ("train", "test"))
+        if arguments.protocol == "few-shot":
+            return run_few_shot(session, train, test, classes, _few_shot_settings(arguments))
         return run_probe(session, train, test, classes, _probe_settings(arguments))
-    count = arguments.records
+    count = getattr(arguments, "records", None)
+    if arguments.protocol == "attack":
+        count = min(count or MOST_RECORDS, *(index.records for index in opened.values()))
+        members, others = (Chosen.of(opened[name], count, DRAWN_BY) for name in ("members", "others"))
+        text = open_text(session.subject, session.model, arguments.tokenizer) if _writes(session) else None
+        return run_attack(session, members, others, classes, _attack_settings(session, arguments), text)
     if arguments.protocol == "zero-shot" and arguments.way == "trie":
         count = count or TRIE_RECORDS
     chosen = Chosen.of(opened["test"], count, DRAWN_BY)
@@ -60,10 +92,14 @@ def _measured(
         return run_reconstruct(session, chosen, arguments.gallery)
     if arguments.protocol == "classify":
         return run_classify(session, chosen, classes, arguments.label, arguments.gallery, arguments.real)
-    text = open_text(session.subject, session.model.shape, arguments.tokenizer)
+    text = open_text(session.subject, session.model, arguments.tokenizer)
     if arguments.protocol == "caption":
         told = CaptionSettings(arguments.decode, arguments.beams, arguments.p, arguments.seed, arguments.gallery)
         return run_caption(session, chosen, told, text)
+    if arguments.protocol == "retrieval":
+        return run_retrieval(session, chosen, RetrievalSettings(arguments.captions, arguments.split), text)
+    if arguments.protocol == "aro":
+        return run_aro(session, chosen, arguments.cases, text)
     templates = tuple(arguments.template or (TEMPLATE,))
     settings = ZeroShotSettings(arguments.way, arguments.label, templates, arguments.names)
     return run_zero_shot(session, chosen, classes, settings, text)
@@ -72,6 +108,29 @@ def _measured(
 def _probe_settings(arguments: Namespace) -> ProbeSettings:
     lars = LarsSettings(arguments.epochs, arguments.warmup, arguments.batch, arguments.base_rate, arguments.seed)
     return ProbeSettings(arguments.way, arguments.label, arguments.views, lars, arguments.iterations)
+
+
+def _few_shot_settings(arguments: Namespace) -> FewShotSettings:
+    drawn = tuple(arguments.shots), tuple(arguments.percent), tuple(arguments.list)
+    return FewShotSettings(_probe_settings(arguments), *drawn, tuple(range(arguments.draws)))
+
+
+def _writes(session: Session) -> bool:
+    return isinstance(session.model.model, Captioner)
+
+
+def _attack_settings(session: Session, arguments: Namespace) -> AttackSettings:
+    sizes = Sizes(arguments.heads, arguments.decoder_heads, arguments.image_size)
+    shadows = []
+    for what, *listed in arguments.shadow:
+        model = open_model(Subject.at(what, arguments.config, arguments.set), sizes)
+        model.model.to(session.computing.device)
+        try:
+            lines = [line.strip() for path in listed for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise EvaluationError(f"--shadow {what} {listed[0]}: {error}") from None
+        shadows.append(Shadow(model, frozenset(filter(None, lines))))
+    return AttackSettings(arguments.label, arguments.stand_in, tuple(shadows))
 
 
 def _refuse_own_records(asked: Asked, opened: list[RecordIndex]) -> None:

@@ -17,6 +17,7 @@ from murmuration.data.index.format import BESIDE, FOLDER, MANIFEST
 from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digests
 from murmuration.data.index.open import open_index
 from murmuration.data.index.public_split import Cut, SplitIndex
+from murmuration.data.index.selection import Selection
 from murmuration.data.store.place import RecordIndex, ShardError, is_url
 from murmuration.train.evaluate.errors import EvaluationError
 
@@ -79,6 +80,16 @@ def open_public(place: RecordsPlace, scratch: Path, part: bool, classes: ClassLi
     return found
 
 
+def open_stand_in(place: RecordsPlace, scratch: Path) -> RecordIndex:
+    """Records that play the private set of a run, which their owner says are public or synthetic: no promise holds."""
+    try:
+        index = open_index(place.index, excluded="skipped") if place.index else _new(place, scratch)
+        index.check_unchanged()
+    except (ShardError, OSError) as error:
+        raise EvaluationError(f"{place}: {error}") from None
+    return index
+
+
 def refuse_training_records(index: RecordIndex, protected: frozenset[str]) -> None:
     """Refuses the private records that the weights were trained on, also where a copied index lost its log of runs."""
     if not isinstance(index, SplitIndex) and every_ledger_digest(index) & protected:
@@ -90,6 +101,8 @@ def refuse_training_records(index: RecordIndex, protected: frozenset[str]) -> No
 
 def digest_for_all(index: RecordIndex) -> str:
     """For a result that is published. Keyed for the public part of private records, whose digest covers all of them."""
+    if isinstance(index, Selection):
+        return index.digest_with(digest_for_all(index.whole))
     return ledger_digests(index, public=True, keyed=isinstance(index, SplitIndex))[0]
 
 

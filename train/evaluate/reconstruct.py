@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from torch import Tensor
 
@@ -18,19 +20,17 @@ def run_reconstruct(session: Session, chosen: Chosen, gallery: int) -> Outcome:
     if not isinstance(model, MaskedAutoencoder):
         raise EvaluationError("this model fills in no patches; name a masked autoencoder")
     spec = session.spec(mask_patches=model.shape.patches)
-    losses: list[float] = []
-    tiles: list[Tile] = []
 
-    def act(ids: np.ndarray, inputs: dict[str, Tensor]) -> None:
-        losses.extend(model(inputs).float().tolist())
-        room = max(0, gallery - len(tiles))
-        if room:
-            made = reconstructions(model, {name: tensor[:room] for name, tensor in inputs.items()}, spec)
-            names = [chosen.name(int(record)) for record in ids]
-            tiles.extend(Tile(each["png"], each["caption"], name) for each, name in zip(made, names, strict=False))
+    def act(ids: np.ndarray, inputs: dict[str, Tensor], before: int) -> list[Any]:
+        losses = model(inputs).float().tolist()
+        room = max(0, gallery - before)
+        few = {name: tensor[:room] for name, tensor in inputs.items()}
+        shown: list[Any] = reconstructions(model, few, spec) if room else []
+        return list(zip(losses, shown + [None] * (len(ids) - len(shown)), strict=True))
 
     told = {"mask_ratio": model.shape.mask_ratio, "masks": "keyed by record, the same in every evaluation"}
     result = session.result("reconstruct", told, {"test": chosen})
-    result.data["test"]["unreadable"] = session.each(chosen, spec, "reconstruct", act)
-    result.add("mean squared error of hidden patches", mean(losses))
-    return Outcome(result, tiles)
+    answers = session.answers(result, chosen, spec, act, depends_on=gallery)
+    result.add("mean squared error of hidden patches", mean([loss for _, (loss, _) in answers]))
+    shown = [(record, made) for record, (_, made) in answers if made is not None]
+    return Outcome(result, [Tile(made["png"], made["caption"], chosen.name(record)) for record, made in shown])

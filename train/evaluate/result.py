@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.template import html_page
-from murmuration.evaluation.interval import Estimate
+from murmuration.evaluation.interval import Estimate, mean, spread
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.subject import Subject
 
@@ -33,12 +34,21 @@ class Result:
     data: dict[str, Any]
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    private: bool = False
+    """Computed from records that a run protects: for the owner alone."""
 
     def add(self, name: str, found: Estimate) -> None:
         self.numbers[name] = asdict(found)
 
+    def add_draws(self, name: str, values: Sequence[float]) -> None:
+        """The mean over several draws of what was learnt from, with the draws' standard deviation."""
+        self.numbers[name] = asdict(mean(values)) | {"std": spread(values), "draws": list(values)}
+
     def as_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self), "versions": _versions()}
+        told = asdict(self)
+        if not told.pop("private"):
+            return {"format": FORMAT, **told, "versions": _versions()}
+        return {"format": FORMAT, "private": True, **told, "versions": _versions()}
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ class Outcome:
     result: Result
     tiles: list[Tile] = field(default_factory=list)
     table: list[list[str]] = field(default_factory=list)
+    table_title: str = "By class"
 
 
 def write(outcome: Outcome, out: Path) -> None:
@@ -71,11 +82,13 @@ def write(outcome: Outcome, out: Path) -> None:
         notes=result.notes,
         tiles=outcome.tiles,
         table=outcome.table,
+        table_title=outcome.table_title,
         document=json.dumps(result.as_dict(), indent=2, ensure_ascii=False),
     )
-    with atomic(out / PAGE) as file:
+    mode = 0o600 if result.private else 0o644
+    with atomic(out / PAGE, mode) as file:
         file.write(page.encode())
-    with atomic(out / RESULT) as file:
+    with atomic(out / RESULT, mode) as file:
         file.write(json.dumps(result.as_dict(), indent=2).encode() + b"\n")
 
 
@@ -94,8 +107,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def shown(number: dict[str, Any]) -> str:
-    """0.775 (0.737 … 0.809, n = 512)"""
-    return f"{number['value']:.4f} ({number['low']:.4f} … {number['high']:.4f}, n = {number['n']:,})"
+    """0.775 (0.737 … 0.809, n = 512), or 0.775 ± 0.012 (0.745 … 0.805, 3 draws)"""
+    interval = f"{number['low']:.4f} … {number['high']:.4f}"
+    if "draws" in number:
+        return f"{number['value']:.4f} ± {number['std']:.4f} ({interval}, {number['n']} draws)"
+    return f"{number['value']:.4f} ({interval}, n = {number['n']:,})"
 
 
 def certificate_of(subject: Subject, certified: bool) -> tuple[dict[str, Any] | None, list[str]]:
@@ -117,6 +133,8 @@ def certificate_of(subject: Subject, certified: bool) -> tuple[dict[str, Any] | 
 
 def statement(result: Result) -> str:
     found = result.certificate
+    if result.private:
+        return "PRIVATE: computed from training records without noise. For the owner alone."
     if found is None:
         return "No certificate names these weights."
     if not found["private"]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +22,19 @@ from murmuration.data.progress import Progress
 from murmuration.data.store.place import RecordIndex
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.train.clip.precision import autocast
+from murmuration.train.evaluate.answers import Answers, MicroBatchAnswers
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.features import Computing, batches
 from murmuration.train.evaluate.public_records import digest_for_all
 from murmuration.train.evaluate.result import Result, certificate_of
 from murmuration.train.evaluate.subject import Subject
-from murmuration.train.evaluate.weights import Evaluated
+from murmuration.train.evaluate.weights import Evaluated, digest_of_model
 from murmuration.train.recipe.labels import FOLDERS
 
 MASKS = b"masks of evaluated pictures"
 """Public, so that two evaluations hide the same patches."""
+Act = Callable[[np.ndarray, dict[str, Tensor], int], list[Any]]
+"""Readable records, their inputs, and how many were answered before -> one answer each."""
 
 
 @dataclass(frozen=True)
@@ -89,31 +93,54 @@ class Session:
         return Result(protocol, all_settings, told | self.model.description, certificate, used, notes=notes)
 
     @torch.no_grad()
-    def each(
-        self, chosen: Chosen, spec: DataSpec, what: str, act: Callable[[np.ndarray, dict[str, Tensor]], None],
-        text: TextEncoder | None = None, report: Callable[[dict[int, str]], None] | None = None,
-    ) -> int:  # fmt: skip
-        """Calls `act` with the readable records of each micro-batch; the number of the others."""
-        reader = BatchReader(chosen.index, spec, text, mask_key=MASKS, reading=self.computing.reading())
-        unreadable = 0
+    def answers(
+        self, result: Result, chosen: Chosen, spec: DataSpec, act: Act, text: TextEncoder | None = None,
+        depends_on: object = None, part: str = "test",
+    ) -> list[tuple[int, Any]]:  # fmt: skip
+        """Each readable record with its answer, in order; the number of the others goes into the result.
+
+        An answer is what JSON can hold. `depends_on` is what else it depends on, beside the result's settings, `part`
+        which of its records they are. Answers of an earlier start of the same command are taken over.
+        """
+        size = self.computing.micro_batch
+        with Answers.kept(self.out, self._identity(result, chosen, spec, text, depends_on)) as kept:
+            begun = min(len(chosen.ids), size * len(kept.parts))
+            if begun < len(chosen.ids):
+                self._answer(kept, Chosen(chosen.index, chosen.ids[begun:]), spec, act, text, result.protocol, begun)
+            unreadable = kept.unreadable()
+            if len(unreadable) == len(chosen.ids):
+                reason = next(iter(unreadable.values()), "none was given")
+                raise EvaluationError(f"none of the {len(unreadable)} records can be used ({reason}); name others")
+            result.data[part]["unreadable"] = len(unreadable)
+            return kept.all()
+
+    def _answer(
+        self, kept: Answers, rest: Chosen, spec: DataSpec, act: Act, text: TextEncoder | None, what: str, begun: int
+    ) -> None:
+        reader = BatchReader(rest.index, spec, text, mask_key=MASKS, reading=self.computing.reading())
+        progress, total = Progress(what, "records"), begun + len(rest.ids)
         with closing(reader):
-            for ids, inputs, present in self._batches(reader, chosen, what):
-                here = present.numpy()
-                unreadable += int(((ids >= 0) & ~here).sum())
+            told = batches(reader, rest.ids, self.computing, 0, lambda done, _: progress(begun + done, total))
+            for ids, inputs, present in told:
+                here, found = present.numpy(), []
                 if here.any():
                     with autocast(self.computing.precision, self.computing.device):
-                        act(ids[here], {name: tensor[present] for name, tensor in inputs.items()})
-            if report is not None:
-                report(reader.bad_reasons)
-        if unreadable == len(chosen.ids):
-            reason = next(iter(reader.bad_reasons.values()), "none was given")
-            raise EvaluationError(f"none of the {unreadable} records can be used ({reason}); name others")
-        return unreadable
+                        found = act(ids[here], {name: tensor[present] for name, tensor in inputs.items()}, kept.count)
+                reasons = reader.bad_reasons
+                bad = {int(record): reasons.get(int(record), "excluded") for record in ids[(ids >= 0) & ~here]}
+                records = [int(record) for record in ids[here]]
+                kept.add(MicroBatchAnswers(list(zip(records, found, strict=True)), bad))
 
-    def _batches(
-        self, reader: BatchReader, chosen: Chosen, what: str
-    ) -> Iterator[tuple[np.ndarray, dict[str, Tensor], Tensor]]:
-        return batches(reader, chosen.ids, self.computing, 0, Progress(what, "records"))
+    def _identity(
+        self, result: Result, chosen: Chosen, spec: DataSpec, text: TextEncoder | None, depends_on: object
+    ) -> str:
+        index = chosen.index
+        told = [
+            result.protocol, result.settings, digest_of_model(self.model), index.manifest_digest, index.excluded_digest,
+            hashlib.sha256(np.ascontiguousarray(chosen.ids, "<i8").tobytes()).hexdigest(), spec,
+            spec.class_list.digest if spec.class_list else None, text.digest if text else None, depends_on,
+        ]  # fmt: skip
+        return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
 def numbered(chosen: Chosen, given: ClassList | None, label: str) -> ClassList:

@@ -1,8 +1,8 @@
 """What is evaluated: a run directory, an export, a published file, a folder of timm or Hugging Face.
 
 Recognised by the files that are there, without torch, so that a wrong path is answered at once. Weights do not show how
-many heads computed them; a config says so, or the JSON that timm and Hugging Face put beside their weights, or, for the
-published ViP and DP-Cap, the known sizes.
+many heads computed them; the checkpoint or the export says so, or a config, or the JSON that timm and Hugging Face put
+beside their weights, or, for the published ViP and DP-Cap, the known sizes.
 """
 
 from __future__ import annotations
@@ -45,17 +45,22 @@ class Subject:
         found = _recognised(path)
         if best and found.kind != "run":
             raise EvaluationError(f"--best chooses a checkpoint of a run, and {path} is none; omit it")
-        if config is None and found.kind in ("run", "export"):
-            raise EvaluationError(
-                f"{path}: weights do not show their model's numbers of heads; pass --config, the JSON that the run was "
-                "trained with"
-            )
+        if config is None and found.kind == "export" and "model" not in found.note:
+            raise undescribed(path)
         return Subject(path, found.kind, found.weights, found.note, _read(config, overrides or []), best)
 
     @property
     def certified(self) -> Path:
         """The folder in which a certificate would lie."""
         return self.path if self.path.is_dir() else self.path.parent
+
+
+def undescribed(path: Path) -> EvaluationError:
+    """For runs and exports of earlier versions."""
+    return EvaluationError(
+        f"{path} was written by an earlier version, and weights do not show their model's numbers of heads; pass "
+        "--config, the JSON that the run was trained with"
+    )
 
 
 @dataclass(frozen=True)

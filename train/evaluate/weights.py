@@ -23,17 +23,19 @@ from murmuration.model.released import TEXT_EMBEDDING, read_dpcap, read_vip_mae
 from murmuration.model.settings import ModelSettings, SettingsError, Shape
 from murmuration.model.warm_start import initialise_with
 from murmuration.model.weight_files import read_weights
-from murmuration.train.config.root import Config
 from murmuration.train.evaluate.errors import EvaluationError
-from murmuration.train.evaluate.subject import Subject
+from murmuration.train.evaluate.subject import Subject, undescribed
 from murmuration.train.storage.best_checkpoint import best_checkpoint
 from murmuration.train.storage.checkpoint import Checkpoints
 from murmuration.train.storage.checkpoint_read import hash_of
+from murmuration.train.storage.model_note import ModelNote
 from murmuration.train.storage.run_dir import RunDir
 
 Colours = tuple[float, float, float]
 HEAD = "head."
 CERTIFICATE = "certificate.json"
+OURS = ("run", "export")
+OBJECTIVES: tuple[Objective, ...] = ("mae", "caption", "classify")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Evaluated:
     report: LoadReport
     mean: Colours = IMAGENET_MEAN
     std: Colours = IMAGENET_STD
+    tokenizer: str | None = None
+    """Of the training, where a note beside the weights says so."""
     class_names: tuple[str, ...] = ()
     """As the weights' own folder names a classifier's outputs; empty if it does not."""
     certified: bool = False
@@ -76,9 +80,12 @@ class Evaluated:
 def open_model(subject: Subject, sizes: Sizes, headless: bool = False) -> Evaluated:
     """`headless`: a classifier may lack its head, because only its body is used."""
     try:
-        state, digest, objective = _state(subject)
-        if subject.config is not None:
-            found = _configured(subject, subject.config, objective, state, digest, sizes)
+        state, digest, told = _state(subject)
+        note = ModelNote.inside(told, subject.certified) if subject.kind in OURS else None
+        settings = _settings(subject, note)
+        if settings is not None:
+            objective = told.get("objective") or (subject.config.phases[-1].objective if subject.config else None)
+            found = _configured(subject, settings, objective, state, digest, sizes)
         elif subject.kind == "hugging-face":
             found = _hugging_face(subject.note, state, digest)
         elif subject.kind == "timm":
@@ -94,13 +101,15 @@ def open_model(subject: Subject, sizes: Sizes, headless: bool = False) -> Evalua
             "which this cannot be evaluated; name a config and weights that belong together"
         )
     found.model.eval().requires_grad_(False)
-    return replace(found, certified=_is_certified(subject.certified, state))
+    tokenizer = note.tokenizer if note is not None else None
+    return replace(found, certified=_is_certified(subject.certified, state), tokenizer=tokenizer)
 
 
-def open_text(subject: Subject, shape: Shape, named: str | None) -> TextEncoder:
-    """The tokenizer that is named, or else the config's."""
-    phases = subject.config.phases if subject.config is not None else []
-    source = named or next((phase.tokenizer for phase in reversed(phases) if phase.tokenizer is not None), None)
+def open_text(subject: Subject, model: Evaluated, named: str | None) -> TextEncoder:
+    """The tokenizer that is named, or else the config's, or the one beside the weights."""
+    shape, phases = model.shape, subject.config.phases if subject.config is not None else []
+    configured = next((phase.tokenizer for phase in reversed(phases) if phase.tokenizer is not None), None)
+    source = named or configured or model.tokenizer
     if source is None:
         raise EvaluationError('a captioner writes by a tokenizer; pass --tokenizer (a file, or "clip")')
     try:
@@ -115,16 +124,36 @@ def open_text(subject: Subject, shape: Shape, named: str | None) -> TextEncoder:
     return text
 
 
-def _state(subject: Subject) -> tuple[dict[str, Tensor], str, Objective | None]:
-    """The weights, their digest, and what they were trained for where that is written beside them."""
+def _state(subject: Subject) -> tuple[dict[str, Tensor], str, Mapping[str, Any]]:
+    """The weights, their digest, and what is written beside them: an export's note, or a checkpoint's manifest."""
     if subject.kind != "run":
-        objective = subject.note.get("objective") if subject.kind == "export" else None
-        return read_weights(subject.weights), hash_of(subject.weights), objective
+        told = subject.note if subject.kind == "export" else {}
+        return read_weights(subject.weights), hash_of(subject.weights), told
     run_dir = RunDir(subject.path)
     loaded = best_checkpoint(run_dir) if subject.best else Checkpoints.newest(run_dir.checkpoints)
     if loaded is None:
         raise EvaluationError(f"{subject.path} has no finished checkpoint; let the run reach one")
-    return loaded.weights(), loaded.digest, loaded.manifest.get("objective")
+    return loaded.weights(), loaded.digest, loaded.manifest
+
+
+def _settings(subject: Subject, note: ModelNote | None) -> ModelSettings | None:
+    """The config's model, or else the one that is written beside the weights; refused if the two have other heads."""
+    if subject.config is None:
+        if note is None and subject.kind in OURS:
+            raise undescribed(subject.path)
+        return note.settings if note is not None else None
+    settings = subject.config.model
+    if note is not None:
+        asked, trained = settings.resolved(), note.settings.resolved()
+        for part in ("encoder", "text", "pixels"):
+            heads, known = getattr(asked, part).heads, getattr(trained, part).heads
+            # Of another width, it is another model: its tensors will not fit, and that says more.
+            if heads != known and getattr(asked, part).width == getattr(trained, part).width:
+                raise EvaluationError(
+                    f"--config gives the {part} {heads} heads, but {subject.path} was trained with {known}; omit "
+                    "--config, or name its own"
+                )
+    return settings
 
 
 def _is_certified(folder: Path, state: Mapping[str, Tensor]) -> bool:
@@ -149,14 +178,17 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _configured(
-    subject: Subject, config: Config, objective: Objective | None, state: Mapping[str, Tensor], digest: str,
+    subject: Subject, settings: ModelSettings, objective: str | None, state: Mapping[str, Tensor], digest: str,
     sizes: Sizes,
 ) -> Evaluated:  # fmt: skip
-    settings = config.model
+    if objective not in OBJECTIVES:
+        raise EvaluationError(
+            f"{subject.path} was trained for {objective!r:.80}, which is none of {', '.join(OBJECTIVES)}; name others"
+        )
     if sizes.image_size is not None:
         settings = settings.model_copy(update={"image_size": sizes.image_size})
-    ours = {"what": subject.kind} if subject.kind in ("run", "export") else None
-    return _filled(settings, objective or config.phases[-1].objective, state, digest, ours)
+    ours = {"what": subject.kind} if subject.kind in OURS else None
+    return _filled(settings, objective, state, digest, ours)
 
 
 def _filled(

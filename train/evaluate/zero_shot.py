@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -62,13 +62,10 @@ def run_zero_shot(
         _by_trie(model, names, settings, text) if settings.way == "trie" else _by_label(model, names, settings, text)
     )
     count = len(classes.names)
-    right, seen = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
 
-    def act(ids: np.ndarray, inputs: dict[str, Tensor]) -> None:
+    def act(ids: np.ndarray, inputs: dict[str, Tensor], before: int) -> list[Any]:
         labels = inputs["labels"]
-        correct = answer(inputs["images"], labels)
-        np.add.at(seen, labels.cpu().numpy(), 1)
-        np.add.at(right, labels.cpu().numpy()[correct], 1)
+        return list(zip(labels.tolist(), answer(inputs["images"], labels).tolist(), strict=True))
 
     told = {
         "way": settings.way, "label": settings.label, "classes": count, "templates": list(settings.templates),
@@ -76,7 +73,9 @@ def run_zero_shot(
     }  # fmt: skip
     result = session.result("zero-shot", told, {"test": chosen})
     spec = session.labelled(settings.label, classes, count)
-    result.data["test"]["unreadable"] = session.each(chosen, spec, "zero-shot", act)
+    answers = session.answers(result, chosen, spec, act, depends_on=names)
+    seen = np.bincount([label for _, (label, _) in answers], minlength=count)
+    right = np.bincount([label for _, (label, correct) in answers if correct], minlength=count)
     result.add("accuracy", share(int(right.sum()), int(seen.sum())))
     table = [["class", "right", "of"]]
     table += [[classes.names[each], str(right[each]), str(seen[each])] for each in range(count) if seen[each]]

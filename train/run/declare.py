@@ -15,6 +15,7 @@ from murmuration.train.config.data import CheckpointData
 from murmuration.train.recipe.open_data import hosts_of
 from murmuration.train.recipe.ready_phase import ReadyPhase, make_plan
 from murmuration.train.run.context import RunContext
+from murmuration.train.storage.model_note import described
 from murmuration.train.storage.sibling_runs import RunLog
 
 
@@ -92,4 +93,5 @@ def segment_of(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
 
 
 def header(run: RunContext, phase: ReadyPhase) -> dict[str, Any]:
-    return run.header(phase.number, run.contents(phase)["data"], phase.settings.objective)
+    told = run.header(phase.number, run.contents(phase)["data"], phase.settings.objective)
+    return told | described(run.config.model, phase.text, phase.settings.tokenizer, run.folder.root)

@@ -1,0 +1,179 @@
+"""Membership inference on a finished model: how well losses and logits tell its training records from others.
+
+What it finds is a function of the records without noise. Nothing could charge that to a run's budget, so real private
+records are not attacked: members are public like all evaluated records, or (by the owner's word) stand-ins, which are
+public or synthetic pictures that only play the private set of a run. The log of runs on stand-ins then gets an entry
+without privacy, which later certificates on the same records repeat; and what is left is for the owner alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from murmuration.accounting.durable import atomic
+from murmuration.data.batch.reader import DataSpec
+from murmuration.data.decode.class_list import ClassList
+from murmuration.data.store.place import RecordIndex
+from murmuration.data.text.encoder import TextEncoder
+from murmuration.evaluation.membership import Attack, MembershipError, by_classifier, by_threshold, lira
+from murmuration.model.classifier import Classifier
+from murmuration.model.mae import MaskedAutoencoder
+from murmuration.train.evaluate.errors import EvaluationError
+from murmuration.train.evaluate.result import Outcome
+from murmuration.train.evaluate.session import Chosen, Session, by_list, numbered
+from murmuration.train.evaluate.weights import Evaluated
+from murmuration.train.storage.sibling_runs import RunLog
+
+SCORES = "attack.csv"
+PARTS = ("members", "others")
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """A model trained like the attacked one, and which of the records it was trained on, as `attack.csv` names them."""
+
+    model: Evaluated
+    inside: frozenset[str]
+
+
+@dataclass(frozen=True)
+class AttackSettings:
+    label: str | None
+    stand_in: bool
+    shadows: tuple[Shadow, ...]
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Of all readable records, members first: the loss, a confidence, and the logits if there are any."""
+
+    names: list[str]
+    losses: np.ndarray
+    confidences: np.ndarray
+    logits: np.ndarray
+
+
+def log_stand_in(index: RecordIndex, run: str, out: Path) -> None:
+    """Logs the attack with the data, before anything is computed; refused where the records have a budget."""
+    # The same when a stopped command is started again, so that it is logged once.
+    own = hashlib.sha256(f"attack {run} {out.resolve()}".encode()).hexdigest()[:32]
+    log = RunLog.of(index)
+    with log.alone():
+        log.require_budget({own}, None)
+        if warning := log.register(own, "attack", f"an attack on {run}", None, None):
+            raise EvaluationError(f"{warning} (an attack on stand-ins must be logged with them)")
+
+
+def run_attack(
+    session: Session, members: Chosen, others: Chosen, classes: ClassList | None, settings: AttackSettings,
+    text: TextEncoder | None,
+) -> Outcome:  # fmt: skip
+    spec, parts = _spec(session, members, others, classes, settings)
+    read_by = text if not isinstance(session.model.model, Classifier | MaskedAutoencoder) else None
+    told = {"stand_in": settings.stand_in, "shadows": len(settings.shadows), "label": settings.label}
+    result = session.result("attack", told, dict(zip(PARTS, parts, strict=True)))
+    result.private = True
+
+    def signals(model: Evaluated) -> list[Signals]:
+        asked = replace(session, model=model)
+        return [
+            _signals(asked, result, name, part, spec, read_by) for name, part in zip(PARTS, parts, strict=True)
+        ]  # fmt: skip
+
+    inside, outside = signals(session.model)
+    found = _joined(inside, outside)
+    whose = np.arange(len(found.names)) < len(inside.names)
+    attacks: dict[str, Attack] = {}
+    try:
+        attacks["loss"] = by_threshold(-found.losses, whose)
+        attacks["loss and logits"] = by_classifier(np.column_stack([found.losses, found.logits]), whose)
+        if settings.shadows:
+            shadows = [_joined(*signals(shadow.model)) for shadow in settings.shadows]
+            attacks["LiRA"] = by_threshold(_lira(found, shadows, settings.shadows), whose)
+    except MembershipError as error:
+        raise EvaluationError(str(error)) from None
+    for name, attack in attacks.items():
+        for measure, number in attack.numbers().items():
+            result.add(f"{measure}, {name}", number)
+    result.notes.append(
+        "PRIVATE: all of this was computed from training records without noise. Logits are read by a logistic "
+        "regression, fitted to one half of the records and scored on the other; thresholds are chosen likewise."
+    )
+    _write(found, whose, attacks, session.out / SCORES)
+    return Outcome(result)
+
+
+def _spec(
+    session: Session, members: Chosen, others: Chosen, classes: ClassList | None, settings: AttackSettings
+) -> tuple[DataSpec, list[Chosen]]:
+    model = session.model.model
+    if isinstance(model, Classifier):
+        if settings.label is None:
+            raise EvaluationError("a classifier's losses need labels; name them with --label")
+        classes = numbered(members, classes, settings.label)
+        return session.labelled(settings.label, classes, model.head.out_features), [
+            by_list(members, classes),
+            by_list(others, classes),
+        ]
+    masks = model.shape.patches if isinstance(model, MaskedAutoencoder) else 0
+    return session.spec(mask_patches=masks), [members, others]
+
+
+def _signals(
+    session: Session, result: Any, name: str, part: Chosen, spec: DataSpec, text: TextEncoder | None
+) -> Signals:
+    model = session.model.model
+
+    def act(ids: np.ndarray, inputs: dict[str, Tensor], before: int) -> list[Any]:
+        losses = model(inputs).float()
+        if not isinstance(model, Classifier):
+            return [(loss, -loss, []) for loss in losses.tolist()]
+        logits = model.logits(inputs["images"]).double()
+        own = logits.gather(1, inputs["labels"][:, None])
+        others = logits.scatter(1, inputs["labels"][:, None], -torch.inf)
+        # ln(p / (1 - p)) of the softmax's probability p, which LiRA takes because it is nearly normal.
+        sure = (own[:, 0] - others.logsumexp(dim=1)).tolist()
+        return list(zip(losses.tolist(), sure, logits.tolist(), strict=True))
+
+    answers = session.answers(result, part, spec, act, text, depends_on=name, part=name)
+    names = [f"{name}/{part.name(record)}" for record, _ in answers]
+    losses, sure, logits = zip(*(answer for _, answer in answers), strict=True)
+    return Signals(names, np.array(losses), np.array(sure), np.array(logits, dtype=float).reshape(len(names), -1))
+
+
+def _joined(first: Signals, second: Signals) -> Signals:
+    def both(name: str) -> np.ndarray:
+        return np.concatenate([getattr(first, name), getattr(second, name)])
+
+    return Signals([*first.names, *second.names], both("losses"), both("confidences"), both("logits"))
+
+
+def _lira(found: Signals, signals: list[Signals], shadows: tuple[Shadow, ...]) -> np.ndarray:
+    for shadow in shadows:
+        if unknown := sorted(shadow.inside - set(found.names)):
+            raise EvaluationError(
+                f"a list of a shadow's records names {unknown[0]!r}, which is none of the records; write "
+                "members/NAME or others/NAME, one per line"
+            )
+    inside = np.array([[name in shadow.inside for name in found.names] for shadow in shadows])
+    return lira(found.confidences, np.stack([each.confidences for each in signals]), inside)
+
+
+def _write(found: Signals, members: np.ndarray, attacks: dict[str, Attack], path: Path) -> None:
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["record", "member", "loss", *(f"score, {name}" for name in attacks)])
+    for number, name in enumerate(found.names):
+        scores = [f"{attack.scores[number]:.6g}" for attack in attacks.values()]
+        rows.writerow([name, int(members[number]), f"{found.losses[number]:.6g}", *scores])
+    with atomic(path, 0o600) as file:
+        file.write(text.getvalue().encode(errors="backslashreplace"))
