@@ -46,13 +46,11 @@ def run_classify(
     if label is not None:
         chosen = by_list(chosen, numbers)
     spec = session.spec() if label is None else session.labelled(label, numbers, len(names))
-    read, rightly = chosen, None
-    if real is not None:
-        if label is None:
-            raise EvaluationError("--real is scored beside top-1; name class folders, or the records' --label")
-        rightly = RightLabels.read(real, names, len(names))
-        read = Chosen(RightlyLabelled(chosen.index, rightly), chosen.ids)
-        spec = replace(spec, right_classes=len(names))
+    if real is not None and label is None:
+        raise EvaluationError("--real is scored beside top-1; name class folders, or the records' --label")
+    rightly = RightLabels.read(real, names, len(names)) if real is not None else None
+    read = Chosen(RightlyLabelled(chosen.index, rightly), chosen.ids) if rightly is not None else chosen
+    spec = replace(spec, right_classes=len(names)) if rightly is not None else spec
     most = min(MOST, len(names))
 
     def act(ids: np.ndarray, inputs: dict[str, Tensor], before: int) -> list[Any]:

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.errors import RunError
-from murmuration.data.text.encoder import TextEncoder, is_built_in
+from murmuration.data.text.built_in import is_built_in
+from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.settings import ModelSettings
 
 MODEL, TOKENIZER = "model", "tokenizer"
