@@ -52,7 +52,6 @@ class AugmentedPictures(Dataset[Any]):
         try:
             members = self._reader.read(record)
             picture = next((members[suffix] for suffix in SUFFIXES if suffix in members), b"")
-            names = spec.class_list.numbers if spec.class_list is not None else None
             (label,), _ = numbers_of(members, spec.labels, spec.target, spec.classes, None, names)
             pixels = Image.fromarray(decode(picture))
         except BadRecord:
