@@ -52,7 +52,7 @@ class AugmentedPictures(Dataset[Any]):
         try:
             members = self._reader.read(record)
             picture = next((members[suffix] for suffix in SUFFIXES if suffix in members), b"")
-            (label,), _ = numbers_of(members, spec.labels, spec.target, spec.classes, None, names)
+            (label,), _ = numbers_of(members, spec.labels, spec.target, spec.classes, None, spec.class_list)
             pixels = Image.fromarray(decode(picture))
         except BadRecord:
             return None
