@@ -278,7 +278,9 @@ class ModelSettings(BaseModel):
                 f"a ResNet has no model.{given[0]}; omit it, and set the size by model.width and model.stages."
             )
         if preset is None and (self.width is None or self.stages is None):
-            raise SettingsError('model.size "custom" needs model.width with model.stages; give it or name r50x4.')
+            raise SettingsError(
+                'model.size "custom" needs model.width with model.stages; give it or name a size such as r50x1.'
+            )
         width, stages = self.width or (preset.width if preset else 0), self.stages or (preset.stages if preset else ())
         if width % 8 or min(stages) < 1:
             raise SettingsError(
