@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from murmuration.data.decode.augment import Kind
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.lars_probe import LarsSettings
@@ -18,10 +17,9 @@ from murmuration.train.evaluate.result import PAGE, RESULT, Outcome, shown, stat
 from murmuration.train.evaluate.session import Chosen, Session
 from murmuration.train.evaluate.subject import Asked
 from murmuration.train.evaluate.weights import Sizes, open_model, open_text
-from murmuration.train.evaluate.zero_shot import TEMPLATE, TRIE_RECORDS, ZeroShotSettings, run_zero_shot
+from murmuration.train.evaluate.zero_shot import TRIE_RECORDS, ZeroShotSettings, run_zero_shot, usual_template
 from murmuration.train.recipe.warm_start import WarmStart
 
-VIEWS: dict[str, Kind] = {"resize-crop": "resize_crop", "center": "center"}
 DRAWN_BY = 0
 """The seed of every draw of records, so that all models are scored on the same ones."""
 SCRATCH = "index"
@@ -35,10 +33,10 @@ def run(asked: Asked) -> str:
     opened = {name: open_public(place, scratch, arguments.public_part, classes) for name, place in asked.places.items()}
     _refuse_own_records(asked, list(opened.values()))
     sizes = Sizes(arguments.heads, arguments.decoder_heads, arguments.image_size)
-    model = open_model(asked.subject, sizes, headless=arguments.protocol == "probe")
+    model = open_model(asked.subject, sizes, asked.pixels, headless=arguments.protocol == "probe")
     computing = Computing.here(arguments.precision, arguments.micro_batch, arguments.workers)
     model.model.to(computing.device)
-    session = Session(asked.subject, model, computing, VIEWS[arguments.view], arguments.out)
+    session = Session(asked.subject, model, computing, asked.view, arguments.out)
     outcome = _measured(session, arguments, opened, classes)
     write(outcome, arguments.out)
     result = outcome.result
@@ -64,7 +62,7 @@ def _measured(
     if arguments.protocol == "caption":
         told = CaptionSettings(arguments.decode, arguments.beams, arguments.p, arguments.seed, arguments.gallery)
         return run_caption(session, chosen, told, text)
-    templates = tuple(arguments.template or (TEMPLATE,))
+    templates = tuple(arguments.template or (usual_template(text),))
     settings = ZeroShotSettings(arguments.way, arguments.label, templates, arguments.names)
     return run_zero_shot(session, chosen, classes, settings, text)
 

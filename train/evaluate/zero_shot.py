@@ -25,7 +25,8 @@ from murmuration.train.evaluate.result import Outcome
 from murmuration.train.evaluate.session import Chosen, Session, numbered
 
 Way = Literal["label", "trie"]
-TEMPLATE = "this is a photo of a {}"
+TEMPLATES = ("this is a photo of a {}", "a photo of a {}")
+"""The published prompt, and a shorter one for tokenizers that do not know all of its words."""
 TRIE_RECORDS = 10_000
 """Drawn from all records unless another number is asked for, as published."""
 Answer = Callable[[Tensor, Tensor], np.ndarray]
@@ -61,6 +62,26 @@ def read_names(path: Path | None, classes: ClassList) -> NAMES:
             raise EvaluationError(f"--names {path}: the names of {name!r} are no list of texts; write one")
         named.append(tuple(given))
     return tuple(named)
+
+
+def unknown_words(words: str, text: Text) -> list[str]:
+    def unknown(word: str) -> bool:
+        ids = text.words(word)
+        return not ids or text.unk in ids
+
+    return [word for word in dict.fromkeys(words.replace("{}", " ").split()) if unknown(word)]
+
+
+def usual_template(text: Text) -> str:
+    """The first of TEMPLATES of which the tokenizer knows every word."""
+    known = next((template for template in TEMPLATES if not unknown_words(template, text)), None)
+    if known is None:
+        lacking = ", ".join(map(repr, unknown_words(TEMPLATES[-1], text)))
+        raise EvaluationError(
+            f"the tokenizer does not know {lacking} of the usual {TEMPLATES[-1]!r}; give --template in words that the "
+            "captions of its training have"
+        )
+    return known
 
 
 def check_templates(templates: tuple[str, ...], way: Way) -> None:
@@ -154,7 +175,10 @@ def _by_trie(model: Captioner, names: NAMES, settings: ZeroShotSettings, text: T
 def _tokens(words: str, text: Text) -> tuple[int, ...]:
     ids = tuple(text.words(words))
     if not ids or text.unk in ids:
-        raise EvaluationError(f"the tokenizer has no tokens for {words!r}; use words of its vocabulary")
+        lacking = ", ".join(map(repr, unknown_words(words, text))) or "all"
+        raise EvaluationError(
+            f"the tokenizer does not know {lacking} of {words!r}; give --template and --names in other words"
+        )
     return ids
 
 

@@ -65,7 +65,7 @@ class PublicEvaluator:
         self.phase = phase
         self.records = min(phase.settings.evaluation.records, phase.held_out.records)
         # Step 0 at every call: the same masks each time, so that the curve shows the weights alone.
-        spec = phase.data_spec(augment=False)
+        spec = phase.evaluation_spec()
         self.zero_shot, self.text = phase.settings.evaluation.zero_shot, phase.text
         if self.zero_shot is not None:
             spec = replace(spec, labels=tuple(self.zero_shot.axes))

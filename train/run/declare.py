@@ -13,6 +13,7 @@ from murmuration.data.index.keyed_digest import ledger_digests
 from murmuration.data.store.place import RecordIndex
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.recipe.open_data import hosts_of
+from murmuration.train.recipe.pixels import as_json
 from murmuration.train.recipe.ready_phase import ReadyPhase, make_plan
 from murmuration.train.run.context import RunContext
 from murmuration.train.storage.sibling_runs import RunLog
@@ -92,4 +93,5 @@ def segment_of(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
 
 
 def header(run: RunContext, phase: ReadyPhase) -> dict[str, Any]:
-    return run.header(phase.number, run.contents(phase)["data"], phase.settings.objective)
+    found = run.header(phase.number, run.contents(phase)["data"], phase.settings.objective)
+    return found | as_json(phase.pixels)

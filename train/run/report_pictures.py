@@ -36,7 +36,7 @@ def samples(phases: list[ReadyPhase], latest: Loaded) -> list[dict[str, str]]:
     select(model, phase.settings.trainable)
     model.load_state_dict(latest.state_dict(model.state_dict()))
     model.eval()
-    spec = phase.data_spec(augment=False)
+    spec = phase.evaluation_spec()
     reader = BatchReader(phase.held_out, spec, phase.text, mask_key=MASKS)
     batch = reader.read(np.arange(min(SAMPLES, phase.held_out.records)), 0)
     reader.close()
