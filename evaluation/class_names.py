@@ -39,11 +39,23 @@ def read_class_names(path: Path | None, classes: Sequence[str], where: str) -> C
     return tuple(named)
 
 
+def unknown_words(words: str, text: Text) -> list[str]:
+    """Those that the tokenizer does not know; {} stands for any."""
+
+    def unknown(word: str) -> bool:
+        ids = text.words(word)
+        return not ids or text.unk in ids
+
+    return [word for word in dict.fromkeys(words.replace("{}", " ").split()) if unknown(word)]
+
+
 def tokens_of(words: str, text: Text) -> tuple[int, ...]:
     """Refuses words that the tokenizer does not know: all of them would be the same unknown token, a silent tie."""
     ids = tuple(text.words(words))
     if not ids or text.unk in ids:
-        raise ClassNamesError(f"the tokenizer has no tokens for {words!r}; use words of its vocabulary")
+        lacking = unknown_words(words, text)
+        which = f"{', '.join(map(repr, lacking)) or 'all'} of {words!r}" if lacking != [words] else repr(words)
+        raise ClassNamesError(f"the tokenizer does not know {which}; use words of its vocabulary")
     return ids
 
 

@@ -86,7 +86,7 @@ class ResNetClassifier(Classifier):
         super().__init__()
         net = shape.resnet
         if net is None:
-            raise SettingsError("a ResNet classifier needs model.stages or a size such as r50x4.")
+            raise SettingsError("a ResNet classifier needs model.stages or a size such as r50x1.")
         self.shape = shape
         self.body = ResNetV2(
             layers=list(net.stages),

@@ -47,13 +47,9 @@ HF_UNUSED = {
     "decoder.": "Hugging Face's pixel decoder is not read",
     "embeddings.mask_token": "stands for masked patches in another kind of pre-training",
 }
-PIXELS = (
-    "its images were normalised as its model card says, which may not be this project's ImageNet mean and deviation"
-)
 
 
 def timm_pieces(state: Mapping[str, Tensor], account: LoadReport) -> WeightEntries:
-    account.notes.append(PIXELS)
     for key in state:
         if not TIMM.fullmatch(key):
             raise WeightsError(
@@ -64,7 +60,6 @@ def timm_pieces(state: Mapping[str, Tensor], account: LoadReport) -> WeightEntri
 
 
 def bit_pieces(state: Mapping[str, Tensor], account: LoadReport) -> WeightEntries:
-    account.notes.append(PIXELS)
     pieces: WeightEntries = {}
     for key, tensor in state.items():
         if not BIT.fullmatch(key):
@@ -81,7 +76,6 @@ def bit_pieces(state: Mapping[str, Tensor], account: LoadReport) -> WeightEntrie
 
 
 def hf_pieces(state: Mapping[str, Tensor], account: LoadReport) -> WeightEntries:
-    account.notes.append(PIXELS)
     account.notes.append(
         "LayerNorm's epsilon is 1e-6 here and 1e-12 in most of Hugging Face's; outputs differ by about 1e-6"
     )

@@ -91,6 +91,25 @@ def _as_tuple(given: Any) -> Any:
     return tuple(given) if isinstance(given, list) else given
 
 
+Deviation = Annotated[float, Field(gt=0)]
+Channels = Annotated[tuple[float, float, float], BeforeValidator(_as_tuple)]
+
+
+class PixelSettings(BaseModel):
+    """Statistics of red, green and blue, where 0 is black and 1 is full colour."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    mean: Channels = Field(description="What is subtracted from a pixel.")
+    std: Annotated[tuple[Deviation, Deviation, Deviation], BeforeValidator(_as_tuple)] = Field(
+        description="What it is then divided by."
+    )
+
+
+NamedPixels = Literal["imagenet", "half"]
+NAMED_PIXELS: tuple[NamedPixels, ...] = ("imagenet", "half")
+
+
 class ModelSettings(BaseModel):
     """The `model` section of a config."""
 
@@ -98,6 +117,11 @@ class ModelSettings(BaseModel):
 
     family: Family = Field(description="Kind of model.")
     size: Size = Field(default="custom", description="A published size, or custom, whose numbers are set below.")
+    pixels: NamedPixels | PixelSettings | None = Field(
+        default=None,
+        description="Mean and standard deviation by which pixels are normalised. half: 0.5 and 0.5; null: those of the "
+        "weights that the run starts from, as the files beside them say; imagenet, if it starts from none.",
+    )
     image_size: int = Field(default=224, gt=0, le=MOST_PIXELS, description="Side of the picture, in pixels.")
     patch_size: int = Field(
         default=16,
@@ -278,7 +302,9 @@ class ModelSettings(BaseModel):
                 f"a ResNet has no model.{given[0]}; omit it, and set the size by model.width and model.stages."
             )
         if preset is None and (self.width is None or self.stages is None):
-            raise SettingsError('model.size "custom" needs model.width with model.stages; give it or name r50x4.')
+            raise SettingsError(
+                'model.size "custom" needs model.width with model.stages; give it or name a size such as r50x1.'
+            )
         width, stages = self.width or (preset.width if preset else 0), self.stages or (preset.stages if preset else ())
         if width % 8 or min(stages) < 1:
             raise SettingsError(

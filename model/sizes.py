@@ -13,7 +13,10 @@ from math import gcd
 from typing import Literal
 
 Family = Literal["mae", "captioner", "classifier"]
-Size = Literal["nano", "tiny", "small", "base", "large", "huge", "r50x4", "r152x4", "custom"]
+Size = Literal[
+    "nano", "tiny", "small", "base", "large", "huge",
+    "r50x1", "r50x3", "r50x4", "r101x1", "r101x3", "r152x2", "r152x4", "custom",
+]  # fmt: skip
 Activation = Literal["gelu", "relu"]
 
 
@@ -84,8 +87,14 @@ MAE: dict[str, Preset] = {
 # be shared with the other families.
 CLASSIFIER: dict[str, Preset] = {size: MAE[size] for size in ("base", "large", "huge")}
 
+# BiT's: the stem is 64 times as wide as the factor after the x. No weights of r50x4 have been published.
 RESNETS: dict[str, ResNet] = {
+    "r50x1": ResNet(64, (3, 4, 6, 3)),
+    "r50x3": ResNet(192, (3, 4, 6, 3)),
     "r50x4": ResNet(256, (3, 4, 6, 3)),
+    "r101x1": ResNet(64, (3, 4, 23, 3)),
+    "r101x3": ResNet(192, (3, 4, 23, 3)),
+    "r152x2": ResNet(128, (3, 8, 36, 3)),
     "r152x4": ResNet(256, (3, 8, 36, 3)),
 }
 

@@ -10,7 +10,7 @@ values. Nothing in the model changes if anything is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ from murmuration.model.weight_files import export_note, flat, read_weights
 
 HEAD = ("head.weight", "head.bias")
 OWN = "this project's export"
+DP_CAP, VIP_MAE = "the DP-Cap checkpoint", "the ViP-MAE checkpoint"
+HUGGING_FACE, BIT, TIMM = "the Hugging Face checkpoint", "timm's BiT checkpoint", "timm's checkpoint"
+IMAGENET_PIXELS = (OWN, DP_CAP, VIP_MAE)
+"""Weights whose pixels were normalised by ImageNet's statistics, unless an export of ours says otherwise."""
 
 
 def initialise_from(model: nn.Module, path: Path | str, *, take_head: bool | None = None) -> LoadReport:
@@ -56,26 +60,34 @@ def initialise_with(
     return account
 
 
+def source_of(names: Collection[str], ours: bool = False) -> str | None:
+    """The file's kind, by names that only one kind has; None if it is of no known kind."""
+    if ours or "text_embedding.weight" in names or "body.stem.conv.weight" in names:
+        return OWN
+    if TEXT_EMBEDDING in names:
+        return DP_CAP
+    if "decoder_pred.weight" in names and "patch_embed.proj.weight" in names:
+        return VIP_MAE
+    if any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in names):
+        return HUGGING_FACE
+    if "stem.conv.weight" in names:
+        return BIT
+    return TIMM if "patch_embed.proj.weight" in names else None
+
+
 def recognised(state: Mapping[str, Tensor], ours: bool = False) -> tuple[LoadReport, WeightEntries]:
-    """The account and the pieces for the file's kind, recognised by names that only one kind has."""
-    if ours or "text_embedding.weight" in state or "body.stem.conv.weight" in state:
-        return LoadReport(OWN), same_names(state)
-    if TEXT_EMBEDDING in state:
-        account = LoadReport("the DP-Cap checkpoint")
-        return account, dpcap_pieces(state, account)
-    if "decoder_pred.weight" in state and "patch_embed.proj.weight" in state:
-        return LoadReport("the ViP-MAE checkpoint"), vip_mae_pieces(state)
-    if any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in state):
-        account = LoadReport("the Hugging Face checkpoint")
-        return account, hf_pieces(state, account)
-    if "stem.conv.weight" in state:
-        account = LoadReport("timm's BiT checkpoint")
-        return account, bit_pieces(state, account)
-    if "patch_embed.proj.weight" in state:
-        account = LoadReport("timm's checkpoint")
-        return account, timm_pieces(state, account)
-    first = ", ".join(list(state)[:3])
-    raise WeightsError(
-        f"the weights ({first}, …) are of no known kind; choose this project's export, ViP-MAE, DP-Cap, a "
-        f"plain vision transformer of timm or Hugging Face, or timm's BiT."
-    )
+    """The account and the pieces for the file's kind."""
+    source = source_of(state, ours)
+    if source is None:
+        first = ", ".join(list(state)[:3])
+        raise WeightsError(
+            f"the weights ({first}, …) are of no known kind; choose this project's export, ViP-MAE, DP-Cap, a "
+            f"plain vision transformer of timm or Hugging Face, or timm's BiT."
+        )
+    account = LoadReport(source)
+    if source == OWN:
+        return account, same_names(state)
+    if source == VIP_MAE:
+        return account, vip_mae_pieces(state)
+    pieces = {DP_CAP: dpcap_pieces, HUGGING_FACE: hf_pieces, BIT: bit_pieces, TIMM: timm_pieces}[source]
+    return account, pieces(state, account)

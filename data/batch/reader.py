@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, ShardReader, open_source
-from murmuration.data.decode.augment import KINDS, Kind, caption_choice, drop_key, mask_noise
+from murmuration.data.decode.augment import Augment, caption_choice, drop_key, mask_noise, require_known
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.decode import SUFFIXES, BadRecord, parsing
 from murmuration.data.decode.fields import captions_of, numbers_of, right_classes
@@ -49,7 +49,7 @@ class DataSpec:
     """The inputs that the model needs of a record, and their shapes."""
 
     image_size: int
-    augment: Kind = "none"
+    augment: Augment = "none"
     mask_patches: int = 0  # > 0: `mask_noise` with that many columns
     drop_keys: bool = False  # `drop_key`, for a model that drops units
     labels: tuple[str, ...] = ()  # integer fields of the record's .json; `cls` is its .cls or class folder
@@ -64,8 +64,7 @@ class DataSpec:
     std: Channels = IMAGENET_STD
 
     def __post_init__(self) -> None:
-        if self.augment not in KINDS:
-            raise ValueError(f"augment '{self.augment}' is unknown; choose one of {', '.join(KINDS)}")
+        require_known(self.augment)
         if self.image_size < 1:
             raise ValueError(f"image size {self.image_size} is not positive")
         if self.target is not None and (self.target not in self.labels or TARGET in {*self.labels} - {self.target}):

@@ -11,35 +11,65 @@ import hashlib
 import math
 import struct
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-Kind = Literal["none", "center", "resize_crop", "random_resized_crop", "inception_crop"]
-KINDS: tuple[Kind, ...] = ("none", "center", "resize_crop", "random_resized_crop", "inception_crop")
+Kind = Literal["none", "center", "random_resized_crop", "inception_crop"]
+KINDS: tuple[Kind, ...] = ("none", "center", "random_resized_crop", "inception_crop")
 # The smallest and largest share of the area that a random crop keeps.
 AREAS: dict[Kind, tuple[float, float]] = {"random_resized_crop": (0.2, 1.0), "inception_crop": (0.05, 1.0)}
 RATIO = (3 / 4, 4 / 3)
-CROP_OF = 224 / 256
-"""The part of the resized image that `resize_crop` keeps: published evaluations resize to 256 and crop 224."""
+# A picture of an extreme shape is not resized as a whole beyond this number of pixels, only the part that is shown.
+MOST_RESIZED = 1 << 24
+
+
+class ResizeCrop(NamedTuple):
+    """The view of published evaluations: the shorter side is resized to `resize`, and the middle `crop` are cut out.
+
+    For a model of another side, both are scaled alike, so that it sees the same part of the picture.
+    """
+
+    resize: int = 256
+    crop: int = 224
+
+
+Augment = Kind | ResizeCrop
+
+
+def require_known(augment: Augment) -> None:
+    if isinstance(augment, ResizeCrop):
+        if not 1 <= augment.crop <= augment.resize:
+            raise ValueError(f"crop {augment.crop} cuts nothing out of resize {augment.resize}; give 1 ≤ crop ≤ resize")
+    elif augment not in KINDS:
+        raise ValueError(f"augment '{augment}' is unknown; choose one of {', '.join(KINDS)}")
 
 
 @dataclass(frozen=True)
 class View:
-    """Which part of the upright, full-size image is shown, and whether it is mirrored."""
+    """Which part of the upright, full-size image is shown, and whether it is mirrored.
+
+    `resized`: width and height to which the whole image is resized first, and the left and top of the part in that.
+    Resizing the part alone differs at its edges, where a resized whole also sees the pixels beyond.
+    """
 
     box: tuple[float, float, float, float]  # left, top, right, bottom
     flip: bool = False
+    resized: tuple[int, int, int, int] | None = None
 
     def shorter_side(self, width: int, height: int, size: int) -> int:
         """The number of pixels the image's shorter side needs for this part to be shown with `size` pixels."""
+        if self.resized is not None:
+            return min(width, height)  # a JPEG that is decoded smaller has other pixels than its resized whole
         left, top, right, bottom = self.box
         return math.ceil(min(width, height) * size / min(right - left, bottom - top))
 
     def render(self, pixels: np.ndarray, size: int, shrunk: int = 1, margin: tuple[int, int] = (0, 0)) -> np.ndarray:
         """uint8 [size, size, 3]. `pixels` may be the image at 1/`shrunk`, with `margin` full pixels before it on the
         left and at the top."""
+        if self.resized is not None and self.resized[0] * self.resized[1] <= MOST_RESIZED:
+            return _cut_from_resized(pixels, size, *self.resized)
         left, top, right, bottom = ((side + margin[at % 2]) / shrunk for at, side in enumerate(self.box))
         box = (left, top, min(right, pixels.shape[1]), min(bottom, pixels.shape[0]))
         if box == (0, 0, size, size) == (0, 0, *pixels.shape[1::-1]):
@@ -47,6 +77,11 @@ class View:
         else:
             out = np.asarray(Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC, box=box))
         return np.ascontiguousarray(out[:, ::-1]) if self.flip else out
+
+
+def _cut_from_resized(pixels: np.ndarray, size: int, wide: int, high: int, left: int, top: int) -> np.ndarray:
+    whole = Image.fromarray(pixels).resize((wide, high), Image.Resampling.BICUBIC)
+    return np.asarray(whole.crop((left, top, left + size, top + size)))
 
 
 class Uniforms:
@@ -66,15 +101,15 @@ class Uniforms:
         return (self._left.pop() >> 11) * 2.0**-53
 
 
-def choose_view(kind: Kind, width: int, height: int, size: int, key: bytes, step: int, record: int) -> View:
+def choose_view(kind: Augment, width: int, height: int, size: int, key: bytes, step: int, record: int) -> View:
+    if isinstance(kind, ResizeCrop):
+        return _resized_crop(kind, width, height, size)
     if kind == "none":
         return View((0, 0, width, height))
     if kind == "center":
         side = min(height, width)
         left, top = (width - side) / 2, (height - side) / 2
         return View((left, top, left + side, top + side))
-    if kind == "resize_crop":
-        return View(_resized_crop(width, height, size))
     if kind in AREAS:
         uniforms = Uniforms(key, step, record)
         flip = uniforms.next() < 0.5
@@ -82,20 +117,20 @@ def choose_view(kind: Kind, width: int, height: int, size: int, key: bytes, step
     raise ValueError(f"augment '{kind}' is unknown; choose one of {', '.join(KINDS)}")
 
 
-def augment(pixels: np.ndarray, kind: Kind, size: int, key: bytes, step: int, record: int) -> np.ndarray:
+def augment(pixels: np.ndarray, kind: Augment, size: int, key: bytes, step: int, record: int) -> np.ndarray:
     """uint8 [size, size, 3] from uint8 [height, width, 3]."""
     height, width = pixels.shape[:2]
     return choose_view(kind, width, height, size, key, step, record).render(pixels, size)
 
 
-def _resized_crop(width: int, height: int, size: int) -> tuple[float, float, float, float]:
-    """The part of the image that is left once its shorter side is resized to size / CROP_OF pixels and the middle is
-    cut out, with torchvision's rounding to whole pixels."""
-    shorter = int(size / CROP_OF)
+def _resized_crop(kind: ResizeCrop, width: int, height: int, size: int) -> View:
+    """With torchvision's rounding to whole pixels."""
+    shorter = size * kind.resize // kind.crop
     wide, high = (int(shorter * side / min(width, height)) for side in (width, height))
     left, top = round((wide - size) / 2), round((high - size) / 2)
     across, down = width / wide, height / high
-    return left * across, top * down, (left + size) * across, (top + size) * down
+    box = (left * across, top * down, (left + size) * across, (top + size) * down)
+    return View(box, resized=(wide, high, left, top))
 
 
 def _crop_box(

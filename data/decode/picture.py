@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from murmuration.data.decode.augment import AREAS, KINDS, Kind, View, choose_view
+from murmuration.data.decode.augment import AREAS, Augment, View, choose_view, require_known
 from murmuration.data.decode.decode import decode_scaled, parsing
 
 
@@ -20,12 +20,11 @@ class PictureMaker:
     """`key` is secret: it decides the random crops. It is one key for all steps, or a function of the step."""
 
     size: int
-    augment: Kind = "none"
+    augment: Augment = "none"
     key: bytes | Callable[[int], bytes] = b""
 
     def __post_init__(self) -> None:
-        if self.augment not in KINDS:
-            raise ValueError(f"augment '{self.augment}' is unknown; choose one of {', '.join(KINDS)}")
+        require_known(self.augment)
         if self.size < 1:
             raise ValueError(f"image size {self.size} is not positive")
         if self.augment in AREAS and not self.key:

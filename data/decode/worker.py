@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from murmuration.data.decode.augment import ResizeCrop
 from murmuration.data.decode.decode import BadRecord
 from murmuration.data.decode.picture import PictureMaker
 
@@ -75,8 +76,11 @@ def _answer(message: bytes, make: Make, pixels: np.ndarray) -> bytes:
 
 
 def _picture_maker(setup: dict[str, Any]) -> Make:
+    given = setup["augment"]
+    augment: Any = given if isinstance(given, str) else ResizeCrop(*given)
+
     def make(data: bytes, step: int, record: int, key: bytes) -> np.ndarray:
-        return PictureMaker(setup["size"], setup["augment"], key).make(data, step, record)
+        return PictureMaker(setup["size"], augment, key).make(data, step, record)
 
     return make
 

@@ -17,6 +17,7 @@ EMPTY = -1
 IMAGES = "images"
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+HALF = (0.5, 0.5, 0.5)
 Channels = tuple[float, float, float]
 
 
@@ -59,6 +60,10 @@ class Normalisation:
 
     mean: Channels = IMAGENET_MEAN
     std: Channels = IMAGENET_STD
+
+    def __post_init__(self) -> None:
+        if not all(deviation > 0 for deviation in self.std):
+            raise ValueError(f"standard deviations {self.std} are not positive")
 
     @property
     def scale(self) -> np.ndarray:

@@ -16,6 +16,7 @@ from timm.models.resnetv2 import ResNetV2
 from murmuration.model.build import build
 from murmuration.model.classifier import Classifier, ResNetClassifier, TransformerClassifier, classification_loss
 from murmuration.model.settings import ModelSettings
+from murmuration.model.sizes import RESNETS, Size
 
 TRANSFORMER: dict[str, Any] = {"image_size": 36, "patch_size": 8, "width": 32, "depth": 2, "heads": 4, "classes": 7}
 RESNET: dict[str, Any] = {"image_size": 32, "width": 8, "stages": (1, 2), "classes": 7}
@@ -60,13 +61,17 @@ def test_the_resnet_is_timms() -> None:
     torch.testing.assert_close(ours.logits(images), theirs.eval()(images), rtol=1e-5, atol=1e-5)
 
 
-def test_published_resnet_has_timms_names_and_shapes() -> None:
-    ours = build(ModelSettings(family="classifier", size="r152x4"), "classify", device="meta")
+@pytest.mark.parametrize("size", [size for size in RESNETS if size != "r50x4"])
+def test_published_resnets_have_timms_names_shapes_and_counts(size: Size) -> None:
+    """timm has every size of which BiT published weights; of r50x4 there are none."""
+    ours = build(ModelSettings(family="classifier", size=size, classes=17), "classify", device="meta")
     assert isinstance(ours, ResNetClassifier)
     with torch.device("meta"):
-        theirs = timm.create_model("resnetv2_152x4_bit", num_classes=1000).state_dict()
-    body = {name: tensor.shape for name, tensor in theirs.items() if not name.startswith("head.")}
+        model = timm.create_model(f"resnetv2_{size.removeprefix('r')}_bit", num_classes=17)
+    body = {name: tensor.shape for name, tensor in model.state_dict().items() if not name.startswith("head.")}
     assert {name: tensor.shape for name, tensor in ours.body.state_dict().items()} == body
+    count, theirs = (sum(p.numel() for p in each.parameters()) for each in (ours, model))
+    assert count == theirs
     kept = [(m.num_groups, m.eps) for m in ours.modules() if isinstance(m, GroupNormAct)]
     assert set(kept) == {(32, 1e-5)} and {m.eps for m in ours.modules() if isinstance(m, StdConv2d)} == {1e-8}
 

@@ -42,6 +42,11 @@ CLASSIFIER_COUNTS: list[tuple[dict[str, Any], int, int]] = [
     ({"size": "huge", "image_size": 256}, 632_132_840, 1280),
     ({"size": "r50x4"}, 383_540_456, 8192),
     ({"size": "r152x4"}, 936_533_224, 8192),
+    ({"size": "r50x1"}, 25_549_352, 2048),
+    ({"size": "r50x3"}, 217_319_080, 6144),
+    ({"size": "r101x1"}, 44_541_480, 2048),
+    ({"size": "r101x3"}, 387_934_888, 6144),
+    ({"size": "r152x2"}, 236_335_208, 4096),
     ({"size": "base", "classes": 11_221}, 94_427_605, 768),
 ]
 
@@ -135,7 +140,7 @@ def test_huge_is_patch_14_unless_told() -> None:
         ({"width": 130, "depth": 2, "heads": 2}, "set width to 132"),
         ({"width": 128}, "model.depth, model.heads"),
         ({"size": "r50x4"}, 'model.family to "classifier"'),
-        ({"family": "classifier", "size": "nano"}, "choose base, large, huge, r50x4, r152x4, custom"),
+        ({"family": "classifier", "size": "nano"}, "choose base, large, huge, r50x1, r50x3, r50x4, "),
         ({"family": "classifier", "size": "base", "image_size": 15}, "set image_size to 16"),
         (
             {"family": "classifier", "size": "base", "image_size": 225, "positions": "sincos"},

@@ -194,7 +194,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("classify", {"path": "loose"}, r"none of the 5 records can be measured \(the record has no \.cls"),
     ("caption", {"path": "captioned", "zero_shot": {}}, r"evaluation\.zero_shot scores class folders, and these"),
     ("caption", {"path": "captioned", "zero_shot": {"axes": {"shade": ["red"]}}}, r"\(no label shade in the record"),
-    ("caption", {"path": "captioned", "zero_shot": {"axes": {"colour": ["mauve"]}}}, "no tokens for 'mauve'"),
+    ("caption", {"path": "captioned", "zero_shot": {"axes": {"colour": ["mauve"]}}}, "does not know 'mauve';"),
     ("caption", {**FOLDER, "zero_shot": {"prompt": "a photo of a a a a a a a a"}}, "the model reads 12; shorten"),
     ("caption", {**FOLDER, "zero_shot": {"class_names": "right.json"}}, "class_names .* has nothing for the class"),
     ("classify", {**FOLDER, "real": "foreign.json"}, r"foreign\.json has right classes for none of them"),

@@ -18,6 +18,7 @@ import murmuration.train.clip.layers as layers
 import murmuration.train.clip.norms as norms
 from murmuration.model.build import build
 from murmuration.model.settings import ModelSettings
+from murmuration.model.sizes import RESNETS
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import Float32Sums, trainable_shapes
@@ -35,7 +36,7 @@ def widths() -> dict[str, tuple[dict[str, Any], str]]:
         config = load(FILES[name], [])
         phase = config.phases[private_phase(config)]
         model = config.model.model_dump()
-        if config.model.size in ("r50x4", "r152x4") or phase.trainable != "all":
+        if config.model.size in RESNETS or phase.trainable != "all":
             continue
         if (model, phase.objective) not in found.values():
             found[name] = (model, str(phase.objective))

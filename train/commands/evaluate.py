@@ -19,6 +19,8 @@ from murmuration.accounting.errors import BAD_INPUT, DONE, RESUME_ME, RunError
 from murmuration.accounting.escaping import sentence
 
 if TYPE_CHECKING:
+    from murmuration.data.decode.augment import Augment
+    from murmuration.model.settings import NamedPixels, PixelSettings
     from murmuration.train.evaluate.public_records import RecordsPlace
     from murmuration.train.evaluate.subject import Asked
 
@@ -50,8 +52,13 @@ def _common(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--public", action="store_true", help="say that these records are public, which they must be")
     data.add_argument("--public-part", action="store_true", help="only the part of them that was made public")
     data.add_argument("--view", choices=("resize-crop", "center"), default="resize-crop",
-                      help="resize-crop: resize to 256/224 of the model's side, then crop the middle, as published; "
-                      "center: all of the middle square, as during training")  # fmt: skip
+                      help="resize-crop: resize, then crop the middle, as published; center: all of the middle square, "
+                      "as during training")  # fmt: skip
+    data.add_argument("--resize", type=_count, help="shorter side before the crop (default 256)")
+    data.add_argument("--crop", type=_count, help="side of the crop (default 224); for a model of another side, both "
+                      "are scaled alike")  # fmt: skip
+    data.add_argument("--pixels", metavar="PIXELS", help='imagenet, half, or {"mean": [r, g, b], "std": [r, g, b]}, '
+                      "where nothing beside the weights says how their pixels were normalised")  # fmt: skip
     model = parser.add_argument_group("model")
     model.add_argument(
         "--config", type=Path, help="the JSON of the training, which earlier versions' runs and exports need"
@@ -132,7 +139,8 @@ def _zero_shot(protocols: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--template", action="append", metavar="TEXT",
-        help='with {} for the name; several are averaged; default: "this is a photo of a {}"',
+        help='with {} for the name; several are averaged; default: "this is a photo of a {}", or "a photo of a {}" if '
+        "the tokenizer does not know all of its words",
     )  # fmt: skip
     _text(parser)
     _some(parser, "trie: default 10000")
@@ -273,13 +281,51 @@ def _checked(arguments: argparse.Namespace) -> Asked:
 
     places = _places(arguments)
     _check_options(arguments)
+    view = _view_of(arguments)
     if (arguments.out / RESULT).exists():
         raise EvaluationError(f"{arguments.out} holds a result; name another folder for --out")
+    pixels = _pixels_of(arguments.pixels)
     subject = Subject.at(arguments.what, arguments.config, arguments.set, arguments.best)
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.protocol == "attack":
         arguments.out.chmod(0o700)
-    return Asked(arguments, subject, places)
+    return Asked(arguments, subject, places, view, pixels)
+
+
+def _pixels_of(text: str | None) -> NamedPixels | PixelSettings | None:
+    from pydantic import ValidationError
+
+    from murmuration.model.settings import NAMED_PIXELS, PixelSettings
+    from murmuration.train.evaluate.errors import EvaluationError
+
+    if text is None:
+        return None
+    for name in NAMED_PIXELS:
+        if name == text:
+            return name
+    try:
+        return PixelSettings.model_validate_json(text)
+    except ValidationError:
+        raise EvaluationError(
+            f'--pixels {text}: write imagenet, half, or {{"mean": [r, g, b], "std": [r, g, b]}} with deviations above 0'
+        ) from None
+
+
+def _view_of(arguments: argparse.Namespace) -> Augment:
+    from murmuration.data.decode.augment import ResizeCrop, require_known
+    from murmuration.train.evaluate.errors import EvaluationError
+
+    if arguments.view == "center":
+        if arguments.resize or arguments.crop:
+            raise EvaluationError("--view center neither resizes nor crops; leave --resize and --crop out, or the view")
+        return "center"
+    given = {name: getattr(arguments, name) for name in ResizeCrop._fields}
+    view = ResizeCrop(**{name: value for name, value in given.items() if value is not None})
+    try:
+        require_known(view)
+    except ValueError as error:
+        raise EvaluationError(f"--resize and --crop: {error}") from None
+    return view
 
 
 def _places(arguments: argparse.Namespace) -> dict[str, RecordsPlace]:

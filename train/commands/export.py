@@ -24,6 +24,7 @@ from murmuration.accounting.keys import secrets_in
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
 from murmuration.train.optim.base import AVERAGE
+from murmuration.train.recipe.pixels import as_json, metadata, of_manifest
 from murmuration.train.storage.best_checkpoint import best_checkpoint
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Loaded
 from murmuration.train.storage.deepspeed_format import read_deepspeed, write_deepspeed
@@ -115,31 +116,31 @@ def _describe(loaded: Loaded, root: Path, out: Path) -> None:
         "objective": loaded.manifest["objective"],
         "shapes": loaded.manifest["shapes"],
         **note_of(loaded.manifest),
+        **as_json(of_manifest(loaded.manifest, loaded.position.folder)),
     }
     copy_tokenizer(loaded.manifest, root, out)
     (out / "export.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
-Write = Callable[[dict[str, Tensor], Path, Provenance], Any]
+Write = Callable[[dict[str, Tensor], Path, dict[str, str]], Any]
 Form = Callable[[Loaded, Path, Provenance], Any]
 
 
 def _by(write: Write, suffix: str) -> Form:
     def act(loaded: Loaded, out: Path, made_from: Provenance) -> None:
-        write(loaded.weights(), out / f"model.{suffix}", made_from)
+        told = made_from.metadata() | metadata(of_manifest(loaded.manifest, loaded.position.folder))
+        write(loaded.weights(), out / f"model.{suffix}", told)
         average = averaged(loaded)
         if average is not None:
-            write(average, out / f"averaged.{suffix}", made_from)
+            write(average, out / f"averaged.{suffix}", told)
 
     return act
 
 
 FORMS: dict[str, Form] = {
     # Of these formats, only safetensors has a place for what the weights were trained on.
-    "safetensors": _by(
-        lambda tensors, path, made_from: save_file(tensors, str(path), made_from.metadata()), "safetensors"
-    ),
-    "pytorch": _by(lambda tensors, path, made_from: torch.save(tensors, path), "pt"),
+    "safetensors": _by(lambda tensors, path, told: save_file(tensors, str(path), told), "safetensors"),
+    "pytorch": _by(lambda tensors, path, told: torch.save(tensors, path), "pt"),
     "deepspeed": lambda loaded, out, made_from: write_deepspeed(loaded, out / "deepspeed"),
 }
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from murmuration.data.decode.augment import ResizeCrop, require_known
 from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
 from murmuration.train.config.optimizer import Optimizer, Schedule
 from murmuration.train.config.privacy import Privacy
@@ -72,6 +73,18 @@ class Evaluation(Section):
         description="Your word that nobody's privacy depends on these records; the certificate repeats it."
     )
     records: int = Field(default=512, gt=0, description="Number of records that are measured.")
+    resize: int | None = Field(
+        default=None,
+        gt=0,
+        description="Pixels that the shorter side is resized to (bicubic) before `crop`; null: 256 if `crop` is given, "
+        "else no resizing: all of the middle square is shown.",
+    )
+    crop: int | None = Field(
+        default=None,
+        gt=0,
+        description="Side of the middle that is then cut out; null: 224 if `resize` is given. For a model of another "
+        "image size, both are scaled alike.",
+    )
     zero_shot: ZeroShot | None = Field(
         default=None,
         description="Scores labels as the next words of a caption; only with objective caption. null: class folders "
@@ -87,6 +100,19 @@ class Evaluation(Section):
     @classmethod
     def _word_given(cls, given: Any) -> Any:
         return word_given(given, "records to evaluate on")
+
+    @model_validator(mode="after")
+    def _cuts_something_out(self) -> Evaluation:
+        require_known(self.view)
+        return self
+
+    @property
+    def view(self) -> Literal["center"] | ResizeCrop:
+        """What is shown of a picture: the published view where one of its two numbers is given."""
+        if self.resize is None and self.crop is None:
+            return "center"
+        usual = ResizeCrop()
+        return ResizeCrop(self.resize or usual.resize, self.crop or usual.crop)
 
 
 class Plateau(Section):

@@ -233,8 +233,12 @@ class Config(Section):
         out = {"data": places, "mixing": {"data": places}, "features": {"folder"}}
         # Evaluation decides nothing, unless the phase may end by its loss.
         watches = self.phases[phase].plateau is not None
-        accuracy = {"real": True, "zero_shot": {"class_names": True}}
-        out["evaluation"] = {"path": True, "public": True, **accuracy} if watches else True
+        evaluation = self.phases[phase].evaluation
+        watched: dict[str, Any] = {"path": True, "public": True, "real": True, "zero_shot": {"class_names": True}}
+        if evaluation is not None and evaluation.view == "center":
+            # Unset in a run that began before there was a choice, so they are left out as below.
+            watched |= {"resize": True, "crop": True}
+        out["evaluation"] = watched if watches else True
         out["monitor"] = True
         # A run that began before these settings existed has no weight, no bound, no share and rates of 0: unset, they
         # are left out, so that such a run can continue.
@@ -248,6 +252,7 @@ class Config(Section):
             out["mixing"] = {"data": places | {"weight": True}}
         own = self.phases[phase].model_dump(exclude=out)
         without = {name for name in ("drop_path", "dropout") if not getattr(self.model, name)}
+        without.add("pixels")  # what it comes to, with the weights that the run starts from, is among the contents
         identity: dict[str, Any] = {
             "model": self.model.model_dump(exclude=without),
             "phase": own,

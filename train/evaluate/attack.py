@@ -84,9 +84,9 @@ def run_attack(
     result.private = True
 
     def signals(model: Evaluated) -> list[Signals]:
-        asked = replace(session, model=model)
+        asked, own = replace(session, model=model), replace(spec, mean=model.pixels.mean, std=model.pixels.std)
         return [
-            _signals(asked, result, name, part, spec, read_by) for name, part in zip(PARTS, parts, strict=True)
+            _signals(asked, result, name, part, own, read_by) for name, part in zip(PARTS, parts, strict=True)
         ]  # fmt: skip
 
     inside, outside = signals(session.model)

@@ -6,7 +6,6 @@ from argparse import Namespace
 from pathlib import Path
 from shutil import rmtree
 
-from murmuration.data.decode.augment import Kind
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.lars_probe import LarsSettings
@@ -28,10 +27,9 @@ from murmuration.train.evaluate.retrieval import RetrievalSettings, run_retrieva
 from murmuration.train.evaluate.session import Chosen, Session
 from murmuration.train.evaluate.subject import Asked, Subject
 from murmuration.train.evaluate.weights import Sizes, open_model, open_text
-from murmuration.train.evaluate.zero_shot import TEMPLATE, TRIE_RECORDS, ZeroShotSettings, run_zero_shot
+from murmuration.train.evaluate.zero_shot import TRIE_RECORDS, ZeroShotSettings, run_zero_shot, usual_template
 from murmuration.train.recipe.warm_start import WarmStart
 
-VIEWS: dict[str, Kind] = {"resize-crop": "resize_crop", "center": "center"}
 DRAWN_BY = 0
 """The seed of every draw of records, so that all models are scored on the same ones."""
 SCRATCH = "index"
@@ -47,11 +45,11 @@ def run(asked: Asked) -> str:
     scratch = arguments.out / SCRATCH
     opened = _opened(asked, scratch, classes)
     sizes = Sizes(arguments.heads, arguments.decoder_heads, arguments.image_size)
-    model = open_model(asked.subject, sizes, headless=arguments.protocol in LEARNING)
+    model = open_model(asked.subject, sizes, asked.pixels, headless=arguments.protocol in LEARNING)
     computing = Computing.here(arguments.precision, arguments.micro_batch, arguments.workers)
     model.model.to(computing.device)
-    session = Session(asked.subject, model, computing, VIEWS[arguments.view], arguments.out)
-    outcome = _measured(session, arguments, opened, classes)
+    session = Session(asked.subject, model, computing, asked.view, arguments.out)
+    outcome = _measured(session, asked, opened, classes)
     write(outcome, arguments.out)
     rmtree(arguments.out / FOLDER, ignore_errors=True)
     (arguments.out / STATE).unlink(missing_ok=True)
@@ -73,9 +71,8 @@ def _opened(asked: Asked, scratch: Path, classes: ClassList | None) -> dict[str,
     return opened | public
 
 
-def _measured(
-    session: Session, arguments: Namespace, opened: dict[str, RecordIndex], classes: ClassList | None
-) -> Outcome:
+def _measured(session: Session, asked: Asked, opened: dict[str, RecordIndex], classes: ClassList | None) -> Outcome:
+    arguments = asked.arguments
     if arguments.protocol in LEARNING:
         return _learnt(session, arguments, opened, classes)
     count = getattr(arguments, "records", None)
@@ -83,7 +80,7 @@ def _measured(
         count = min(count or MOST_RECORDS, *(index.records for index in opened.values()))
         members, others = (Chosen.of(opened[name], count, DRAWN_BY) for name in ("members", "others"))
         text = open_text(session.subject, session.model, arguments.tokenizer) if _writes(session) else None
-        return run_attack(session, members, others, classes, _attack_settings(session, arguments), text)
+        return run_attack(session, members, others, classes, _attack_settings(session, asked), text)
     if arguments.protocol == "zero-shot" and arguments.way == "trie":
         count = count or TRIE_RECORDS
     chosen = Chosen.of(opened["test"], count, DRAWN_BY)
@@ -99,7 +96,7 @@ def _measured(
         return run_retrieval(session, chosen, RetrievalSettings(arguments.captions, arguments.split), text)
     if arguments.protocol == "aro":
         return run_aro(session, chosen, arguments.cases, text)
-    templates = tuple(arguments.template or (TEMPLATE,))
+    templates = tuple(arguments.template or (usual_template(text),))
     settings = ZeroShotSettings(arguments.way, arguments.label, templates, arguments.names)
     return run_zero_shot(session, chosen, classes, settings, text)
 
@@ -129,11 +126,12 @@ def _writes(session: Session) -> bool:
     return isinstance(session.model.model, Captioner)
 
 
-def _attack_settings(session: Session, arguments: Namespace) -> AttackSettings:
+def _attack_settings(session: Session, asked: Asked) -> AttackSettings:
+    arguments = asked.arguments
     sizes = Sizes(arguments.heads, arguments.decoder_heads, arguments.image_size)
     shadows = []
     for what, *listed in arguments.shadow:
-        model = open_model(Subject.at(what, arguments.config, arguments.set), sizes)
+        model = open_model(Subject.at(what, arguments.config, arguments.set), sizes, asked.pixels)
         model.model.to(session.computing.device)
         try:
             lines = [line.strip() for path in listed for line in path.read_text(encoding="utf-8").splitlines()]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
-from murmuration.data.decode.augment import Kind
+from murmuration.data.decode.augment import Augment, ResizeCrop
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.public_split import SplitIndex
@@ -71,12 +71,14 @@ class Session:
     subject: Subject
     model: Evaluated
     computing: Computing
-    view: Kind
+    view: Augment
     out: Path
 
     def spec(self, **more: Any) -> DataSpec:
         model = self.model
-        return DataSpec(model.shape.image_size, augment=self.view, mean=model.mean, std=model.std, **more)
+        return DataSpec(
+            model.shape.image_size, augment=self.view, mean=model.pixels.mean, std=model.pixels.std, **more
+        )  # fmt: skip
 
     def labelled(self, label: str, classes: ClassList | None, outputs: int) -> DataSpec:
         return self.spec(labels=(label,), target=label, classes=outputs, class_list=classes)
@@ -86,7 +88,7 @@ class Session:
         told = {"what": self.subject.path.resolve().name, "form": self.subject.kind, "digest": self.model.digest}
         used = {name: {"digest": digest_for_all(part.index), "records": len(part.ids)} for name, part in data.items()}
         all_settings = {
-            "view": self.view, "precision": self.computing.precision, "micro_batch": self.computing.micro_batch,
+            **_told(self.view), "precision": self.computing.precision, "micro_batch": self.computing.micro_batch,
             **settings,
         }  # fmt: skip
         notes += [f"{self.model.report.source}: {note}." for note in self.model.report.notes]
@@ -141,6 +143,10 @@ class Session:
             spec.class_list.digest if spec.class_list else None, text.digest if text else None, depends_on,
         ]  # fmt: skip
         return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+def _told(view: Augment) -> dict[str, object]:
+    return {"view": "resize-crop", **view._asdict()} if isinstance(view, ResizeCrop) else {"view": view}
 
 
 def numbered(chosen: Chosen, given: ClassList | None, label: str) -> ClassList:

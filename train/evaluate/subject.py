@@ -17,6 +17,8 @@ from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.public_records import RecordsPlace
 
 if TYPE_CHECKING:
+    from murmuration.data.decode.augment import Augment
+    from murmuration.model.settings import NamedPixels, PixelSettings
     from murmuration.train.config.root import Config
 
 Kind = Literal["run", "export", "timm", "hugging-face", "file"]
@@ -71,6 +73,9 @@ class Asked:
     subject: Subject
     places: dict[str, RecordsPlace]
     """`test`, and for a probe `train`."""
+    view: Augment
+    pixels: NamedPixels | PixelSettings | None
+    """What --pixels says."""
 
 
 def _read(path: Path | None, overrides: list[str]) -> Config | None:
@@ -96,7 +101,7 @@ def _recognised(path: Path) -> Subject:
     if "architecture" in beside:
         return Subject(path, "timm", weights, beside)
     if "model_type" in beside:
-        return Subject(path, "hugging-face", weights, beside | _json(path / "preprocessor_config.json"))
+        return Subject(path, "hugging-face", weights, beside)
     return Subject(path, "file", weights, {})
 
 

@@ -13,25 +13,25 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from murmuration.accounting.certificate.weights import AVERAGED, read_lists, tensor_digest
-from murmuration.data.batch.reader import IMAGENET_MEAN, IMAGENET_STD
+from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.build import Objective, build
 from murmuration.model.classifier import Classifier
 from murmuration.model.encoder import Encoder
 from murmuration.model.load_report import LoadReport, WeightsError
 from murmuration.model.released import TEXT_EMBEDDING, read_dpcap, read_vip_mae
-from murmuration.model.settings import ModelSettings, SettingsError, Shape
+from murmuration.model.settings import ModelSettings, NamedPixels, PixelSettings, SettingsError, Shape
 from murmuration.model.warm_start import initialise_with
 from murmuration.model.weight_files import read_weights
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.subject import Subject, undescribed
+from murmuration.train.recipe.pixels import IMAGENET, Told, in_words, of_settings, of_weights, settled
 from murmuration.train.storage.best_checkpoint import best_checkpoint
 from murmuration.train.storage.checkpoint import Checkpoints
 from murmuration.train.storage.checkpoint_read import hash_of
 from murmuration.train.storage.model_note import ModelNote, ModelNoteError
 from murmuration.train.storage.run_dir import RunDir
 
-Colours = tuple[float, float, float]
 HEAD = "head."
 CERTIFICATE = "certificate.json"
 OURS = ("run", "export")
@@ -54,8 +54,7 @@ class Evaluated:
     digest: str
     """SHA-256 of the file of weights, or of the checkpoint's manifest."""
     report: LoadReport
-    mean: Colours = IMAGENET_MEAN
-    std: Colours = IMAGENET_STD
+    pixels: Normalisation = IMAGENET
     tokenizer: str | None = None
     """Of the training, where a note beside the weights says so."""
     class_names: tuple[str, ...] = ()
@@ -74,12 +73,16 @@ class Evaluated:
         return {
             "objective": self.objective, "image_size": self.shape.image_size, "patch_size": self.shape.patch_size,
             "width": encoder.width, "depth": encoder.depth, "heads": encoder.heads, "parameters": tensors,
+            "pixels": in_words(self.pixels),
         }  # fmt: skip
 
 
-def open_model(subject: Subject, sizes: Sizes, headless: bool = False) -> Evaluated:
-    """`headless`: a classifier may lack its head, because only its body is used."""
+def open_model(
+    subject: Subject, sizes: Sizes, pixels: NamedPixels | PixelSettings | None = None, headless: bool = False
+) -> Evaluated:
+    """`pixels` is what --pixels says. `headless`: a classifier may lack its head, because only its body is used."""
     try:
+        statistics, known = _statistics(subject, pixels)
         state, digest, told = _state(subject)
         note = _note(subject, told)
         settings = _settings(subject, note)
@@ -101,8 +104,21 @@ def open_model(subject: Subject, sizes: Sizes, headless: bool = False) -> Evalua
             "which this cannot be evaluated; name a config and weights that belong together"
         )
     found.model.eval().requires_grad_(False)
-    tokenizer = note.tokenizer if note is not None else None
-    return replace(found, certified=_is_certified(subject.certified, state), tokenizer=tokenizer)
+    if known.view:
+        found.report.notes.append(f"{known.by} names another view ({known.view}); --resize and --crop choose the view")
+    tokenizer, certified = note.tokenizer if note is not None else None, _is_certified(subject.certified, state)
+    return replace(found, pixels=statistics, certified=certified, tokenizer=tokenizer)
+
+
+def _statistics(subject: Subject, pixels: NamedPixels | PixelSettings | None) -> tuple[Normalisation, Told]:
+    given, key = of_settings(pixels), "--pixels"
+    configured = of_settings(subject.config.model.pixels) if subject.config is not None else None
+    if configured is not None:
+        if given not in (None, configured):
+            raise EvaluationError("--pixels contradicts model.pixels of the config; leave it out")
+        given, key = configured, "model.pixels"
+    told = of_weights(subject.path if subject.kind == "run" else subject.weights)
+    return settled(given, told, key), told
 
 
 def open_text(subject: Subject, model: Evaluated, named: str | None) -> TextEncoder:
@@ -239,7 +255,7 @@ def _hugging_face(told: dict[str, Any], state: Mapping[str, Tensor], digest: str
     }  # fmt: skip
     found = _filled(_classifier(sizes), "classify", state, digest)
     names = tuple(str(labels[key]) for key in sorted(labels, key=int))
-    return _coloured(replace(found, class_names=names), told.get("image_mean"), told.get("image_std"))
+    return replace(found, class_names=names)
 
 
 def _timm(told: dict[str, Any], state: Mapping[str, Tensor], digest: str) -> Evaluated:
@@ -254,7 +270,7 @@ def _timm(told: dict[str, Any], state: Mapping[str, Tensor], digest: str) -> Eva
     pretrained = told.get("pretrained_cfg") or theirs.pretrained_cfg or {}
     found = _filled(_classifier(_timm_sizes(theirs, pretrained, told["architecture"])), "classify", state, digest)
     names = tuple(str(name) for name in told.get("label_names", ()))
-    return _coloured(replace(found, class_names=names), pretrained.get("mean"), pretrained.get("std"))
+    return replace(found, class_names=names)
 
 
 def _timm_sizes(theirs: nn.Module, pretrained: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -286,16 +302,9 @@ def _classifier(sizes: dict[str, Any]) -> ModelSettings:
         ) from None
 
 
-def _coloured(found: Evaluated, mean: Any, std: Any) -> Evaluated:
-    """With the normalisation that the weights were trained with, where their folder says so."""
-    if mean is None or std is None:
-        return found
-    red, green, blue = (float(value) for value in mean)
-    deviations = tuple(float(value) for value in std)
-    return replace(found, mean=(red, green, blue), std=(deviations[0], deviations[1], deviations[2]))
-
-
 def digest_of_model(evaluated: Evaluated) -> str:
     """What a feature depends on beside the picture: the weights, and how they are computed with."""
-    told = f"{evaluated.digest} {evaluated.objective} {evaluated.shape!r} {evaluated.mean} {evaluated.std}"
+    told = (
+        f"{evaluated.digest} {evaluated.objective} {evaluated.shape!r} {evaluated.pixels.mean} {evaluated.pixels.std}"
+    )
     return hashlib.sha256(told.encode()).hexdigest()

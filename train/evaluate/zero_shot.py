@@ -13,7 +13,7 @@ from torch import Tensor
 
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.text.encoder import TextEncoder
-from murmuration.evaluation.class_names import ClassNames, read_class_names, require_room, tokens_of
+from murmuration.evaluation.class_names import ClassNames, read_class_names, require_room, tokens_of, unknown_words
 from murmuration.evaluation.interval import share
 from murmuration.evaluation.label_trie import stops_of, trie_of, written_names
 from murmuration.evaluation.zero_shot import class_scores
@@ -23,7 +23,8 @@ from murmuration.train.evaluate.result import Outcome
 from murmuration.train.evaluate.session import Chosen, Session, numbered
 
 Way = Literal["label", "trie"]
-TEMPLATE = "this is a photo of a {}"
+TEMPLATES = ("this is a photo of a {}", "a photo of a {}")
+"""The published prompt, and a shorter one for tokenizers that do not know all of its words."""
 TRIE_RECORDS = 10_000
 """Drawn from all records unless another number is asked for, as published."""
 Answer = Callable[[Tensor, Tensor], np.ndarray]
@@ -37,6 +38,18 @@ class ZeroShotSettings:
     templates: tuple[str, ...]
     names: Path | None
     """JSON: class to list of its names; None: the class's own name, with spaces for underscores."""
+
+
+def usual_template(text: TextEncoder) -> str:
+    """The first of TEMPLATES of which the tokenizer knows every word."""
+    known = next((template for template in TEMPLATES if not unknown_words(template, text)), None)
+    if known is None:
+        lacking = ", ".join(map(repr, unknown_words(TEMPLATES[-1], text)))
+        raise EvaluationError(
+            f"the tokenizer does not know {lacking} of the usual {TEMPLATES[-1]!r}; give --template in words that the "
+            "captions of its training have"
+        )
+    return known
 
 
 def check_templates(templates: tuple[str, ...], way: Way) -> None:

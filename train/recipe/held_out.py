@@ -31,7 +31,7 @@ LOSS, SIGNAL = "public_loss", "update_snr"
 
 @dataclass(frozen=True)
 class HeldOut:
-    """`reading` is how a phase reads records without augmentation; `captioned` is false for shards that turned out to
+    """`reading` is how a phase reads the records that it measures; `captioned` is false for shards that turned out to
     have no captions."""
 
     settings: Phase

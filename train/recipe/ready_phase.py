@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
+from pathlib import Path
 
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveError, AdaptiveRule
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
@@ -25,6 +26,7 @@ from murmuration.accounting.plan import (
 from murmuration.accounting.tan import stand_in
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
+from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.draw.node_placement import Placement
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digests
@@ -38,6 +40,7 @@ from murmuration.train.config.data import CheckpointData, ReadingSettings, Shard
 from murmuration.train.config.privacy import AdaptiveClip, Privacy
 from murmuration.train.config.root import Config, NoiseKind, Phase
 from murmuration.train.config.section import RecipeError
+from murmuration.train.recipe import pixels
 from murmuration.train.recipe.held_out import HeldOut, usable
 from murmuration.train.recipe.labels import LabelSource, class_filter, class_list, require_numbers
 from murmuration.train.recipe.open_data import (
@@ -89,6 +92,8 @@ class ReadyPhase:
     """Which ranks compute which records, where not every rank can read all of them."""
     captioned: bool = True
     """Whether the held-out records of a captioner have captions."""
+    pixels: Normalisation = pixels.IMAGENET
+    """The same in every phase of the run."""
 
     @property
     def name(self) -> str:
@@ -113,6 +118,8 @@ class ReadyPhase:
             found["start"] = self.start.digest
         if self.settings.plateau is not None and self.held_out is not None:
             found |= _identity("held_out", self.held_out, True, keyed)
+        if self.pixels != pixels.IMAGENET:  # a run that began before there was a choice can continue
+            found["pixels"] = pixels.in_words(self.pixels)
         return found
 
     @property
@@ -120,8 +127,7 @@ class ReadyPhase:
         """What is measured on the held-out records."""
         if self.held_out is None:
             return None
-        spec = self.data_spec(augment=False)
-        return HeldOut(self.settings, self.shape, self.held_out, spec, self.text, self.captioned)
+        return HeldOut(self.settings, self.shape, self.held_out, self.evaluation_spec(), self.text, self.captioned)
 
     @property
     def label_list(self) -> ClassList | None:
@@ -145,7 +151,14 @@ class ReadyPhase:
             self.shape.image_size, augment=kind, mask_patches=masks, drop_keys=augment and self.shape.drops,
             labels=labels, target=label, weight=self.settings.weight if augment else None,
             classes=outputs if label is not None else 0, class_list=self.label_list,
+            mean=self.pixels.mean, std=self.pixels.std,
         )  # fmt: skip
+
+    def evaluation_spec(self) -> DataSpec:
+        """How the public held-out records are read."""
+        evaluation = self.settings.evaluation
+        spec = self.data_spec(augment=False)
+        return spec if evaluation is None else replace(spec, augment=evaluation.view)
 
 
 def _identity(name: str, index: RecordIndex, public: bool, keyed: bool) -> dict[str, str]:
@@ -159,10 +172,14 @@ def prepare(config: Config) -> list[ReadyPhase]:
     classes = class_list(config, shape.head.classes)
     phases: list[ReadyPhase] = []
     start: WarmStart | None = None
+    starts: dict[str, Path] = {}
     for number, phase in enumerate(config.phases):
         if isinstance(phase.data, CheckpointData):
             start = open_start(phase.data, f"phases.{number}.data")
+            starts[f"phases.{number}.data.path"] = start.path
         phases.append(_open(number, phase, shape, start, classes, config.run.noise))
+    statistics = pixels.of_run(config.model.pixels, starts)
+    phases = [replace(phase, pixels=statistics) for phase in phases]
     _keep_apart(phases)
     require_numbers(_label_sources(phases), classes, shape.head.classes)
     hold_to_what_was_promised(_uses(phases))

@@ -13,6 +13,7 @@ from murmuration.data.index.keyed_digest import ledger_digests
 from murmuration.data.store.place import RecordIndex
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.recipe.open_data import hosts_of
+from murmuration.train.recipe.pixels import as_json
 from murmuration.train.recipe.ready_phase import ReadyPhase, make_plan
 from murmuration.train.run.context import RunContext
 from murmuration.train.storage.model_note import described
@@ -94,4 +95,5 @@ def segment_of(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
 
 def header(run: RunContext, phase: ReadyPhase) -> dict[str, Any]:
     told = run.header(phase.number, run.contents(phase)["data"], phase.settings.objective)
-    return told | described(run.config.model, phase.text, phase.settings.tokenizer, run.folder.root)
+    told |= described(run.config.model, phase.text, phase.settings.tokenizer, run.folder.root)
+    return told | as_json(phase.pixels)

@@ -16,6 +16,7 @@ from murmuration.train.config.data import CheckpointData
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.public.evaluation import PublicEvaluator
+from murmuration.train.recipe.pixels import IMAGENET, in_words
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.recipe.warm_start import hand_over
 from murmuration.train.run.context import RunContext
@@ -72,6 +73,8 @@ def run_without_steps(run: RunContext, phase: ReadyPhase, loaded: Loaded | None)
     if phase.start is not None and isinstance(phase.settings.data, CheckpointData):
         report = phase.start.fill(model)
         run.board.say(f"{phase.name}  starts from {phase.start.path.name}\n{report}")
+        if phase.pixels != IMAGENET:
+            run.board.say(f"{phase.name}  pixels are normalised by {in_words(phase.pixels)}")
     elif loaded is not None:
         hand_over(loaded.weights(), model)
     engine = StillEngine(model, ranks.device)
