@@ -1,4 +1,4 @@
-"""Evaluate: python launch/evaluate.py probe|zero-shot|classify|caption|reconstruct WHAT ..., or compare RESULT..."""
+"""Evaluate: python launch/evaluate.py probe|few-shot|zero-shot|caption|... WHAT ..., or compare RESULT..."""
 
 import sys
 from pathlib import Path

@@ -30,6 +30,12 @@ def declare(commands: Any) -> None:
     overlap.add_argument("--private", type=Path, required=True, help="index of the records to filter")
     overlap.add_argument("--against", type=Path, nargs="+", required=True, help="indexes of public or evaluation sets")
     overlap.add_argument("--distance", type=int, default=4, help="bits (of 64) in which hashes of copies may differ")
+    overlap.add_argument(
+        "--crops",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether crops that leave out up to 10 %% of a side are also found (default: yes)",
+    )
     overlap.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
 
 
@@ -54,6 +60,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
         arguments.workers,
         progress=lambda what: Progress(what, "records"),
         runs_on=protected,
+        crops=arguments.crops,
     )
     index = open_index(arguments.private)
     print(f"{len(found.ids)} of {index.records} records look like public ones and will contribute nothing")

@@ -61,6 +61,13 @@ UNKEYED_DIGESTS = (
     "Ledger and certificate hold unkeyed hashes of the private records' files: whoever knows all of them but one can "
     "test guesses of that one, and who knows the files can test which records an exclusion list left out."
 )
+# Stated where a phase began with weights that have no ledger of ours.
+FOREIGN_WEIGHTS = (
+    "Weights that come from elsewhere may have been trained on the very records that this run protects, or on copies "
+    "of them, and nothing here can tell. Epsilon bounds what this run added about a record. It does not cover what "
+    "the weights held of the record before, which can be read from what is released as well: for such records the "
+    "claim is not one about the released weights."
+)
 # Stated where the noise did not come from a cryptographic generator.
 GENERATOR_DEVIATIONS = {
     "philox4x64-10": "The noise came from Philox4x64-10 under a key of 128 bits, which is not a cryptographic "
@@ -162,6 +169,8 @@ def deviations_of(history: History, form: str = FORMAT) -> list[str]:
     ):
         found += [text] if (text := GENERATOR_DEVIATIONS.get(generator)) else []
     found += [line.deviation(history.phase_names[line.phase]) for line in (*history.public_uses, *history.stores)]
+    if form == FORMAT and any(line.use == "weights" for line in history.public_uses):
+        found.append(FOREIGN_WEIGHTS)
     found += [CURVES] if history.private_curves else []
     return found + [origin.deviation() for origin in history.origins]
 

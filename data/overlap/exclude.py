@@ -29,6 +29,7 @@ from murmuration.data.store.place import RecordIndex, ShardError
 MOST_DISTANCE = 16  # beyond this, pictures that merely look alike are taken for copies
 _PARTS = 4  # parts of a hash: two hashes at distance d differ in at most d // 4 bits in one of their four parts
 _QUERIES = 1 << 14
+_ROWS = 1 << 16  # public records that are searched among at a time, so that memory does not grow with their number
 
 Meter = Callable[[int, int], None]
 
@@ -44,6 +45,7 @@ def exclude_overlaps(
     workers: int,
     progress: Callable[[str], Meter],
     runs_on: Callable[[Path], Sequence[str]],
+    crops: bool = True,
 ) -> Exclusions:
     """Hash, compare, and write the list beside the private index. `runs_on` names the private runs on an index."""
     if not 0 <= distance <= MOST_DISTANCE:
@@ -53,12 +55,12 @@ def exclude_overlaps(
     refuse_leaks(ours, theirs, runs_on)
     known = [hash_index(each, workers, progress(f"hashing {each.folder.parent.name}")) for each in theirs]
     mine = hash_index(ours, workers, progress("hashing the private records"))
-    public = np.concatenate([each.values[each.valid] for each in known])
-    found = overlapping(mine, public, distance, progress("comparing"))
+    found = overlapping(mine, known, distance, crops, progress("comparing"))
     if len(found) == ours.records:
         raise ShardError(f"{ours.folder}: every record looks like one of the others; there is nothing left to train on")
     names = tuple(f"{each.folder.parent.name} (manifest {each.manifest_digest})" for each in theirs)
     reason = "perceptual hash within the distance of a record of these sets"
+    reason += ", or of a window that a crop of up to 10 % leaves" if crops else ""
     exclusions = Exclusions(ours.manifest_digest, found, names, distance, reason)
     exclusions.write(ours.folder)
     return exclusions
@@ -88,30 +90,51 @@ def refuse_leaks(
 
 
 def overlapping(
-    private: Hashes, public: np.ndarray, distance: int, progress: Meter = lambda done, total: None
-) -> np.ndarray:
-    """Sorted u64 ids of the private records within `distance` bits of any public hash."""
-    import faiss  # slow to load, and not needed for training
-
+    private: Hashes, public: Sequence[Hashes], distance: int, crops: bool = True,
+    progress: Meter = lambda done, total: None,
+) -> np.ndarray:  # fmt: skip
+    """Sorted u64 ids of the private records within `distance` bits of any public one; with `crops`, also if only a
+    window of one of the two pictures is as close to the whole of the other."""
     rows = np.flatnonzero(private.valid)
+    close = np.zeros(len(private.valid), dtype=bool)
     progress(0, len(rows))
-    if not len(public) or not len(rows):
-        return np.zeros(0, dtype=np.uint64)
-    unique = np.unique(public)
-    index = faiss.IndexBinaryMultiHash(64, _PARTS, 64 // _PARTS)
-    index.nflip = distance // _PARTS
-    index.add(_as_bytes(unique))  # pyright: ignore[reportCallIssue]
-    close = np.zeros(len(private.values), dtype=bool)
-    for start in range(0, len(rows), _QUERIES):
-        part = rows[start : start + _QUERIES]
-        asked = private.values[part]
-        # The radius is exclusive, and the matches are checked: the list must not rest on faiss's reading of the radius.
-        limits, _, matches = index.range_search(_as_bytes(asked), distance + 1)  # pyright: ignore[reportCallIssue]
-        each = np.repeat(np.arange(len(part)), np.diff(limits.astype(np.int64)))
-        within = hamming(asked[each], unique[matches]) <= distance
-        close[part[each[within]]] = True
-        progress(start + len(part), len(rows))
+    for each in public if len(rows) else ():
+        known = np.flatnonzero(each.valid)
+        for start in range(0, len(known), _ROWS):
+            part = known[start : start + _ROWS]
+            whole = _Known(each.windows[part, 0])
+            windows = _Known(each.windows[part].ravel()) if crops else whole
+            for first in range(0, len(rows), _QUERIES):
+                asked = rows[first : first + _QUERIES]
+                close[asked] |= windows.near(private.windows[asked, 0], distance)
+                if crops:
+                    of_windows = whole.near(private.windows[asked].ravel(), distance)
+                    close[asked] |= of_windows.reshape(len(asked), -1).any(axis=1)
+                progress(first + len(asked), len(rows))
     return np.flatnonzero(close).astype(np.uint64)
+
+
+class _Known:
+    """Hashes to search among."""
+
+    def __init__(self, hashes: np.ndarray) -> None:
+        import faiss  # slow to load, and not needed for training
+
+        self._unique = np.unique(hashes)
+        self._index = faiss.IndexBinaryMultiHash(64, _PARTS, 64 // _PARTS)
+        self._index.add(_as_bytes(self._unique))  # pyright: ignore[reportCallIssue]
+
+    def near(self, asked: np.ndarray, distance: int) -> np.ndarray:
+        """Whether each is within `distance` bits of any."""
+        self._index.nflip = distance // _PARTS
+        # The radius is exclusive, and the matches are checked: the list must not rest on faiss's reading of the radius.
+        found = self._index.range_search(_as_bytes(asked), distance + 1)  # pyright: ignore[reportCallIssue]
+        limits, _, matches = found
+        each = np.repeat(np.arange(len(asked)), np.diff(limits.astype(np.int64)))
+        within = hamming(asked[each], self._unique[matches]) <= distance
+        close = np.zeros(len(asked), dtype=bool)
+        close[each[within]] = True
+        return close
 
 
 def _as_bytes(hashes: np.ndarray) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""The perceptual hash of every record of an index, kept beside it: made once, by several processes, resumable after a
-kill.
+"""The perceptual hashes of every record of an index and of windows in its picture, kept beside it: made once, by
+several processes, resumable after a kill.
 
 Pictures are decoded as for training, in separate processes: a hostile file costs one record. A record without a usable
 picture has no hash. Hashes of private records are private (0700): they reveal what the pictures look like.
@@ -22,23 +22,27 @@ from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, Shard
 from murmuration.data.decode.decode import SUFFIXES, BadRecord
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
-from murmuration.data.overlap.phash import DECODED, VERSION, perceptual_hashes
+from murmuration.data.overlap.phash import DECODED, VERSION, WINDOWS, window_hashes
 from murmuration.data.store.index_files import open_npy, read_json
 from murmuration.data.store.place import RecordIndex
 
 FOLDER = "phash"
 _ABOUT, _HASHES, _STATES = "about.json", "hashes.npy", "states.npy"
-_KINDS = {_HASHES: np.uint64, _STATES: np.uint8}
+_KINDS = {_HASHES: (np.uint64, (WINDOWS,)), _STATES: (np.uint8, ())}
 _MISSING, _MADE, _BAD = 0, 1, 2
 _RECORDS_PER_TASK = 128
 
 
 @dataclass(frozen=True)
 class Hashes:
-    """One hash per record of an index as a whole; `valid` says which records have one."""
+    """One row of hashes per record of an index, the whole picture's first; `valid` says which records have one."""
 
-    values: np.ndarray
+    windows: np.ndarray
     valid: np.ndarray
+
+    @property
+    def values(self) -> np.ndarray:
+        return self.windows[:, 0]
 
 
 def hash_index(index: RecordIndex, workers: int, progress: Callable[[int, int], None]) -> Hashes:
@@ -56,7 +60,7 @@ def hash_index(index: RecordIndex, workers: int, progress: Callable[[int, int], 
         progress(done, len(states))
     values.flush()
     states.flush()
-    return Hashes(np.array(values), np.array(states == _MADE))
+    return Hashes(values, np.array(states == _MADE))
 
 
 def _open(folder: Path, index: RecordIndex) -> tuple[np.memmap, np.memmap]:
@@ -65,8 +69,8 @@ def _open(folder: Path, index: RecordIndex) -> tuple[np.memmap, np.memmap]:
     if not _known(folder, about):
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / _ABOUT).unlink(missing_ok=True)
-        for name, kind in _KINDS.items():
-            np.lib.format.open_memmap(folder / name, mode="w+", dtype=kind, shape=(index.records,)).flush()
+        for name, (kind, row) in _KINDS.items():
+            np.lib.format.open_memmap(folder / name, mode="w+", dtype=kind, shape=(index.records, *row)).flush()
         with atomic(folder / _ABOUT, 0o600) as file:
             file.write(json.dumps(about).encode())
     return (
@@ -80,8 +84,8 @@ def _known(folder: Path, about: dict[str, Any]) -> bool:
     try:
         found = [open_npy(folder / name) for name in _KINDS]
         whole = all(
-            each.dtype == kind and each.shape == (about["records"],)
-            for each, kind in zip(found, _KINDS.values(), strict=True)
+            each.dtype == kind and each.shape == (about["records"], *row)
+            for each, (kind, row) in zip(found, _KINDS.values(), strict=True)
         )
         return whole and read_json(folder / _ABOUT) == about
     except (OSError, ValueError):
@@ -124,4 +128,4 @@ def _task(records: RecordReader, pool: DecodePool, numbers: np.ndarray) -> Task:
             pixels[row] = pool.make(members[suffix], 0, number)
         except BadRecord:
             states[row] = _BAD
-    return numbers, perceptual_hashes(pixels), states
+    return numbers, window_hashes(pixels), states

@@ -154,6 +154,8 @@ class _Packer:
             _write_json(begun, {"digest": self._digest})
         for name in (*_PARTS, "notes"):
             make_folder(self._work / name)
+        for half in self._work.rglob(".*.tmp"):  # what a kill left of a file; this process holds the lock
+            half.unlink()
 
     def _there(self, part: int) -> bool:
         return _digest_in(self._request.targets[part] / RECEIPT) == self._digest

@@ -12,6 +12,7 @@ import pytest
 
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import CertificateError, compose, verify
+from murmuration.accounting.certificate.statement import FOREIGN_WEIGHTS
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
@@ -68,6 +69,25 @@ def test_what_is_declared_is_written_once_and_cannot_be_left_out(
     assert verify(tmp_path).objection is None
     assert words in (tmp_path / "certificate.md").read_text(encoding="utf-8")
     document["known_deviations"] = [text for text in document["known_deviations"] if words not in text]
+    certificate.write(document, tmp_path)
+    with pytest.raises(CertificateError, match="leaves out a known deviation"):
+        verify(tmp_path)
+
+
+def test_weights_from_elsewhere_may_have_seen_the_records_and_no_certificate_can_leave_that_out(
+    tmp_path: Path,
+) -> None:
+    journal = trained(tmp_path)
+    journal.declare_public(0, "evaluation", "one")
+    assert FOREIGN_WEIGHTS not in compose(journal.history, journal.ledger.entries, {})["known_deviations"]
+    journal.declare_public(0, "weights", "one")
+    journal.finish()
+    document = compose(journal.history, journal.ledger.entries, {})
+    journal.ledger.close()
+    certificate.write(document, tmp_path)
+    assert verify(tmp_path).objection is None
+    assert "may have been trained on the very records" in (tmp_path / "certificate.md").read_text(encoding="utf-8")
+    document["known_deviations"].remove(FOREIGN_WEIGHTS)
     certificate.write(document, tmp_path)
     with pytest.raises(CertificateError, match="leaves out a known deviation"):
         verify(tmp_path)

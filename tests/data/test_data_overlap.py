@@ -24,7 +24,7 @@ from murmuration.data.index.exclusions import FACTS, IDS
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.overlap.exclude import LeakError, exclude_overlaps, overlapping
 from murmuration.data.overlap.hash_store import FOLDER, Hashes, hash_index
-from murmuration.data.overlap.phash import hamming, perceptual_hashes
+from murmuration.data.overlap.phash import WINDOWS, hamming, perceptual_hashes, window_hashes
 from murmuration.data.store.place import ShardError
 from murmuration.data.synthetic.textures import textures
 from murmuration.launch import prepare
@@ -127,7 +127,8 @@ def test_the_search_finds_what_brute_force_finds(distance: int) -> None:
         flips = rng.choice(64, row % 13, replace=False).astype(np.uint64)
         private[row] = public[rng.integers(len(public))] ^ np.bitwise_or.reduce(np.uint64(1) << flips, initial=0)
     valid = rng.random(3000) < 0.95
-    found = overlapping(Hashes(private, valid), public, distance)
+    known = [Hashes(each[:, None], np.ones(len(each), dtype=bool)) for each in np.array_split(public, 2)]
+    found = overlapping(Hashes(private[:, None], valid), known, distance, crops=False)
     nearest = np.array([int(hamming(np.uint64(one), public).min()) for one in private])
     expected = np.flatnonzero(valid & (nearest <= distance))
     assert len(expected) > 150 and found.dtype == np.uint64
@@ -135,9 +136,56 @@ def test_the_search_finds_what_brute_force_finds(distance: int) -> None:
 
 
 def test_nothing_to_compare_with_excludes_nobody() -> None:
-    one = Hashes(np.array([5], dtype=np.uint64), np.array([True]))
-    assert len(overlapping(one, np.zeros(0, dtype=np.uint64), 4)) == 0
-    assert len(overlapping(Hashes(one.values, np.array([False])), one.values, 4)) == 0
+    one = Hashes(np.array([[5, 9]], dtype=np.uint64), np.array([True]))
+    none = Hashes(one.windows, np.array([False]))
+    assert len(overlapping(one, [], 4)) == len(overlapping(one, [none], 4)) == len(overlapping(none, [one], 4)) == 0
+    assert overlapping(one, [one], 4).tolist() == [0]
+
+
+@pytest.mark.parametrize("crops", [True, False])
+def test_windows_of_either_picture_are_compared_with_the_whole_of_the_other(crops: bool) -> None:
+    rng = np.random.default_rng(7)
+    public = rng.integers(0, 1 << 63, (300, 5), dtype=np.uint64)
+    private = rng.integers(0, 1 << 63, (90, 5), dtype=np.uint64)
+    private[:30, 0] = public[:30, 3]  # the private picture is a crop
+    private[30:60, 2] = public[30:60, 0] ^ np.uint64(5)  # the public one is
+    private[60:90, 2] = public[60:90, 2]  # both are, of a third
+    found = overlapping(Hashes(private, np.ones(90, dtype=bool)), [Hashes(public, np.ones(300, dtype=bool))], 2, crops)
+    assert found.tolist() == (list(range(60)) if crops else [])
+
+
+def _crop(image: Image.Image, wide: float, high: float, right: float, down: float) -> bytes:
+    """A JPEG of the part with these shares of the sides, at this share of what is left over."""
+    width, height = round(image.width * wide), round(image.height * high)
+    left, top = round((image.width - width) * right), round((image.height - height) * down)
+    return _file(image.crop((left, top, left + width, top + height)), quality=80)
+
+
+def test_the_first_window_is_the_whole_picture(originals: list[Image.Image]) -> None:
+    maker = PictureMaker(64)
+    pixels = np.stack([maker.make(_file(image), 0, 0) for image in originals])
+    windows = window_hashes(pixels)
+    assert windows.shape == (40, WINDOWS) and np.array_equal(windows[:, 0], perceptual_hashes(pixels))
+
+
+def test_crops_of_ten_per_cent_are_found_wherever_they_are_and_strangers_are_not(
+    tmp_path: Path, write_tar: TarMaker, originals: list[Image.Image], strangers: list[Image.Image]
+) -> None:
+    """Through the command: private crops of public pictures, public crops of private ones, at any place, as JPEG."""
+    places = np.random.default_rng(11).random((40, 2))
+    shapes = [(0.9, 0.9), (0.9, 1.0), (1.0, 0.9), (0.95, 0.92)]
+    crops = [_crop(image, *shapes[n % 4], *places[n]) for n, image in enumerate(originals)]
+    whole = [_file(image, quality=95) for image in originals]
+    others = [_file(image, quality=95) for image in strangers]
+    public = _set(tmp_path / "public", write_tar, [*whole[:20], *crops[20:]])
+    private = _set(tmp_path / "private", write_tar, [*crops[:20], *whole[20:], *others], per_shard=100)
+    command = ["overlap", "--private", str(private), "--against", str(public), "--workers", "1"]
+    assert prepare.main([*command, "--no-crops"]) == 0
+    without = len(np.load(private / "index" / IDS))
+    assert prepare.main(command) == 0
+    found = np.load(private / "index" / IDS)
+    assert len(found) >= 38 and found.max() < 40, "strangers begin at 40"
+    assert without < 15
 
 
 def test_private_copies_of_public_pictures_are_left_out(

@@ -168,10 +168,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"path": "folders", "public_fraction": 0.5}, {}, "public_fraction cuts a set by the number"),
     ({"source": "webdataset", "path": "cls", "classes": None}, {}, "exclude_classes needs label and classes"),
     ({"path": "cls", "classes": None}, {}, r"phases.0.data.path: exclude_classes needs data.label and data.classes"),
-    (
-        {"path": "folders", "exclude_classes": "none.txt"}, {},
-        "phases.0.data.classes: none of the names of exclude_classes is on this list",
-    ),
+    ({"path": "folders", "exclude_classes": "none.txt"}, {},
+     "phases.0.data.classes: none of the names of exclude_classes is on this list"),
     ({"path": "folders", "classes": None, "exclude_classes": "none.txt"}, {}, "none of the classes to leave out is"),
     ({"path": "folders", "exclude_classes": "classes.txt"}, {}, "every record is of a class that is left out"),
     ({"path": "folders", "exclude_classes": "gone.txt"}, {}, r"phases.0.data.exclude_classes: .*gone.txt"),

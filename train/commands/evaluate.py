@@ -8,6 +8,7 @@ was. `compare RESULT...` prints results side by side.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from murmuration.train.evaluate.subject import Asked
 
 RESULT = "result.json"
-LEARNING = ("probe", "few-shot")
+LEARNING = ("probe", "few-shot", "fine-tune")
 """Protocols that learn from --data and score --test."""
 
 
@@ -33,7 +34,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="evaluate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     protocols = parser.add_subparsers(dest="protocol", required=True)
-    for declare in (_probe, _few_shot, _zero_shot, _retrieval, _aro, _classify, _caption, _reconstruct, _attack):
+    learning, captioning = (_probe, _few_shot, _fine_tune), (_zero_shot, _retrieval, _aro, _caption)
+    for declare in (*learning, *captioning, _classify, _reconstruct, _attack):
         _common(declare(protocols))
     compare = protocols.add_parser("compare", help="results side by side, and accuracy against ε")
     compare.add_argument("results", type=Path, nargs="+", help="result.json, or the folder it lies in")
@@ -88,6 +90,26 @@ def _few_shot(protocols: Any) -> argparse.ArgumentParser:
                        "several are draws of one measure")  # fmt: skip
     parser.add_argument("--draws", type=_count, default=3, help="of --shots and --percent, by seeds 0, 1, …; default 3")
     _linear(parser)
+    return parser
+
+
+def _fine_tune(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser("fine-tune", help="a classifier of which all weights learn from --data")
+    parser.add_argument("--test", required=True, help="records to score, an index or a folder; public ones, too")
+    _labels(parser)
+    parser.add_argument("--epochs", type=_count, default=100, help="default 100")
+    parser.add_argument("--warmup", type=_natural, default=5, help="epochs; default 5")
+    parser.add_argument("--batch", type=_count, default=1024, help="default 1024, or all records if fewer")
+    parser.add_argument("--base-rate", type=_positive, default=5e-4, help="for a batch of 256; default 5e-4")
+    parser.add_argument("--layer-decay", type=_probability, default=0.65, help="of the rate per block; default 0.65")
+    parser.add_argument("--weight-decay", type=_part, default=0.05, help="default 0.05")
+    parser.add_argument("--drop-path", type=_part, default=0.1, help="of the last block; default 0.1")
+    parser.add_argument("--mixup", type=_part, default=0.8, help="its α; 0: none; default 0.8")
+    parser.add_argument("--cutmix", type=_part, default=1.0, help="its α; 0: none; default 1")
+    parser.add_argument("--erase", type=_part, default=0.25, help="probability; default 0.25")
+    parser.add_argument("--smoothing", type=_part, default=0.1, help="of labels; default 0.1")
+    parser.add_argument("--rand-augment", default="rand-m9-mstd0.5-inc1", help="as timm writes it; empty: none")
+    parser.add_argument("--seed", type=_natural, default=0, help="of order, augmentation and dropped paths")
     return parser
 
 
@@ -229,6 +251,7 @@ _count = _number(int, lambda value: 1 <= value < 1 << 40, "a whole number above 
 _natural = _number(int, lambda value: 0 <= value < 1 << 40, "a whole number")
 _positive = _number(float, lambda value: 0 < value < float("inf"), "a number above 0")
 _percent = _number(float, lambda value: 0 < value <= 100, "a percentage above 0")
+_part = _number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 _probability = _number(float, lambda value: 0 < value <= 1, "a probability above 0")
 
 
@@ -330,6 +353,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
         )
     if getattr(arguments, "captions", None) is not None and arguments.records is not None:
         raise EvaluationError("--records draws from --data, and --captions lists the pictures; pass one of them")
+    if arguments.protocol == "fine-tune" and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise EvaluationError("fine-tune is one process; start it with plain python")
     if wrong := next((each for each in getattr(arguments, "shadow", []) if len(each) > 2), None):
         raise EvaluationError(f"--shadow takes a model and a list, but was given {len(wrong)} names; repeat it")
 

@@ -55,7 +55,7 @@ def run_classify(
 
     def act(ids: np.ndarray, inputs: dict[str, Tensor], before: int) -> list[Any]:
         logits = model.logits(inputs["images"]).float()
-        places = _places(logits, inputs[TARGET]) if label is not None else [None] * len(ids)
+        places = places_of(logits, inputs[TARGET]) if label is not None else [None] * len(ids)
         likely = (logits.softmax(dim=1) if model.shape.head.loss == "softmax" else logits.sigmoid()).sort(
             dim=1, descending=True, stable=True
         )
@@ -108,7 +108,7 @@ def _names(session: Session, chosen: Chosen, given: ClassList | None) -> tuple[s
     return tuple(str(number) for number in range(outputs))
 
 
-def _places(logits: Tensor, labels: Tensor) -> list[int]:
+def places_of(logits: Tensor, labels: Tensor) -> list[int]:
     """At which place each record's class comes; the lower number comes first on ties."""
     order = logits.sort(dim=1, descending=True, stable=True).indices
     return (order == labels[:, None]).int().argmax(dim=1).tolist()

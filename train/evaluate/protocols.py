@@ -18,6 +18,7 @@ from murmuration.train.evaluate.classify import run_classify
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.features import Computing
 from murmuration.train.evaluate.few_shot import FewShotSettings, run_few_shot
+from murmuration.train.evaluate.fine_tune import STATE, run_fine_tune, settings_of
 from murmuration.train.evaluate.probe import ProbeSettings, run_probe
 from murmuration.train.evaluate.public_records import open_public, open_stand_in, refuse_training_records
 from murmuration.train.evaluate.reconstruct import run_reconstruct
@@ -33,7 +34,7 @@ DRAWN_BY = 0
 """The seed of every draw of records, so that all models are scored on the same ones."""
 SCRATCH = "index"
 MOST_RECORDS = 1 << 40
-LEARNING = ("probe", "few-shot")
+LEARNING = ("probe", "few-shot", "fine-tune")
 """Protocols that learn from records and score others."""
 
 
@@ -51,6 +52,7 @@ def run(asked: Asked) -> str:
     outcome = _measured(session, asked, opened, classes)
     write(outcome, arguments.out)
     rmtree(arguments.out / FOLDER, ignore_errors=True)
+    (arguments.out / STATE).unlink(missing_ok=True)
     result = outcome.result
     # The console is a public sink.
     lines = [] if result.private else [f"{name}: {shown(number)}" for name, number in result.numbers.items()]
@@ -72,10 +74,7 @@ def _opened(asked: Asked, scratch: Path, classes: ClassList | None) -> dict[str,
 def _measured(session: Session, asked: Asked, opened: dict[str, RecordIndex], classes: ClassList | None) -> Outcome:
     arguments = asked.arguments
     if arguments.protocol in LEARNING:
-        train, test = (Chosen.of(opened[name], None, DRAWN_BY) for name in ("train", "test"))
-        if arguments.protocol == "few-shot":
-            return run_few_shot(session, train, test, classes, _few_shot_settings(arguments))
-        return run_probe(session, train, test, classes, _probe_settings(arguments))
+        return _learnt(session, arguments, opened, classes)
     count = getattr(arguments, "records", None)
     if arguments.protocol == "attack":
         count = min(count or MOST_RECORDS, *(index.records for index in opened.values()))
@@ -105,6 +104,17 @@ def _measured(session: Session, asked: Asked, opened: dict[str, RecordIndex], cl
 def _probe_settings(arguments: Namespace) -> ProbeSettings:
     lars = LarsSettings(arguments.epochs, arguments.warmup, arguments.batch, arguments.base_rate, arguments.seed)
     return ProbeSettings(arguments.way, arguments.label, arguments.views, lars, arguments.iterations)
+
+
+def _learnt(
+    session: Session, arguments: Namespace, opened: dict[str, RecordIndex], classes: ClassList | None
+) -> Outcome:
+    train, test = (Chosen.of(opened[name], None, DRAWN_BY) for name in ("train", "test"))
+    if arguments.protocol == "fine-tune":
+        return run_fine_tune(session, train, test, classes, arguments.label, settings_of(arguments))
+    if arguments.protocol == "few-shot":
+        return run_few_shot(session, train, test, classes, _few_shot_settings(arguments))
+    return run_probe(session, train, test, classes, _probe_settings(arguments))
 
 
 def _few_shot_settings(arguments: Namespace) -> FewShotSettings:

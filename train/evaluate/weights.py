@@ -29,7 +29,7 @@ from murmuration.train.recipe.pixels import IMAGENET, Told, in_words, of_setting
 from murmuration.train.storage.best_checkpoint import best_checkpoint
 from murmuration.train.storage.checkpoint import Checkpoints
 from murmuration.train.storage.checkpoint_read import hash_of
-from murmuration.train.storage.model_note import ModelNote
+from murmuration.train.storage.model_note import ModelNote, ModelNoteError
 from murmuration.train.storage.run_dir import RunDir
 
 HEAD = "head."
@@ -84,7 +84,7 @@ def open_model(
     try:
         statistics, known = _statistics(subject, pixels)
         state, digest, told = _state(subject)
-        note = ModelNote.inside(told, subject.certified) if subject.kind in OURS else None
+        note = _note(subject, told)
         settings = _settings(subject, note)
         if settings is not None:
             objective = told.get("objective") or (subject.config.phases[-1].objective if subject.config else None)
@@ -150,6 +150,16 @@ def _state(subject: Subject) -> tuple[dict[str, Tensor], str, Mapping[str, Any]]
     if loaded is None:
         raise EvaluationError(f"{subject.path} has no finished checkpoint; let the run reach one")
     return loaded.weights(), loaded.digest, loaded.manifest
+
+
+def _note(subject: Subject, told: Mapping[str, Any]) -> ModelNote | None:
+    """What is written beside our weights; a config serves in the place of one that cannot be read."""
+    try:
+        return ModelNote.inside(told, subject.certified) if subject.kind in OURS else None
+    except ModelNoteError:
+        if subject.config is None:
+            raise
+        return None
 
 
 def _settings(subject: Subject, note: ModelNote | None) -> ModelSettings | None:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from murmuration.accounting.errors import RunError
+from murmuration.accounting.errors import BAD_INPUT
 from murmuration.data.batch.reader import RIGHT_CLASSES, BatchReader, DataSpec
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.right_labels import RightLabels, RightlyLabelled
-from murmuration.data.store.place import RecordIndex
+from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.data.text.encoder import TextEncoder
-from murmuration.evaluation.class_names import ClassNames, read_class_names, require_room, tokens_of
+from murmuration.evaluation.class_names import ClassNames, ClassNamesError, read_class_names, require_room, tokens_of
 from murmuration.evaluation.shares import share_names
 from murmuration.model.settings import Shape
 from murmuration.train.config.phase import Evaluation, Phase, ZeroShot
@@ -133,10 +133,8 @@ def usable(held: HeldOut, where: str) -> HeldOut:
             found, _ = _first_usable(held, where)
         if found and held.zero_shot is not None:
             _require_words(held, held.zero_shot)
-    except RecipeError:
-        raise
-    except (RunError, ValueError) as error:
-        if getattr(error, "exit_code", RunError.exit_code) != RunError.exit_code:
+    except (ClassNamesError, ShardError) as error:
+        if error.exit_code != BAD_INPUT:  # a store that does not answer: the same command may find it well
             raise
         raise RecipeError(f"{where}: {error}") from None
     if not found:
@@ -154,7 +152,7 @@ def usable(held: HeldOut, where: str) -> HeldOut:
 
 def _first_usable(held: HeldOut, where: str) -> tuple[bool, str]:
     """Whether one record can be read, with right classes where they are asked for; and else why the first one cannot.
-    The first record is looked at alone: most often it is enough."""
+    Records are read one at a time: most often the first is enough."""
     if held.zero_shot is not None and not (held.classes or held.axes):
         if not held.has_loss:
             return False, "they have neither captions nor class folders"

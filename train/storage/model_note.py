@@ -56,7 +56,10 @@ class ModelNote:
 def described(
     settings: ModelSettings, text: TextEncoder | None, source: str | None, root: Path
 ) -> dict[str, Any]:  # fmt: skip
-    """For a checkpoint's manifest. Copies the tokenizer's file into the run directory unless it is there."""
+    """For a checkpoint's manifest. Copies the tokenizer's file into the run directory unless it is there.
+
+    A file that is gone or was changed since the run began is not named: a checkpoint is worth more than its note.
+    """
     told: dict[str, Any] = {MODEL: settings.model_dump(mode="json")}
     if text is None or source is None:
         return told
@@ -64,9 +67,12 @@ def described(
         return told | {TOKENIZER: {"built_in": source}}
     name = f"{_PREFIX}-{text.digest[:16]}{Path(source).suffix}"
     if not (root / name).is_file():
-        content = Path(source).read_bytes()
+        try:
+            content = Path(source).read_bytes()
+        except OSError:
+            return told
         if hashlib.sha256(content).hexdigest() != text.digest:
-            raise ModelNoteError(f"{source} changed since the run began; restore it")
+            return told
         with atomic(root / name) as file:
             file.write(content)
     return told | {TOKENIZER: {"file": name, "sha256": text.digest}}

@@ -1,0 +1,142 @@
+"""The command that fine-tunes: it learns, continues after a kill, and leaves a classifier that can be evaluated."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from murmuration.data.batch.reader import DataSpec
+from murmuration.data.decode.class_list import ClassList
+from murmuration.data.index.folders import build_folder
+from murmuration.evaluation.fine_tuning import FineTuneSettings
+from murmuration.train.evaluate.augmented import AugmentedPictures, mixed_batches
+from tests.support.evaluation_world import COLOURS, class_folders, evaluate, result, saved
+from tests.support.launching import ROOT, environment
+from tests.support.published import vip_mae
+
+QUICK = ["--epochs", 20, "--warmup", 2, "--batch", 20, "--base-rate", 0.03, "--layer-decay", 0.9, "--micro-batch", 8,
+         "--mixup", 0.1, "--cutmix", 0, "--rand-augment", "", "--erase", 0]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    class_folders(folder / "train", 12)
+    class_folders(folder / "test", 5, seed=500)
+    saved(folder / "vip.pth", vip_mae(48, 2, grid=2, patch=8, decoder_width=32, decoder_depth=1))
+    return folder
+
+
+def asked(world: Path, *more: Any) -> list[Any]:
+    return ["fine-tune", world / "vip.pth", "--heads", 4, "--decoder-heads", 4, "--public", "--data", world / "train",
+            "--test", world / "test", *more]  # fmt: skip
+
+
+def test_all_weights_learn_and_the_classifier_can_be_evaluated(world: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert evaluate(*asked(world, *QUICK), "--out", out) == 0
+    found = result(out)["numbers"]
+    assert found["top-1"]["low"] > 0.4 and found["top-1"]["n"] == 25, "chance is 0.2"
+    assert not (out / "fine_tune.pt").exists()
+    assert evaluate("classify", out, "--public", "--data", world / "test", "--out", tmp_path / "again") == 0
+    assert result(tmp_path / "again")["numbers"] == found
+    start = torch.load(world / "vip.pth", weights_only=True)["model"]
+    moved = load_file(out / "model.safetensors")
+    for name in ("patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.1.mlp.fc2.bias", "norm.weight"):
+        assert not torch.allclose(moved[name].flatten(), start[name].flatten(), atol=1e-5), name
+
+
+KILL = """
+import os, signal, sys
+import torch
+torch.set_num_threads(int(sys.argv.pop(1)))
+from murmuration.train.commands.evaluate import main
+from murmuration.train.evaluate import fine_tune
+step, done = fine_tune._step, []
+def counted(*given):
+    if len(done) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    done.append(step(*given))
+fine_tune._step = counted
+main(sys.argv[1:])
+"""
+
+
+def test_killed_between_two_steps_and_run_again_gives_the_same_weights_but_for_rounding(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = asked(world, "--epochs", 4, "--batch", 20, "--warmup", 1)
+    command = [*map(str, arguments), "--out", str(tmp_path / "killed"), "--workers", "0"]
+    threads = str(torch.get_num_threads())  # sums are rounded by how many threads share them
+    done = subprocess.run(
+        [sys.executable, "-c", KILL, threads, *command], cwd=ROOT, env=environment(), capture_output=True
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert torch.load(tmp_path / "killed" / "fine_tune.pt", weights_only=True)["epoch"] == 1
+    assert evaluate(*asked(world, "--epochs", 5, "--batch", 20), "--out", tmp_path / "killed") == 2
+    assert "begun by a command with other settings" in capsys.readouterr().err
+    assert evaluate(*arguments, "--out", tmp_path / "killed") == 0
+    assert evaluate(*arguments, "--out", tmp_path / "whole") == 0
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("killed", "whole"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-3, atol=1e-4)
+    assert result(tmp_path / "killed")["settings"] == result(tmp_path / "whole")["settings"]
+
+
+def pictures(world: Path, tmp_path: Path, **more: Any) -> tuple[AugmentedPictures, FineTuneSettings]:
+    index = build_folder(world / "train", tmp_path / "index")
+    settings = FineTuneSettings(batch=16, **more)
+    spec = DataSpec(16, labels=("cls",), target="cls", classes=5, class_list=ClassList(tuple(COLOURS)))
+    return AugmentedPictures(index, spec, settings), settings
+
+
+def test_pictures_do_not_depend_on_the_processes_that_read_them(world: Path, tmp_path: Path) -> None:
+    read, settings = pictures(world, tmp_path)
+    alone, shared = (list(mixed_batches(read, settings, np.arange(60), 3, workers)) for workers in (0, 2))
+    assert len(alone) == len(shared) == 3
+    for one, other in zip(alone, shared, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    other_epoch = next(mixed_batches(read, settings, np.arange(60), 4, 0))
+    assert not torch.equal(other_epoch[0], alone[0][0])
+
+
+def test_mixed_classes_are_shares_and_unmixed_ones_are_smoothed(world: Path, tmp_path: Path) -> None:
+    read, settings = pictures(world, tmp_path)
+    for _, shares, _ in mixed_batches(read, settings, np.arange(60), 0, 0):
+        torch.testing.assert_close(shares.sum(dim=1), torch.ones(16))
+        assert float(shares.min()) == pytest.approx(0.1 / 5)
+    plain, settings = pictures(world, tmp_path / "plain", mixup=0.0, cutmix=0.0)
+    order = settings.order(60, 0)
+    _, shares, _ = next(mixed_batches(plain, settings, np.arange(60), 0, 0))
+    assert shares.argmax(dim=1).tolist() == [int(record) // 12 for record in order[:16]]
+    assert float(shares.max()) == pytest.approx(0.9 + 0.1 / 5)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"), [(("--precision", "fp16"), "fp16 gradients underflow"), (("--mixup", 2), "from 0 to 1")]
+)
+def test_what_cannot_be_learnt_is_refused(
+    world: Path, tmp_path: Path, more: tuple[Any, ...], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert evaluate(*asked(world, *more), "--out", tmp_path / "out") == 2
+    except SystemExit as ended:
+        assert ended.code == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_several_processes_are_refused(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert evaluate(*asked(world), "--out", tmp_path / "out") == 2
+    assert "one process" in capsys.readouterr().err and json.dumps([*tmp_path.iterdir()]) == "[]"

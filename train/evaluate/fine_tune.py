@@ -1,0 +1,199 @@
+"""Fine-tunes all weights of an encoder on public records, and scores the classifier that comes of it.
+
+After each epoch the state is on the disk, whole or not at all, and the command continues from there when it is started
+again. The classifier is kept, too, as an export without a certificate; its metadata name the runs that its weights come
+from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from argparse import Namespace
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from murmuration.accounting.durable import atomic
+from murmuration.data.decode.class_list import ClassList
+from murmuration.data.progress import Progress
+from murmuration.evaluation.fine_tuning import HEAD_STD, FineTuneSettings, groups_of
+from murmuration.evaluation.interval import share
+from murmuration.evaluation.ranking import MOST
+from murmuration.model.build import build, take_encoder
+from murmuration.model.classifier import TransformerClassifier
+from murmuration.model.drop import DROP_KEY
+from murmuration.model.settings import ModelSettings, SettingsError
+from murmuration.model.weight_files import load_plain
+from murmuration.train.clip.precision import autocast
+from murmuration.train.evaluate.augmented import AugmentedPictures, mixed_batches
+from murmuration.train.evaluate.classify import places_of
+from murmuration.train.evaluate.errors import EvaluationError
+from murmuration.train.evaluate.result import Outcome
+from murmuration.train.evaluate.session import Chosen, Session, by_list, numbered
+from murmuration.train.evaluate.weights import Evaluated, digest_of_model
+from murmuration.train.recipe.warm_start import WarmStart
+from murmuration.train.storage.model_note import MODEL
+from murmuration.train.storage.provenance import Provenance
+
+STATE, WEIGHTS, NOTE = "fine_tune.pt", "model.safetensors", "export.json"
+
+
+def settings_of(arguments: Namespace) -> FineTuneSettings:
+    return FineTuneSettings(**{name: getattr(arguments, name) for name in FineTuneSettings.__dataclass_fields__})
+
+
+def run_fine_tune(
+    session: Session, train: Chosen, test: Chosen, classes: ClassList | None, label: str, settings: FineTuneSettings
+) -> Outcome:
+    if session.computing.precision == "fp16":
+        raise EvaluationError("fp16 gradients underflow without a loss scale; fine-tune with --precision bf16 or fp32")
+    classes = numbered(train, classes, label)
+    train, test = (by_list(part, classes) for part in (train, test))
+    if len(train.ids) < 2:
+        raise EvaluationError("mixing needs at least two training records; name more")
+    told = asdict(settings) | {"label": label, "classes": len(classes.names)}
+    result = session.result("fine-tune", told, {"train": train, "test": test})
+    sizes = _sizes(session, len(classes.names), settings)
+    model = _started(session, sizes)
+    spec = session.labelled(label, classes, len(classes.names))
+    identity = _identity(session, train, classes, told)
+    _train(session, model, train, AugmentedPictures(train.index, spec, settings), settings, identity)
+    digest = _keep(session, model, sizes, session.out)
+    found = Evaluated(model, "classify", digest, session.model.report, session.model.mean, session.model.std)
+    scored = replace(session, model=found)
+
+    def act(ids: Any, inputs: dict[str, Tensor], before: int) -> list[Any]:
+        return places_of(model.logits(inputs["images"]).float(), inputs["labels"])
+
+    places = [place for _, place in scored.answers(result, test, spec, act)]
+    result.add("top-1", share(sum(place < 1 for place in places), len(places)))
+    if len(classes.names) >= MOST:
+        result.add("top-5", share(sum(place < MOST for place in places), len(places)))
+    result.notes.append(f"The classifier lies beside this result, in {WEIGHTS}.")
+    return Outcome(result)
+
+
+def _sizes(session: Session, classes: int, settings: FineTuneSettings) -> ModelSettings:
+    shape = session.model.shape
+    if shape.resnet is not None:
+        raise EvaluationError("layer decay needs the blocks of a transformer, and this is a ResNet; name another model")
+    encoder = shape.encoder
+    return ModelSettings(
+        family="classifier", size="custom", image_size=shape.image_size, patch_size=shape.patch_size,
+        width=encoder.width, depth=encoder.depth, heads=encoder.heads, qkv_bias=shape.qkv_bias,
+        positions=shape.positions, pooling="mean", classes=classes, drop_path=settings.drop_path,
+        head_scale=HEAD_STD * encoder.width**0.5,
+    )  # fmt: skip
+
+
+def _started(session: Session, sizes: ModelSettings) -> TransformerClassifier:
+    try:
+        model = build(sizes, "classify")
+        take_encoder(session.model.model.state_dict(), model)
+    except (SettingsError, ValueError) as error:
+        raise EvaluationError(f"{session.subject.path}: {error}") from None
+    assert isinstance(model, TransformerClassifier)
+    return model.to(session.computing.device)
+
+
+def _identity(session: Session, train: Chosen, classes: ClassList, told: dict[str, Any]) -> str:
+    computing, index = session.computing, train.index
+    words = [
+        digest_of_model(session.model), index.manifest_digest, index.excluded_digest, train.ids.tobytes(),
+        classes.digest, told, computing.precision, computing.micro_batch,
+    ]  # fmt: skip
+    return hashlib.sha256(repr(words).encode()).hexdigest()
+
+
+def _train(
+    session: Session, model: TransformerClassifier, train: Chosen, pictures: AugmentedPictures,
+    settings: FineTuneSettings, identity: str,
+) -> None:  # fmt: skip
+    optimizer = torch.optim.AdamW(groups_of(model, model.shape.encoder.depth, settings), lr=0.0)
+    path = session.out / STATE
+    done = _restored(path, identity, model, optimizer)
+    batch = settings.batch_of(len(train.ids))
+    steps = len(train.ids) // batch
+    progress = Progress("fine-tune", "steps")
+    progress(done * steps, settings.epochs * steps)
+    model.train()
+    with torch.enable_grad():
+        for epoch in range(done, settings.epochs):
+            batches = mixed_batches(pictures, settings, train.ids, epoch, session.computing.workers)
+            seen = 0
+            for number, (images, shares, keys) in enumerate(batches):
+                rate = settings.rate(epoch + number / steps, batch)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * group["scale"]
+                _step(session, model, optimizer, (images, shares, keys))
+                seen += len(images)
+                progress(epoch * steps + number + 1, settings.epochs * steps)
+            if not seen:
+                raise EvaluationError(
+                    f"none of the training records can be read with a label {pictures.spec.target!r}; name others"
+                )
+            _save(path, identity, epoch + 1, model, optimizer)
+    model.eval()
+
+
+def _step(
+    session: Session, model: TransformerClassifier, optimizer: torch.optim.Optimizer, mixed: tuple[Tensor, ...]
+) -> None:
+    """One step on a batch, of which `--micro-batch` pictures are computed at a time."""
+    computing, count = session.computing, len(mixed[0])
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for part in zip(*(tensor.split(computing.micro_batch) for tensor in mixed), strict=True):
+        images, shares, keys = (tensor.to(computing.device) for tensor in part)
+
+        def losses(inputs: dict[str, Tensor], shares: Tensor = shares) -> Tensor:
+            logits = model.logits(inputs["images"]).float()
+            return -(shares * logits.log_softmax(dim=1)).sum()
+
+        with autocast(computing.precision, computing.device):
+            loss = model.row_keys.around(losses, {"images": images, DROP_KEY: keys}) / count
+        loss.backward()
+        total += float(loss.detach())
+    if not total < float("inf"):
+        raise EvaluationError("the loss is not finite; lower --base-rate")
+    optimizer.step()
+
+
+def _restored(path: Path, identity: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Epochs that are done."""
+    if not path.is_file():
+        return 0
+    stored = load_plain(path)
+    if stored["identity"] != identity:
+        raise EvaluationError(f"{path} was begun by a command with other settings; repeat that, or name another --out")
+    model.load_state_dict(stored["model"])
+    optimizer.load_state_dict(stored["optimizer"])
+    return int(stored["epoch"])
+
+
+def _save(path: Path, identity: str, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with atomic(path) as file:
+        torch.save(
+            {"identity": identity, "epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()},
+            file,
+        )
+
+
+def _keep(session: Session, model: TransformerClassifier, sizes: ModelSettings, out: Path) -> str:
+    """Writes the classifier as an export, and gives the digest of its tensors."""
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    subject = session.subject
+    start = WarmStart.at(subject.weights if subject.kind != "run" else subject.path)
+    content = save(state, Provenance(start.origins, start.undeclared).metadata())
+    with atomic(out / WEIGHTS) as file:
+        file.write(content)
+    shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+    note = {"objective": "classify", "shapes": shapes, MODEL: sizes.model_dump(mode="json")}
+    with atomic(out / NOTE) as file:
+        file.write(json.dumps(note, indent=2).encode() + b"\n")
+    return hashlib.sha256(content).hexdigest()
