@@ -12,8 +12,10 @@ import torch
 from PIL import Image
 from timm.models._hub import save_for_hf
 
+from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.index.folders import build_folder
 from murmuration.model.weight_files import read_weights
+from murmuration.train.recipe.pixels import IMAGENET
 from murmuration.train.storage.sibling_runs import RunLog
 from tests.support.evaluation_world import class_folders, evaluate, result, saved, table
 from tests.support.foreign_models import timm_vit
@@ -74,6 +76,26 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def for_imagenets_pixels(shadow: Path, copy: Path) -> Path:
+    """The same function of a picture, whose pixels are normalised by other statistics."""
+    theirs = timm_vit()
+    theirs.load_state_dict(read_weights(shadow))
+    by_halves = Normalisation(*HALVES)
+    mean, std = (
+        torch.tensor(np.subtract(IMAGENET.mean, by_halves.mean) / by_halves.std, dtype=torch.float32),
+        torch.tensor(np.divide(IMAGENET.std, by_halves.std), dtype=torch.float32),
+    )
+    first: Any = theirs.patch_embed.proj
+    with torch.no_grad():
+        first.bias += (first.weight * mean.view(1, 3, 1, 1)).sum((1, 2, 3))
+        first.weight *= std.view(1, 3, 1, 1)
+    save_for_hf(theirs, copy, model_args=FORM)
+    told = json.loads((copy / "config.json").read_text())
+    told["pretrained_cfg"] |= {"mean": IMAGENET.mean, "std": IMAGENET.std}
+    (copy / "config.json").write_text(json.dumps(told))
+    return copy
+
+
 def attack(world: Path, out: Path, *more: Any, members: str = "members") -> int:
     data = ["--public", "--data", world / members, "--others", world / "others", "--label", "cls"]
     return evaluate("attack", world / "target", *data, "--out", out, *more)
@@ -100,6 +122,16 @@ def test_what_was_learnt_by_heart_is_found_and_the_result_is_the_owners(
     assert [row["member"] for row in rows] == ["1"] * 60 + ["0"] * 60
     assert evaluate("compare", out) == 2
     assert "is private" in capsys.readouterr().err
+
+
+def test_a_shadow_sees_pixels_as_it_was_trained_itself(world: Path, tmp_path: Path) -> None:
+    copies = [for_imagenets_pixels(world / f"shadow{n}", tmp_path / f"copy{n}") for n in range(4)]
+    scores = []
+    for out, folders in (("own", [world / f"shadow{n}" for n in range(4)]), ("copies", copies)):
+        shadows = [each for n in range(4) for each in ("--shadow", folders[n], world / f"shadow{n}.txt")]
+        assert attack(world, tmp_path / out, *shadows) == 0
+        scores.append([float(row["score, LiRA"]) for row in table(tmp_path / out / "attack.csv")])
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-3, atol=1e-3)
 
 
 def test_losses_are_those_of_the_model_elsewhere(world: Path, tmp_path: Path) -> None:

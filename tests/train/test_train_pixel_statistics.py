@@ -68,19 +68,19 @@ def test_a_toy_vit_of_timm_gives_timms_own_logits_through_the_commands_reader(
     assert model.pixels == NAMED["half"] and any("crop_pct 0.9" in note for note in model.report.notes)
     # 17 pixels, of which 16 are shown: timm's crop_pct of 0.9.
     session = Session(subject, model, Computing(torch.device("cpu"), "fp32", 3, workers), ResizeCrop(17, 16), tmp_path)
-    found: dict[int, Tensor] = {}
 
-    def act(ids: np.ndarray, inputs: dict[str, Tensor]) -> None:
-        found.update(zip(ids.tolist(), model.model.logits(inputs["images"]), strict=True))  # pyright: ignore
+    def act(ids: np.ndarray, inputs: dict[str, Tensor], before: int) -> list[Any]:
+        return model.model.logits(inputs["images"]).tolist()  # pyright: ignore
 
     chosen = Chosen.of(photos, None, 0)
-    assert session.each(chosen, session.spec(), "photos", act) == 0 and len(found) == 8
+    found = session.answers(session.result("photos", {}, {"test": chosen}), chosen, session.spec(), act)
+    assert len(found) == 8
     transform: Any = create_transform(**told)
-    for record, ours in found.items():
+    for record, ours in found:
         place = Path(str(photos.locate(record)[0]))
         with torch.no_grad():
             expected = theirs(transform(Image.open(place).convert("RGB"))[None])[0]
-        assert (ours - expected).abs().max() < 1e-5, place.name
+        assert (torch.tensor(ours) - expected).abs().max() < 1e-5, place.name
     by_imagenet = (np.full(3, 0.5) - IMAGENET.mean) / IMAGENET.std
     assert np.abs(by_imagenet).max() > 0.05, "other statistics are other inputs"
 
@@ -192,9 +192,10 @@ def read(tmp_path: Path) -> Callable[..., Config]:
 
 
 def specs(config: Config) -> list[DataSpec]:
+    """How each phase trains and is monitored, and last how public held-out records are measured."""
     found = prepare(config)
-    last = found[-1]
-    return [*(p.data_spec(augment=a) for p in found for a in (True, False)), last.evaluation_spec()]
+    assert found[-1].measured is not None
+    return [*(p.data_spec(augment=a) for p in found for a in (True, False)), found[-1].measured.spec]
 
 
 def test_every_phase_reads_pixels_as_the_weights_were_trained(read: Callable[..., Config]) -> None:
