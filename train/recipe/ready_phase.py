@@ -164,12 +164,11 @@ def prepare(config: Config) -> list[ReadyPhase]:
             start = open_start(phase.data, f"phases.{number}.data")
             starts[f"phases.{number}.data.path"] = start.path
         phases.append(_open(number, phase, shape, start, classes, config.run.noise))
-    statistics = pixels.of_run(config.model.pixels, starts)
-    phases = [replace(phase, pixels=statistics) for phase in phases]
     _keep_apart(phases)
     require_numbers(_label_sources(phases), classes, shape.head.classes)
     hold_to_what_was_promised(_uses(phases))
-    return phases
+    statistics = pixels.of_run(config.model.pixels, starts)
+    return [replace(phase, pixels=statistics) for phase in phases]
 
 
 def _uses(phases: list[ReadyPhase]) -> list[Use]:
