@@ -36,6 +36,7 @@ from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.result import Outcome
 from murmuration.train.evaluate.session import Chosen, Session, by_list, numbered
 from murmuration.train.evaluate.weights import Evaluated, digest_of_model
+from murmuration.train.recipe.pixels import as_json, metadata
 from murmuration.train.recipe.warm_start import WarmStart
 from murmuration.train.storage.model_note import MODEL
 from murmuration.train.storage.provenance import Provenance
@@ -64,7 +65,7 @@ def run_fine_tune(
     identity = _identity(session, train, classes, told)
     _train(session, model, train, AugmentedPictures(train.index, spec, settings), settings, identity)
     digest = _keep(session, model, sizes, session.out)
-    found = Evaluated(model, "classify", digest, session.model.report, session.model.mean, session.model.std)
+    found = Evaluated(model, "classify", digest, session.model.report, session.model.pixels)
     scored = replace(session, model=found)
 
     def act(ids: Any, inputs: dict[str, Tensor], before: int) -> list[Any]:
@@ -189,11 +190,12 @@ def _keep(session: Session, model: TransformerClassifier, sizes: ModelSettings, 
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     subject = session.subject
     start = WarmStart.at(subject.weights if subject.kind != "run" else subject.path)
-    content = save(state, Provenance(start.origins, start.undeclared).metadata())
+    statistics = session.model.pixels
+    content = save(state, Provenance(start.origins, start.undeclared).metadata() | metadata(statistics))
     with atomic(out / WEIGHTS) as file:
         file.write(content)
     shapes = {name: list(tensor.shape) for name, tensor in state.items()}
-    note = {"objective": "classify", "shapes": shapes, MODEL: sizes.model_dump(mode="json")}
+    note = {"objective": "classify", "shapes": shapes, MODEL: sizes.model_dump(mode="json"), **as_json(statistics)}
     with atomic(out / NOTE) as file:
         file.write(json.dumps(note, indent=2).encode() + b"\n")
     return hashlib.sha256(content).hexdigest()
