@@ -76,7 +76,7 @@ def test_a_run_from_before_there_were_drops_and_weights_goes_on(loaded: Callable
         zero.digest(1, CONTENTS)
         mixed.digest(1, CONTENTS)
         begun[0].digest(0, CONTENTS)
-    new = ("drop", '"weight"', "take_head", "gradient_norm")
+    new = ("drop", '"weight"', "take_head", "gradient_norm", "pixels", "resize", 'crop"')
     assert all("mask_ratio" in text and not any(name in text for name in new) for text in kept)
     assert '"batch": 4' in kept[1]
     weighted = put("phases.1.mixing", {**mixing, "data": {**mixing["data"], "weight": "score"}})

@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from timm.models._hub import save_for_hf
 
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.folders import build_folder
 from murmuration.evaluation.fine_tuning import FineTuneSettings
 from murmuration.train.evaluate.augmented import AugmentedPictures, mixed_batches
+from murmuration.train.recipe.pixels import NAMED, of_weights
 from tests.support.evaluation_world import COLOURS, class_folders, evaluate, result, saved
+from tests.support.foreign_models import timm_vit
 from tests.support.launching import ROOT, environment
 from tests.support.published import vip_mae
 
@@ -53,6 +56,20 @@ def test_all_weights_learn_and_the_classifier_can_be_evaluated(world: Path, tmp_
     moved = load_file(out / "model.safetensors")
     for name in ("patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.1.mlp.fc2.bias", "norm.weight"):
         assert not torch.allclose(moved[name].flatten(), start[name].flatten(), atol=1e-5), name
+
+
+def test_the_classifier_keeps_the_pixels_of_the_weights_it_started_from(world: Path, tmp_path: Path) -> None:
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 4}
+    save_for_hf(timm_vit(), tmp_path / "vit", model_args=sizes)
+    common = ["--public", "--data", world / "train", "--test", world / "test", "--epochs", 1, "--warmup", 0]
+    assert evaluate("fine-tune", tmp_path / "vit", *common, "--out", tmp_path / "out") == 0
+    out, again = tmp_path / "out", tmp_path / "again"
+    assert evaluate("classify", out, "--public", "--data", world / "test", "--out", again) == 0
+    started, kept = (result(tmp_path / name) for name in ("out", "again"))
+    assert started["model"]["pixels"] == kept["model"]["pixels"] == "half"
+    assert started["numbers"] == kept["numbers"]
+    (tmp_path / "out" / "export.json").unlink()
+    assert of_weights(tmp_path / "out").pixels == NAMED["half"], "the file alone says so, too"
 
 
 KILL = """

@@ -39,6 +39,7 @@ def run(
     """An export, as far as its ledger tells: weights from elsewhere, then a private phase on the records."""
     root.mkdir()
     (root / EXPORTED).write_bytes(root.name.encode())
+    (root / "export.json").write_text(json.dumps({"objective": "mae", "shapes": {}}))
     journal = Journal(Ledger.open(root / "ledger.jsonl"))
     journal.start_run(root.name, "check", debug, {})
     for start in before:

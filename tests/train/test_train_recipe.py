@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,6 +127,7 @@ def trained_before(folder: Path, manifest_digest: str, debug: bool = False) -> C
     journal.begin_segment(0, "config", manifest_digest, 0, "first")
     journal.ledger.close()
     save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
+    (folder / "export.json").write_text(json.dumps({"objective": "mae", "shapes": {}}))
     start = {"name": "start", "data": {"source": "checkpoint", "path": str(folder), "public": True}}
     return lambda raw: raw["phases"].insert(0, start)
 

@@ -24,6 +24,7 @@ from murmuration.model.warm_start import IMAGENET_PIXELS, source_of
 from murmuration.model.weight_files import NAMES, export_note, read_weights
 from murmuration.train.config.section import RecipeError
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints
+from murmuration.train.storage.provenance import KEY as PROVENANCE
 from murmuration.train.storage.run_dir import RunDir
 
 IMAGENET = Normalisation(IMAGENET_MEAN, IMAGENET_STD)
@@ -100,7 +101,8 @@ def of_weights(path: Path) -> Told:
     folder = path if path.is_dir() else path.parent
     if note := export_note(path):
         return Told(of_manifest(note, f"{folder / 'export.json'}"), str(folder / "export.json"))
-    if note := _inside(path / NAMES[0] if path.is_dir() else path):
+    note = _inside(path / NAMES[0] if path.is_dir() else path)
+    if note is not None:
         return Told(of_manifest(note, str(path)), str(path))
     beside = _object(folder / "config.json")
     if "architecture" in beside:
@@ -116,14 +118,16 @@ def metadata(pixels: Normalisation) -> dict[str, str]:
     return {METADATA: json.dumps(found)} if (found := as_json(pixels)) else {}
 
 
-def _inside(path: Path) -> dict[str, Any]:
-    """What `metadata` left in a file; empty where it holds none."""
+def _inside(path: Path) -> dict[str, Any] | None:
+    """What `metadata` left in a file of ours; None in any other."""
     try:
         with safe_open(str(path), "pt") as file:
-            text = (file.metadata() or {}).get(METADATA, "{}")
-        found = json.loads(text)
+            written = file.metadata() or {}
+        if not {METADATA, PROVENANCE} & written.keys():
+            return None
+        found = json.loads(written.get(METADATA, "{}"))
     except (SafetensorError, OSError):
-        return {}  # no safetensors; a file that cannot be read at all is refused when its weights are read
+        return None  # no safetensors; a file that cannot be read at all is refused when its weights are read
     except (ValueError, RecursionError):
         found = {KEY: None}
     return found if isinstance(found, dict) else {KEY: None}

@@ -178,11 +178,11 @@ def prepare(config: Config) -> list[ReadyPhase]:
             start = open_start(phase.data, f"phases.{number}.data")
             starts[f"phases.{number}.data.path"] = start.path
         phases.append(_open(number, phase, shape, start, classes, config.run.noise))
-    statistics = pixels.of_run(config.model.pixels, starts)
-    phases = [replace(phase, pixels=statistics) for phase in phases]
     _keep_apart(phases)
     require_numbers(_label_sources(phases), classes, shape.head.classes)
     hold_to_what_was_promised(_uses(phases))
+    statistics = pixels.of_run(config.model.pixels, starts)
+    phases = [replace(phase, pixels=statistics) for phase in phases]
     phases = [_with_usable_records(phase) for phase in phases]  # read only now that they may be
     _require_metric(config.run.keep_best, phases)
     return phases
