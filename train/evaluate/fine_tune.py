@@ -190,14 +190,12 @@ def _keep(session: Session, model: TransformerClassifier, sizes: ModelSettings, 
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     subject = session.subject
     start = WarmStart.at(subject.weights if subject.kind != "run" else subject.path)
-    told = Provenance(start.origins, start.undeclared).metadata() | metadata(session.model.pixels)
-    content = save(state, told)
+    statistics = session.model.pixels
+    content = save(state, Provenance(start.origins, start.undeclared).metadata() | metadata(statistics))
     with atomic(out / WEIGHTS) as file:
         file.write(content)
     shapes = {name: list(tensor.shape) for name, tensor in state.items()}
-    note = {"objective": "classify", "shapes": shapes, MODEL: sizes.model_dump(mode="json")} | as_json(
-        session.model.pixels
-    )
+    note = {"objective": "classify", "shapes": shapes, MODEL: sizes.model_dump(mode="json"), **as_json(statistics)}
     with atomic(out / NOTE) as file:
         file.write(json.dumps(note, indent=2).encode() + b"\n")
     return hashlib.sha256(content).hexdigest()
