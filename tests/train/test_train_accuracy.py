@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,8 @@ def model_of(phase: ReadyPhase) -> Any:
 
 def measured(phase: ReadyPhase, model: Any, ranks: int = 1, micro_batch: int = 4) -> dict[str, float]:
     def act(one: Any) -> tuple[dict[str, float], str | None]:
-        engine: Any = StillEngine(model, torch.device("cpu"))
+        # A model of its own, as a process has: the head's outputs are heard where they are made.
+        engine: Any = StillEngine(copy.deepcopy(model), torch.device("cpu"))
         evaluator = PublicEvaluator(phase, engine, one, micro_batch, b"m" * 32, None, None)
         return evaluator.measure(), evaluator.news_of_unusable()
 
