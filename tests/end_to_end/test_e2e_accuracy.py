@@ -58,7 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def board(run_dir: Path) -> dict[str, dict[int, float]]:
     """The curves as TensorBoard reads them."""
     events = EventAccumulator(str(run_dir / "tb" / "public")).Reload()
-    names = [tag for tag in events.Tags()["scalars"] if tag.startswith("private/")]
+    names = [tag for tag in events.Tags()["scalars"] if tag.startswith("dp/")]
     return {tag.partition("/")[2]: {each.step: each.value for each in events.Scalars(tag)} for tag in names}
 
 

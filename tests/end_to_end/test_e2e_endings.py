@@ -81,7 +81,7 @@ def test_the_non_private_twin_says_so_everywhere_and_keeps_private_losses_privat
     assert certificate["claim"]["private"] is False and certificate["claim"]["epsilon"] is None
     assert "NOT PRIVATE" in (run_dir / "report.html").read_text()
     public = EventAccumulator(str(run_dir / "tb" / "public")).Reload().Tags()["scalars"]
-    assert "private/public_loss" in public and "private/loss" not in public
+    assert "without-dp/public_loss" in public and "without-dp/loss" not in public
     assert not opened_steps(run_dir)
     assert account("verify", str(run_dir)).returncode == 0
 

@@ -47,7 +47,7 @@ def test_the_monitor_speaks_at_durable_checkpoints_and_the_certificate_of_what_w
 
     board = EventAccumulator(str(run_dir / "tb" / "public"))
     board.Reload()
-    assert [point.step for point in board.Scalars("private/monitor_hessian_trace")] == [0, 4]
+    assert [point.step for point in board.Scalars("dp/monitor_hessian_trace")] == [0, 4]
     assert not [tag for tag in board.Tags()["scalars"] if "gradient_norm" in tag and "monitor" not in tag]
 
     # The plan that ran is the scaled one, and the ledger charges it.

@@ -85,11 +85,12 @@ def test_public_sinks_show_no_private_quantity(finished: tuple[Path, str]) -> No
     times = {event.wall_time for tag in public for event in board.Scalars(tag)}
     assert len(times) == 1, "the times of private steps tell their batch sizes"
     private = EventAccumulator(str(run_dir / "tb" / "private")).Reload()
-    assert {"private/epsilon", "private/lr", "private/public_loss", "private/update_snr"} <= set(public)
+    assert {"dp/epsilon", "dp/lr", "dp/public_loss", "dp/update_snr"} <= set(public)
     # Released with noise, charged with the step's gradient: these may be seen.
-    assert {"private/noised_loss", "private/noised_clipped"} <= set(public)
+    assert {"dp/noised_loss", "dp/noised_clipped"} <= set(public)
     assert {"private/loss", "private/records", "private/gradient_norm"} <= set(private.Tags()["scalars"])
-    assert not {"private/loss", "private/records", "private/gradient_norm", "private/clipped_fraction"} & set(public)
+    assert not {"dp/loss", "dp/records", "dp/gradient_norm", "dp/clipped_fraction"} & set(public)
+    assert not [tag for tag in public if tag.startswith("private/")]
     secret = [json.loads(line) for line in (run_dir / "logs" / "private" / "curves.jsonl").read_text().splitlines()]
     shown = output + (run_dir / "report.html").read_text() + (run_dir / "logs" / "public.jsonl").read_text()
     assert all(0 <= entry["waiting_share"] <= 1 and entry["samples_per_second_per_core"] > 0 for entry in secret)
@@ -112,7 +113,7 @@ def test_what_stays_tells_no_time_of_a_private_step(finished: tuple[Path, str]) 
     ]
     assert len(rates) > 1 and len(set(rates)) == 1
     board = EventAccumulator(str(run_dir / "tb" / "public")).Reload()
-    started = board.Scalars("private/lr")[0].wall_time
+    started = board.Scalars("dp/lr")[0].wall_time
     saved = sum(line["kind"] == "checkpoint" for line in ledger_lines(run_dir))
     times = {path: path.stat().st_mtime - started for path in (run_dir, *run_dir.rglob("*"))}
     assert set(times.values()) <= set(range(saved + 1)), times

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from murmuration.train.config.root import Config
 from murmuration.train.run.board import Board, Feed, Pace
 from murmuration.train.run.early_end import measured_before
 from murmuration.train.run.report import read_curves
+from murmuration.train.storage.public_times import PublicTimes
 from murmuration.train.storage.run_dir import RunDir, open_private, whole_lines
+
+STARTED = 1_700_000_000
 
 # Pace: contract 16
 
@@ -187,6 +198,49 @@ def test_a_line_that_no_run_wrote_changes_nothing_at_resume_and_in_the_report(tm
     run_dir.public_log.write_text("\n".join([good[0], good[1], line, ""]))
     assert measured_before(run_dir.public_log, "warm", 9) == {1: 1.0, 2: 0.5}
     assert read_curves(run_dir) == {"warm": {"public_loss": {1: 1.0, 2: 0.5}}}
+
+
+@pytest.mark.parametrize(("privacy", "tag"), [(True, "dp"), (False, "without-dp")])
+def test_no_public_tag_looks_like_a_private_value(
+    tmp_path: Path, loaded: Callable[..., Config], privacy: bool, tag: str
+) -> None:
+    phases = loaded(overrides=[] if privacy else ["phases.1.privacy=null"]).phases
+    assert phases[1].name == "private"
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.prepare()
+    board = Board(run_dir, main=True, private_curves=True, phases=phases)
+    board.public("private", 3, {"lr": 0.5})
+    board.private("private", 3, {"loss": 7.125})
+    board.close()
+    assert scalars(run_dir.public_board) == {f"{tag}/lr": [(3, 0.5)]}
+    assert scalars(run_dir.private_board) == {"private/loss": [(3, 7.125)]}
+    assert json.loads(run_dir.public_log.read_text()) == {"phase": "private", "step": 3, "lr": 0.5}
+
+
+def test_tensorboard_shows_config_certificate_settings_and_pictures_at_the_time_of_the_start(tmp_path: Path) -> None:
+    """Any other time would tell how long private steps took."""
+    drawn = io.BytesIO()
+    Image.new("RGB", (5, 4), (200, 0, 0)).save(drawn, "PNG")
+    sample = {"png": base64.b64encode(drawn.getvalue()).decode(), "caption": "a *red* square", "truth": "a red square"}
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.prepare()
+    board = Board(run_dir, main=True, times=PublicTimes(STARTED))
+    board.describe('{"name": "<b>"}', {"σ": 0.5, "model": "mae, nano"}, ["dp/epsilon"])
+    board.certified("# Certificate", "start", 7, [sample])
+    board.close()
+    (file,) = run_dir.public_board.glob("*tfevents*")
+    events = [each for each in EventFileLoader(str(file)).Load() if each.HasField("summary")]
+    assert {each.wall_time for each in events} == {STARTED}
+    found = {value.tag: value for each in events for value in each.summary.value}
+    assert found["config/text_summary"].tensor.string_val == [b'    {"name": "<b>"}'], "shown as code, not as markup"
+    assert found["certificate/text_summary"].tensor.string_val == [b"    # Certificate"]
+    shown = found["start/held-out/00"]
+    assert shown.metadata.display_name == "00: a *red* square (true: a red square)"
+    assert shown.tensor.string_val[2] == drawn.getvalue()
+    told = HParamsPluginData.FromString(found[SESSION_START_INFO_TAG].metadata.plugin_data.content)
+    assert told.session_start_info.hparams["σ"].number_value == 0.5
+    compared = HParamsPluginData.FromString(found[EXPERIMENT_TAG].metadata.plugin_data.content).experiment.metric_infos
+    assert [each.name.tag for each in compared] == ["dp/epsilon"]
 
 
 def test_only_the_main_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

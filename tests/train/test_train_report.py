@@ -78,6 +78,24 @@ def test_the_report_holds_the_certificate_as_a_page_and_not_as_its_source(
     document = compose(journal.history, journal.ledger.entries, {"about": about})
     write_report(RunDir(tmp_path), loaded(), document, [])
     page = RunDir(tmp_path).report.read_text(encoding="utf-8")
-    assert page.count("<h1>") == 1 and "<svg" in page and page.count("<table>") == page.count("</table>") > 5
+    assert page.count("<h1>") == 1 and "<svg" in page and page.count("<table") == page.count("</table>") > 5
     assert "Pictures of &lt;b&gt;clouds&lt;/b&gt;" in page and "The office" in page
     assert "|---|" not in page and "## What this means" not in page
+
+
+def test_the_report_begins_with_what_was_run_and_ends_with_what_can_be_done(
+    tmp_path: Path, loaded: Callable[..., Config]
+) -> None:
+    """Nobody's access to the records is published."""
+    config = loaded(put("phases.1.data.path", "https://me:pa55word@host/records/{000..009}.tar?sig=pa55word"))
+    journal = whole_run(tmp_path)
+    document = compose(journal.history, journal.ledger.entries, {"model": "captioner, nano, 1,234 parameters"})
+    wrong, right = ({"png": "", "caption": c, "truth": "A  red square"} for c in ("a blue square", "a red square"))
+    write_report(RunDir(tmp_path), config, document, [wrong, right])
+    page = html.unescape(RunDir(tmp_path).report.read_text(encoding="utf-8"))
+    plan = document["phases"][-1]["plan"]
+    for told in ("captioner, nano, 1,234 parameters", f"n = {plan['records']:,}, q = ", f"T = {plan['steps']:,}, δ = "):
+        assert told in page
+    assert "https://host/records/{000..009}.tar?" in page and "pa55word" not in page
+    assert page.count("class='wrong'>a blue square<") == page.count("class='right'>a red square<") == 1
+    assert "python launch/account.py verify RUN_DIR" in page and "href='certificate.html'" in page

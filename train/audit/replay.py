@@ -448,7 +448,8 @@ def _run(
     checkpoints.times = PublicTimes(START)
     run = RunContext(
         "replay", run_dir, ranks, journal, key, checkpoints, None, config,
-        Board(run_dir, ranks.main, checkpoints.times, config.run.private_curves), StopRequest(run_dir.stop_file),
+        Board(run_dir, ranks.main, checkpoints.times, config.run.private_curves, config.phases),
+        StopRequest(run_dir.stop_file),
     )  # fmt: skip
     contents = run.contents(phase)
     digest = config.digest(phase.number, contents)

@@ -7,12 +7,16 @@ only if the config asks for them (`run.private_curves`): no epsilon covers what 
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from PIL import Image
 
 from murmuration.accounting.escaping import printable_lines
 from murmuration.evaluation.shares import TITLES
@@ -30,13 +34,37 @@ def title(name: str, objective: str) -> str:
     return f"zero-shot {plain}" if name in TITLES and objective == "caption" else plain
 
 
+def public_tags(phases: Iterable[Phase]) -> dict[str, str]:
+    """What phases are called on the public board, where no tag may look like a private value: `private/loss`."""
+    return {each.name: "dp" if each.privacy else "without-dp" for each in phases if each.name == "private"}
+
+
+def picture(tag: str, sample: dict[str, str]) -> Any:
+    """A PNG with its text, as TensorBoard shows it above the picture."""
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
+
+    content = base64.b64decode(sample["png"])
+    with Image.open(io.BytesIO(content)) as opened:
+        width, height = opened.size
+    beside = f"{sample['caption']} (true: {sample['truth']})" if sample["truth"] else sample["caption"]
+    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=content)
+    told = SummaryMetadata(display_name=f"{tag.rpartition('/')[2]}: {beside}")
+    return Summary(value=[Summary.Value(tag=tag, image=image, metadata=told)])
+
+
 class Board:
     """Writes on the main rank; silent elsewhere."""
 
     def __init__(
-        self, run_dir: RunDir, main: bool, times: PublicTimes | None = None, private_curves: bool = False
+        self,
+        run_dir: RunDir,
+        main: bool,
+        times: PublicTimes | None = None,
+        private_curves: bool = False,
+        phases: Iterable[Phase] = (),
     ) -> None:
         self._main = main
+        self._tags = public_tags(phases)
         self._run_dir = run_dir
         self.keeps_private = private_curves
         """Whether anything computed on private records without noise is kept, apart from the lists of unusable records;
@@ -62,7 +90,42 @@ class Board:
 
     def public(self, phase: str, step: int, values: dict[str, float]) -> None:
         if self._main:
-            self._write(self._public, self._public_log, phase, step, values, self._opened)
+            self._write(self._public, self._public_log, phase, self.tag(phase), step, values, self._opened)
+
+    def describe(self, config: str, settings: dict[str, str | float], metrics: list[str]) -> None:
+        """What is trained, for TensorBoard's pages of texts and hyperparameters, which compares runs by `metrics`."""
+        if not self._main:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        self._text("config", config)
+        # Without the end of the session: it would be told now, and its time later would tell how long steps took.
+        experiment, start, _ = hparams(dict(settings), dict.fromkeys(metrics, 0.0))
+        for summary in (experiment, start):
+            self._add(summary, 0)
+
+    def certified(self, certificate: str, phase: str, step: int, samples: list[dict[str, str]]) -> None:
+        """The certificate as text, and the report's public pictures under what the model made of them."""
+        if not self._main:
+            return
+        self._text("certificate", certificate)
+        for number, sample in enumerate(samples):
+            tag = f"{self.tag(phase)}/held-out/{number:02d}"
+            self._add(picture(tag, sample), step)
+        self._public.flush()
+
+    def _add(self, summary: Any, step: int) -> None:
+        events = self._public.file_writer
+        assert events is not None, "it is closed at the end of the run"
+        events.add_summary(summary, step, self._opened)
+
+    def _text(self, tag: str, text: str) -> None:
+        # As lines of code: a name in them is then no markup.
+        lines = "\n".join("    " + line for line in printable_lines(text).splitlines())
+        self._public.add_text(tag, lines, 0, walltime=self._opened)
+
+    def tag(self, phase: str) -> str:
+        return self._tags.get(phase, phase)
 
     def measured(self, phase: Phase, step: int, values: dict[str, float], unusable: str | None) -> None:
         """Measurements of a durable checkpoint, on held-out public records."""
@@ -77,7 +140,7 @@ class Board:
 
     def private(self, phase: str, step: int, values: dict[str, float]) -> None:
         if self._main and self.keeps_private:
-            self._write(self._private, self._private_log, phase, step, values, None)
+            self._write(self._private, self._private_log, phase, phase, step, values, None)
 
     def bad_records(self, phase: str, rank: int, reasons: dict[int, str]) -> None:
         """Lists the unusable records that this rank met, for the owner to repair. Private: that a record is unusable is
@@ -107,10 +170,10 @@ class Board:
 
     @staticmethod
     def _write(
-        writer: Any, log: Any, phase: str, step: int, values: dict[str, float], walltime: float | None
+        writer: Any, log: Any, phase: str, tag: str, step: int, values: dict[str, float], walltime: float | None
     ) -> None:  # fmt: skip
         for name, value in values.items():
-            writer.add_scalar(f"{phase}/{name}", value, step, walltime=walltime)
+            writer.add_scalar(f"{tag}/{name}", value, step, walltime=walltime)
         log.write(json.dumps({"phase": phase, "step": step, **values}) + "\n")
         log.flush()
         writer.flush()

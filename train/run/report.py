@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-from itertools import cycle
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,29 @@ from murmuration.accounting.certificate.amended import KEY as AMENDS
 from murmuration.accounting.certificate.certificate import html_sections
 from murmuration.accounting.certificate.composition import composed, known_runs
 from murmuration.accounting.durable import atomic
-from murmuration.accounting.escaping import printable
+from murmuration.accounting.epsilon.accountant import show_delta
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.template import html_page
-from murmuration.evaluation.shares import TITLES
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.private import ALLOWANCE, SECRET_FOLDER, WATCHED
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.board import Board
+from murmuration.train.run.report_figures import answers_of, figure
 from murmuration.train.run.report_pictures import samples
 from murmuration.train.storage.certify import completed, earlier_certificate
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Loaded
 from murmuration.train.storage.run_dir import RunDir, measurements
 from murmuration.train.storage.sibling_runs import RunLog
 
-BLUE, ORANGE, GREY = "#2563a8", "#d9772b", "#8a8f98"
+NEXT = [
+    ("recompute ε from the ledger", "python launch/account.py verify RUN_DIR"),
+    ("weights with their certificate", "python launch/export.py RUN_DIR OUT"),
+    ("what the model can do", "python launch/evaluate.py --help"),
+]
+"""What people do with a finished run. Whoever reads the page may have it elsewhere."""
+ACCESS = re.compile(r"(?<=://)[^/@\s]*@|(\?)[^\s{}]*")
+"""User and password, and what follows the question mark of a signed address."""
 
 
 def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], samples: list[dict[str, str]]) -> None:
@@ -46,11 +53,51 @@ def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], s
             for phase in config.phases
             if curves.get(phase.name)
         ],
-        samples=samples,
+        facts=facts(certificate),
+        config=shown_config(config),
+        samples=[sample | {"wrong": _wrong(sample)} for sample in samples],
+        next=NEXT,
         certificate=html_sections(certificate),
     )
     with atomic(run_dir.report, one_writer=True) as file:
         file.write(page.encode())
+
+
+def facts(certificate: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a reader asks first. How long the run took is not among it: private steps take as long as their records
+    make them."""
+    told = {
+        "model": certificate.get("model"),
+        "trained by": certificate.get("engine"),
+        "on": certificate.get("machine"),
+        "last start": (certificate.get("dates") or {}).get("last_start"),
+        "versions": ", ".join(f"{name} {version}" for name, version in (certificate.get("versions") or {}).items()),
+    }
+    for phase in certificate["phases"]:
+        if plan := phase.get("plan"):
+            told[phase["name"]] = (
+                f"n = {plan['records']:,}, q = {phase['sampling_rate']:.6g}, σ = {plan['noise_multiplier']:g}, "
+                f"C = {plan['clip_norm']:g}, T = {plan['steps']:,}, δ = {show_delta(plan['delta'])}"
+            )
+    return [(name, str(value)) for name, value in told.items() if value]
+
+
+def shown_config(config: Config) -> str:
+    """The config with all defaults, for public pages. Addresses are cut where they may carry somebody's access."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cut(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [cut(each) for each in value]
+        return ACCESS.sub(r"\1", value) if isinstance(value, str) and "://" in value else value
+
+    return json.dumps(cut(config.model_dump(by_alias=True, exclude_none=True)), indent=2, ensure_ascii=False)
+
+
+def _wrong(sample: dict[str, str]) -> bool:
+    """Whether the model wrote other words than belong to the picture."""
+    return bool(sample["truth"]) and sample["caption"].lower().split() != sample["truth"].lower().split()
 
 
 def _kind(phase: Phase) -> str:
@@ -73,7 +120,7 @@ def outcomes(config: Config, curves: dict[str, dict[str, dict[int, float]]]) -> 
     found: list[str] = []
     for phase in config.phases:
         points = curves.get(phase.name, {})
-        for name, (label, chance) in _answers(phase, points).items():
+        for name, (label, chance) in answers_of(phase, points).items():
             values = points[name]
             first, last = values[min(values)], values[max(values)]
             beside = [f"before {phase.name}: {first:.3f}"] if phase.trains else []
@@ -82,83 +129,6 @@ def outcomes(config: Config, curves: dict[str, dict[str, dict[int, float]]]) -> 
             found.append(f"{how}{label}: {last:.3f}" + (f" ({', '.join(beside)})" if beside else ""))
     return found
 
-
-def _answers(phase: Phase, points: dict[str, dict[int, float]]) -> dict[str, tuple[str, float | None]]:
-    """The measured shares of right answers: what people call them, and chance where the config knows the labels."""
-    zero_shot = phase.evaluation.zero_shot if phase.evaluation else None
-    axes = (zero_shot.axes or {}) if zero_shot else {}
-    known = {f"zero_shot_{axis}": (axis, 1 / len(labels)) for axis, labels in axes.items()}
-    others = sorted(name for name in points if name.startswith("zero_shot_") and name not in known)
-    found = known | {name: (name.removeprefix("zero_shot_"), None) for name in others}
-    found |= {name: (title, None) for name, title in TITLES.items()}
-    return {name: answer for name, answer in found.items() if name in points}
-
-
-def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
-    """The phase's panels side by side, as SVG."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
-    panels = [name for name in ("loss", "public_loss", "epsilon", "update_snr") if name in points]
-    answers = _answers(phase, points)
-    count = len(panels) + bool(answers)
-    if not count:
-        return ""
-    # Ids inside the SVG follow from what is drawn, and no date is written: it would say when the run ended.
-    style: Any = {
-        "svg.hashsalt": "murmuration",
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "svg.fonttype": "none",
-    }
-    with plt.rc_context(style):
-        drawing, axes = plt.subplots(1, count, figsize=(3.1 * count, 2.5), squeeze=False, layout="constrained")
-        for axis, name in zip(axes[0], panels, strict=False):
-            steps, values = zip(*sorted(points[name].items()), strict=True)
-            axis.plot(steps, values, color=BLUE, marker="o" if len(steps) < 30 else None, markersize=3)
-            axis.set(title=PANELS[name], xlabel="step")
-            if name == "epsilon" and phase.privacy is not None:
-                axis.axhline(phase.privacy.epsilon, color=ORANGE, linestyle="--", linewidth=1)
-                axis.set_ylim(0, phase.privacy.epsilon * 1.1)
-                axis.text(min(points[name]), phase.privacy.epsilon * 1.02, "budget", color=ORANGE, fontsize=8)
-            elif name == "update_snr":
-                axis.set_ylim(bottom=0)
-        if answers:
-            _right_answers(axes[0][-1], phase, points, answers)
-        buffer = io.StringIO()
-        drawing.savefig(buffer, format="svg", metadata={"Date": None})
-        plt.close(drawing)
-    return buffer.getvalue().partition("<svg")[1] + buffer.getvalue().partition("<svg")[2]
-
-
-def _right_answers(
-    axis: Any, phase: Phase, points: dict[str, dict[int, float]], answers: dict[str, tuple[str, float | None]]
-) -> None:  # fmt: skip
-    lines = []
-    for (name, (_, chance)), colour in zip(answers.items(), cycle((BLUE, ORANGE, GREY))):
-        steps, values = zip(*sorted(points[name].items()), strict=True)
-        lines += axis.plot(steps, values, color=colour, marker="o", markersize=3)
-        if chance is not None:
-            axis.axhline(chance, color=colour, linestyle=":", linewidth=1)
-    how = "zero-shot accuracy" if phase.objective == "caption" else "accuracy on the\npublic held-out set"
-    known = any(chance is not None for _, chance in answers.values())
-    axis.set(title=how + ("\n(dotted: chance)" if known else ""), xlabel="step", ylim=(0, 1))
-    # Set as plain text: a legend hides labels that begin with _ and reads what lies between two $ as a formula.
-    legend = axis.legend(lines, [str(number) for number in range(len(lines))], frameon=False, fontsize=8)
-    for text, (label, _) in zip(legend.get_texts(), answers.values(), strict=False):
-        text.set_text(printable(label))
-        text.set_parse_math(False)
-
-
-PANELS = {
-    "loss": "training loss\n(public records)",
-    "public_loss": "loss on the public\nheld-out set",
-    "epsilon": "ε spent",
-    "update_snr": "update signal / noise\n(on public batches)",
-}
 
 # After the last step: public captions, the certificate, the report, all of them from the durable checkpoint.
 
@@ -185,8 +155,10 @@ def write_certificate(
             log.claim(journal.history.run_id, document["claim"]["epsilon_claimed"])
     certificate.write(document, run_dir.root)
     write_report(run_dir, config, document, shown)
+    told = certificate.markdown(document)
+    board.certified(told, phases[latest.position.phase].name, latest.position.step, shown)
     # The claim and what it rests on; what it means in plain words is in the files.
-    board.say(certificate.markdown(document).partition("## What this means")[0])
+    board.say(told.partition("## What this means")[0])
     for text in outcomes(config, read_curves(run_dir)):
         board.say(text)
 
@@ -204,7 +176,7 @@ def _composed(
         # Where a sibling's folder lies is not published.
         "siblings": [{key: value for key, value in other.items() if key != "folder"} for other in siblings],
         "about": {"data": config.about.data, "owner": config.about.owner},
-        "model": f"{config.model.family}, {config.model.size}, pictures of {config.model.image_size} px",
+        "model": _model(config, latest),
         # Of the last start, like the files' times: when the run ended would reveal how long its private steps took.
         "dates": {"last_start": day},
         "engine": str(EngineSettings.of(config)),
@@ -223,6 +195,12 @@ def _composed(
         if others := known_runs(siblings):
             document["composition"] = composed(journal.history, journal.ledger.entries, claimed, others)
     return completed(run_dir, journal.history, document, [latest, *_best(config, run_dir, journal, latest)])
+
+
+def _model(config: Config, latest: Loaded) -> str:
+    shape = config.model
+    parameters = sum(math.prod(each) for each in latest.manifest["shapes"].values())
+    return f"{shape.family}, {shape.size}, pictures of {shape.image_size} px, {parameters:,} parameters"
 
 
 def _best(config: Config, run_dir: RunDir, journal: Journal, latest: Loaded) -> list[Loaded]:

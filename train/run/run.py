@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import declare
 from murmuration.train.run.early_end import asked_for
 from murmuration.train.run.phase import train_phase
-from murmuration.train.run.report import write_certificate
+from murmuration.train.run.report import NEXT, shown_config, write_certificate
 from murmuration.train.run.witness import Witness
 from murmuration.train.storage.checkpoint import CheckpointError, Keep
 from murmuration.train.storage.open_run import open_run
@@ -45,7 +46,7 @@ def run_all(
     )  # fmt: skip
     run = RunContext(
         **vars(opened), config=config,
-        board=Board(run_dir, ranks.main, opened.checkpoints.times, settings.private_curves),
+        board=Board(run_dir, ranks.main, opened.checkpoints.times, settings.private_curves, config.phases),
         stop=StopRequest(run_dir.stop_file, settings.stop_after_minutes),
     )  # fmt: skip
     if run.journal is not None and settings.witness is not None:
@@ -90,6 +91,7 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
             if phase.private:
                 run.ranks.on_main(lambda phase=phase: declare(run, phase))
         run.ranks.on_main(lambda: _declare_choices(run))
+        run.ranks.on_main(lambda: run.board.describe(shown_config(run.config), *_compared(run, phases)))
         for phase in phases:
             loaded = run.latest_checkpoint()
             done = (-1, 0) if loaded is None else (loaded.position.phase, loaded.position.step)
@@ -138,7 +140,10 @@ def _conclude(run: RunContext, phases: list[ReadyPhase]) -> None:
         run.board.say(f"final ε = {verdict.epsilon:.6f} of {verdict.budget:g} at δ = {verdict.delta:.3g}, verified")
         if verdict.claimed is not None and verdict.claimed > round_up(verdict.epsilon):
             run.board.say(f"claimed ε = {verdict.claimed:g}: {verdict.claimed_because}")
-    run.board.say(f"report: {run.folder.report}")
+    run.board.say(f"certificate: {run.folder.root / 'certificate.html'}\nreport: {run.folder.report}")
+    where = shlex.quote(str(run.folder.root))
+    for about, command in NEXT:
+        run.board.say(f"{about}: {command.replace('RUN_DIR', where)}")
 
 
 def tell_state(run: RunContext, **state: object) -> None:
@@ -170,6 +175,26 @@ def _settle_times(run: RunContext) -> None:
     them again."""
     if run.ranks.main:
         run.checkpoints.times.stamp_all(run.folder.root, but=(run.folder.checkpoints.name,))
+
+
+def _compared(run: RunContext, phases: list[ReadyPhase]) -> tuple[dict[str, str | float], list[str]]:
+    """Settings by which people compare runs, and the measurements of the last phase that they compare."""
+    settings: dict[str, str | float] = {"model": f"{run.config.model.family}, {run.config.model.size}"}
+    plans = run.writer.history.plans
+    for phase in phases:
+        if phase.number in plans:
+            plan, name = plans[phase.number], run.board.tag(phase.name)
+            settings |= {
+                f"{name}/n": plan.records, f"{name}/expected batch": plan.divisor, f"{name}/σ": plan.noise_multiplier,
+                f"{name}/C": plan.clip_norm, f"{name}/T": plan.steps, f"{name}/δ": plan.delta,
+                f"{name}/ε budget": plan.epsilon_budget,
+            }  # fmt: skip
+        if phase.settings.schedule is not None:
+            settings[f"{run.board.tag(phase.name)}/peak rate"] = phase.settings.schedule.peak
+    last = phases[-1]
+    metrics = ["epsilon"] if last.private else []
+    metrics += last.measured.metrics() if last.measured is not None else []
+    return settings, [f"{run.board.tag(last.name)}/{metric}" for metric in metrics]
 
 
 def _declare_choices(run: RunContext) -> None:
