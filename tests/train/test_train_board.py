@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import pty
 import stat
 import time
 from collections.abc import Callable
@@ -241,6 +242,49 @@ def test_tensorboard_shows_config_certificate_settings_and_pictures_at_the_time_
     assert told.session_start_info.hparams["σ"].number_value == 0.5
     compared = HParamsPluginData.FromString(found[EXPERIMENT_TAG].metadata.plugin_data.content).experiment.metric_infos
     assert [each.name.tag for each in compared] == ["dp/epsilon"]
+
+
+@pytest.mark.parametrize("slurm", [False, True])
+def test_a_terminal_sees_one_line_that_moves_and_a_log_a_line_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: bool
+) -> None:
+    terminal, inside = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if slurm:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with os.fdopen(inside, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        run_dir = RunDir(tmp_path / "run")
+        run_dir.prepare()
+        board = Board(run_dir, main=True)
+        board.latest = {"phase": "warm", "step": 1, "public_loss": 0.25}
+        for step in (1, 2):
+            board.progress(f"warm  step {step}/4", step, 4)
+        board.say("a checkpoint")
+        board.progress("warm  step 3/4", 3, 4)
+        board.progress("warm  step 4/4", 4, 4)
+        board.close()
+        stdout.flush()
+        seen = b""
+        while not seen.endswith(b"step 4/4\r\n"):  # what a terminal is given comes in pieces
+            seen += os.read(terminal, 10_000)
+    os.close(terminal)
+    seen = seen.decode()
+    if slurm:
+        assert seen.splitlines() == [
+            *(f"warm  step {n}/4" for n in (1, 2)),
+            "a checkpoint",
+            "warm  step 3/4",
+            "warm  step 4/4",
+        ]
+        return
+    drawn = seen.split("\x1b[2K")
+    assert drawn[1] == "█████░░░░░░░░░░░░░░░ warm  step 1/4  public loss 0.250\r"
+    assert drawn[2].startswith("█" * 10 + "░" * 10 + " warm  step 2/4") and all(len(each) <= 60 for each in drawn)
+    assert drawn[3] == "a checkpoint\r\n\r", "instead of the bar"
+    assert drawn[-1] == "warm  step 4/4\r\n" and seen.count("\n") == 2
 
 
 def test_only_the_main_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,9 @@ import base64
 import io
 import json
 import logging
+import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,6 +29,18 @@ from murmuration.train.storage.run_dir import RunDir, end_line, open_private
 
 WAITING = "waiting_share"
 """Share of a step's time for which it waits for records. Where it is not near zero, more cores make steps faster."""
+
+
+WHERE = ("phase", "step")
+"""What the latest measurements say beside values."""
+BAR = 20
+ERASE = "\r\x1b[2K"
+
+
+def on_terminal() -> bool:
+    """Whether somebody watches a terminal that can draw a line again. Under Slurm the output becomes a file
+    even where it looks like a terminal."""
+    return sys.stdout.isatty() and "SLURM_JOB_ID" not in os.environ and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def title(name: str, objective: str) -> str:
@@ -64,6 +79,7 @@ class Board:
         phases: Iterable[Phase] = (),
     ) -> None:
         self._main = main
+        self._live, self._drawn = main and on_terminal(), False
         self._tags = public_tags(phases)
         self._run_dir = run_dir
         self.keeps_private = private_curves
@@ -160,7 +176,28 @@ class Board:
     def say(self, text: str) -> None:
         """The console is a public sink."""
         if self._main:
+            self._end_bar()
             print(printable_lines(text), flush=True)
+
+    def progress(self, line: str, step: int, steps: int) -> None:
+        """On a terminal one line that is drawn again, elsewhere a line each time. Of public values alone, like all that
+        is said."""
+        if not self._main or not self._live or step == steps:
+            self.say(line)
+            return
+        shown = [
+            f"{name.replace('_', ' ')} {value:.3f}" for name, value in (self.latest or {}).items() if name not in WHERE
+        ]
+        filled = BAR * step // steps
+        text = "  ".join([f"{'█' * filled}{'░' * (BAR - filled)} {line.strip()}", *shown])
+        print(ERASE + printable_lines(text)[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+        self._drawn = True
+
+    def _end_bar(self) -> None:
+        """What is said next takes the place of the bar, which comes back below it."""
+        if self._drawn:
+            print(ERASE, end="")
+            self._drawn = False
 
     def close(self) -> None:
         if self._main:

@@ -133,7 +133,7 @@ class Trainer:
         if known is not None:
             values["samples_per_second"] = known[0]
         self.board.public(self.name, step, values)
-        self.board.say(f"{line}  {self.pace.line(step, self.steps)}")
+        self.board.progress(f"{line}  {self.pace.line(step, self.steps)}", step, self.steps)
 
     def _begin(self, step: int, measure: bool = True) -> None:
         """Copies the weights for writing, and measures them; none of the results may leave the job yet."""
