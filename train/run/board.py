@@ -86,7 +86,7 @@ class Board:
         """Whether anything computed on private records without noise is kept, apart from the lists of unusable records;
         equal on all ranks."""
         self.times = times or PublicTimes()
-        self.latest = run_dir.state().get("measured")
+        self.latest: dict[str, Any] | None = run_dir.state().get("measured")
         """What was measured last on held-out public records, also before this start."""
         self.on_measured: Callable[[], None] = lambda: None
         if not main:
