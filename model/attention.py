@@ -1,8 +1,8 @@
 """The captioner's two attention layers, and one switch between the fused and the explicit kernel.
 
 The explicit kernel exists because under `torch.func.vmap` the fused CPU kernel has no batching rule and falls back to a
-loop over samples; four plain operations batch perfectly. The encoder's timm attention has the same switch under the
-same attribute name, so `use_fused` sets both.
+loop over samples; four plain operations batch perfectly. The encoder's attention and timm's have the same switch
+under the same attribute name, so `use_fused` sets all.
 """
 
 from __future__ import annotations

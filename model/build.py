@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.model.captioner import Captioner
-from murmuration.model.classifier import Classifier, ResNetClassifier, TransformerClassifier
+from murmuration.model.classifier import Classifier, TransformerClassifier
 from murmuration.model.encoder import Encoder, PatchProjection
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.settings import ModelSettings, SettingsError, Shape
@@ -60,7 +60,7 @@ def _kind(shape: Shape, objective: str) -> Callable[[Shape], Model]:
     kinds: dict[str, Callable[[Shape], Model]] = {
         "mae": MaskedAutoencoder,
         "caption": Captioner,
-        "classify": TransformerClassifier if shape.resnet is None else ResNetClassifier,
+        "classify": TransformerClassifier if shape.resnet is None else _resnet,
     }
     if objective not in kinds:
         raise ValueError(f'there is no objective "{objective}"; choose "mae", "caption" or "classify".')
@@ -71,6 +71,12 @@ def _kind(shape: Shape, objective: str) -> Callable[[Shape], Model]:
             f'model.positions = "sincos".'
         )
     return kinds[objective]
+
+
+def _resnet(shape: Shape) -> Model:
+    from murmuration.model.resnet import ResNetClassifier  # which imports timm, and no other model does
+
+    return ResNetClassifier(shape)
 
 
 @torch.no_grad()

@@ -1,4 +1,5 @@
-"""Classifiers of single images: a vision transformer, or BiT's ResNet, under one linear head; one loss per image.
+"""Classifiers of single images: a body under one linear head; one loss per image. The body is a vision transformer,
+or BiT's ResNet (`model/resnet.py`).
 
 Called as `model({"images": [B, 3, H, W], "labels": [B]})` -> losses [B]. With "features" [B, width] in place of
 "images" the body is skipped: a frozen body need run only once, and the same head is then trained on its cached features
@@ -11,18 +12,14 @@ outer product of residuals and features, whose sign does not depend on any rando
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import partial
 
 import torch
 import torch.nn.functional as F
-from timm.layers.norm_act import GroupNormAct
-from timm.layers.std_conv import StdConv2d
-from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 
 from murmuration.model.encoder import Encoder, Inputs
 from murmuration.model.record_weight import weighted
-from murmuration.model.settings import Loss, SettingsError, Shape
+from murmuration.model.settings import Loss, Shape
 
 
 def classification_loss(logits: Tensor, labels: Tensor, kind: Loss) -> Tensor:
@@ -77,27 +74,3 @@ class TransformerClassifier(Classifier, Encoder):
 
     def forward(self, inputs: Inputs) -> Tensor:
         return self.row_keys.around(super().forward, inputs)
-
-
-class ResNetClassifier(Classifier):
-    """timm's pre-activation ResNet as in BiT: weight-standardised convolutions and GroupNorm, no BatchNorm."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        net = shape.resnet
-        if net is None:
-            raise SettingsError("a ResNet classifier needs model.stages or a size such as r50x1.")
-        self.shape = shape
-        self.body = ResNetV2(
-            layers=list(net.stages),
-            channels=net.channels,
-            num_classes=0,
-            stem_chs=net.width,
-            stem_type="fixed",
-            norm_layer=partial(GroupNormAct, num_groups=net.groups),
-            conv_layer=partial(StdConv2d, eps=1e-8),
-        )
-        self.head = nn.Linear(shape.encoder.width, shape.head.classes)
-
-    def features(self, images: Tensor) -> Tensor:
-        return self.body.forward_features(images).mean((2, 3))

@@ -1,4 +1,4 @@
-"""The vision transformer that all transformer families share, built from timm's blocks.
+"""The vision transformer that all transformer families share, in timm's names.
 
 timm's whole VisionTransformer is not used: a masked autoencoder should gather the kept patches *before* the patch
 projection (a quarter of the work), and the projection must be a matrix product for per-sample gradients to be
@@ -9,20 +9,18 @@ checkpoints, which are timm's.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
-from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from murmuration.model.drop import KeyedDropout, KeyedDropPath, RowKeys
+from murmuration.model.block import Block, norm_layer
+from murmuration.model.drop import RowKeys
 from murmuration.model.positions import image_positions
 from murmuration.model.settings import Shape
 from murmuration.model.sizes import Stack
 
 Inputs = dict[str, Tensor]
-norm_layer = partial(nn.LayerNorm, eps=1e-6)
 
 
 def blocks(
@@ -30,19 +28,7 @@ def blocks(
 ) -> nn.ModuleList:
     """Pre-norm transformer blocks; `drop_path` is the last one's rate, and rates grow evenly from 0 at the first."""
     rates = [drop_path * number / max(1, stack.depth - 1) for number in range(stack.depth)]
-    return nn.ModuleList(_block(stack, qkv_bias, row_keys, dropout, rate) for rate in rates)
-
-
-def _block(stack: Stack, qkv_bias: bool, row_keys: RowKeys, dropout: float, path: float) -> Block:
-    block = Block(stack.width, stack.heads, mlp_ratio=4.0, qkv_bias=qkv_bias, norm_layer=norm_layer)  # pyright: ignore[reportArgumentType]
-    # These replace timm's own, which draw for the whole batch; at a rate of 0 timm's stay, and do nothing.
-    if dropout:
-        block.attn.proj_drop = KeyedDropout(dropout, row_keys)
-        block.mlp.drop1, block.mlp.drop2 = KeyedDropout(dropout, row_keys), KeyedDropout(dropout, row_keys)
-    if path:
-        block.drop_path1 = KeyedDropPath(path, row_keys)  # pyright: ignore[reportAttributeAccessIssue]
-        block.drop_path2 = KeyedDropPath(path, row_keys)  # pyright: ignore[reportAttributeAccessIssue]
-    return block
+    return nn.ModuleList(Block(stack, qkv_bias, row_keys, dropout, rate) for rate in rates)
 
 
 def patchify(images: Tensor, size: int) -> Tensor:

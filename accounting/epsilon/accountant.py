@@ -14,20 +14,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import dp_accounting
 import numpy as np
-from dp_accounting.pld import privacy_loss_distribution as pld
-from dp_accounting.rdp import RdpAccountant
 
 from murmuration.accounting.epsilon.composition import MOST_ERROR, Composition
 from murmuration.accounting.epsilon.gaussian import AccountingError, gaussian_delta, gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, lower, upper
 
+if TYPE_CHECKING:  # takes longer to import than most answers; RDP and capped batches need it
+    import dp_accounting
+
 __all__ = [
     "Accountant", "AccountingError", "Event", "delta_at", "deltas_at", "describe", "epsilon", "epsilon_below",
-    "gaussian_epsilon", "interval_for", "larger_epsilon", "merge", "plain_sigma", "round_up", "show_delta",
+    "gaussian_epsilon", "interval_for", "larger_epsilon", "merge", "plain_sigma", "quick_epsilon", "round_up",
+    "show_delta",
 ]  # fmt: skip
 
 Accountant = Literal["pld", "rdp"]
@@ -36,6 +37,10 @@ INTERVAL = 1e-4
 LEAST_SIGMA, MOST_SIGMA = 1e-9, 1e9
 # The lattice is made finer if the sum of all losses spreads over fewer intervals than this.
 LEAST_SPREAD = 2000
+# `quick_epsilon`: the intervals that the spread of all losses must cover, the share of it by which rounding each step's
+# loss may blur it, and the cells of a lattice beyond which it is made no finer.
+QUICK_SPREAD, QUICK_BLUR, QUICK_CELLS = 500, 0.02, 2**15
+QUICK_INTERVAL = 2**8 * INTERVAL
 # A lower bound uses a finer lattice if rounding the losses would take more than this off their sum.
 MOST_ROUNDED = 3e-4
 # Lattice cells of one of `other_pairs`, times records: about a second. Beyond that the interval grows.
@@ -107,6 +112,27 @@ def epsilon(events: Sequence[Event], delta: float, accountant: Accountant = "pld
     if not math.isfinite(value) or value < 0:
         raise AccountingError(f"the {accountant} accountant did not converge (epsilon = {value}) for {merged}")
     return value
+
+
+def quick_epsilon(events: Sequence[Event], delta: float) -> float:
+    """A looser upper bound of the PLD epsilon from lattices of few points: milliseconds, for searches that `epsilon`
+    ends.
+
+    The lattice starts coarse and is refined until its interval is small beside the spread of the sum of all losses.
+    """
+    merged = merge(events)
+    if not merged or plain_sigma(merged) is not None or any(event.cap is not None for event in merged):
+        return epsilon(merged, delta)
+    blurred = 2 * QUICK_BLUR / math.sqrt(sum(event.count for event in merged))
+    interval = QUICK_INTERVAL
+    while True:
+        both = _compositions(merged, interval)
+        wanted = both[0].spread_at(delta) * min(1 / QUICK_SPREAD, blurred)
+        room = QUICK_CELLS / max(len(lattice.masses) for lattice in both[0].lattices)
+        finer = math.floor(math.log2(max(1.0, min(interval / wanted, room))))
+        if finer == 0:
+            return larger_epsilon(both, delta)
+        interval /= 2**finer
 
 
 def epsilon_below(events: Sequence[Event], delta: float) -> float | None:
@@ -203,6 +229,8 @@ def _compositions(events: Sequence[Event], interval: float) -> tuple[Composition
 @lru_cache(maxsize=8)
 def _capped(kind: Event) -> tuple[LossLattice, LossLattice]:
     """dp_accounting's discretisation, whose masses are differences: one step's delta is assumed accurate to 2^-52."""
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
     assert kind.cap is not None and kind.records is not None
     try:
         found = pld.from_truncated_subsampled_gaussian_mechanism(
@@ -223,6 +251,8 @@ def _rdp_epsilon(events: Sequence[Event], delta: float) -> float:
 
 def dp_event(event: Event) -> dp_accounting.DpEvent:
     """One of the event's steps, as dp_accounting's RDP accountant knows it."""
+    import dp_accounting
+
     if event.cap is not None:
         raise AccountingError("RDP cannot account for a capped batch; use the PLD accountant")
     return dp_accounting.PoissonSampledDpEvent(event.rate, dp_accounting.GaussianDpEvent(event.sigma))
@@ -230,6 +260,8 @@ def dp_event(event: Event) -> dp_accounting.DpEvent:
 
 def rdp_epsilon(events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: float) -> float:
     """dp_accounting's RDP epsilon, or an error if its orders do not support it."""
+    from dp_accounting.rdp import RdpAccountant
+
     accountant = RdpAccountant()
     absl_logger = logging.getLogger("absl")
     level = absl_logger.level

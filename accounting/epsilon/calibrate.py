@@ -6,15 +6,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from murmuration.accounting.epsilon.accountant import Accountant, AccountingError, Event, epsilon
+from murmuration.accounting.epsilon.accountant import Accountant, AccountingError, Event, epsilon, quick_epsilon
 from murmuration.accounting.plan import RATE_DENOMINATOR, threshold_for
 
 DIGITS = 5
 # Processors round differently: a plan calibrated on one must stay within its budget on all others.
 MARGIN = 1e-8
 MOST_STEPS = 10**9
+MOST_EPSILON = 100.0
+"""The largest target: a larger one promises nothing, and its tiny noise takes minutes to account."""
+
+By = Accountant | Literal["quick"]
 
 
 @lru_cache(maxsize=256)
@@ -24,16 +28,11 @@ def calibrate_sigma(
     """Smallest noise multiplier with `digits` decimals whose re-accounted epsilon is at most `target`."""
     _require_target(target)
     ladder = _SigmaLadder(rate, steps, target, delta, digits)
-    # RDP is quick and pessimistic: its crossing is a close upper bracket for PLD as well.
-    try:
-        ticks = _first_tick(lambda ticks: ladder.excess(ticks, "rdp") <= 0, ladder)
-    except AccountingError:
-        if accountant == "rdp":
-            raise
-        ticks = 10**digits  # RDP has no answer there (a tiny epsilon): PLD searches alone
-    if accountant != "rdp":
-        ticks = _interpolated(*_bracket(ticks, ladder, accountant), ladder, accountant)
-    return ladder.sigma(ticks)
+    if accountant == "rdp":
+        return ladder.sigma(_first_tick(lambda ticks: ladder.excess(ticks, "rdp") <= 0, ladder))
+    # A quick upper bound finds where the answer is, up to a few ticks, and the accountant itself decides among those.
+    near = _interpolated(*_bracket(10**digits, ladder, "quick"), ladder, "quick")
+    return ladder.sigma(_interpolated(*_around(near, ladder, accountant), ladder, accountant))
 
 
 def enlarged(sigma: float, growth: float) -> float:
@@ -45,7 +44,7 @@ def calibrate_steps(rate: float, sigma: float, target: float, delta: float, acco
     """Most steps whose re-accounted epsilon is at most `target`; at least 1, or an error."""
     _require_target(target)
 
-    def fits(count: int, by: Accountant) -> bool:
+    def fits(count: int, by: By) -> bool:
         return _at_most([Event(rate, sigma, count)], target, delta, by)
 
     if not fits(1, accountant):
@@ -59,7 +58,7 @@ def calibrate_batch(
     """Largest whole expected batch whose re-accounted epsilon is at most `target`; at least 1, or an error."""
     _require_target(target)
 
-    def fits(batch: int, by: Accountant) -> bool:
+    def fits(batch: int, by: By) -> bool:
         rate = threshold_for(records, batch) / RATE_DENOMINATOR
         return _at_most([Event(rate, sigma, steps)], target, delta, by)
 
@@ -87,16 +86,25 @@ def affordable_steps(
 def _require_target(target: float) -> None:
     if not (math.isfinite(target) and target > 0):
         raise AccountingError(f"the target epsilon must be finite and positive, but is {target}")
+    if target > MOST_EPSILON:
+        raise AccountingError(
+            f"epsilon = {target:g} promises nothing, so no noise is calibrated to it; give at most {MOST_EPSILON:g} "
+            "(8 is usual), or train without privacy"
+        )
 
 
 def _within(spent: float, target: float) -> bool:
     return spent <= target * (1 - MARGIN)
 
 
-def _at_most(events: list[Event], target: float, delta: float, by: Accountant) -> bool:
+def _spent(events: list[Event], delta: float, by: By) -> float:
+    return quick_epsilon(events, delta) if by == "quick" else epsilon(events, delta, by)
+
+
+def _at_most(events: list[Event], target: float, delta: float, by: By) -> bool:
     """If an accountant gives no answer, the events count as too expensive: the safe side of a search."""
     try:
-        return _within(epsilon(events, delta, by), target)
+        return _within(_spent(events, delta, by), target)
     except AccountingError:
         return False
 
@@ -114,10 +122,10 @@ class _SigmaLadder:
     def sigma(self, ticks: int) -> float:
         return round(ticks * 10.0**-self.digits, self.digits)
 
-    def excess(self, ticks: int, by: Accountant) -> float:
+    def excess(self, ticks: int, by: By) -> float:
         """Log ratio to the target: nearly linear in log sigma, so that interpolation lands close."""
         try:
-            spent = epsilon([Event(self.rate, self.sigma(ticks), self.steps)], self.delta, by)
+            spent = _spent([Event(self.rate, self.sigma(ticks), self.steps)], self.delta, by)
         except AccountingError:
             # Accountants stop converging where there is far too little noise: that is over the budget.
             if ticks > 50 * 10**self.digits:
@@ -152,7 +160,7 @@ def _first_tick(fits: Callable[[int], bool], ladder: _SigmaLadder) -> int:
     return high
 
 
-def _bracket(near: int, ladder: _SigmaLadder, by: Accountant) -> tuple[_Probe, _Probe]:
+def _bracket(near: int, ladder: _SigmaLadder, by: By) -> tuple[_Probe, _Probe]:
     """A probe with too little noise and one with enough; the same probe twice if the lowest tick has enough."""
     high = _Probe(near, ladder.excess(near, by))
     while high.excess > 0:
@@ -168,7 +176,27 @@ def _bracket(near: int, ladder: _SigmaLadder, by: Accountant) -> tuple[_Probe, _
     return low, high
 
 
-def _interpolated(low: _Probe, high: _Probe, ladder: _SigmaLadder, by: Accountant) -> int:
+def _around(near: int, ladder: _SigmaLadder, by: By) -> tuple[_Probe, _Probe]:
+    """As `_bracket`, but close: how fast the quick bound falls there says where the answer lies beside `near`."""
+    beside = near + max(2, near // 16)
+    here, there = ladder.excess(near, "quick"), ladder.excess(beside, "quick")
+    slope = (here - there) / math.log(beside / near)
+    first = _Probe(near, ladder.excess(near, by))
+    if not (math.isfinite(first.excess) and math.isfinite(slope) and slope > 0.1):
+        return _bracket(near, ladder, by)
+    stride, up = near * abs(math.expm1(first.excess / slope)), first.excess > 0
+    stride = math.ceil(min(stride, near / 4)) + 1
+    while True:
+        ticks = max(1, first.ticks + stride if up else first.ticks - stride)
+        if ticks == first.ticks:
+            return first, first
+        second = _Probe(ticks, ladder.excess(ticks, by))
+        if (second.excess > 0) != up:
+            return (first, second) if up else (second, first)
+        first, stride = second, 2 * stride
+
+
+def _interpolated(low: _Probe, high: _Probe, ladder: _SigmaLadder, by: By) -> int:
     """The first tick with enough noise between the two probes."""
     pulled_low = pulled_high = 0
     while (gap := high.ticks - low.ticks) > 1:
@@ -185,23 +213,20 @@ def _interpolated(low: _Probe, high: _Probe, ladder: _SigmaLadder, by: Accountan
     return high.ticks
 
 
-def _largest(fits: Callable[[int, Accountant], bool], accountant: Accountant, most: int) -> int:
-    """Largest number in [1, most] that fits, given that 1 does; RDP, quick and pessimistic, narrows the search."""
+def _largest(fits: Callable[[int, By], bool], accountant: Accountant, most: int) -> int:
+    """Largest number in [1, most] that fits, given that 1 does; a quick upper bound narrows the search for PLD."""
     known = 1
-    for by in ("rdp", accountant):
-        low, high = known, min(most, max(2, known + known // 8))
+    searches: tuple[By, ...] = ("quick", "pld") if accountant == "pld" else (accountant,)
+    for by in searches:
+        stride = known if by == "quick" else max(1, known >> 12)
+        low, high = known, min(most, known + stride)
         while high > low and fits(high, by):
-            if high == most:
-                return most if by == accountant else _largest_from(fits, accountant, most)
-            low, high = high, min(most, high * 2 if by == "rdp" else high + max(1, high // 8))
+            stride *= 2
+            low, high = high, min(most, high + stride)
         known = _halve(lambda value, by=by: fits(value, by), low, high)
         if not fits(known, accountant):
             known = 1
     return known
-
-
-def _largest_from(fits: Callable[[int, Accountant], bool], accountant: Accountant, most: int) -> int:
-    return most if fits(most, accountant) else _halve(lambda value: fits(value, accountant), 1, most)
 
 
 def _halve(fits: Callable[[int], bool], low: int, high: int) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
+from murmuration.accounting.epsilon import calibrate
+from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon, quick_epsilon
 from murmuration.accounting.epsilon.calibrate import affordable_steps, calibrate_batch, calibrate_sigma, calibrate_steps
 from murmuration.accounting.plan import RATE_DENOMINATOR, threshold_for
 
@@ -67,6 +70,47 @@ def test_everything_fits_where_there_is_noise_enough() -> None:
 def test_nonsense_targets(target: float) -> None:
     with pytest.raises(AccountingError, match="finite and positive"):
         calibrate_sigma(0.1, 1, target, 1e-6)
+
+
+@pytest.mark.parametrize("target", [101.0, 1e6, 1e300])
+def test_a_target_that_promises_nothing_is_refused_before_anything_is_searched(
+    target: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("epsilon", "quick_epsilon"):
+        monkeypatch.setattr(calibrate, name, lambda *_: pytest.fail("searched"))
+    for ask in (
+        lambda: calibrate_sigma(0.05, 50, target, 1e-5), lambda: calibrate_steps(0.05, 0.1, target, 1e-5),
+        lambda: calibrate_batch(1000, 0.3, 1000, target, 1e-5),
+    ):  # fmt: skip
+        with pytest.raises(AccountingError, match=r"promises nothing.*give at most 100"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("rate", "steps", "target", "delta"),
+    [(0.05, 50, 1e-6, 1e-5), (0.5, 10_000, 8.0, 1e-6), (0.05, 50, 8.0, 1e-30), (1e-4, 10**6, 8.0, 1e-9)],
+)
+def test_few_points_are_accounted_for_in_full_even_far_out(
+    rate: float, steps: int, target: float, delta: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quick bound comes so close that the accountant itself is asked a few times, whatever is asked."""
+    asked: list[float] = []
+
+    def counted(events: list[Event], *others: Any) -> float:
+        asked.append(events[0].sigma)
+        return epsilon(events, *others)
+
+    monkeypatch.setattr(calibrate, "epsilon", counted)
+    sigma = calibrate_sigma.__wrapped__(rate, steps, target, delta)
+    assert len(asked) <= 10
+    spent, above = (epsilon([Event(rate, each, steps)], delta) for each in (sigma, round(sigma - 1e-5, 5)))
+    assert spent <= target * (1 - calibrate.MARGIN) < above
+
+
+@pytest.mark.parametrize("event", [Event(0.05, 0.7, 50), Event(1e-6, 0.5, 100), Event(0.5, 300.0, 10**6)])
+def test_the_quick_bound_lies_above_the_accounted_epsilon_and_close(event: Event) -> None:
+    exact = epsilon([event], 1e-6)
+    assert exact * (1 - 1e-9) <= quick_epsilon([event], 1e-6) <= 1.3 * exact + 1e-3
 
 
 def test_what_cannot_be_reached_is_said() -> None:

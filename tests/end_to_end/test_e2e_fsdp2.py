@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from murmuration.train.commands.dry_run import dry_run
+from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
 from tests.support.launching import TIMEOUT, Launch, opened_steps, run_worker, wait_for
 from tests.support.runs import SMALL_STEPS, final_weights
@@ -61,8 +61,8 @@ def test_what_would_go_wrong_in_silence_stops_every_rank(found: dict[str, Any]) 
 
 def test_the_dry_run_names_the_engine(launch: Make) -> None:
     job, _ = launch("dry")
-    assert "\nengine: DeepSpeed, ZeRO-1\n" in dry_run(load(job.config, []))
-    assert "\nengine: FSDP2 (torch" in dry_run(load(job.config, ["run.engine=fsdp2"]))
+    assert "\nengine: DeepSpeed, ZeRO-1\n" in as_text(meaning(load(job.config, [])))
+    assert "\nengine: FSDP2 (torch" in as_text(meaning(load(job.config, ["run.engine=fsdp2"])))
 
 
 @pytest.mark.slow

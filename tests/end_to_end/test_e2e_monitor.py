@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.certificate.certificate import verify
-from murmuration.train.commands.dry_run import dry_run
+from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
 from tests.support.launching import BIN, ROOT, TIMEOUT, Launch, environment, free_port, ledger_lines
 from tests.support.warm import WarmLauncher
@@ -118,6 +118,6 @@ def test_public_measurements_work_where_no_rank_holds_the_model_whatever_is_trai
     assert [line["step"] for line in private if line.get("monitor_gradient_norm_squared", 0) > 0] == [0, 4]
     assert [line["step"] for line in private if "zero_shot_colour" in line] == [0, 2, 4, 6]
     (elements,) = {line["facts"]["noise"]["elements"] for line in ledger_lines(run_dir) if line["kind"] == "commit"}
-    plan = dry_run(load(job.config, []))
+    plan = as_text(meaning(load(job.config, [])))
     assert f"{elements:,} trainable ({trainable})" in plan, plan
     assert verify(run_dir).committed == 6

@@ -74,8 +74,12 @@ def _dry_run_group(job: tuple[list[Path], Path]) -> Items:
 
 
 def _dry_run(path: Path, folder: Path, *options: str) -> Items:
-    done = commands.here("train.py", "--config", str(path), "--dry-run", *options)
-    return {path.relative_to(folder).as_posix(): normalised(f"exit code {done.code}\n{done.output}", folder)}
+    """What it says to people, then what it says to scripts; the noise is calibrated once for both."""
+    said = ""
+    for form in ((), ("--json",)):
+        done = commands.here("train.py", "--config", str(path), "--dry-run", *form, *options)
+        said += f"exit code {done.code}\n{done.output}"
+    return {path.relative_to(folder).as_posix(): normalised(said, folder)}
 
 
 def _recipes_elsewhere(folder: Path) -> list[Path]:

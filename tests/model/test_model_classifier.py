@@ -14,7 +14,8 @@ from timm.layers.std_conv import StdConv2d
 from timm.models.resnetv2 import ResNetV2
 
 from murmuration.model.build import build
-from murmuration.model.classifier import Classifier, ResNetClassifier, TransformerClassifier, classification_loss
+from murmuration.model.classifier import Classifier, TransformerClassifier, classification_loss
+from murmuration.model.resnet import ResNetClassifier
 from murmuration.model.settings import ModelSettings
 from murmuration.model.sizes import RESNETS, Size
 

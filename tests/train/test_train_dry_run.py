@@ -30,13 +30,31 @@ def test_a_dry_run_says_what_the_config_means_without_launcher_or_data(tmp_path:
     for word in (
         "n             400 (expected_records; the data are not at hand)", "q             0.05 = 214748365/2^32",
         "sigma", "(calibrated)", "C             1 (flat)", "T             5", "epsilon", "of 8 (PLD)",
-        "delta         0.00125", "parameters", "memory/rank", "fp64 sums", '"expected_batch": 20.0',
+        "delta         0.00125", "parameters", "memory/rank", "fp64 sums",
         "non-private   on public data; batch 16, 2 steps",
     ):  # fmt: skip
         assert word in done.stdout, word
     spent = float(done.stdout.split("epsilon       ")[1].split(" of")[0])
     assert 7.9 < spent <= 8.0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json"], "nothing is written"
+
+
+def test_people_are_told_first_and_scripts_get_json_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BASE))
+    said = command("--config", str(path), "--dry-run", cwd=tmp_path)
+    assert said.returncode == 0 and said.stdout.startswith("engine: DeepSpeed, ZeRO-1\n") and "{" not in said.stdout
+    piped = command("--config", str(path), "--dry-run", "--json", cwd=tmp_path)
+    assert piped.returncode == 0 and piped.stderr == ""
+    found = json.loads(piped.stdout)
+    public, private = found["phases"]
+    assert found["config"]["phases"][1]["privacy"]["expected_batch"] == 20.0 and found["model"]["vocabulary"] == 64
+    assert (public["private"], public["batch"], public["steps"]) == (False, 16, 2)
+    assert (private["n"], private["sigma"], private["steps"], private["delta"]) == (400, 1.5, 5, 0.00125)
+    assert f"epsilon       {private['epsilon']} of {private['epsilon_budget']:g} (PLD)" in said.stdout
+    assert f"{private['parameters']:,} trainable (all)" in said.stdout
+    alone = command("--config", str(path), "--json", cwd=tmp_path)
+    assert alone.returncode == 2 and alone.stdout == "" and "give --dry-run as well" in alone.stderr
 
 
 def test_missing_data_are_bad_input_in_one_sentence_with_the_mend(tmp_path: Path) -> None:

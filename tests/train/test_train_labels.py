@@ -12,7 +12,7 @@ from PIL import Image
 
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.index.folders import build_folder
-from murmuration.train.commands.dry_run import dry_run
+from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import ConfigError, load
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
@@ -125,7 +125,7 @@ def test_what_would_number_classes_otherwise_is_refused_at_the_start_and_by_a_dr
     with pytest.raises(RecipeError, match=message):
         prepare(config_of(sets, _absolute(change, sets), **private))
     with pytest.raises(RecipeError, match=message):
-        dry_run(config_of(sets, _absolute(change, sets), **private))
+        meaning(config_of(sets, _absolute(change, sets), **private))
 
 
 def _absolute(value: Any, folder: Path) -> Any:
@@ -152,9 +152,11 @@ def test_public_folders_of_other_classes_do_not_share_outputs_by_rank(sets: Path
 
 
 def test_a_dry_run_goes_without_what_is_not_at_hand(sets: Path) -> None:
-    assert f"phases.1.data.classes: {sets / 'classes.txt'}\n" in dry_run(config_of(sets, {}, expected_records=12))
+    assert f"phases.1.data.classes: {sets / 'classes.txt'}\n" in as_text(
+        meaning(config_of(sets, {}, expected_records=12))
+    )
     (sets / "classes.txt").unlink()
-    assert "classes.txt; not at hand, and needed to train" in dry_run(config_of(sets, {}, expected_records=12))
+    assert "classes.txt; not at hand, and needed to train" in as_text(meaning(config_of(sets, {}, expected_records=12)))
     with pytest.raises(RecipeError, match="the class list cannot be read"):
         prepare(config_of(sets))
 

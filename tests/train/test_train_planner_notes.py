@@ -12,7 +12,7 @@ import pytest
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.model.build import build
-from murmuration.train.commands.dry_run import dry_run
+from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
 from murmuration.train.planner.cluster import step_time
 from murmuration.train.planner.memory import WeightCounts, memory
@@ -50,7 +50,7 @@ def test_a_simulation_is_called_not_private_at_the_epsilon_of_its_config(
     spent = epsilon([Event(run["threshold"] / 2**32, run["noise_multiplier"], 10)], run["delta"])
     assert phase["batch"] == pytest.approx(2048, abs=0.1) and phase["epsilons"][-1] == [10, pytest.approx(spent)]
     assert run["noise_multiplier"] == 1.0 if sigma else spent > 1.2, "what will run, not what the config reads as"
-    assert f"  note          {SAID}\n" in dry_run(load(path, []))
+    assert f"  note          {SAID}\n" in as_text(meaning(load(path, [])))
 
 
 def test_a_phase_that_keeps_its_promise_has_no_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +60,7 @@ def test_a_phase_that_keeps_its_promise_has_no_note(tmp_path: Path, capsys: pyte
     assert "(mae, private)" in said and "NOT PRIVATE" not in said and "note " not in said
     assert ask(path, "--json") == 0
     assert json.loads(capsys.readouterr().out)["phases"][0]["note"] is None
-    assert "NOT PRIVATE" not in dry_run(load(path, []))
+    assert "NOT PRIVATE" not in as_text(meaning(load(path, [])))
 
 
 def mixing(batch: int) -> dict[str, Any]:

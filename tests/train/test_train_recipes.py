@@ -13,7 +13,7 @@ import pytest
 from murmuration.accounting.epsilon.accountant import Event, epsilon, epsilon_below
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.plan import RATE_DENOMINATOR, parse_delta, threshold_for
-from murmuration.train.commands.dry_run import dry_run
+from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
 from murmuration.train.recipe.ready_phase import make_plan, planned_epsilon, with_steps
 from tests.support.shipped_recipes import COUNTS, FILES, IMAGENET, PLANS, ROOT, private_phase
@@ -23,7 +23,7 @@ PUBLIC = {f"pretrain_{body}" for body in ("vitb", "vitl", "vith", "r50x4", "r152
 
 @functools.cache
 def shown(name: str, *overrides: str) -> str:
-    return dry_run(load(FILES[name], list(overrides)))
+    return as_text(meaning(load(FILES[name], list(overrides))))
 
 
 def test_the_table_names_every_shipped_recipe() -> None:
@@ -106,7 +106,7 @@ def test_one_step_at_eight_budgets(epsilon: float, at_a_millionth: float) -> Non
     assert plan.threshold == 2**32 and 0.999 * epsilon < planned_epsilon(plan) <= epsilon
     refused = [f"phases.1.privacy.epsilon={float(epsilon)}", "phases.1.privacy.delta=1e-6"]
     with pytest.raises(ValueError, match=r"delta must lie in \(0, 1/n\]"):
-        dry_run(load(FILES["transfer_vith_onestep"], refused))
+        meaning(load(FILES["transfer_vith_onestep"], refused))
 
 
 @pytest.mark.parametrize(

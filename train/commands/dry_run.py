@@ -1,15 +1,21 @@
-"""`--dry-run`: what a config means, resolved and counted, without touching a GPU or a private record."""
+"""`--dry-run`: what a config means, resolved and counted, without touching a GPU or a private record.
+
+`meaning` finds it out, as values; `as_text` says it to people and `as_json` to scripts.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from murmuration.accounting.epsilon.accountant import round_up
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.model.build import build
+from murmuration.model.settings import Shape
 from murmuration.model.trainable import select
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.root import Config, Phase
@@ -20,73 +26,89 @@ from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import clip_rule, make_plan, planned_epsilon, resolve_shape, with_steps
 
 
-def dry_run(config: Config) -> str:
-    """Text for people; the resolved config in it is JSON."""
+@dataclass(frozen=True)
+class Promise:
+    """What a private phase promises, and at what noise."""
+
+    plan: PrivacyPlan
+    epsilon: float
+    """What all steps spend, rounded up."""
+    records_known: str
+    """How n is known."""
+    calibrated: bool
+    clip: str
+
+    @property
+    def notes(self) -> list[str]:
+        found = [note] if (note := simulation(self.plan)) is not None else []
+        if self.epsilon > self.plan.epsilon_budget:
+            found.append("the budget ends the phase before its last step")
+        return found
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """GiB for weights, gradients and optimizer, as the planner counts them, without activations."""
+
+    each_rank: float
+    split: float
+    """What N ranks share."""
+    per_record: float
+    """What the engines for checking keep for the gradients of a micro-batch."""
+
+
+@dataclass(frozen=True)
+class PhaseMeaning:
+    """One phase; a phase without steps has neither parameters nor memory."""
+
+    number: int
+    phase: Phase
+    trainable: int = 0
+    promise: Promise | None = None
+    memory: MemoryNeed | None = None
+
+
+@dataclass(frozen=True)
+class Meaning:
+    config: Config
+    shape: Shape
+    phases: list[PhaseMeaning]
+
+
+def meaning(config: Config) -> Meaning:
     shape = resolve_shape(config)
-    lines = ["resolved config:", json.dumps(config.model_dump(by_alias=True, exclude_none=True), indent=2)]
-    lines += ["", "resolved model:", json.dumps(asdict(shape), indent=2)]
-    lines += ["", f"engine: {EngineSettings.of(config)}"]
     check_at_hand(config, shape.head.classes)
-    for where, path in named_lists(config):
-        lines += [f"{where}: {path}{'' if path.exists() else '; not at hand, and needed to train'}"]
-    for number, phase in enumerate(config.phases):
-        lines += ["", f"phase {number} ({phase.name}, {phase.objective}):"]
-        if not phase.trains:
-            lines += [f"  {_without_steps(phase)}"]
-            continue
-        model = build(shape, phase.objective, device="meta")
-        select(model, phase.trainable)
-        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        lines += [f"  parameters    {trainable:,} trainable ({phase.trainable})"]
-        lines += [f"  {text}" for text in _promise(config, number, phase)]
-        lines += [f"  memory/rank   {_memory(config, phase, model)}"]
-    return "\n".join(lines)
+    return Meaning(config, shape, [_of_phase(config, shape, *numbered) for numbered in enumerate(config.phases)])
 
 
-def _without_steps(phase: Phase) -> str:
-    if isinstance(phase.data, CheckpointData):
-        there = "" if Path(phase.data.path).exists() else "; not at hand, and needed to train"
-        return f"starts from   {phase.data.path}{there}"
-    return f"only measures {phase.evaluation.path if phase.evaluation else ''}"
+def _of_phase(config: Config, shape: Shape, number: int, phase: Phase) -> PhaseMeaning:
+    if not phase.trains:
+        return PhaseMeaning(number, phase)
+    model = build(shape, phase.objective, device="meta")
+    select(model, phase.trainable)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    phase, promise = _promise(config, number, phase)
+    return PhaseMeaning(number, phase, trainable, promise, _memory(config, phase, model))
 
 
-def _promise(config: Config, number: int, phase: Phase) -> list[str]:
+def _promise(config: Config, number: int, phase: Phase) -> tuple[Phase, Promise | None]:
+    """The phase with its steps as a number, and what it promises if it is private."""
     where = f"phases.{number}"
     if phase.privacy is None:
-        marked = "on public data" if phase.data.public else "on data not declared public: the run is NOT PRIVATE"
         if phase.epochs is not None:
             phase = with_steps(phase, known_records(phase, where)[0], where, config.run.noise)
-        return [f"non-private   {marked}; batch {phase.batch}, {phase.steps} steps"]
+        return phase, None
     records, source = known_records(phase, where)
     phase = with_steps(phase, records, where, config.run.noise)
     assert phase.privacy is not None
     plan = make_plan(phase, phase.privacy, records, where, noise=config.run.noise)
     clip_rule(phase.privacy, plan, config.train_micro_batch_size_per_gpu)
-    spent = planned_epsilon(plan)
-    found = [
-        f"n             {plan.records:,} ({source})",
-        f"q             {plan.sampling_rate:.8g} = {plan.threshold}/2^32 (expected batch {plan.divisor:,.2f})",
-        f"sigma         {plan.noise_multiplier:g}"
-        + (" (calibrated)" if phase.privacy.noise_multiplier is None else " (given)"),
-        *([f"noise         exact; charged as {plan.charged_as(1):.6f}·sigma for its grid"] if plan.grid_growth else []),
-        *(f"released      {m.name}: bound {m.bound:g}, noise {m.std:g} per step" for m in plan.metrics),
-        f"C             {plan.clip_norm:g} ({phase.privacy.clip.kind})",
-        f"T             {plan.steps}",
-        f"epsilon       {round_up(spent)} of {plan.epsilon_budget:g} (PLD)",
-        f"delta         {plan.delta:.6g}",
-    ]
-    if (note := simulation(plan)) is not None:
-        found.append(f"note          {note}")
-    if spent > plan.epsilon_budget:
-        found.append("note          the budget ends the phase before its last step")
-    return found
+    calibrated = phase.privacy.noise_multiplier is None
+    return phase, Promise(plan, round_up(planned_epsilon(plan)), source, calibrated, phase.privacy.clip.kind)
 
 
-def _memory(config: Config, phase: Phase, model: nn.Module) -> str:
-    """Memory that every rank needs plus memory split over N ranks, as the planner counts it, without activations.
-
-    FSDP2 shards what ZeRO-3 shards, and its optimizer needs no copy of the weights.
-    """
+def _memory(config: Config, phase: Phase, model: nn.Module) -> MemoryNeed:
+    """FSDP2 shards what ZeRO-3 shards, and its optimizer needs no copy of the weights."""
     fsdp = config.run.engine == "fsdp2"
     zero = config.zero_optimization
     weights = weights_of(model, phase)
@@ -98,10 +120,86 @@ def _memory(config: Config, phase: Phase, model: nn.Module) -> str:
         return (need.stays + max(need.while_computing, need.update)) / GIB
 
     many = 1 << 20
-    fixed, split = held(many), held(1) - held(many)
-    sums = "fp64 sums and " if weights.private else ""
-    text = f"{fixed:.2f} GiB + {split:.2f} GiB/N for weights, gradients, {sums}optimizer"
+    per_record = 0.0
     if phase.privacy is not None and config.run.clip_engine != "book-keeping":
         per_record = 4 * weights.trainable * config.train_micro_batch_size_per_gpu / GIB
-        text += f" + {per_record:.2f} GiB for per-record gradients"
-    return text
+    return MemoryNeed(held(many), held(1) - held(many), per_record)
+
+
+def as_text(found: Meaning) -> str:
+    lines = [f"engine: {EngineSettings.of(found.config)}"]
+    for where, path in named_lists(found.config):
+        lines += [f"{where}: {path}{_at_hand(path)}"]
+    for one in found.phases:
+        lines += ["", f"phase {one.number} ({one.phase.name}, {one.phase.objective}):"]
+        lines += [f"  {line}" for line in _told(one)]
+    return "\n".join(lines)
+
+
+def _at_hand(path: Path) -> str:
+    return "" if path.exists() else "; not at hand, and needed to train"
+
+
+def _told(one: PhaseMeaning) -> list[str]:
+    phase = one.phase
+    if one.memory is None:
+        if isinstance(phase.data, CheckpointData):
+            return [f"starts from   {phase.data.path}{_at_hand(Path(phase.data.path))}"]
+        return [f"only measures {phase.evaluation.path if phase.evaluation else ''}"]
+    lines = [f"parameters    {one.trainable:,} trainable ({phase.trainable})"]
+    if one.promise is not None:
+        lines += _promised(one.promise)
+    else:
+        marked = "on public data" if phase.data.public else "on data not declared public: the run is NOT PRIVATE"
+        lines += [f"non-private   {marked}; batch {phase.batch}, {phase.steps} steps"]
+    sums = "fp64 sums and " if one.promise is not None else ""
+    need = one.memory
+    text = f"{need.each_rank:.2f} GiB + {need.split:.2f} GiB/N for weights, gradients, {sums}optimizer"
+    if need.per_record:
+        text += f" + {need.per_record:.2f} GiB for per-record gradients"
+    return [*lines, f"memory/rank   {text}"]
+
+
+def _promised(promise: Promise) -> list[str]:
+    plan = promise.plan
+    return [
+        f"n             {plan.records:,} ({promise.records_known})",
+        f"q             {plan.sampling_rate:.8g} = {plan.threshold}/2^32 (expected batch {plan.divisor:,.2f})",
+        f"sigma         {plan.noise_multiplier:g}" + (" (calibrated)" if promise.calibrated else " (given)"),
+        *([f"noise         exact; charged as {plan.charged_as(1):.6f}·sigma for its grid"] if plan.grid_growth else []),
+        *(f"released      {m.name}: bound {m.bound:g}, noise {m.std:g} per step" for m in plan.metrics),
+        f"C             {plan.clip_norm:g} ({promise.clip})",
+        f"T             {plan.steps}",
+        f"epsilon       {promise.epsilon} of {plan.epsilon_budget:g} (PLD)",
+        f"delta         {plan.delta:.6g}",
+        *(f"note          {note}" for note in promise.notes),
+    ]
+
+
+def as_json(found: Meaning) -> str:
+    whole = {
+        "config": found.config.model_dump(by_alias=True, exclude_none=True),
+        "model": asdict(found.shape),
+        "engine": str(EngineSettings.of(found.config)),
+        "lists": {where: {"path": str(path), "at_hand": path.exists()} for where, path in named_lists(found.config)},
+        "phases": [_as_values(one) for one in found.phases],
+    }
+    return json.dumps(whole, indent=2)
+
+
+def _as_values(one: PhaseMeaning) -> dict[str, Any]:
+    phase = one.phase
+    value: dict[str, Any] = {"number": one.number, "name": phase.name, "objective": phase.objective}
+    if one.memory is None:
+        return value
+    value |= {"trainable": phase.trainable, "parameters": one.trainable, "steps": phase.steps}
+    value |= {"private": one.promise is not None, "memory_gib": asdict(one.memory)}
+    if one.promise is None:
+        return value | {"batch": phase.batch, "public": phase.data.public}
+    promise, plan = one.promise, one.promise.plan
+    return value | {
+        "n": plan.records, "n_known": promise.records_known, "q": plan.sampling_rate, "threshold": plan.threshold,
+        "expected_batch": plan.divisor, "sigma": plan.noise_multiplier, "calibrated": promise.calibrated,
+        "clip_norm": plan.clip_norm, "clip_kind": promise.clip, "epsilon": promise.epsilon,
+        "epsilon_budget": plan.epsilon_budget, "delta": plan.delta, "plan": plan.as_dict(), "notes": promise.notes,
+    }  # fmt: skip

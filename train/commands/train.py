@@ -24,6 +24,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add_config(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what the config means, and stop")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: one JSON document, and nothing else")
     parser.add_argument(
         "--resume", choices=("auto", "must", "never"), default="auto",
         help="auto: continue the run in the run directory, if there is one; must: refuse if there is none; never: "
@@ -32,7 +33,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--new-segment", metavar="WHY", help="declare a changed config: it gets new keys, and opened steps stay charged"
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.json and not arguments.dry_run:
+        parser.error("--json prints what --dry-run finds out; give --dry-run as well")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,11 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load(arguments.config, arguments.set)
         if arguments.dry_run:
-            from murmuration.train.commands.dry_run import dry_run
+            from murmuration.train.commands.dry_run import as_json, as_text, meaning
 
-            text = dry_run(config)
+            found = meaning(config)
             if os.environ.get("RANK", "0") == "0":
-                print(text)
+                print((as_json if arguments.json else as_text)(found))
             return DONE
         from murmuration.train.recipe.ready_phase import prepare
 

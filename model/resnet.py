@@ -1,0 +1,37 @@
+"""The classifier on BiT's ResNet. A file of its own, because timm takes seconds to import."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from timm.layers.norm_act import GroupNormAct
+from timm.layers.std_conv import StdConv2d
+from timm.models.resnetv2 import ResNetV2
+from torch import Tensor, nn
+
+from murmuration.model.classifier import Classifier
+from murmuration.model.settings import SettingsError, Shape
+
+
+class ResNetClassifier(Classifier):
+    """timm's pre-activation ResNet as in BiT: weight-standardised convolutions and GroupNorm, no BatchNorm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        net = shape.resnet
+        if net is None:
+            raise SettingsError("a ResNet classifier needs model.stages or a size such as r50x1.")
+        self.shape = shape
+        self.body = ResNetV2(
+            layers=list(net.stages),
+            channels=net.channels,
+            num_classes=0,
+            stem_chs=net.width,
+            stem_type="fixed",
+            norm_layer=partial(GroupNormAct, num_groups=net.groups),
+            conv_layer=partial(StdConv2d, eps=1e-8),
+        )
+        self.head = nn.Linear(shape.encoder.width, shape.head.classes)
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.body.forward_features(images).mean((2, 3))
