@@ -18,6 +18,7 @@ from murmuration.train.planner.memory import GIB, memory, simulation, weights_of
 from murmuration.train.recipe.labels import check_at_hand, named_lists
 from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import clip_rule, make_plan, planned_epsilon, resolve_shape, with_steps
+from murmuration.train.recipe.record_names import names_at_hand
 
 
 def dry_run(config: Config) -> str:
@@ -31,6 +32,7 @@ def dry_run(config: Config) -> str:
         lines += [f"{where}: {path}{'' if path.exists() else '; not at hand, and needed to train'}"]
     for number, phase in enumerate(config.phases):
         lines += ["", f"phase {number} ({phase.name}, {phase.objective}):"]
+        lines += [f"  note          {text}" for text in names_at_hand(number, phase)]
         if not phase.trains:
             lines += [f"  {_without_steps(phase)}"]
             continue
