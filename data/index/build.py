@@ -26,7 +26,16 @@ from murmuration.accounting.durable import try_lock
 from murmuration.accounting.strict_json import parse
 from murmuration.data.index.census import Census, remarks, total
 from murmuration.data.index.energon import check_sidecar, sidecar, trusted_scan, write_sidecar
-from murmuration.data.index.format import OFFSETS, SHARDS, read_manifest, same_content, shard_of, write_manifest
+from murmuration.data.index.format import (
+    OFFSETS,
+    SHARDS,
+    digest_of,
+    read_manifest,
+    same_content,
+    shard_of,
+    write_manifest,
+)
+from murmuration.data.index.kept_census import Names, read_census, write_census
 from murmuration.data.index.scan import Scan, Stamp, check_stats, scan, stamp_of
 from murmuration.data.store.index_files import cannot_write, index_file, make_folder, open_npy, read_json
 from murmuration.data.store.place import Place, Shard, ShardError, join
@@ -49,6 +58,10 @@ class Noted:
     stamp: Stamp | None
     row: int | None = None
     census: Census | None = None  # set for a shard that was read since the last complete index
+    names: Names | None = None  # what that index kept of the census of one that was not
+
+    def kept(self) -> Names | None:
+        return self.names if self.census is None else Names.of(self.census)
 
 
 @dataclass(frozen=True)
@@ -116,11 +129,12 @@ class Known:
             return
         self._rows = rows
         root = Path(os.path.realpath(manifest.root)) if isinstance(manifest.root, Path) else manifest.root
+        names = read_census(target, digest_of(SHARDS, manifest.shards), len(manifest.shards))
         row = 0
-        for shard in manifest.shards:
+        for shard, kept in zip(manifest.shards, names, strict=True):
             place = str(join(root, shard.name))
             if isinstance(stamps.get(place), list):
-                self._indexed[place] = Noted(shard, tuple(stamps[place]), row)
+                self._indexed[place] = Noted(shard, tuple(stamps[place]), row, names=kept)
             row += shard.records + 1
 
     def look_up(self, names: Sequence[str], *, without_content: bool) -> list[Noted | None]:
@@ -308,6 +322,7 @@ def _assemble(work: WorkArea, known: Known, found: Sequence[Noted], target: Path
     write_offsets(target, shards, parts())
     # After the offsets, so that a kill in between leaves hashes that do not match, which is refused and not misread.
     write_manifest(target, SHARDS, work.root, shards, {})
+    write_census(target, digest_of(SHARDS, shards), [noted.kept() for noted in found])
     stamps = {str(work.place(noted.shard.name)): noted.stamp for noted in found if noted.stamp}
     with index_file(target / STAMPS) as file:
         file.write(json.dumps(stamps).encode())
@@ -320,6 +335,11 @@ def _remarks(found: Sequence[Noted]) -> Iterator[str]:
         more = f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else ""
         yield f"{len(empty)} of {len(found)} shards contain no record: {', '.join(empty[:_NAMED])}{more}"
     yield from remarks(total(noted.census for noted in found if noted.census is not None))
+    if bare := sum(noted.kept() is None for noted in found):
+        yield (
+            f"{bare} of {len(found)} shards were indexed on trust or by an earlier version, which counted no names of "
+            "members and fields, so configs are not compared with them; --rescan counts them"
+        )
 
 
 def write_offsets(target: Path, shards: Sequence[Shard], parts: Iterable[np.ndarray]) -> None:

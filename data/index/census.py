@@ -2,7 +2,7 @@
 what lies beside shards and images and is not read.
 
 Only structure is counted, never content: names of members, and the keys of some of their .json. The counts are shown to
-the person who builds the index and are not kept once the index is complete: n is all that is published about private
+the person who builds the index, and kept for the owner alone (kept_census.py): n is all that is published about private
 records.
 """
 
@@ -26,20 +26,20 @@ _SHOWN = 6
 # Files beside shards: Energon's, img2dataset's, and those of prepare.py pack.
 _COMPANIONS = (".tar", ".tar.idx", "_stats.json", ".parquet", "classes.txt", "left_out.jsonl", "packed.json")
 _TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
-_JSON_PER_SHARD, _LARGEST_JSON = 100, 1 << 20
-_MOST_KEYS = 1000
+_JSON_AT_FIRST, _LARGEST_JSON = 100, 1 << 20
+MOST_KEYS = 1000
 
 
 @dataclass
 class Census:
     """`sets` counts records by their suffixes, `loose` counts the files that belong to no record; `keys` counts the
-    fields of the first `.json` members of each shard, of which `opened` could be read."""
+    fields of some `.json` members of each shard, of which `opened` could be read."""
 
     sets: Counter[tuple[str, ...]] = field(default_factory=Counter)
     loose: int = 0
     keys: Counter[str] = field(default_factory=Counter)
     opened: int = 0
-    _tried: int = 0
+    _json: int = 0
 
     def count(self, suffixes: Iterable[str]) -> None:
         """Count one more record; without suffixes there is nothing to count."""
@@ -47,18 +47,22 @@ class Census:
             self.sets[found] += 1
 
     def wants(self, suffix: str, size: int) -> bool:
-        """Whether the keys of one more member of this suffix and size are to be counted."""
-        return suffix == "json" and size <= _LARGEST_JSON and self._tried < _JSON_PER_SHARD
+        """Whether the keys of one more member of this suffix and size are to be counted: the first hundred, then every
+        second, every fourth and so on, so that a shard whose records are sorted is seen up to its end."""
+        if suffix != "json":
+            return False
+        number, self._json = self._json, self._json + 1
+        every = 1 << (number // _JSON_AT_FIRST).bit_length()
+        return number % every == 0 and size <= _LARGEST_JSON
 
     def look_into(self, raw: bytes) -> None:
-        self._tried += 1
         try:
             found = json.loads(raw)
         except (ValueError, RecursionError):
             return
         if isinstance(found, dict):
             self.opened += 1
-            self.keys.update(key for key in found if key in self.keys or len(self.keys) < _MOST_KEYS)
+            self.keys.update(key for key in found if key in self.keys or len(self.keys) < MOST_KEYS)
 
     def facts(self) -> dict[str, Any]:
         return {

@@ -15,6 +15,7 @@ import pytest
 
 from murmuration.data.index.census import Census, remarks
 from murmuration.data.index.folders import build_folder
+from murmuration.data.index.kept_census import CENSUS
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.place import ShardError
 
@@ -65,7 +66,7 @@ def test_all_that_is_left_out_is_said(odd: Path, tmp_path: Path) -> None:
     assert all(sentence in done.stdout for sentence in said)
 
 
-def test_what_was_read_before_a_stop_is_said_as_well_and_kept_nowhere(
+def test_what_was_read_before_a_stop_is_said_as_well_and_kept_for_the_owner_alone(
     odd: Path, tmp_path: Path, write_members: Callable[..., Path]
 ) -> None:
     out = tmp_path / "out"
@@ -78,7 +79,8 @@ def test_what_was_read_before_a_stop_is_said_as_well_and_kept_nowhere(
     assert len(notes) == 3 and all(note.stat().st_mode & 0o077 == 0 for note in notes)
     damaged.unlink()
     assert _told(odd, out)[:5] == SAID[:5]
-    assert not any(b"caption" in path.read_bytes() for path in out.rglob("*") if path.is_file())
+    kept = [path for path in out.rglob("*") if path.is_file() and b"caption" in path.read_bytes()]
+    assert kept == [out / CENSUS] and kept[0].stat().st_mode & 0o077 == 0
     # Shards that are known are not read again, so of their members nothing is said.
     assert [each.partition(":")[0] for each in _told(odd, out)] == ["2 of 3 shards contain no record", "not used"]
 
@@ -97,14 +99,15 @@ def test_the_fields_of_a_json_are_counted_and_nothing_that_they_hold(
     samples = [{"__key__": f"{n:03d}", "jpg": picture(n), "json": text} for n, text in enumerate(texts)]
     large = {"__key__": "large", "jpg": picture(9), "txt": b"x", "json": b'{"big": "' + b"x" * (2 << 20) + b'"}'}
     write_tar(folder / "0.tar", [*samples, large])
-    # Of each shard the first hundred are looked into.
+    # Of each shard the first hundred are looked into, and then every second.
     write_tar(folder / "1.tar", [{"__key__": f"{n}", "json": b'{"n": 1}'} for n in range(150)])
     said: list[str] = []
     index = build(folder, tell=said.append)
-    assert said[1] == "of 102 .json looked into, 100 have n, 2 have patient, 1 have captions"
+    assert said[1] == "of 127 .json looked into, 125 have n, 2 have patient, 1 have captions"
     assert any(each.endswith("they are bad records unless their .json lists captions") for each in said)
     assert not any(word in "".join(said) for word in ("secret", "smith", "jones", "big"))
-    assert not any(b"patient" in path.read_bytes() for path in index.folder.rglob("*") if path.is_file())
+    kept = (index.folder / CENSUS).read_text()
+    assert '"patient": 2' in kept and not any(word in kept for word in ("secret", "smith", "jones", "big"))
 
 
 def test_a_table_beside_images_is_told_with_the_command_that_joins_them(

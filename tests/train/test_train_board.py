@@ -154,6 +154,21 @@ def test_private_files_are_for_the_owner_alone(boarded: Any) -> None:
     board.close()
 
 
+def test_an_unusable_record_is_listed_once_however_often_a_run_starts_and_is_killed(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.prepare()
+    listed = run_dir.private_logs / "bad-records-rank0.jsonl"
+    for met in ({3: "empty"}, {3: "empty", 5: "no caption"}, {5: "no caption", 7: "empty"}):
+        board = Board(run_dir, main=True)
+        for phase in ("warm", "private", "private"):
+            board.bad_records(phase, 0, met)
+        board.close()
+        with listed.open("a") as file:
+            file.write('{"phase": "private", "rec')  # a kill
+    found = [(entry["phase"], entry["record"]) for entry in whole_lines(listed)]
+    assert sorted(found) == [(phase, record) for phase in ("private", "warm") for record in (3, 5, 7)]
+
+
 def test_public_events_carry_no_time_of_a_step(boarded: Any) -> None:
     """The time of one private step tells its batch size (contract 16): every public event has the same time."""
     run_dir, board = boarded

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from murmuration.train.planner.memory import GIB, memory, simulation, weights_of
 from murmuration.train.recipe.labels import check_at_hand, named_lists
 from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import clip_rule, make_plan, planned_epsilon, resolve_shape, with_steps
+from murmuration.train.recipe.record_names import names_at_hand
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class PhaseMeaning:
     trainable: int = 0
     promise: Promise | None = None
     memory: MemoryNeed | None = None
+    notes: list[str] = field(default_factory=list)
+    """What could not be held against the index."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +85,14 @@ def meaning(config: Config) -> Meaning:
 
 
 def _of_phase(config: Config, shape: Shape, number: int, phase: Phase) -> PhaseMeaning:
+    notes = names_at_hand(number, phase)
     if not phase.trains:
-        return PhaseMeaning(number, phase)
+        return PhaseMeaning(number, phase, notes=notes)
     model = build(shape, phase.objective, device="meta")
     select(model, phase.trainable)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     phase, promise = _promise(config, number, phase)
-    return PhaseMeaning(number, phase, trainable, promise, _memory(config, phase, model))
+    return PhaseMeaning(number, phase, trainable, promise, _memory(config, phase, model), notes)
 
 
 def _promise(config: Config, number: int, phase: Phase) -> tuple[Phase, Promise | None]:
@@ -132,6 +136,7 @@ def as_text(found: Meaning) -> str:
         lines += [f"{where}: {path}{_at_hand(path)}"]
     for one in found.phases:
         lines += ["", f"phase {one.number} ({one.phase.name}, {one.phase.objective}):"]
+        lines += [f"  note          {text}" for text in one.notes]
         lines += [f"  {line}" for line in _told(one)]
     return "\n".join(lines)
 
@@ -189,7 +194,7 @@ def as_json(found: Meaning) -> str:
 
 def _as_values(one: PhaseMeaning) -> dict[str, Any]:
     phase = one.phase
-    value: dict[str, Any] = {"number": one.number, "name": phase.name, "objective": phase.objective}
+    value: dict[str, Any] = {"number": one.number, "name": phase.name, "objective": phase.objective, "names": one.notes}
     if one.memory is None:
         return value
     value |= {"trainable": phase.trainable, "parameters": one.trainable, "steps": phase.steps}

@@ -91,7 +91,7 @@ def _check(use: Use) -> None:
                 f"but the config asks for {wanted.fraction!r} of {wanted.records:,}; records that one run protects "
                 "would be public in another, so keep the first"
             )
-        if frozen is None and (run := _run_on(index)) is not None:
+        if frozen is None and (run := protecting_run(index)) is not None:
             raise RecipeError(
                 f"{where}: run {run!r} has used these records before a public_fraction was frozen; if it and all "
                 f"others used this one, declare it: prepare.py split {index.folder} --public-fraction "
@@ -103,7 +103,7 @@ def _check(use: Use) -> None:
             f"{where}: a part of this set was made public (public_fraction {frozen.fraction!r}), so no phase can "
             "protect all of it; set public_fraction to the same value, and the phase protects the rest"
         )
-    if use.public and (run := _run_on(index)) is not None:
+    if use.public and (run := protecting_run(index)) is not None:
         raise RecipeError(
             f"{where}: run {run!r} protects these records (or says so in the log beside their index), so nobody may "
             "use them as public; name other data"
@@ -118,7 +118,7 @@ def _frozen(where: str, index: RecordIndex) -> Cut | None:
         raise RecipeError(f"{where}: {error}") from None
 
 
-def _run_on(index: RecordIndex) -> str | None:
+def protecting_run(index: RecordIndex) -> str | None:
     """The name of a private run in the log of these records. A stream has a log only if its shards have an index."""
     folders: set[Path] = set(index_folders(index))
     if isinstance(index, StreamIndex):

@@ -52,6 +52,7 @@ from murmuration.train.recipe.open_data import (
     refuse_plain_http,
 )
 from murmuration.train.recipe.public_use import Use, hold_to_what_was_promised
+from murmuration.train.recipe.record_names import Part, require_names
 from murmuration.train.recipe.warm_start import WarmStart
 
 __all__ = [
@@ -134,6 +135,11 @@ class ReadyPhase:
         """None where the phase has no labels."""
         return self.classes if self.settings.label is not None else None
 
+    def index_of(self, part: Part) -> RecordIndex | None:
+        return {"data": self.index, "evaluation": self.held_out, "monitor": self.monitored, "mixing": self.mixed}[
+            part.name
+        ]
+
     @property
     def reading(self) -> ReadingSettings:
         data = self.settings.data
@@ -181,6 +187,8 @@ def prepare(config: Config) -> list[ReadyPhase]:
     _keep_apart(phases)
     require_numbers(_label_sources(phases), classes, shape.head.classes)
     hold_to_what_was_promised(_uses(phases))
+    for phase in phases:
+        require_names(phase.number, phase.settings, phase.index_of)
     statistics = pixels.of_run(config.model.pixels, starts)
     phases = [replace(phase, pixels=statistics) for phase in phases]
     phases = [_with_usable_records(phase) for phase in phases]  # read only now that they may be

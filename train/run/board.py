@@ -25,7 +25,7 @@ from murmuration.accounting.escaping import printable_lines
 from murmuration.evaluation.shares import TITLES
 from murmuration.train.config.phase import Phase
 from murmuration.train.storage.public_times import PublicTimes
-from murmuration.train.storage.run_dir import RunDir, end_line, open_private
+from murmuration.train.storage.run_dir import RunDir, end_line, open_private, whole_lines
 
 WAITING = "waiting_share"
 """Share of a step's time for which it waits for records. Where it is not near zero, more cores make steps faster."""
@@ -86,9 +86,11 @@ class Board:
         """Whether anything computed on private records without noise is kept, apart from the lists of unusable records;
         equal on all ranks."""
         self.times = times or PublicTimes()
-        self.latest: dict[str, Any] | None = run_dir.state().get("measured")
+        found: Any = run_dir.state().get("measured")
+        self.latest: dict[str, Any] | None = found
         """What was measured last on held-out public records, also before this start."""
         self.on_measured: Callable[[], None] = lambda: None
+        self._listed: set[tuple[Any, Any]] | None = None
         if not main:
             return
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
@@ -159,13 +161,21 @@ class Board:
             self._write(self._private, self._private_log, phase, phase, step, values, None)
 
     def bad_records(self, phase: str, rank: int, reasons: dict[int, str]) -> None:
-        """Lists the unusable records that this rank met, for the owner to repair. Private: that a record is unusable is
-        information about it."""
+        """Lists the unusable records that this rank has met so far, each once, for the owner to repair. Private: that a
+        record is unusable is information about it."""
         if not reasons:
             return
-        with open_private(self._run_dir.private_logs / f"bad-records-rank{rank}.jsonl") as file:
-            for record, reason in reasons.items():
+        path = self._run_dir.private_logs / f"bad-records-rank{rank}.jsonl"
+        if self._listed is None:  # an earlier start met some of them, and may have been killed while it wrote
+            end_line(path)
+            self._listed = {(entry.get("phase"), entry.get("record")) for entry in whole_lines(path)}
+        new = {record: reason for record, reason in reasons.items() if (phase, record) not in self._listed}
+        if not new:
+            return
+        with open_private(path) as file:
+            for record, reason in new.items():
                 file.write(json.dumps({"phase": phase, "record": record, "reason": reason}) + "\n")
+        self._listed |= {(phase, record) for record in new}
 
     def note(self, phase: str, text: str) -> None:
         """A note for the owner about how the run is protected, with nothing about its records."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -96,7 +97,9 @@ def train_privately(
         _restore(loaded, resumed, built.engine, settings.optimizer.carry)
         watching = watching_of(run, phase, built.engine, derive, built.clip, plan, step.norm)
         pace = _pace(run, loader, plan.divisor, public=False, synthetic=proved)
-        trainer_of(run, phase, step, built.engine, pace, watching, plan, rule.bound, done).run(done)
+        trainer_of(
+            run, phase, step, built.engine, pace, watching, plan, rule.bound, done, _lister(run, phase, reader)
+        ).run(done)
 
 
 def _segment(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
@@ -141,7 +144,7 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         _restore(loaded, resumed, engine, settings.optimizer.carry)
         watching = watching_of(run, phase, engine, derive, None, None)
         pace = _pace(run, loader, batch, settings.data.public)
-        trainer_of(run, phase, step, engine, pace, watching, None, None, done).run(done)
+        trainer_of(run, phase, step, engine, pace, watching, None, None, done, _lister(run, phase, reader)).run(done)
 
 
 def _reader(
@@ -154,8 +157,13 @@ def _reader(
     )  # fmt: skip
     if phase.settings.features is not None:
         reader = feature_reader(run, phase, model, reader)
-    at_end.callback(lambda: run.board.bad_records(phase.name, run.ranks.rank, reader.bad_reasons))
+    at_end.callback(_lister(run, phase, reader))
     return reader
+
+
+def _lister(run: RunContext, phase: ReadyPhase, reader: BatchReader | FeatureReader) -> Callable[[], None]:
+    """What lists the unusable records of the phase: at every checkpoint, and however it ends."""
+    return lambda: run.board.bad_records(phase.name, run.ranks.rank, reader.bad_reasons)
 
 
 def _loader(
@@ -216,13 +224,14 @@ def watching_of(
 
 def trainer_of(
     run: RunContext, phase: ReadyPhase, step: Step, engine: ShardedEngine, pace: Pace, watching: Watching,
-    plan: PrivacyPlan | None, clip_bound: float | None, done: int,
+    plan: PrivacyPlan | None, clip_bound: float | None, done: int, list_unusable: Callable[[], None] = lambda: None,
 ) -> Trainer:  # fmt: skip
     config, number = run.config.run, phase.number
     saving = Saving(
         run.checkpoints, config.checkpoint_every, config.checkpoint_lag, EngineSettings.of(run.config).replicated,
         header=lambda: header(run, phase),
         checkpointed=lambda t, digest: run.writer.checkpointed(number, t, digest), forget=run.forget,
+        list_unusable=list_unusable,
     )  # fmt: skip
     return Trainer(
         phase, step, engine, run.ranks, run.board, pace, saving, watching,

@@ -43,6 +43,8 @@ class Saving:
     """Enters a durable checkpoint into the ledger, on the main rank."""
     forget: Callable[[int], None] = lambda done: None
     """Forgets the keys of durable steps, on all ranks together."""
+    list_unusable: Callable[[], None] = lambda: None
+    """Lists the unusable records that this rank has met so far, for the owner, who need not wait for the end."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ class Trainer:
             return
         self.saving.checkpoints.settle(lambda digest: self.saving.checkpointed(step, digest), self.measured)
         self.saving.forget(step)  # after the checkpoint is durable: from here on these steps are never made again
+        self.saving.list_unusable()
         for earlier in [each for each in self.held_back if each <= step]:
             self.board.public(self.name, earlier, self.held_back.pop(earlier))
         self.ending.measured(step, self.measured)
