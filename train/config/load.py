@@ -15,6 +15,7 @@ from murmuration.accounting.escaping import printable
 from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, NotJson, parse, require_shallow
 from murmuration.data.store.place import is_url
 from murmuration.data.text.built_in import is_built_in
+from murmuration.train.config.comments import parse_with_comments
 from murmuration.train.config.data import DATA_SECTIONS
 from murmuration.train.config.habits import HABITS
 from murmuration.train.config.refused import find_refusals, short, without_harmless
@@ -33,7 +34,7 @@ class ConfigError(RunError, ValueError):
 def load(path: Path, overrides: list[str]) -> Config:
     """Paths in the file are relative to the file's folder, paths in overrides (and run.dir) to the current one."""
     try:
-        raw = parse(path.read_bytes())
+        raw = parse_with_comments(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}; name one of ds_configs/*.json") from None
     except JsonError as error:
