@@ -61,7 +61,7 @@ def _promise(config: Config, number: int, phase: Phase) -> list[str]:
     phase = with_steps(phase, records, where, config.run.noise)
     assert phase.privacy is not None
     plan = make_plan(phase, phase.privacy, records, where, noise=config.run.noise)
-    clip_rule(phase.privacy, plan, config.train_micro_batch_size_per_gpu)
+    clip_rule(phase.privacy, plan, config.micro_batch)
     spent = planned_epsilon(plan)
     found = [
         f"n             {plan.records:,} ({source})",
@@ -102,6 +102,6 @@ def _memory(config: Config, phase: Phase, model: nn.Module) -> str:
     sums = "fp64 sums and " if weights.private else ""
     text = f"{fixed:.2f} GiB + {split:.2f} GiB/N for weights, gradients, {sums}optimizer"
     if phase.privacy is not None and config.run.clip_engine != "book-keeping":
-        per_record = 4 * weights.trainable * config.train_micro_batch_size_per_gpu / GIB
+        per_record = 4 * weights.trainable * config.micro_batch / GIB
         text += f" + {per_record:.2f} GiB for per-record gradients"
     return text
