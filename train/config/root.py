@@ -285,6 +285,12 @@ class Config(Section):
 def json_schema() -> dict[str, Any]:
     """For editors; checked in as ds_configs/schema.json, which a test compares with this."""
     schema = Config.model_json_schema(by_alias=True)
+    for data in (
+        schema["$defs"][name]["properties"]["data"] for name in ("Phase", "Mixing")
+    ):  # by which editors complete the keys of the source that is named
+        named = [choice["$ref"] for choice in data.get("oneOf", data.get("anyOf"))]
+        sources = {schema["$defs"][ref.rpartition("/")[2]]["properties"]["source"]["const"]: ref for ref in named}
+        data["discriminator"] = {"propertyName": "source", "mapping": sources}
     phase = schema["$defs"]["Phase"]
     # A phase that only loads weights takes the objective of the next one (load.py).
     phase["required"].remove("objective")
