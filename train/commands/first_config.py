@@ -229,15 +229,15 @@ def _classes(wish: Wish, index: RecordIndex) -> tuple[dict[str, str], int]:
     """The key that names the list of classes, where there is one, and the number of classes."""
     if wish.classes is not None and wish.classes.isdecimal():
         return {}, int(wish.classes)
-    beside = index.folder.parent / CLASSES
-    if wish.classes is None and not beside.is_file():
+    # Named as the data are, if it lies there, so that both paths are relative or both are not.
+    places = [Path(wish.classes)] if wish.classes else [Path(wish.data) / CLASSES, index.folder.parent / CLASSES]
+    path = next((place for place in places if wish.classes or place.is_file()), None)
+    if path is None:
         raise RecipeError(
             f"--classes is missing, and there is no {CLASSES} beside {wish.data}: name a public list of the class "
             "names, or the number of classes if the labels are numbers"
         )
-    # Named as the data are, so that both are relative or both are not.
-    path = wish.classes or (str(Path(wish.data) / CLASSES) if Path(wish.data, CLASSES).is_file() else str(beside))
-    return {"classes": _path(path, wish.out)}, len(read_list(Path(path), "--classes").names)
+    return {"classes": _path(str(path), wish.out)}, len(read_list(path, "--classes").names)
 
 
 def _weights(path: Path) -> Evaluated:
