@@ -7,6 +7,7 @@ that are markup themselves, such as a drawing, are marked as such in the templat
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,19 @@ def markdown_page(template: Path, **values: Any) -> str:
     return _filled(template, values, markdown_text)
 
 
-def _filled(template: Path, values: dict[str, Any], escape: Callable[[str], str]) -> str:
+def json_text(template: Path, **values: Any) -> str:
+    """Every value is printed as JSON."""
+    return _filled(template, values, json.dumps, str_first=False)
+
+
+def _filled(
+    template: Path, values: dict[str, Any], escape: Callable[[Any], str], str_first: bool = True
+) -> str:  # fmt: skip
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # not above: few commands write a page
     from markupsafe import Markup
 
     def printed(value: Any) -> Markup:
-        return value if isinstance(value, Markup) else Markup(escape(str(value)))
+        return value if isinstance(value, Markup) else Markup(escape(str(value) if str_first else value))
 
     pages = Environment(
         autoescape=True, finalize=printed, undefined=StrictUndefined, loader=FileSystemLoader(template.parent),

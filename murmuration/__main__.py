@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
+    "init": ("murmuration.train.commands.init", "write a first config for your own data"),
     "train": (
         "murmuration.train.commands.train",
         "train a config (on several GPUs: deepspeed --module murmuration train ...)",

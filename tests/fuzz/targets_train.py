@@ -61,7 +61,8 @@ class Configs(Target):
 
     def seeds(self) -> list[bytes]:
         recipes = [json.loads((ROOT / "ds_configs" / name).read_text()) for name in SHIPPED]
-        return [json.dumps(small(copy.deepcopy(recipe))).encode() for recipe in (BASE, *recipes)]
+        found = [json.dumps(small(copy.deepcopy(recipe))).encode() for recipe in (BASE, *recipes)]
+        return [*found, found[0].replace(b", ", b", // one\n").replace(b"}", b', /* "two */ # three\n}')]
 
     def mutate(self, chance: Random, data: bytes, other: bytes) -> bytes:
         return mutate_text(chance, data, other)

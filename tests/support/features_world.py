@@ -91,7 +91,7 @@ def made(
     board = SimpleNamespace(say=said or (lambda text: None), bad_records=bad or (lambda *told: None))
     run: Any = SimpleNamespace(
         ranks=ranks, stop=stop or Stop(), board=board, contents=lambda phase: {"data": digest},
-        config=SimpleNamespace(run=SimpleNamespace(precision=precision), train_micro_batch_size_per_gpu=4),
+        config=SimpleNamespace(run=SimpleNamespace(precision=precision), micro_batch=4),
     )  # fmt: skip
     phase: Any = SimpleNamespace(
         name="head", data_spec=lambda augment: spec, index=SimpleNamespace(records=RECORDS),

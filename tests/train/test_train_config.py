@@ -159,7 +159,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("model", 3, ""),
     ("model.width", -16, "greater than 0"),
     ("model.mask_ratio", 1.0, "less than 1"),
-    ("train_micro_batch_size_per_gpu", "auto", "integer"),
+    ("train_micro_batch_size_per_gpu", "all", "integer"),
     ("train_micro_batch_size_per_gpu", 0, "greater than 0"),
     ("run.engine", "fsdp", "'deepspeed'"),
     ("run.clip_engine", "ghost", ""),

@@ -38,6 +38,23 @@ def test_every_key_of_every_section_has_one_row_and_a_meaning() -> None:
     assert all(re.fullmatch(r".*\w.*\.", meaning) for _, meaning in rows), "a meaning ends like a sentence"
 
 
+def test_the_schema_says_of_every_key_what_it_is_and_what_holds_without_it() -> None:
+    """Editors show both, and find the keys of a data section by the source that it names."""
+    schema = json_schema()
+    for name, section in {"": schema, **schema["$defs"]}.items():
+        required = {*section.get("required", ()), *section.get("else", {}).get("required", ())}
+        for key, field in section["properties"].items():
+            assert field["description"], f"{name}.{key}"
+            assert "default" in field or key in required, f"{name}.{key}"
+    for name in ("Phase", "Mixing"):
+        found = schema["$defs"][name]["properties"]["data"]
+        choices = {choice["$ref"] for choice in found.get("oneOf", found.get("anyOf"))}
+        mapping = found["discriminator"]["mapping"]
+        assert set(mapping.values()) == choices
+        for source, reference in mapping.items():
+            assert schema["$defs"][reference.rpartition("/")[2]]["properties"]["source"]["const"] == source
+
+
 def test_links_and_words_of_the_page_show_as_written() -> None:
     text = PAGE.read_text()
     headings = re.findall(r"^## (.+)$", text, flags=re.MULTILINE)

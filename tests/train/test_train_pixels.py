@@ -162,7 +162,7 @@ def test_mixed_in_records(ready: Callable[[str], ReadyPhase]) -> None:
     phase = replace(phase, settings=phase.settings.model_copy(update={"mixing": mixing}), mixed=phase.index)
     model = build_model(phase.shape, "mae")
     run: Any = SimpleNamespace(
-        ranks=alone(), config=SimpleNamespace(train_micro_batch_size_per_gpu=4, run=SimpleNamespace(precision="fp32"))
+        ranks=alone(), config=SimpleNamespace(micro_batch=4, run=SimpleNamespace(precision="fp32"))
     )
     engine = MixingEngine.of(run, phase, 6.0, LocalEngine(PlainForward(model), alone()), b"k" * 32)  # pyright: ignore
     try:

@@ -84,7 +84,7 @@ class _Audit:
         self.options, self.phase, self.settings, self.plan = (
             planned.options, planned.phase, planned.settings, planned.plan,
         )  # fmt: skip
-        self.micro_batch = config.train_micro_batch_size_per_gpu
+        self.micro_batch = config.micro_batch
         self.engine_settings = EngineSettings.of(config)
         self.replicated = self.engine_settings.replicated
         self.stop = StopRequest(folder / "stop")

@@ -358,7 +358,7 @@ def replay(
     derive = PhaseKeys(
         partial(key.derive, phase=phase.number, segment="replay"), KeyChain(key.first_link("replay", step=1))
     )
-    rule = clip_rule(privacy, plan, config.train_micro_batch_size_per_gpu)
+    rule = clip_rule(privacy, plan, config.micro_batch)
 
     if record is None:
         record = _first_drawn(derive, plan, steps)
@@ -406,7 +406,7 @@ def _world(
     torch.manual_seed(0)  # both begin from the same weights
     model = build(phase.shape, phase.settings.objective)
     select(model, phase.settings.trainable)
-    settings = EngineSettings("local", config.train_micro_batch_size_per_gpu)
+    settings = EngineSettings("local", config.micro_batch)
     built = clipping_engine(
         model, rule, phase.settings.optimizer, plan.noise_std / plan.divisor, settings, ranks,
         Computation.of(config.run),
@@ -419,9 +419,7 @@ def _world(
     )  # fmt: skip
     if blanked is not None:
         reader = BlankedReader(reader, blanked)
-    loader = Loader(
-        marking(reader, plan.held_out), core.sampler(), 0, 1, config.train_micro_batch_size_per_gpu, last=plan.steps
-    )
+    loader = Loader(marking(reader, plan.held_out), core.sampler(), 0, 1, config.micro_batch, last=plan.steps)
     run = _run(config, phase, plan, key, ranks, folder)
     noise = RecordedNoise(around(core.noise("noise")))
     records = Records(loader.draw, loader.micro_batches)

@@ -77,7 +77,7 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
         raise RecipeError("--noise-scale weakens AES noise only; add --set run.noise=aes")
     plan = make_plan(settings, privacy, real + options.canaries, where, noise=config.run.noise)
     try:
-        rule = clip_rule(privacy, plan, config.train_micro_batch_size_per_gpu)
+        rule = clip_rule(privacy, plan, config.micro_batch)
     except RecipeError as error:
         best = round(math.sqrt(plan.divisor))
         hint = f"in an audit: --set train_micro_batch_size_per_gpu={best}, or fewer --canaries"

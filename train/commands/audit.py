@@ -51,10 +51,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     from murmuration.train.config.load import load  # what a typo needs is imported first, and PyTorch last
+    from murmuration.train.config.root import run_dir_of
 
     try:
         config = load(arguments.config, arguments.set)
         _check(arguments)
+        if config.train_micro_batch_size_per_gpu == "auto":
+            from murmuration.train.planner.micro_batch import on_this_machine
+
+            config = on_this_machine(config, run_dir_of(config, arguments.config))
     except RunError as error:
         return complain(error)
     return _run(arguments, config)

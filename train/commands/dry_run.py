@@ -68,7 +68,7 @@ class PhaseMeaning:
     promise: Promise | None = None
     memory: MemoryNeed | None = None
     notes: list[str] = field(default_factory=list)
-    """What could not be held against the index."""
+    """Names that the index could not be asked for."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _promise(config: Config, number: int, phase: Phase) -> tuple[Phase, Promise 
     phase = with_steps(phase, records, where, config.run.noise)
     assert phase.privacy is not None
     plan = make_plan(phase, phase.privacy, records, where, noise=config.run.noise)
-    clip_rule(phase.privacy, plan, config.train_micro_batch_size_per_gpu)
+    clip_rule(phase.privacy, plan, config.micro_batch)
     calibrated = phase.privacy.noise_multiplier is None
     return phase, Promise(plan, round_up(planned_epsilon(plan)), source, calibrated, phase.privacy.clip.kind)
 
@@ -126,7 +126,7 @@ def _memory(config: Config, phase: Phase, model: nn.Module) -> MemoryNeed:
     many = 1 << 20
     per_record = 0.0
     if phase.privacy is not None and config.run.clip_engine != "book-keeping":
-        per_record = 4 * weights.trainable * config.train_micro_batch_size_per_gpu / GIB
+        per_record = 4 * weights.trainable * config.micro_batch / GIB
     return MemoryNeed(held(many), held(1) - held(many), per_record)
 
 

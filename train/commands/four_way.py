@@ -48,10 +48,13 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         return complain(error)
     # Heavy imports only now: bad input is refused within a second.
+    from murmuration.train.config.root import run_dir_of
+    from murmuration.train.planner.micro_batch import on_this_machine
     from murmuration.train.public.four_way import Study, require_public, require_start
     from murmuration.train.recipe.ready_phase import RecipeError, prepare
 
     try:
+        config = on_this_machine(config, run_dir_of(config, arguments.config))
         phase = next((phase for phase in prepare(config) if phase.name == arguments.phase), None)
         if phase is None:
             names = ", ".join(phase.name for phase in config.phases)

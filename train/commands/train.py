@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from murmuration.accounting.errors import DONE, RunError
@@ -42,13 +43,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     from murmuration.train.config.load import load  # what a typo needs is imported first, and PyTorch last
+    from murmuration.train.config.root import run_dir_of
 
     try:
         config = load(arguments.config, arguments.set)
         if arguments.dry_run:
             from murmuration.train.commands.dry_run import as_json, as_text, meaning
+            from murmuration.train.planner.micro_batch import on_this_machine
 
-            found = meaning(config)
+            found = meaning(on_this_machine(config, run_dir_of(config, arguments.config)))
             if os.environ.get("RANK", "0") == "0":
                 print((as_json if arguments.json else as_text)(found))
             return DONE
@@ -58,17 +61,17 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         error.everywhere = os.environ.get("LOCAL_RANK", "0") != "0"  # pyright: ignore[reportAttributeAccessIssue]
         return complain(error)
-    _run(arguments, config, phases)
+    _run(arguments, config, phases, run_dir_of(config, arguments.config))
 
 
-def _run(arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase]) -> NoReturn:
+def _run(arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase], root: Path) -> NoReturn:
     ranks = joined(config)
-    from murmuration.train.config.root import run_dir_of
+    from murmuration.train.planner.micro_batch import settled
     from murmuration.train.recipe.read_options import agree
     from murmuration.train.run.run import run_all
 
     def act() -> int:
-        run_all(arguments, config, agree(phases, ranks), run_dir_of(config, arguments.config), ranks)
+        run_all(arguments, settled(config, root, ranks), agree(phases, ranks), root, ranks)
         return DONE
 
     leave(guarded(act, ranks.main))

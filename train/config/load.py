@@ -15,10 +15,11 @@ from murmuration.accounting.escaping import printable
 from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, NotJson, parse, require_shallow
 from murmuration.data.store.place import is_url
 from murmuration.data.text.built_in import is_built_in
+from murmuration.train.config.comments import parse_with_comments
 from murmuration.train.config.data import DATA_SECTIONS
 from murmuration.train.config.habits import HABITS
 from murmuration.train.config.refused import find_refusals, short, without_harmless
-from murmuration.train.config.root import Config
+from murmuration.train.config.root import AUTO, GIVEN, Config
 
 PATH_KEYS = {"path", "tokenizer", "folder", "dir", "classes", "exclude_classes", "class_names", "real"}
 NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
@@ -33,7 +34,7 @@ class ConfigError(RunError, ValueError):
 def load(path: Path, overrides: list[str]) -> Config:
     """Paths in the file are relative to the file's folder, paths in overrides (and run.dir) to the current one."""
     try:
-        raw = parse(path.read_bytes())
+        raw = parse_with_comments(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}; name one of ds_configs/*.json") from None
     except JsonError as error:
@@ -136,8 +137,8 @@ def _override(raw: dict[str, Any], text: str) -> None:
 
 def _sentence(fault: Any) -> str:
     location = [part for part in fault["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
-    # pydantic puts the name of a source into the location as if it were a key.
-    where = ".".join(str(part) for part in location if part not in DATA_SECTIONS)
+    # pydantic puts the name of a choice, such as a source, into the location as if it were a key.
+    where = ".".join(str(part) for part in location if part not in DATA_SECTIONS and part not in (AUTO, GIVEN))
     if fault["type"] == "extra_forbidden":
         known = _known_keys(location[:-1])
         return f"unknown key {where!r}; {_hint(str(location[-1]), known)}"

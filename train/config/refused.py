@@ -39,18 +39,27 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "fp16": (
         _enabled,
-        "dynamic loss scaling skips steps depending on private gradients, and fp16 gradients change the clipped sum",
+        "dynamic loss scaling skips steps depending on private gradients, and fp16 gradients change the clipped sum; "
+        'leave it out, and set run.precision to "fp16" for the products in layers',
     ),
     "bf16": (
         _enabled,
-        "bf16 parameters round the clipped sum and raise its sensitivity; parameters stay fp32",
+        "bf16 parameters round the clipped sum and raise its sensitivity, so parameters stay fp32; leave it out, and "
+        'set run.precision to "bf16" for the products in layers',
     ),
     "amp": (_enabled, "Apex scales the loss dynamically and skips steps depending on private gradients"),
     "torch_autocast": (_enabled, "DeepSpeed's own autocast communicates gradients in low precision"),
     "data_types": (_always, "gradients are accumulated and reduced in fp32, which is what the error bound assumes"),
     "communication_data_type": (_not("fp32", None), "gradients are reduced in fp32, which the error bound assumes"),
-    "optimizer": (_always, "the optimizer belongs to a phase; move it to phases[].optimizer"),
-    "scheduler": (_always, "the learning-rate schedule belongs to a phase; move it to phases[].schedule"),
+    "optimizer": (
+        _always,
+        "the optimizer belongs to a phase; move it to phases[].optimizer, and params.lr to phases[].schedule.peak",
+    ),
+    "scheduler": (
+        _always,
+        "the learning-rate schedule belongs to a phase; write its rate as phases[].schedule.peak and its warm-up as "
+        "phases[].schedule.warmup",
+    ),
     "prescale_gradients": (_always, "the sum is divided once, after the noise, by the constant q·n"),
     "gradient_predivide_factor": (_always, "the sum is divided once, after the noise, by the constant q·n"),
     "gradient_allreduce_op": (_always, "clipped sums are added over the ranks; the trainer sets this itself"),

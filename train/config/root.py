@@ -10,9 +10,9 @@ import hashlib
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from murmuration.model.settings import ModelSettings
 from murmuration.train.config.data import CheckpointData
@@ -72,6 +72,7 @@ class ZeroOptimization(Section):
 
 
 NoiseKind = Literal["aes", "chacha20", "exact"]
+AUTO, GIVEN = "auto", "number"  # how the micro-batch is given
 
 
 class Run(Keeping):
@@ -135,6 +136,12 @@ class Run(Keeping):
         return self
 
 
+MicroBatchRows = Annotated[
+    Annotated[int, Field(gt=0), Tag(GIVEN)] | Annotated[Literal["auto"], Tag(AUTO)],
+    Discriminator(lambda given: AUTO if given == AUTO else GIVEN),
+]
+
+
 class Config(Section):
     """A whole run."""
 
@@ -144,7 +151,9 @@ class Config(Section):
         default=None, alias="$schema", description="Path of ds_configs/schema.json, by which editors complete keys."
     )
     about: About = Field(default=About(), description="What the recipe is, for people.")
-    train_micro_batch_size_per_gpu: int = Field(gt=0, description="Rows of one micro-batch on one rank.")
+    train_micro_batch_size_per_gpu: MicroBatchRows = Field(
+        description="Rows of one micro-batch on one rank. auto: as many as fit, found when a run begins and kept by it."
+    )
     gradient_accumulation_steps: Literal[1] = Field(
         default=1,
         description="Refused otherwise: Poisson batches vary in size, so the trainer does its own accumulation.",
@@ -160,6 +169,13 @@ class Config(Section):
     model: ModelSettings = Field(description="What is trained.")
     phases: list[Phase] = Field(min_length=1, description="The phases of the run, in order.")
     run: Run = Field(default=Run(), description="How the run computes, and how it is saved.")
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows of one micro-batch on one rank, in a config whose "auto" is settled (train/planner/micro_batch.py)."""
+        given = self.train_micro_batch_size_per_gpu
+        assert given != "auto", "a command settles it before anything is computed"
+        return given
 
     @model_validator(mode="after")
     def _phases_fit(self) -> Config:
@@ -260,7 +276,7 @@ class Config(Section):
             "clip_memory": self.run.clip_memory,
             "precision": self.run.precision,
             "noise": self.run.noise,
-            "micro_batch": self.train_micro_batch_size_per_gpu,
+            "micro_batch": self.micro_batch,
             "contents": contents,
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
@@ -269,6 +285,12 @@ class Config(Section):
 def json_schema() -> dict[str, Any]:
     """For editors; checked in as ds_configs/schema.json, which a test compares with this."""
     schema = Config.model_json_schema(by_alias=True)
+    for data in (
+        schema["$defs"][name]["properties"]["data"] for name in ("Phase", "Mixing")
+    ):  # by which editors complete the keys of the source that is named
+        named = [choice["$ref"] for choice in data.get("oneOf", data.get("anyOf"))]
+        sources = {schema["$defs"][ref.rpartition("/")[2]]["properties"]["source"]["const"]: ref for ref in named}
+        data["discriminator"] = {"propertyName": "source", "mapping": sources}
     phase = schema["$defs"]["Phase"]
     # A phase that only loads weights takes the objective of the next one (load.py).
     phase["required"].remove("objective")

@@ -25,7 +25,7 @@ class EngineSettings:
 
     @staticmethod
     def of(config: Config) -> EngineSettings:
-        return EngineSettings(config.run.engine, config.train_micro_batch_size_per_gpu, config.zero_optimization)
+        return EngineSettings(config.run.engine, config.micro_batch, config.zero_optimization)
 
     @property
     def replicated(self) -> bool:

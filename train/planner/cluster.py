@@ -15,6 +15,9 @@ class PlannerError(RunError, ValueError):
     """The plan cannot be made; the message says what is missing."""
 
 
+FREE_SHARE = 0.1
+
+
 @dataclass(frozen=True)
 class Cluster:
     gpus: int
@@ -26,7 +29,7 @@ class Cluster:
     """What one GPU can send to another, in 10⁹ bytes per second: the slowest link that a ring of all of them uses."""
     noise_per_second: float
     """Normal numbers that one rank's processor draws per second."""
-    free_share: float = 0.1
+    free_share: float = FREE_SHARE
     """Share of the memory that is left to the allocator, the libraries and the communication."""
 
     def __post_init__(self) -> None:

@@ -96,14 +96,16 @@ def _of_phase(
     cost, weights = counted(config, phase)
     per_record = 4.0 * weights.trainable if plan and config.run.clip_engine != "book-keeping" else 0.0
     # At most a rank's share of nearly every draw; a micro-batch of its mean share would need two rows in half of them.
-    wanted, most = config.train_micro_batch_size_per_gpu, math.ceil(batch.most / cluster.gpus)
-    layouts = []
+    most = math.ceil(batch.most / cluster.gpus)
+    given, layouts = config.train_micro_batch_size_per_gpu, []
     for stage, offload in LAYOUTS:
         need = memory(weights, stage, cluster.gpus, offload)
         fits = min(most, need.micro_batch(cluster.usable_bytes, cost, per_record))
+        wanted = max(1, batch.even(cluster.gpus, fits)) if given == "auto" else given
         layouts.append(Layout(stage, offload, need, fits, need.peak(wanted, cost, per_record)))
     own = (config.zero_optimization.stage, config.zero_optimization.offload_optimizer is not None)
     chosen = next(layout for layout in layouts if (layout.stage, layout.offload) == own)
+    wanted = max(1, batch.even(cluster.gpus, chosen.micro_batch)) if given == "auto" else given
     fits = chosen.peak_bytes <= cluster.usable_bytes
     micro_batch = wanted if fits else batch.even(cluster.gpus, chosen.micro_batch)
     time = None

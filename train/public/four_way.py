@@ -111,7 +111,7 @@ def run_study(
     require_public(phase)
     require_start(config, phase)
     outcome = Outcome(phase.name, study, float(phase.settings.batch or 1))
-    public = _measured_on(phase, study, ranks, config.train_micro_batch_size_per_gpu)
+    public = _measured_on(phase, study, ranks, config.micro_batch)
     for variant in VARIANTS:
         for rate in study.rates:
             curve = _one(config, phase, study, variant, rate, public, ranks, make)
@@ -151,7 +151,7 @@ def _one(
     config: Config, phase: ReadyPhase, study: Study, variant: Variant, rate: float, public: list[MicroBatch],
     ranks: Ranks, make: MakeEngine,
 ) -> Curve:  # fmt: skip
-    settings, micro_batch = phase.settings, config.train_micro_batch_size_per_gpu
+    settings, micro_batch = phase.settings, config.micro_batch
     model = first_weights(phase)
     select(model, settings.trainable)
     rule = ClipRule(study.clip, study.norm, 0.0, study.gamma) if variant.clipping else ClipRule("flat", UNREACHED, 0.0)

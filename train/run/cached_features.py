@@ -92,7 +92,7 @@ def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader:
         _announce(run, phase, folder, ranks.sum(len(missing)))
         if some:
             with closing(on_all(ranks, lambda: RowWriter(folder), *ENDING)) as writer:
-                fill(writer, model, reader, missing, run.config.train_micro_batch_size_per_gpu, ranks, precision,
+                fill(writer, model, reader, missing, run.config.micro_batch, ranks, precision,
                      run.stop)  # fmt: skip
         return FeatureReader(on_all(ranks, folder.rows, *ENDING))
 

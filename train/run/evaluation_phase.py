@@ -82,7 +82,7 @@ def run_without_steps(run: RunContext, phase: ReadyPhase, loaded: Loaded | None)
     unusable = None
     if phase.held_out is not None:
         key = run.derive(phase.number, None)("public-masks")
-        micro_batch = run.config.train_micro_batch_size_per_gpu
+        micro_batch = run.config.micro_batch
         evaluator = PublicEvaluator(phase, engine, ranks, micro_batch, key, None, None)
         measured, unusable = evaluator.measure(), evaluator.news_of_unusable()
     run.checkpoints.begin(Position(phase.number, 0), engine, True, ranks.on_main(lambda: header(run, phase)))

@@ -71,7 +71,7 @@ def train_privately(
     segment = _segment(run, phase, done)
     derive = run.derive(number, segment, done)
     engine_settings, computation = EngineSettings.of(config), Computation.of(config.run)
-    rule = clip_rule(privacy, plan, config.train_micro_batch_size_per_gpu)
+    rule = clip_rule(privacy, plan, config.micro_batch)
     with ExitStack() as at_end:
         phase = with_stream_order(phase, derive("public-order"))
         reader = _reader(run, phase, model, derive, at_end)
@@ -135,7 +135,7 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         at_end.callback(engine.close)
         batch = float(settings.batch or 0)
         epochs = public_epochs(phase, int(batch), derive("public-order"))
-        width = config.train_micro_batch_size_per_gpu
+        width = config.micro_batch
         if phase.placement is None:  # otherwise a node's share of a batch varies
             width = even_width(epochs.batch, ranks.world, width)
         loader = _loader(run, phase, reader, PublicOrder(epochs), width, at_end)
@@ -192,7 +192,7 @@ def _private_loader(
 ) -> Loader[Any]:  # fmt: skip
     if phase.settings.features is None:  # otherwise they were compared before features were computed
         require_same_records(run, phase, segment, done, core.sampler())
-    return _loader(run, phase, reader, core.shared_sampler(), run.config.train_micro_batch_size_per_gpu, at_end)
+    return _loader(run, phase, reader, core.shared_sampler(), run.config.micro_batch, at_end)
 
 
 def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segment) -> float:
@@ -200,7 +200,7 @@ def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segme
     run.ranks.on_main(lambda: run.require_generator(segment, core.generator))
     synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective)
     replicated = EngineSettings.of(run.config).replicated
-    report = core.prove(synthetic, replicated, run.config.train_micro_batch_size_per_gpu)
+    report = core.prove(synthetic, replicated, run.config.micro_batch)
     run.board.say(
         f"{phase.name}  self-test passed: σ measured {report.measured_sigma:.3f} (planned "
         f"{core.plan.noise_multiplier:.3f}), hostile records move the sum by at most {report.largest_hostile:.3f}·C, "
@@ -214,7 +214,7 @@ def watching_of(
     clip: ClipEngine | None, plan: PrivacyPlan | None, norm: AdaptiveNorm | None = None,
 ) -> Watching:  # fmt: skip
     """What is measured on public records at checkpoints."""
-    micro_batch, masks = run.config.train_micro_batch_size_per_gpu, derive("public-masks")
+    micro_batch, masks = run.config.micro_batch, derive("public-masks")
     parts = phase, engine, run.ranks, micro_batch, masks, clip, plan, norm
     return Watching(
         PublicEvaluator(*parts, precision=run.config.run.precision) if phase.held_out is not None else None,

@@ -118,7 +118,7 @@ class MixingEngine(EngineAround):
             reading=reading_options(mixing.data.reading, index, ranks), pin_memory=ranks.device.type == "cuda",
         )  # fmt: skip
         epochs = PublicEpochs(index.records, mixing.batch, _key(key, b"order"))
-        micro_batch = even_width(mixing.batch, ranks.world, run.config.train_micro_batch_size_per_gpu)
+        micro_batch = even_width(mixing.batch, ranks.world, run.config.micro_batch)
         loader = Loader(
             reader, PublicOrder(epochs), ranks.rank, ranks.world, micro_batch, last=steps, device=ranks.device
         )

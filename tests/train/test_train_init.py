@@ -1,0 +1,140 @@
+"""`init` writes a config that the dry run accepts at once, from what is public or named, and overwrites nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+from murmuration.data.index.shard_index import build
+from murmuration.train.commands.init import main
+from murmuration.train.commands.train import main as train
+from murmuration.train.config.comments import parse_with_comments
+from murmuration.train.config.load import load
+from murmuration.train.config.root import Config
+from tests.support.foreign_models import hugging_face, timm_vit
+
+RECORDS = 60
+NAMES = ["cat", "secret-class-of-one", "owl"]
+
+
+def packed(folder: Path, **members: Callable[[int], str]) -> Path:
+    """Pictures with these members, as one indexed shard."""
+    folder.mkdir()
+    with tarfile.open(folder / "000.tar", "w") as tar:
+        for number in range(RECORDS):
+            picture = io.BytesIO()
+            Image.new("RGB", (16, 16), (number, 0, 0)).save(picture, "png")
+            files = {"png": picture.getvalue(), **{name: make(number).encode() for name, make in members.items()}}
+            for suffix, content in files.items():
+                info = tarfile.TarInfo(f"{number:04}.{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    build(folder)
+    return folder
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> Path:
+    folder = packed(tmp_path / "labelled", cls=lambda number: NAMES[0 if number else 1])
+    (folder / "classes.txt").write_text("\n".join(NAMES))
+    return folder
+
+
+@pytest.fixture
+def captioned(tmp_path: Path) -> Path:
+    return packed(tmp_path / "captioned", txt=lambda number: f"a private picture {number}")
+
+
+def written(goal: str, data: Path, out: Path, *options: str) -> Config:
+    toy = () if "--start" in options else ("--image-size", "16", "--size", "nano")
+    assert main([goal, "--data", str(data), "--out", str(out), *toy, *options]) == 0
+    return load(out, [])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_a_classifier(tmp_path: Path, labelled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held_out = packed(tmp_path / "held", cls=lambda number: NAMES[2])
+    out = tmp_path / "my.json"
+    config = written("classify", labelled, out, "--held-out", str(held_out), "--epsilon", "3")
+    assert "your word" in capsys.readouterr().out
+    assert train(["--config", str(out), "--dry-run"]) == 0
+    assert " of 3 (PLD)" in capsys.readouterr().out
+    phase = config.phases[0]
+    assert phase.label == "cls" and config.model.classes == len(NAMES) and phase.privacy is not None
+    # 1,000 of 50,000 and 5 epochs in ds_configs/continual/finetune_cifar10.json
+    assert phase.privacy.expected_batch == round(RECORDS * 1000 / 50_000)
+    assert phase.steps * phase.privacy.expected_batch == pytest.approx(5 * RECORDS, abs=1)
+    assert phase.evaluation is not None and phase.evaluation.path == str(held_out)
+
+
+def test_nothing_of_the_records_but_their_number_is_in_the_file(
+    labelled: Path, captioned: Path, tmp_path: Path
+) -> None:
+    for goal, data in (("classify", labelled), ("caption", captioned)):
+        written(goal, data, tmp_path / f"{goal}.json")
+        text = (tmp_path / f"{goal}.json").read_text()
+        assert not any(word in text for word in (*NAMES, "private picture")) and str(RECORDS) in text
+
+
+def test_a_captioner_and_an_autoencoder_with_relative_paths(
+    tmp_path: Path, captioned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    config = written("caption", Path(captioned.name), Path("configs/caption.json"), "--tokenizer", "clip:515")
+    assert config.phases[0].tokenizer == "clip:515" and config.model.vocabulary == 515
+    assert config.phases[0].data.path == str(tmp_path / "configs" / ".." / captioned.name)  # pyright: ignore
+    assert written("mae", Path(captioned.name), Path("mae.json")).phases[0].objective == "mae"
+    raw = parse_with_comments(Path("mae.json").read_bytes())
+    assert raw["train_micro_batch_size_per_gpu"] == "auto" and raw["phases"][0]["data"]["path"] == captioned.name  # pyright: ignore
+
+
+@pytest.mark.parametrize("kind", ["timm", "hugging-face"])
+def test_weights_to_start_from_give_the_model_its_shape(tmp_path: Path, labelled: Path, kind: str) -> None:
+    folder, model = tmp_path / "weights", timm_vit() if kind == "timm" else hugging_face()
+    folder.mkdir()
+    assert isinstance(model, nn.Module)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 4}
+    half = {"mean": [0.5] * 3, "std": [0.5] * 3, "input_size": [3, 16, 16]}
+    told = {"architecture": "vit_base_patch16_224", "num_classes": 5, "model_args": sizes, "pretrained_cfg": half}
+    if kind == "hugging-face":
+        told = model.config.to_dict()  # pyright: ignore
+        (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    (folder / "config.json").write_text(json.dumps(told))
+    config = written("classify", labelled, tmp_path / "my.json", "--start", str(folder / "model.safetensors"))
+    shape = config.model.resolved()
+    assert (shape.encoder.width, shape.encoder.depth, shape.encoder.heads) == (24, 2, 4)
+    assert (shape.image_size, shape.patch_size, shape.head.classes) == (16, 4, len(NAMES))
+    assert config.phases[0].data.source == "checkpoint" and config.phases[1].privacy is not None
+
+
+def test_what_cannot_be_meant_is_refused(
+    tmp_path: Path, labelled: Path, captioned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ("--out", str(tmp_path / "my.json"))
+    assert "has neither .txt" in refused(capsys, "caption", "--data", str(labelled), *out).replace("have", "has")
+    assert "no .cls" in refused(capsys, "classify", "--data", str(captioned), "--classes", "3", *out)
+    assert "--classes is missing" in refused(capsys, "classify", "--data", str(captioned), "--label", "x", *out)
+    assert "prepare.py index" in refused(capsys, "mae", "--data", str(tmp_path / "nowhere"), *out)
+    assert "--start" in refused(capsys, "mae", "--data", str(captioned), "--start", str(tmp_path / "none"), *out)
+    assert "--held-out" in refused(capsys, "mae", "--data", str(captioned), "--held-out", str(tmp_path), *out)
+    assert "epsilon" in refused(capsys, "mae", "--data", str(captioned), "--epsilon", "-1", *out)
+    assert not (tmp_path / "my.json").exists()
+    (tmp_path / "my.json").write_text("mine")
+    assert "nothing is overwritten" in refused(capsys, "mae", "--data", str(captioned), *out)
+    assert (tmp_path / "my.json").read_text() == "mine"

@@ -1,0 +1,78 @@
+"""The command line that writes a first config. It downloads nothing, overwrites nothing, and asks the dry run whether
+what it wrote can be trained."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from murmuration.accounting.errors import DONE, RunError
+from murmuration.train.commands.exits import complain
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="init.py",
+        description="Write a first config for indexed data: python launch/init.py classify --data my-shards --out "
+        "my.json. Batch, steps and noise follow from the number of records by the rules that docs/recipes.md names.",
+        epilog="The file says what each key is; docs/config-reference.md lists all others.",
+    )
+    parser.add_argument("goal", choices=("classify", "caption", "mae"), help="what the model learns from the records")
+    parser.add_argument("--data", required=True, metavar="SHARDS", help="the private records, indexed")
+    parser.add_argument(
+        "--held-out", metavar="SHARDS",
+        help="records to measure on while training, indexed; naming them is your word that nobody's privacy depends "
+        "on them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--start", type=Path, metavar="WEIGHTS",
+        help="a run, an export, a file or folder of released weights; naming it is your word that nobody's privacy "
+        "depends on them, or that a promise of their own covers it",
+    )  # fmt: skip
+    parser.add_argument("--epsilon", type=float, default=8.0, metavar="E", help="privacy budget (default 8)")
+    parser.add_argument(
+        "--size", choices=("nano", "tiny", "small", "base", "large", "huge"),
+        help="size of the encoder (default: that of --start, else small)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--image-size", type=int, metavar="PIXELS", help="side of the picture (default: that of --start, else 224)"
+    )
+    parser.add_argument("--label", metavar="FIELD", help="classify: 'cls', or a field of the records' .json")
+    parser.add_argument(
+        "--classes", metavar="FILE|N",
+        help="classify: public list of the class names, one per line, or the number of classes if labels are numbers "
+        "(default: classes.txt beside the shards)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokenizer", metavar="NAME|FILE", help="caption: see docs/sources.md (default: that of --start, else clip)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("my.json"), metavar="FILE", help="default: my.json")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    from murmuration.train.config.section import RecipeError
+
+    try:
+        if arguments.out.exists():
+            raise RecipeError(f"{arguments.out} exists, and nothing is overwritten; name another file with --out")
+        from murmuration.train.commands.first_config import Wish, compose, told
+
+        wish = Wish(**{name: value for name, value in vars(arguments).items() if name != "out"}, out=arguments.out)
+        text = compose(wish)
+        try:
+            with arguments.out.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise RecipeError(f"{arguments.out} cannot be written ({error.strerror}); name another --out") from None
+        try:
+            lines = told(wish)
+        except BaseException:
+            os.unlink(arguments.out)
+            raise
+    except RunError as error:
+        return complain(error)
+    print("\n".join(lines))
+    return DONE

@@ -1,0 +1,134 @@
+"""Answers `"train_micro_batch_size_per_gpu": "auto"`: the most rows that fit, by the planner's count of memory.
+
+The number rounds the sums, so it is part of what a run is: it is found once, by all ranks together, and written beside
+the ledger, where every later start finds it, whatever memory that start has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from murmuration.accounting.durable import atomic
+from murmuration.accounting.strict_json import JsonError, parse
+from murmuration.train.config.root import Config, Phase
+from murmuration.train.config.section import RecipeError
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.planner.cluster import FREE_SHARE
+from murmuration.train.planner.forecast import counted
+from murmuration.train.planner.memory import GIB, memory
+from murmuration.train.planner.rows import Batch
+
+NAME = "micro_batch.json"
+KEY = "train_micro_batch_size_per_gpu"
+MOST_ON_PROCESSORS = 64
+"""Rows beyond this fill no more of a processor's vector units; what a GPU gains, it gains up to its memory."""
+SHARE_OF_MAIN_MEMORY = 0.5
+"""The rest is for the processes that decode, and for the system's cache of the shards."""
+
+
+def settled(config: Config, run_dir: Path, ranks: Ranks) -> Config:
+    """The config with a number, the same on all ranks: the run's own, or else what fits on the rank with least room."""
+    if config.train_micro_batch_size_per_gpu != "auto":
+        return config
+    room = min(ranks.gather(_room()))
+    gpus = all(ranks.gather(ranks.device.type == "cuda"))
+
+    def find() -> int:
+        known = _kept(run_dir)
+        found = known or largest(config, ranks.world, room, gpus)
+        print(f"{KEY}: {_in_words(found, known, room)}", flush=True)
+        if known is None:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            with atomic(run_dir / NAME) as file:
+                file.write(json.dumps({KEY: found}).encode() + b"\n")
+        return found
+
+    return _with(config, ranks.on_main(find))
+
+
+def on_this_machine(config: Config, run_dir: Path) -> Config:
+    """The same for commands that begin no run, by what a launcher says of the ranks and by this machine's memory."""
+    if config.train_micro_batch_size_per_gpu != "auto":
+        return config
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return _with(config, _kept(run_dir) or largest(config, world, _room(), torch.cuda.is_available()))
+
+
+def largest(config: Config, world: int, room: float, gpus: bool) -> int:
+    """The smallest micro-batch that needs no more rows than the largest that fits into `room` bytes in every phase."""
+    phases = [phase for phase in config.phases if phase.trains]
+    fits = [_fitting(config, phase, world, room) for phase in phases]
+    if not all(fits):
+        least = phases[fits.index(0)].name
+        raise RecipeError(
+            f'{KEY} = "auto": phase {least!r} has no room for one record in the {room / GIB:.1f} GiB of a rank; use a '
+            "higher zero_optimization.stage, more ranks or a smaller model"
+        )
+    if not phases:
+        return MOST_ON_PROCESSORS
+    most = min(*fits, math.inf if gpus else MOST_ON_PROCESSORS, key=float)
+    # Of several phases, the last is the private one of every recipe.
+    return _drawn(phases[-1]).even(world, int(most))
+
+
+def _fitting(config: Config, phase: Phase, world: int, room: float) -> int:
+    cost, weights = counted(config, phase)
+    whole = {"fsdp2": 3, "local": 0}
+    stage = whole.get(config.run.engine, config.zero_optimization.stage)
+    need = memory(weights, stage, world, config.zero_optimization.offload_optimizer is not None)
+    checking = phase.privacy is not None and config.run.clip_engine != "book-keeping"
+    return need.micro_batch(room, cost, 4.0 * weights.trainable if checking else 0.0)
+
+
+def _drawn(phase: Phase) -> Batch:
+    if phase.privacy is None:
+        return Batch(float(phase.batch or 1))
+    mean = phase.privacy.expected_batch
+    return Batch(mean, math.sqrt(mean), public=False)  # the spread at a small q, and more than that at a large one
+
+
+def _room() -> float:
+    """Bytes that this rank may plan with. Only what stays the same from start to start is asked."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory * (1 - FREE_SHARE)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1")
+    return min(_main_memory()) * SHARE_OF_MAIN_MEMORY / here
+
+
+def _main_memory(root: Path = Path("/")) -> Sequence[float]:
+    """That of the machine, and the limit of the container."""
+    found = [float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        limit = root / "sys/fs/cgroup" / name
+        if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
+            found.append(float(text))
+    return found
+
+
+def _kept(run_dir: Path) -> int | None:
+    """The number that the run in this directory began with."""
+    path = run_dir / NAME
+    try:
+        found = parse(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (JsonError, OSError) as error:
+        raise RecipeError(f"{path} cannot be read ({error}); restore it, or set {KEY} to its number") from None
+    if not isinstance(found, dict) or type(number := found.get(KEY)) is not int or number < 1:
+        raise RecipeError(f"{path} names no micro-batch; restore it, or set {KEY} to the run's number")
+    return number
+
+
+def _in_words(found: int, known: int | None, room: float) -> str:
+    why = f"as {room / GIB:.1f} GiB a rank allow" if known is None else "as the run began"
+    return f"{found} rows ({why})"
+
+
+def _with(config: Config, rows: int) -> Config:
+    return config.model_copy(update={KEY: rows})
