@@ -74,7 +74,9 @@ def _what(finished: Finished) -> str:
         kind = f"classifier of {shape.head.classes} classes"
     else:
         kind = "image captioner" if isinstance(finished.model, Captioner) else "masked autoencoder"
-    return f"{kind}: {body}; pictures of {shape.image_size} pixels; {tensors:,} parameters as trained"
+    return (
+        f"{kind[0].upper()}{kind[1:]}: {body}; pictures of {shape.image_size} pixels; {tensors:,} parameters as trained"
+    )
 
 
 def _pixels(finished: Finished) -> str:

@@ -93,7 +93,7 @@ def write_hugging_face(finished: Finished, out: Path, metadata: dict[str, str]) 
     more = ""
     if isinstance(model, Captioner):
         notes = (
-            "`last_hidden_state` holds all tokens after the last norm, and `pooler_output` the class token.",
+            "Its last_hidden_state holds all tokens after the last norm, and its pooler_output the class token.",
             _left_out(model, "transformers"),
             *_write_tokenizer(finished.tokenizer, model, out),
         )
