@@ -16,7 +16,17 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("out", type=Path, help="a folder that does not exist yet, outside the run directory")
     parser.add_argument("--best", action="store_true", help="the best checkpoint by run.keep_best, not the last one")
-    parser.add_argument("--form", choices=("safetensors", "pytorch", "deepspeed"), default="safetensors")
+    parser.add_argument(
+        "--form", choices=("safetensors", "pytorch", "deepspeed", "timm", "hf", "vip", "dpcap"), default="safetensors",
+        help="safetensors (default), pytorch and deepspeed: all weights, as evaluate, use and later runs read them; "
+        "timm, hf: a folder that timm or transformers loads; vip, dpcap: a file as published with these papers",
+    )  # fmt: skip
+    parser.add_argument(
+        "--averaged", action="store_true", help="of timm, hf, vip and dpcap: the averages of the weights"
+    )
+    parser.add_argument(
+        "--licence", default="unknown", help='for the model card of timm, hf, vip and dpcap: apache-2.0, "other", …'
+    )
     parser.add_argument(
         "--from-deepspeed", action="store_true", help="import: RUN_DIR is a checkpoint folder that DeepSpeed wrote"
     )
@@ -29,7 +39,9 @@ def main() -> int:
         if arguments.from_deepspeed:
             written = from_deepspeed(arguments.run_dir, arguments.out)
         else:
-            written = export(arguments.run_dir, arguments.out, arguments.form, arguments.best)
+            written = export(
+                arguments.run_dir, arguments.out, arguments.form, arguments.best, arguments.averaged, arguments.licence
+            )
         for path in written:
             print(path)
         return 0

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from murmuration.train.evaluate.load import load
     from murmuration.train.private import PrivateTraining
 
-__all__ = ["PrivateTraining"]
+__all__ = ["PrivateTraining", "load"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from murmuration.train.private import PrivateTraining
 
         return PrivateTraining
+    if name == "load":
+        from murmuration.train.evaluate.load import load
+
+        return load
     raise AttributeError(f"module 'murmuration' has no attribute {name!r}")

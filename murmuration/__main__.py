@@ -17,6 +17,7 @@ COMMANDS = {
     "audit": ("murmuration.train.commands.audit", "test the privacy claim with canaries"),
     "four-way": ("murmuration.train.commands.four_way", "what clipping and noise cost, on public data"),
     "evaluate": ("murmuration.train.commands.evaluate", "what a trained model can do, on public records"),
+    "use": ("murmuration.train.commands.use", "captions, classes or features of your own pictures by a trained model"),
     "export": ("murmuration.launch.export", "weights and certificate for release"),
 }  # fmt: skip
 

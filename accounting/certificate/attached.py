@@ -12,7 +12,7 @@ from murmuration.accounting.certificate.signature import fault_of
 from murmuration.accounting.certificate.weights import (
     AVERAGED,
     NAME,
-    WeightsFileError,
+    digests_of_renamed,
     digests_of_safetensors,
     list_digest,
     read_lists,
@@ -86,9 +86,14 @@ def _check_weights(folder: Path, certificate: dict[str, Any], found: Attached) -
         if list_digest(lists.get(name, {})) != entry["sha256"]:
             raise CertificateError(f"{NAME} is not the one that was certified for {name}; restore it")
     for path in files:
-        held, all_of_them = _check_file(path, {name: lists[name] for name in certified})
+        held, all_of_them, others = _check_file(path, {name: lists[name] for name in certified})
         part = "" if held == all_of_them else f", {held} of {all_of_them} tensors"
         found.checked.append(f"{path.name} holds certified weights{part}")
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            found.unchecked.append(
+                f"{path.name}: {others[0]:.200}{more}, which the form needs and no certified tensor is equal to"
+            )
 
 
 def _others(folder: Path, compared: list[Path]) -> list[tuple[Path, str]]:
@@ -105,18 +110,20 @@ def _folder(entry: dict[str, Any]) -> str:
     return f"phase{entry['phase']:02d}-step{entry['step']:08d}"
 
 
-def _check_file(path: Path, lists: dict[str, dict[str, str]]) -> tuple[int, int]:
-    """Requires that all tensors of a file come from one checkpoint; returns how many it has, and how many there are."""
+def _check_file(path: Path, lists: dict[str, dict[str, str]]) -> tuple[int, int, list[str]]:
+    """Requires that all tensors of a file come from one checkpoint; returns how many it has, how many there are, and
+    the names of those that an export in another form had to compute."""
     try:
-        stored = digests_of_safetensors(path)
-    except (OSError, WeightsFileError) as error:
+        renamed = digests_of_renamed(path)
+        stored, others = (renamed.digests, renamed.others) if renamed else (digests_of_safetensors(path), [])
+    except (OSError, ValueError) as error:
         raise CertificateError(f"{error}") from None
     prefix = AVERAGED if path.name.startswith("averaged") else ""
     strange: str | None = None  # rather than "", which is a possible name
     for tensors in lists.values():
         strange = next((name for name, digest in stored.items() if tensors.get(prefix + name) != digest), None)
         if stored and strange is None:
-            return len(stored), sum(name.startswith(AVERAGED) == bool(prefix) for name in tensors)
+            return len(stored), sum(name.startswith(AVERAGED) == bool(prefix) for name in tensors), others
     raise CertificateError(
         f"{path.name}: the tensor {strange!r:.200} is not the one that was certified; export the weights again"
     )

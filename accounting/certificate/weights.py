@@ -1,7 +1,9 @@
 """Hashes of released weights, tensor by tensor, so that they can be recognised in any file; without torch.
 
 A certificate is signed before anything is exported, and an export may rename tensors or be split into files. So the
-certificate states one hash: that of a list (`weights.json`) with the hash of each tensor.
+certificate states one hash: that of a list (`weights.json`) with the hash of each tensor. Where an export renames or
+cuts tensors, `renamed.json` says which ones of the file are which certified one; it is a map to follow, and proves
+nothing by itself.
 """
 
 from __future__ import annotations
@@ -9,14 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.strict_json import parse
 
 NAME = "weights.json"
+RENAMED = "renamed.json"
 AVERAGED = "averaged/"
 """Prefix of the names of averaged weights, which are exported beside the others."""
 _MOST_HEADER = 100 << 20
@@ -60,27 +65,70 @@ def _is_list(tensors: Any) -> bool:
 
 
 def digests_of_safetensors(path: Path) -> dict[str, str]:
+    with _opened(path) as (file, base, header):
+        return {
+            name: tensor_digest(entry["dtype"], entry["shape"], _stored(file, base, entry))
+            for name, entry in header.items()
+        }
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Digests of a file's tensors under certified names, and the names in the file that no certified tensor has."""
+
+    digests: dict[str, str]
+    others: list[str]
+
+
+def digests_of_renamed(path: Path) -> Renamed | None:
+    """By the `renamed.json` beside the file; None where it says nothing of this file."""
+    beside = path.parent / RENAMED
+    listed = _parts(beside, path.name) if beside.is_file() else {}
+    if not listed:
+        return None
+    with _opened(path) as (file, base, header):
+        found: dict[str, str] = {}
+        for name, (shape, parts) in listed.items():
+            if strange := [part for part in parts if part not in header]:
+                raise WeightsFileError(f"{beside} names {strange[0]!r:.200}, which {path.name} lacks; export it again")
+            dtypes = sorted({header[part]["dtype"] for part in parts})
+            chunks = (chunk for part in parts for chunk in _stored(file, base, header[part]))
+            found[name] = tensor_digest(" ".join(dtypes), shape, chunks)
+        mapped = {part for _, parts in listed.values() for part in parts}
+        return Renamed(found, [name for name in header if name not in mapped])
+
+
+def _parts(path: Path, name: str) -> dict[str, tuple[list[int], list[str]]]:
+    """By certified name, its shape and the tensors of the file that are its rows, in order."""
+    try:
+        told = parse(path.read_bytes()).get(name, {})
+        return {ours: (list(where["shape"]), [str(part) for part in where["parts"]]) for ours, where in told.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsFileError(f"{path} cannot be read ({error}); export the weights again") from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[IO[bytes], int, dict[str, Any]]]:
+    """The file, where its data begin, and its entries by name."""
     with path.open("rb") as file:
         try:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > _MOST_HEADER:
                 raise ValueError("its header is too long")
             header = parse(file.read(length))
-            return {
-                name: _stored_digest(file, 8 + length, entry)
-                for name, entry in header.items()
-                if name != "__metadata__"
-            }
+            yield file, 8 + length, {name: entry for name, entry in header.items() if name != "__metadata__"}
+        except WeightsFileError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, struct.error) as error:
             raise WeightsFileError(f"{path} is not a safetensors file ({error}); export it again") from None
 
 
-def _stored_digest(file: Any, base: int, entry: dict[str, Any]) -> str:
+def _stored(file: IO[bytes], base: int, entry: dict[str, Any]) -> Iterator[bytes]:
     begin, end = entry["data_offsets"]
     if not 0 <= begin <= end:
         raise ValueError("a tensor ends before it begins")
     file.seek(base + begin)
-    return tensor_digest(entry["dtype"], entry["shape"], _read(file, end - begin))
+    yield from _read(file, end - begin)
 
 
 def _read(file: Any, length: int) -> Iterable[bytes]:

@@ -27,7 +27,7 @@ from tests.support.train_helpers import ADAMW, on_ranks, private_engine, toy_bat
 ROOT = Path(__file__).resolve().parents[2]
 
 
-UNKNOWN = Provenance((), None)
+UNKNOWN = Provenance((), None).metadata()
 AVERAGING = Optimizer(params=OptimizerParams(ema_decay=0.5))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from murmuration.data.text.encoder import TextEncoder, word_tokenizer
 from murmuration.model.settings import ModelSettings
-from murmuration.train.storage.model_note import ModelNote, ModelNoteError, copy_tokenizer, described, note_of
+from murmuration.train.storage.model_note import ModelNote, ModelNoteError, copy_named_files, described, note_of
 
 SIZES = ModelSettings(family="captioner", image_size=16, patch_size=8, width=24, depth=2, heads=3, text_length=8)
 
@@ -29,7 +29,7 @@ def told(source: Path, root: Path) -> dict[str, Any]:
 def test_model_and_tokenizer_come_back_from_an_exports_folder(source: Path, tmp_path: Path) -> None:
     manifest = told(source, tmp_path / "run")
     (tmp_path / "out").mkdir()
-    copy_tokenizer(manifest, tmp_path / "run", tmp_path / "out")
+    copy_named_files(manifest, tmp_path / "run", tmp_path / "out")
     source.unlink()
     note = ModelNote.inside(note_of(manifest), tmp_path / "out")
     assert note is not None and note.settings == SIZES and note.tokenizer is not None

@@ -70,10 +70,10 @@ class Outcome:
     table_title: str = "By class"
 
 
-def write(outcome: Outcome, out: Path) -> None:
-    """The page first: whoever finds the result finds its page, too."""
+def page_of(outcome: Outcome) -> str:
+    """The page that shows a result, in one file."""
     result = outcome.result
-    page = html_page(
+    return html_page(
         Path(__file__).parent / "result.html.jinja",
         title=f"{result.protocol} of {result.model['what']}",
         statement=statement(result),
@@ -85,9 +85,14 @@ def write(outcome: Outcome, out: Path) -> None:
         table_title=outcome.table_title,
         document=json.dumps(result.as_dict(), indent=2, ensure_ascii=False),
     )
+
+
+def write(outcome: Outcome, out: Path) -> None:
+    """The page first: whoever finds the result finds its page, too."""
+    result = outcome.result
     mode = 0o600 if result.private else 0o644
     with atomic(out / PAGE, mode) as file:
-        file.write(page.encode())
+        file.write(page_of(outcome).encode())
     with atomic(out / RESULT, mode) as file:
         file.write(json.dumps(result.as_dict(), indent=2).encode() + b"\n")
 

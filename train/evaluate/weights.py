@@ -106,8 +106,10 @@ def open_model(
     found.model.eval().requires_grad_(False)
     if known.view:
         found.report.notes.append(f"{known.by} names another view ({known.view}); --resize and --crop choose the view")
-    tokenizer, certified = note.tokenizer if note is not None else None, _is_certified(subject.certified, state)
-    return replace(found, pixels=statistics, certified=certified, tokenizer=tokenizer)
+    certified = _is_certified(subject.certified, state)
+    if note is not None:
+        found = replace(found, tokenizer=note.tokenizer, class_names=note.class_names)
+    return replace(found, pixels=statistics, certified=certified)
 
 
 def _statistics(subject: Subject, pixels: NamedPixels | PixelSettings | None) -> tuple[Normalisation, Told]:

@@ -95,5 +95,5 @@ def segment_of(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
 
 def header(run: RunContext, phase: ReadyPhase) -> dict[str, Any]:
     told = run.header(phase.number, run.contents(phase)["data"], phase.settings.objective)
-    told |= described(run.config.model, phase.text, phase.settings.tokenizer, run.folder.root)
+    told |= described(run.config.model, phase.text, phase.settings.tokenizer, run.folder.root, phase.label_list)
     return told | as_json(phase.pixels)

@@ -1,14 +1,15 @@
-"""What weights do not show, written beside them: the config's model section and the tokenizer.
+"""What weights do not show, written beside them: the config's model section, the tokenizer and the list of classes.
 
-A checkpoint's manifest carries both, and an export repeats them in `export.json`, so that both can be evaluated without
-the config. Neither tells anything private: model sizes are the user's choice, and a tokenizer is never learnt from
-private captions. A tokenizer's file is copied into the run directory, and from there beside the exported weights; a
-manifest names it without the path that it had on the machine of the training.
+A checkpoint's manifest carries them, and an export repeats them in `export.json`, so that both can be used without the
+config. None tells anything private: model sizes are the user's choice, a tokenizer is never learnt from private
+captions, and a list of classes is a public file. The files are copied into the run directory, and from there beside the
+exported weights; a manifest names them without the path that they had on the machine of the training.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,12 @@ from pydantic import ValidationError
 
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.errors import RunError
+from murmuration.data.decode.class_list import ClassList
 from murmuration.data.text.built_in import is_built_in
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.settings import ModelSettings
 
-MODEL, TOKENIZER = "model", "tokenizer"
-_PREFIX = "tokenizer"
+MODEL, TOKENIZER, CLASSES = "model", "tokenizer", "classes"
 
 
 class ModelNoteError(RunError, ValueError):
@@ -35,6 +36,8 @@ class ModelNote:
     settings: ModelSettings
     tokenizer: str | None
     """A built-in tokenizer, or the file in the folder of the note; None where the model reads no text."""
+    class_names: tuple[str, ...] = ()
+    """Of a classifier's outputs; empty if the run named no list of them."""
 
     @staticmethod
     def inside(told: Mapping[str, Any], folder: Path) -> ModelNote | None:
@@ -43,29 +46,32 @@ class ModelNote:
             return None
         try:
             settings = ModelSettings.model_validate(told[MODEL])
-            source = _source(told.get(TOKENIZER), folder)
+            source, listed = _source(told.get(TOKENIZER), folder), _file(told.get(CLASSES), folder, CLASSES)
+            names = ClassList.read(Path(listed)).names if listed is not None else ()
         except (ValidationError, TypeError, KeyError, ValueError) as error:
             reason = str(error).splitlines()[0][:200]
             raise ModelNoteError(
                 f"{folder}: what is said there about the model cannot be read ({reason}); export it again, or pass "
                 "--config"
             ) from None
-        return ModelNote(settings, source)
+        return ModelNote(settings, source, names)
 
 
 def described(
-    settings: ModelSettings, text: TextEncoder | None, source: str | None, root: Path
+    settings: ModelSettings, text: TextEncoder | None, source: str | None, root: Path, classes: ClassList | None = None
 ) -> dict[str, Any]:  # fmt: skip
-    """For a checkpoint's manifest. Copies the tokenizer's file into the run directory unless it is there.
+    """For a checkpoint's manifest. Copies the named files into the run directory unless they are there.
 
     A file that is gone or was changed since the run began is not named: a checkpoint is worth more than its note.
     """
     told: dict[str, Any] = {MODEL: settings.model_dump(mode="json")}
+    if classes is not None:
+        told[CLASSES] = _listed(classes, root)
     if text is None or source is None:
         return told
     if is_built_in(source):
         return told | {TOKENIZER: {"built_in": source}}
-    name = f"{_PREFIX}-{text.digest[:16]}{Path(source).suffix}"
+    name = f"{TOKENIZER}-{text.digest[:16]}{Path(source).suffix}"
     if not (root / name).is_file():
         try:
             content = Path(source).read_bytes()
@@ -78,15 +84,26 @@ def described(
     return told | {TOKENIZER: {"file": name, "sha256": text.digest}}
 
 
+def _listed(classes: ClassList, root: Path) -> dict[str, str]:
+    """The names of the outputs, without the classes that the run leaves out."""
+    content = json.dumps(classes.names).encode()
+    digest = hashlib.sha256(content).hexdigest()
+    name = f"{CLASSES}-{digest[:16]}.json"
+    if not (root / name).is_file():
+        with atomic(root / name) as file:
+            file.write(content)
+    return {"file": name, "sha256": digest}
+
+
 def note_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: manifest[name] for name in (MODEL, TOKENIZER) if name in manifest}
+    return {name: manifest[name] for name in (MODEL, TOKENIZER, CLASSES) if name in manifest}
 
 
-def copy_tokenizer(manifest: Mapping[str, Any], root: Path, out: Path) -> None:
-    """Puts the tokenizer's file beside exported weights."""
-    source = _source(manifest.get(TOKENIZER), root)
-    if source is not None and not is_built_in(source):
-        (out / Path(source).name).write_bytes(Path(source).read_bytes())
+def copy_named_files(manifest: Mapping[str, Any], root: Path, out: Path) -> None:
+    """Puts the files that the note names beside exported weights."""
+    for source in (_source(manifest.get(TOKENIZER), root), _file(manifest.get(CLASSES), root, CLASSES)):
+        if source is not None and not is_built_in(source):
+            (out / Path(source).name).write_bytes(Path(source).read_bytes())
 
 
 def _source(told: Any, folder: Path) -> str | None:
@@ -96,10 +113,16 @@ def _source(told: Any, folder: Path) -> str | None:
         if not is_built_in(told["built_in"]):
             raise ValueError(f"{told['built_in']!r:.80} is no built-in tokenizer")
         return told["built_in"]
+    return _file(told, folder, TOKENIZER)
+
+
+def _file(told: Any, folder: Path, kind: str) -> str | None:
+    if told is None:
+        return None
     name = told["file"]
     path = folder / Path(name).name
-    if name != path.name or not name.startswith(f"{_PREFIX}-"):
-        raise ValueError(f"{name!r:.80} is no tokenizer of a run")
+    if name != path.name or not name.startswith(f"{kind}-"):
+        raise ValueError(f"{name!r:.80} is no {kind} of a run")
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -1,0 +1,93 @@
+"""README.md of an export: what the model is, what is promised of it, what was measured, and how to load it.
+
+Everything in it stands in the certificate, in the checkpoint or in the command; nothing is written twice by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from murmuration.accounting.escaping import printable
+from murmuration.accounting.template import markdown_page
+from murmuration.evaluation.shares import TITLES
+from murmuration.model.captioner import Captioner
+from murmuration.model.classifier import Classifier
+from murmuration.train.export.errors import ExportError
+from murmuration.train.export.finished import Finished
+from murmuration.train.export.forms import Loading
+from murmuration.train.recipe.held_out import LOSS, SIGNAL
+
+NAME = "README.md"
+UNKNOWN = "unknown"
+LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
+
+
+def require_licence(name: str) -> None:
+    if not LICENCE.fullmatch(name):
+        raise ExportError(f'--licence {name!r:.80}: name one by its short form, such as apache-2.0, or write "other"')
+
+
+def write_card(
+    out: Path, finished: Finished, loading: Loading, certificate: Mapping[str, Any], measured: Mapping[str, float],
+    licence: str,
+) -> None:  # fmt: skip
+    claim, about = certificate["claim"], certificate.get("about") or {}
+    page = markdown_page(
+        Path(__file__).with_name("model_card.md.jinja"),
+        licence=Markup(licence),
+        loading=loading,
+        program=Markup(loading.program.replace("DIR", ".")),
+        task=Markup(_task(finished)),
+        run=str(certificate["run"]),
+        what=_what(finished),
+        promise=str(claim["statement"]),
+        private=bool(claim["private"]),
+        unit=str(certificate["unit"]),
+        neighbours=str(certificate["adjacency"]),
+        data=str(about.get("data") or "not stated (the config's about section)"),
+        measured=[(_title(name), f"{value:.4f}") for name, value in measured.items() if name != SIGNAL],
+        pixels=_pixels(finished),
+        classes=len(finished.class_names),
+    )
+    (out / NAME).write_text(page, encoding="utf-8")
+
+
+def _task(finished: Finished) -> str:
+    return "image-classification" if isinstance(finished.model, Classifier) else "image-feature-extraction"
+
+
+def _what(finished: Finished) -> str:
+    shape = finished.model.shape
+    tensors = sum(parameter.numel() for parameter in finished.model.parameters())
+    body = (
+        f"BiT's ResNet, {shape.encoder.width} features"
+        if shape.resnet is not None
+        else f"vision transformer of {shape.encoder.depth} blocks, width {shape.encoder.width}, {shape.encoder.heads} "
+        f"heads, patches of {shape.patch_size} pixels"
+    )
+    if isinstance(finished.model, Classifier):
+        kind = f"classifier of {shape.head.classes} classes"
+    else:
+        kind = "image captioner" if isinstance(finished.model, Captioner) else "masked autoencoder"
+    return (
+        f"{kind[0].upper()}{kind[1:]}: {body}; pictures of {shape.image_size} pixels; {tensors:,} parameters as trained"
+    )
+
+
+def _pixels(finished: Finished) -> str:
+    seen, size = finished.seen, finished.model.shape.image_size
+    mean, std = (", ".join(f"{value:g}" for value in values) for values in (seen.mean, seen.std))
+    return (
+        f"upright, in RGB; the shorter side resized to {seen.shorter_side(size)} (bicubic), the middle {size} x {size} "
+        f"cut out, values from 0 to 1 less the mean ({mean}), divided by ({std})"
+    )
+
+
+def _title(name: str) -> str:
+    known = {LOSS: "loss on public held-out records", **TITLES}
+    return known.get(name, printable(name.replace("_", " ")))

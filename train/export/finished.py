@@ -1,0 +1,53 @@
+"""A checkpoint as the model that it is, for the forms of other packages, which need more than its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from murmuration.data.decode.augment import ResizeCrop
+from murmuration.model.build import Model, build
+from murmuration.model.foreign_config import Preprocessing
+from murmuration.model.warm_start import initialise_with
+from murmuration.train.export.errors import ExportError
+from murmuration.train.recipe.pixels import of_manifest
+from murmuration.train.storage.checkpoint_read import Loaded
+from murmuration.train.storage.model_note import ModelNote
+
+
+@dataclass(frozen=True)
+class Finished:
+    """`tensors` are the checkpoint's own, under the names that its certificate lists."""
+
+    model: Model
+    tensors: Mapping[str, Tensor]
+    seen: Preprocessing
+    class_names: tuple[str, ...]
+    tokenizer: str | None
+    """A built-in tokenizer, or its file in the run directory."""
+    prefix: str = ""
+    """Of the names of averages in the certificate's list."""
+
+    @staticmethod
+    def of(loaded: Loaded, root: Path, weights: Mapping[str, Tensor], prefix: str = "") -> Finished:
+        """`weights`: all tensors of the checkpoint, or their averages, whose certified names have a prefix."""
+        note = ModelNote.inside(loaded.manifest, root)
+        if note is None:
+            raise ExportError(
+                f"{root} was written by an earlier version, whose checkpoints do not describe their model; export it "
+                "as safetensors"
+            )
+        try:
+            model = build(note.settings, loaded.manifest["objective"])
+            report = initialise_with(model, weights, {"what": "checkpoint"}, take_head=True)
+        except ValueError as error:
+            raise ExportError(f"{root}: {str(error).rstrip('.')}") from None
+        if report.left_as_initialised:
+            raise ExportError(f"{root}: the checkpoint lacks {report.left_as_initialised[0]}; restore it")
+        view, pixels = ResizeCrop(), of_manifest(loaded.manifest, loaded.position.folder)
+        seen = Preprocessing(view.resize, view.crop, pixels.mean, pixels.std)
+        model.eval().requires_grad_(False)
+        return Finished(model, weights, seen, note.class_names, note.tokenizer, prefix)
