@@ -181,7 +181,7 @@ def prepare(config: Config) -> list[ReadyPhase]:
     _keep_apart(phases)
     require_numbers(_label_sources(phases), classes, shape.head.classes)
     hold_to_what_was_promised(_uses(phases))
-    statistics = pixels.of_run(config.model.pixels, starts)
+    statistics = pixels.of_run(config.model, starts)
     phases = [replace(phase, pixels=statistics) for phase in phases]
     phases = [_with_usable_records(phase) for phase in phases]  # read only now that they may be
     _require_metric(config.run.keep_best, phases)

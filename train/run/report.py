@@ -204,7 +204,7 @@ def _composed(
         # Where a sibling's folder lies is not published.
         "siblings": [{key: value for key, value in other.items() if key != "folder"} for other in siblings],
         "about": {"data": config.about.data, "owner": config.about.owner},
-        "model": f"{config.model.family}, {config.model.size}, pictures of {config.model.image_size} px",
+        "model": f"{config.model.title}, pictures of {config.model.image_size} px",
         # Of the last start, like the files' times: when the run ended would reveal how long its private steps took.
         "dates": {"last_start": day},
         "engine": str(EngineSettings.of(config)),

@@ -60,7 +60,7 @@ def described(
 
     A file that is gone or was changed since the run began is not named: a checkpoint is worth more than its note.
     """
-    told: dict[str, Any] = {MODEL: settings.model_dump(mode="json")}
+    told: dict[str, Any] = {MODEL: settings.note()}
     if text is None or source is None:
         return told
     if is_built_in(source):
