@@ -8,16 +8,18 @@ global random state is never touched. The seed is public; it decides only where 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 
+from murmuration.model.body import Body
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier, TransformerClassifier
 from murmuration.model.encoder import Encoder, PatchProjection
 from murmuration.model.mae import MaskedAutoencoder
+from murmuration.model.named_models import NamedClassifier
 from murmuration.model.settings import ModelSettings, SettingsError, Shape
 
 Objective = Literal["mae", "caption", "classify"]
@@ -48,7 +50,9 @@ def build(settings: ModelSettings | Shape, objective: Objective, device: Device 
     place = torch.device(device)
     # Layer constructors draw weights from the global generator of their device. Built on the CPU, inside a
     # fork, they leave no trace there; the draws themselves are overwritten below.
+    # The layers of other libraries keep what their constructors draw, so their generator is seeded.
     with torch.random.fork_rng(devices=[]), torch.device("meta" if place.type == "meta" else "cpu"):
+        torch.manual_seed(_seed(shape.init_seed, "body"))
         model = kind(shape)
     if place.type == "meta":
         return model
@@ -62,6 +66,8 @@ def _kind(shape: Shape, objective: str) -> Callable[[Shape], Model]:
         "caption": Captioner,
         "classify": TransformerClassifier if shape.resnet is None else _resnet,
     }
+    if shape.named is not None:
+        kinds = {"mae": _no_autoencoder, "classify": NamedClassifier}
     if objective not in kinds:
         raise ValueError(f'there is no objective "{objective}"; choose "mae", "caption" or "classify".')
     if objective != "classify" and (shape.resnet is not None or shape.positions == "learned"):
@@ -79,6 +85,13 @@ def _resnet(shape: Shape) -> Model:
     return ResNetClassifier(shape)
 
 
+def _no_autoencoder(shape: Shape) -> Model:
+    raise SettingsError(
+        f'{shape.named} cannot be trained with objective "mae", which leaves patches out before the first layer; use '
+        'model.family = "mae", or train with "classify".'
+    )
+
+
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
     """Xavier-uniform matrices (the patch filter counts as one), zero biases, N(0, 0.02²) tokens and embeddings.
@@ -86,7 +99,7 @@ def initialise(model: nn.Module, seed: int) -> None:
     Convolutions are He-normal by fan-in (weight-standardised ones are invariant to the scale); a classifier's head
     starts as its settings say.
     """
-    for path, module in model.named_modules():
+    for path, module in _drawn_here(model):
         prefix = f"{path}." if path else ""
         if isinstance(module, (nn.Linear, PatchProjection)):
             flat = module.weight.flatten(1)
@@ -114,6 +127,14 @@ def initialise(model: nn.Module, seed: int) -> None:
         model.head.bias.fill_(head.bias)
 
 
+def _drawn_here(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules but those of a body whose library has drawn its weights."""
+    for path, module in model.named_children():
+        if not isinstance(module, Body):
+            yield path, module
+            yield from ((f"{path}.{inner}", part) for inner, part in module.named_modules() if inner)
+
+
 def normal_draw(tensor: Tensor, seed: int, name: str, scale: float = 0.02) -> None:
     """Fill `tensor` with a normal draw that depends only on seed and name; for callers inside no_grad."""
     draw = torch.randn(tensor.shape, generator=_generator(seed, name))
@@ -121,8 +142,12 @@ def normal_draw(tensor: Tensor, seed: int, name: str, scale: float = 0.02) -> No
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(_seed(seed, name))
+
+
+def _seed(seed: int, name: str) -> int:
     digest = hashlib.sha256(f"murmuration initial weights {seed} {name}".encode()).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def take_encoder(source_state: Mapping[str, Tensor], target: nn.Module) -> list[str]:

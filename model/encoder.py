@@ -50,6 +50,14 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
 
 
+def check_images(images: Tensor, side: int) -> None:
+    if tuple(images.shape[1:]) != (3, side, side):
+        raise ValueError(
+            f"the model was built for images [B, 3, {side}, {side}] but got {list(images.shape)}; "
+            f"resize the images or set model.image_size."
+        )
+
+
 class PatchProjection(nn.Module):
     """A patch-embedding convolution on patches that are already cut out: the same numbers, from one matrix product."""
 
@@ -103,7 +111,7 @@ class Encoder(nn.Module):
         self.norm = norm_layer(shape.encoder.width)
 
     def _embed(self, images: Tensor, kept: Tensor | None) -> Tensor:
-        self._check(images)
+        check_images(images, self.shape.image_size)
         if self.shape.positions == "learned":
             return self._embed_learned(images)
         x = self.patch_embed(images, kept)
@@ -134,11 +142,3 @@ class Encoder(nn.Module):
             x = block(x)
             outputs.append(x)
         return outputs
-
-    def _check(self, images: Tensor) -> None:
-        side = self.shape.image_size
-        if tuple(images.shape[1:]) != (3, side, side):
-            raise ValueError(
-                f"the model was built for images [B, 3, {side}, {side}] but got {list(images.shape)}; "
-                f"resize the images or set model.image_size."
-            )

@@ -6,11 +6,14 @@ code needs (every number present, every divisibility checked). Nothing else in t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from murmuration.model.named import LIBRARIES, Library, Named, completed
 from murmuration.model.sizes import RESNETS, TABLES, Activation, Family, Preset, ResNet, Size, Stack
 
 Loss = Literal["softmax", "sigmoid"]
@@ -40,7 +43,8 @@ class Head:
 class Shape:
     """A complete, consistent description of one model (of all objectives on one encoder).
 
-    `resnet` is None for transformers; if it is given, only the width of `encoder`, that of the features, has a meaning.
+    `resnet` and `named` are None for our own transformers; if one is given, only the width of `encoder`, that of the
+    features, has a meaning.
     """
 
     family: Family
@@ -62,6 +66,7 @@ class Shape:
     drop_path: float
     dropout: float
     init_seed: int
+    named: Named | None = None
 
     @property
     def drops(self) -> bool:
@@ -115,14 +120,32 @@ class ModelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    family: Family = Field(description="Kind of model.")
+    family: Family = Field(
+        description="Kind of model. timm: any image encoder of timm, by its `name`. hf: a model of Hugging Face, in a "
+        "folder. Both train as a classifier or as a captioner's encoder, and nothing is downloaded."
+    )
+    name: str | None = Field(
+        default=None,
+        description="Only of timm and hf: the name, as in `vit_small_patch14_dinov2.lvd142m`, or the folder with "
+        "config.json. Weights to start from are named by a phase with the data source checkpoint.",
+    )
+    model_args: dict[str, Any] | None = Field(
+        default=None,
+        description="Only of timm and hf: arguments of timm's constructor, such as `drop_path_rate`, or keys in the "
+        "place of those of config.json.",
+    )
     size: Size = Field(default="custom", description="A published size, or custom, whose numbers are set below.")
     pixels: NamedPixels | PixelSettings | None = Field(
         default=None,
         description="Mean and standard deviation by which pixels are normalised. half: 0.5 and 0.5; null: those of the "
         "weights that the run starts from, as the files beside them say; imagenet, if it starts from none.",
     )
-    image_size: int = Field(default=224, gt=0, le=MOST_PIXELS, description="Side of the picture, in pixels.")
+    image_size: int = Field(
+        default=224,
+        gt=0,
+        le=MOST_PIXELS,
+        description="Side of the picture, in pixels; of timm and hf, if nothing is given: that of the named model.",
+    )
     patch_size: int = Field(
         default=16,
         gt=0,
@@ -219,14 +242,32 @@ class ModelSettings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _published_patch_size(cls, given: Any) -> Any:
+    def _what_names_stand_for(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("family") in LIBRARIES:
+            return completed(given)
         # Huge is Huge/14 in the published tables; an explicit patch_size still wins.
         if isinstance(given, dict) and given.get("size") == "huge" and "patch_size" not in given:
             return {**given, "patch_size": TABLES["mae"]["huge"].patch_size}
         return given
 
+    @property
+    def title(self) -> str:
+        """Family and size in a few words, without the path of a folder."""
+        kind = (self.model_args or {}).get("model_type") if self.family == "hf" else self.name or self.size
+        return f"{self.family}, {kind}"
+
+    def note(self) -> dict[str, Any]:
+        """All that is needed to build the model elsewhere, without the path of a folder on this machine."""
+        told = self.model_dump(mode="json")
+        return told | {"name": Path(self.name).name} if self.family == "hf" and self.name else told
+
     def resolved(self) -> Shape:
         """Fill every number from the size table and the overrides, then check that they fit together."""
+        if self.family in LIBRARIES:
+            return self._named(self.family)
+        if self.name is not None or self.model_args is not None:
+            key = "name" if self.name is not None else "model_args"
+            raise SettingsError(f'family "{self.family}" has no model.{key}; omit it, or set model.family to "timm".')
         if self.size in RESNETS or self.stages is not None:
             return self._shape(None, resnet=self._resnet())
         table = TABLES[self.family]
@@ -290,6 +331,25 @@ class ModelSettings(BaseModel):
             dropout=self.dropout,
             init_seed=self.init_seed,
         )
+
+    def _named(self, library: Library) -> Shape:
+        odd = {"width": self.width, "depth": self.depth, "heads": self.heads, "stages": self.stages}
+        odd |= {"positions": self.positions, "pooling": self.pooling, "qkv_bias": self.qkv_bias}
+        odd |= {"drop_path": self.drop_path or None, "dropout": self.dropout or None}
+        odd |= {"size": None if self.size == "custom" else self.size}
+        if given := [name for name, value in odd.items() if value is not None]:
+            raise SettingsError(
+                f'model.{given[0]} is for our own encoders; omit it, or set what family "{library}" calls it in '
+                "model.model_args."
+            )
+        # Only here: it imports the library.
+        from murmuration.model.body import facts_of
+
+        named = Named.of(library, self.name or "", self.model_args or {})
+        width = facts_of(named, self.image_size).width
+        near = 64 * math.ceil(width / 64)
+        preset = Preset(Stack(near, 1, 1), Stack(near, 6, near // 64), Stack(512, 4, 16))
+        return replace(self._shape(preset, resnet=None), encoder=Stack(width, 1, 1), named=named)
 
     def _resnet(self) -> ResNet:
         preset = RESNETS.get(self.size)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-Family = Literal["mae", "captioner", "classifier"]
+Family = Literal["mae", "captioner", "classifier", "timm", "hf"]
 Size = Literal[
     "nano", "tiny", "small", "base", "large", "huge",
     "r50x1", "r50x3", "r50x4", "r101x1", "r101x3", "r152x2", "r152x4", "custom",

@@ -19,6 +19,7 @@ from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
 from murmuration.model.encoder import Encoder
 from murmuration.model.mae import MaskedAutoencoder
+from murmuration.model.named_models import NamedClassifier
 
 Trainable = Literal["all", "head", "bias", "lora"]
 DOWN, UP = "lora_down", "lora_up"
@@ -44,7 +45,8 @@ def select(model: nn.Module, trainable: Trainable, *, rank: int = 8) -> list[str
     - "all": as built (the published models keep some tokens fixed).
     - "head": the last layer of the objective: `head` of a classifier, the text or pixel prediction otherwise.
     - "bias": every bias; a classifier's whole head as well, because its weights start at zero.
-    - "lora": adapters of `rank` on every linear layer in the encoder's blocks; a classifier's whole head as well.
+    - "lora": adapters of `rank` on every linear layer in the encoder's blocks, or in a named encoder; a classifier's
+      whole head as well.
 
     Parameters that `build` fixed stay fixed.
     """
@@ -88,25 +90,26 @@ def add_adapters(model: nn.Module, rank: int) -> set[str]:
 
     A model that already has them is left unchanged.
     """
-    if not isinstance(model, Encoder):
+    body = "body" if isinstance(model, NamedClassifier) else "blocks"
+    if not isinstance(model, Encoder | NamedClassifier):
         raise ValueError(f"{type(model).__name__} has no transformer blocks to adapt; choose another `trainable`.")
-    names: set[str] = set()
-    for path, layer in list(model.blocks.named_modules()):
+    adapted_part, names = model.get_submodule(body), set[str]()
+    for path, layer in list(adapted_part.named_modules()):
         if not isinstance(layer, nn.Linear):
             continue
         if not isinstance(layer, LowRankLinear):
             if not 0 < rank < min(layer.in_features, layer.out_features):
                 raise ValueError(
                     f"rank {rank} is not between 1 and {min(layer.in_features, layer.out_features) - 1}, below the "
-                    f"sizes of blocks.{path}; choose 8, for example."
+                    f"sizes of {body}.{path}; choose 8, for example."
                 )
             adapted = LowRankLinear(layer, rank)
             if not adapted.lora_down.is_meta:
-                name, scale = f"blocks.{path}.{DOWN}", layer.in_features**-0.5
+                name, scale = f"{body}.{path}.{DOWN}", layer.in_features**-0.5
                 normal_draw(adapted.lora_down, model.shape.init_seed, name, scale)
             parent, _, own = path.rpartition(".")
-            setattr(model.blocks.get_submodule(parent), own, adapted)
-        names |= {f"blocks.{path}.{DOWN}", f"blocks.{path}.{UP}"}
+            setattr(adapted_part.get_submodule(parent), own, adapted)
+        names |= {f"{body}.{path}.{DOWN}", f"{body}.{path}.{UP}"}
     return names
 
 

@@ -16,9 +16,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from murmuration.model.body import Body
 from murmuration.model.fill import WeightEntries, fill_start, same_names
 from murmuration.model.foreign import bit_pieces, hf_pieces, timm_pieces
 from murmuration.model.load_report import LoadReport, WeightsError
+from murmuration.model.named_weights import entries_of, is_foreign, is_ours
 from murmuration.model.released import TEXT_EMBEDDING, dpcap_pieces, vip_mae_pieces
 from murmuration.model.trainable import DOWN, merged
 from murmuration.model.weight_files import export_note, flat, read_weights
@@ -37,6 +39,11 @@ def initialise_from(model: nn.Module, path: Path | str, *, take_head: bool | Non
     `take_head`: whether to take a classifier's head from the file, if it has as many classes; None takes it only from
     this project's exports, since a head for other classes is worse than the initial one.
     """
+    path = Path(path)
+    body = getattr(model, "body", None)
+    if isinstance(body, Body) and is_foreign(path):
+        account = LoadReport(str(path))
+        return _filled(model, entries_of(path, model, account), account, take_head)
     return initialise_with(model, read_weights(path), export_note(path), take_head=take_head)
 
 
@@ -48,14 +55,19 @@ def initialise_with(
     state = flat(state_dict)
     if any(name.endswith(f".{DOWN}") for name in state):
         state = merged(state)
-    account, pieces = recognised(state, bool(note))
+    named = isinstance(getattr(model, "body", None), Body)
+    account, pieces = recognised(state, bool(note) or (named and is_ours(state)))
+    shape = getattr(model, "shape", None)
+    if shape is not None and shape.resnet is None and account.source != OWN:
+        account.notes.append(f"{shape.encoder.heads} heads, as in the model; the weights do not show theirs")
+    return _filled(model, pieces, account, take_head)
+
+
+def _filled(model: nn.Module, pieces: WeightEntries, account: LoadReport, take_head: bool | None) -> LoadReport:
     if take_head is False or (take_head is None and account.source != OWN):
         for name in HEAD:
             if piece := pieces.pop(name, None):
                 account.add(piece.keys[0], "ignored", piece.tensor, "the head starts as the settings say")
-    shape = getattr(model, "shape", None)
-    if shape is not None and shape.resnet is None and account.source != OWN:
-        account.notes.append(f"{shape.encoder.heads} heads, as in the model; the weights do not show theirs")
     fill_start(model, pieces, account)
     return account
 

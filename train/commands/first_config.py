@@ -25,7 +25,7 @@ from murmuration.data.text.built_in import is_built_in
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.settings import ModelSettings, Shape
 from murmuration.model.sizes import TABLES, Family, Stack
-from murmuration.train.commands.dry_run import dry_run
+from murmuration.train.commands.dry_run import meaning
 from murmuration.train.config.load import load
 from murmuration.train.config.root import run_dir_of
 from murmuration.train.config.section import RecipeError
@@ -121,7 +121,7 @@ def compose(wish: Wish) -> str:
 def told(wish: Wish) -> list[str]:
     """What was written comes to, for the console; an error where the dry run would refuse it."""
     config = load(wish.out, [])
-    dry_run(on_this_machine(config, run_dir_of(config, wish.out)))
+    meaning(on_this_machine(config, run_dir_of(config, wish.out)))
     number = len(config.phases) - 1
     phase = config.phases[number]
     assert phase.privacy is not None

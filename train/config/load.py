@@ -84,7 +84,7 @@ def _absolute_paths(value: Any, folder: Path) -> None:
             _absolute_paths(item, folder)
     elif isinstance(value, dict):
         for key, item in value.items():
-            if key in PATH_KEYS - {"dir"} and _is_path(key, item):
+            if (key in PATH_KEYS - {"dir"} and _is_path(key, item)) or _names_folder(value, key, item):
                 value[key] = str(folder / item)
             else:
                 _absolute_paths(item, folder)
@@ -98,6 +98,11 @@ def _objectives_of_starts(phases: Any) -> None:
         if isinstance(data, dict) and data.get("source") == "checkpoint" and "objective" not in phase:
             after = [other["objective"] for other in found[number + 1 :] if "objective" in other]
             phase |= {"objective": after[0]} if after else {}
+
+
+def _names_folder(section: dict[str, Any], key: str, value: Any) -> bool:
+    """A model of Hugging Face is named by its folder."""
+    return key == "name" and section.get("family") == "hf" and isinstance(value, str)
 
 
 def _is_path(key: str, value: Any) -> bool:
@@ -118,8 +123,6 @@ def _override(raw: dict[str, Any], text: str) -> None:
         new = float(literal) if NUMBER.fullmatch(literal) else literal
     except JsonError as error:
         raise ConfigError(printable(f"the value of --set {dotted} {error}")) from None
-    if parts[-1] in PATH_KEYS and _is_path(parts[-1], new):
-        new = str(Path.cwd() / new)
     holder: Any = raw
     for part in parts[:-1]:
         try:
@@ -128,6 +131,8 @@ def _override(raw: dict[str, Any], text: str) -> None:
             raise ConfigError(f"--set {printable(dotted)}: there is no {part!r} to set anything in") from None
     if not isinstance(holder, dict):
         raise ConfigError(f"--set {printable(dotted)}: only keys of an object can be set")
+    if (parts[-1] in PATH_KEYS and _is_path(parts[-1], new)) or _names_folder(holder, parts[-1], new):
+        new = str(Path.cwd() / new)
     if parts[-1] == "privacy" and new is None and isinstance(holder.get("privacy"), dict):
         # The non-private variant of a recipe keeps its batch size.
         expected = holder["privacy"].get("expected_batch")

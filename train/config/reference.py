@@ -83,7 +83,8 @@ class Reference:
             types = " or ".join(self._type(choice) for choice in choices if choice.get("type") != "null")
             return types + (", or `null`" if {"type": "null"} in choices else "")
         if field["type"] == "object":
-            return f"object of {self._type(field['additionalProperties'])}"
+            inner = field.get("additionalProperties")
+            return f"object of {self._type(inner)}" if isinstance(inner, dict) else "object"
         if field["type"] == "array":
             return self._list(field)
         return _limited(field)

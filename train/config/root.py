@@ -268,6 +268,9 @@ class Config(Section):
             out["mixing"] = {"data": places | {"weight": True}}
         own = self.phases[phase].model_dump(exclude=out)
         without = {name for name in ("drop_path", "dropout") if not getattr(self.model, name)}
+        # Of earlier versions, that had only encoders of ours; and a folder's path says nothing beside its config.
+        without |= {name for name in ("name", "model_args") if getattr(self.model, name) is None}
+        without |= {"name"} if self.model.family == "hf" else set()
         without.add("pixels")  # what it comes to, with the weights that the run starts from, is among the contents
         identity: dict[str, Any] = {
             "model": self.model.model_dump(exclude=without),

@@ -76,8 +76,9 @@ def features_of(model: Evaluated, images: Tensor, way: Way) -> Tensor:
     body = model.model
     if way == "vip":
         if not isinstance(body, Encoder):
+            what = "a ResNet" if body.shape.named is None else str(body.shape.named)
             raise EvaluationError(
-                "ViP's probe reads the blocks of a transformer, and this is a ResNet; choose --way dpcap"
+                f"ViP's probe reads the blocks of a transformer of ours, and this is {what}; choose --way dpcap"
             )
         return torch.cat([tokens[:, 1:].mean(dim=1) for tokens in body.layers(images)], dim=1)
     if isinstance(body, Captioner):

@@ -83,6 +83,10 @@ def _sizes(session: Session, classes: int, settings: FineTuneSettings) -> ModelS
     shape = session.model.shape
     if shape.resnet is not None:
         raise EvaluationError("layer decay needs the blocks of a transformer, and this is a ResNet; name another model")
+    if shape.named is not None:
+        raise EvaluationError(
+            f"layer decay needs the blocks of an encoder of ours, and this is {shape.named}; probe it"
+        )
     encoder = shape.encoder
     return ModelSettings(
         family="classifier", size="custom", image_size=shape.image_size, patch_size=shape.patch_size,

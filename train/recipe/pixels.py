@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from murmuration.data.draw.micro_batch import HALF, IMAGENET_MEAN, IMAGENET_STD, Channels, Normalisation
 from murmuration.model.load_report import WeightsError
-from murmuration.model.settings import NamedPixels, PixelSettings
+from murmuration.model.named import LIBRARIES, PREPROCESSOR, statistics_of
+from murmuration.model.settings import ModelSettings, NamedPixels, PixelSettings
 from murmuration.model.warm_start import IMAGENET_PIXELS, source_of
 from murmuration.model.weight_files import NAMES, export_note, read_weights
 from murmuration.train.config.section import RecipeError
@@ -82,15 +83,34 @@ def settled(given: Normalisation | None, told: Told | None, key: str) -> Normali
     return told.pixels
 
 
-def of_run(given: NamedPixels | PixelSettings | None, starts: Mapping[str, Path]) -> Normalisation:
+def of_run(model: ModelSettings, starts: Mapping[str, Path]) -> Normalisation:
     """`starts`: paths of weights, by the config keys that name them."""
-    found = of_settings(given)
+    found, named = of_settings(model.pixels), of_named(model)
     for where, path in starts.items():
         try:
-            found = settled(found, of_weights(path), "model.pixels")
+            told = of_weights(path)
+            # Files of a named model often lie alone; the name has then said it.
+            if named is not None and told.pixels is None:
+                told = named
+            found = settled(found, told, "model.pixels")
         except (RecipeError, WeightsError, CheckpointError) as error:
             raise RecipeError(f"{where}: {str(error).rstrip('.')}") from None
+    if found is None and named is not None:
+        found = named.pixels
     return found or IMAGENET
+
+
+def of_named(model: ModelSettings) -> Told | None:
+    """What timm or Hugging Face states for the model that the config names; None where it names none, or where its
+    folder is gone."""
+    if model.family not in LIBRARIES or model.name is None:
+        return None
+    told = statistics_of(model.family, model.name)
+    if told is None:
+        return None
+    if model.family == "timm":
+        return _timm(told, f"timm's {model.name}")
+    return _hugging_face(told, str(Path(model.name) / PREPROCESSOR))
 
 
 def of_weights(path: Path) -> Told:

@@ -189,7 +189,7 @@ def prepare(config: Config) -> list[ReadyPhase]:
     hold_to_what_was_promised(_uses(phases))
     for phase in phases:
         require_names(phase.number, phase.settings, phase.index_of)
-    statistics = pixels.of_run(config.model.pixels, starts)
+    statistics = pixels.of_run(config.model, starts)
     phases = [replace(phase, pixels=statistics) for phase in phases]
     phases = [_with_usable_records(phase) for phase in phases]  # read only now that they may be
     _require_metric(config.run.keep_best, phases)

@@ -159,4 +159,6 @@ def _body(shape: Shape) -> tuple[object, ...]:
     weights."""
     if shape.resnet is not None:
         return (shape.resnet, shape.image_size)
+    if shape.named is not None:
+        return (shape.named, shape.image_size)
     return (shape.encoder, shape.image_size, shape.patch_size, shape.positions, shape.pooling, shape.qkv_bias)

@@ -198,9 +198,8 @@ def _composed(
 
 
 def _model(config: Config, latest: Loaded) -> str:
-    shape = config.model
     parameters = sum(math.prod(each) for each in latest.manifest["shapes"].values())
-    return f"{shape.family}, {shape.size}, pictures of {shape.image_size} px, {parameters:,} parameters"
+    return f"{config.model.title}, pictures of {config.model.image_size} px, {parameters:,} parameters"
 
 
 def _best(config: Config, run_dir: RunDir, journal: Journal, latest: Loaded) -> list[Loaded]:

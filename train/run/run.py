@@ -179,7 +179,7 @@ def _settle_times(run: RunContext) -> None:
 
 def _compared(run: RunContext, phases: list[ReadyPhase]) -> tuple[dict[str, str | float], list[str]]:
     """Settings by which people compare runs, and the measurements of the last phase that they compare."""
-    settings: dict[str, str | float] = {"model": f"{run.config.model.family}, {run.config.model.size}"}
+    settings: dict[str, str | float] = {"model": run.config.model.title}
     plans = run.writer.history.plans
     for phase in phases:
         if phase.number in plans:

@@ -64,7 +64,7 @@ def described(
 
     A file that is gone or was changed since the run began is not named: a checkpoint is worth more than its note.
     """
-    told: dict[str, Any] = {MODEL: settings.model_dump(mode="json")}
+    told: dict[str, Any] = {MODEL: settings.note()}
     if classes is not None:
         told[CLASSES] = _listed(classes, root)
     if text is None or source is None:

@@ -1,0 +1,167 @@
+"""Builds an encoder of timm or Hugging Face, and finds out what it gives: pooled features, and tokens.
+
+The library draws the initial weights, in the order in which it makes its layers, from a generator that the caller has
+seeded. Layers that couple records are refused here, by the rules of `model.safety`, before anything is computed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from murmuration.model.named import Named
+from murmuration.model.safety import CouplingError, refuse_coupling
+from murmuration.model.settings import SettingsError
+
+
+class Body(nn.Module, ABC):
+    """Everything below the head. The library's own module is `net`, with the library's own names."""
+
+    net: nn.Module
+
+    @abstractmethod
+    def forward(self, images: Tensor) -> Tensor:
+        """Features that the library's own head would read: [B, width]."""
+
+    @abstractmethod
+    def tokens(self, images: Tensor) -> Tensor:
+        """[B, tokens, width]: before pooling, one for each place, and class and register tokens if there are any."""
+
+
+class TimmBody(Body):
+    def __init__(self, named: Named, image_size: int) -> None:
+        super().__init__()
+        import timm
+
+        given = {"pretrained": False, "num_classes": 0, **named.arguments}
+        try:
+            try:
+                self.net = timm.create_model(named.name, img_size=image_size, **given)
+            except TypeError as error:
+                if "img_size" not in str(error):
+                    raise
+                self.net = timm.create_model(named.name, **given)  # it takes pictures of any size
+        except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError) as error:
+            raise SettingsError(
+                f"{named} cannot be built with pictures of {image_size} px and model.model_args = {named.args} "
+                f"({_first_line(error)}); change these."
+            ) from None
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images)
+
+    def tokens(self, images: Tensor) -> Tensor:
+        return _as_tokens(self.net.forward_features(images), self.net.num_features)  # pyright: ignore
+
+
+class HuggingFaceBody(Body):
+    """The library's image classifier without its last linear layer."""
+
+    def __init__(self, named: Named, image_size: int) -> None:
+        del image_size  # its config says it
+        super().__init__()
+        from transformers import AutoConfig, AutoModelForImageClassification
+
+        given = named.arguments
+        try:
+            config = AutoConfig.for_model(given.pop("model_type"), **given)
+            net: Any = AutoModelForImageClassification.from_config(config)
+        except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError) as error:
+            raise SettingsError(
+                f"{named} cannot be built as an image classifier ({_first_line(error)}); name a folder with an image "
+                "encoder, or change model.model_args."
+            ) from None
+        if not isinstance(getattr(net, "classifier", None), nn.Linear):
+            raise SettingsError(
+                f"{named} has no linear layer `classifier`, in whose place ours could be put; name another model."
+            )
+        net.classifier = nn.Identity()
+        self.net = net
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(pixel_values=images).logits
+
+    def tokens(self, images: Tensor) -> Tensor:
+        net: Any = self.net
+        found = net.base_model(pixel_values=images).last_hidden_state
+        return _as_tokens(found, found.shape[1] if found.dim() == 4 else found.shape[-1])
+
+
+def _as_tokens(x: Tensor, width: int) -> Tensor:
+    """Maps of features [B, width, rows, columns] or [B, rows, columns, width] become tokens, row by row."""
+    if x.dim() == 4:
+        return x.flatten(2).transpose(1, 2) if x.shape[1] == width else x.flatten(1, 2)
+    return x
+
+
+def make_body(named: Named, image_size: int) -> Body:
+    return (TimmBody if named.library == "timm" else HuggingFaceBody)(named, image_size)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a body gives, and the parameters that this does not depend on (a mask token, a norm that is not used)."""
+
+    width: int
+    unused: frozenset[str]
+
+
+@lru_cache(maxsize=64)
+def facts_of(named: Named, image_size: int) -> Facts:
+    """Refuses a body that couples records or gives no features."""
+    return _facts(named, image_size, lambda body, images: body(images), "features")
+
+
+@lru_cache(maxsize=64)
+def token_facts_of(named: Named, image_size: int) -> Facts:
+    return _facts(named, image_size, lambda body, images: body.tokens(images), "tokens")
+
+
+def _facts(named: Named, image_size: int, run: Callable[[Body, Tensor], Tensor], what: str) -> Facts:
+    """Runs the model on tensors without data; a few architectures compute with numbers, and run on the CPU."""
+    try:
+        return _measured(named, image_size, run, what, "meta")
+    except SettingsError:
+        raise
+    except Exception:
+        pass
+    try:
+        return _measured(named, image_size, run, what, "cpu")
+    except SettingsError:
+        raise
+    except Exception as error:  # whatever a library raises on pictures of a size that it does not take
+        raise SettingsError(
+            f"{named} does not run on pictures of {image_size} px ({_first_line(error)}); set model.image_size to the "
+            "size that it is made for."
+        ) from None
+
+
+def _measured(
+    named: Named, image_size: int, run: Callable[[Body, Tensor], Tensor], what: str, device: str
+) -> Facts:  # fmt: skip
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        body = make_body(named, image_size)
+        try:
+            refuse_coupling(body.net)
+        except CouplingError as error:
+            raise SettingsError(f"{named} cannot be trained record by record: its layer {error}") from None
+        with torch.enable_grad():
+            found = run(body, torch.zeros(2, 3, image_size, image_size))
+        wanted = 2 if what == "features" else 3
+        if not isinstance(found, Tensor) or found.dim() != wanted:
+            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise SettingsError(f"{named} gives {shape} where {what} were expected; name another model.")
+        named_parameters = dict(body.named_parameters())
+        gradients = torch.autograd.grad(found.sum(), list(named_parameters.values()), allow_unused=True)
+    unused = [name for name, gradient in zip(named_parameters, gradients, strict=True) if gradient is None]
+    return Facts(found.shape[-1], frozenset(unused))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

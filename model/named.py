@@ -1,0 +1,141 @@
+"""Encoders of other libraries, by name: what a name stands for, found without building the model.
+
+`timm` names an architecture of timm, with or without the tag of its weights. `hf` names a folder in the layout of
+Hugging Face, whose config.json is copied into the settings, so that checkpoints and exports can be opened where the
+folder is not. Nothing is downloaded. Picture size and pixel statistics are those that the library states for the name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Library = Literal["timm", "hf"]
+LIBRARIES: tuple[Library, ...] = ("timm", "hf")
+CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
+_START = 'start from weights by a phase with data.source "checkpoint"'
+# Arguments that other keys of the config decide.
+DECIDED = {
+    "img_size": "set model.image_size", "num_classes": "set model.classes", "num_labels": "set model.classes",
+    "pretrained": _START, "checkpoint_path": _START, "pretrained_cfg": _START, "cache_dir": _START,
+    "in_chans": "pictures have three colours", "features_only": "the features before the head are used",
+}  # fmt: skip
+# Of config.json: names of classes, versions, and other people's code. The model is not made of these.
+LEFT_OUT = {
+    "architectures", "auto_map", "custom_pipelines", "dtype", "id2label", "label2id", "num_labels", "problem_type",
+    "torch_dtype", "transformers_version", "_name_or_path",
+}  # fmt: skip
+
+
+class NamedError(ValueError):
+    """There is no such model, or it cannot be used; one sentence that names the fix."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """One model of a library. `args` is a JSON object: arguments of timm's constructor, or Hugging Face's config."""
+
+    library: Library
+    name: str
+    args: str
+
+    @staticmethod
+    def of(library: Library, name: str, args: dict[str, Any]) -> Named:
+        # A folder's path says nothing: what it contained is in `args`.
+        return Named(library, name if library == "timm" else str(args["model_type"]), json.dumps(args, sort_keys=True))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return json.loads(self.args)
+
+    def __str__(self) -> str:
+        return f'{"timm" if self.library == "timm" else "Hugging Face"}\'s "{self.name}"'
+
+
+def completed(given: dict[str, Any]) -> dict[str, Any]:
+    """A `model` section with what its name stands for: the picture size, and of `hf` the folder's config."""
+    name, args = given.get("name"), given.get("model_args") or {}
+    if not isinstance(name, str) or not isinstance(args, dict):
+        raise NamedError(
+            'family "timm" needs a model.name of timm, such as "vit_base_patch16_224", and "hf" a folder with '
+            "config.json; set it"
+        )
+    if odd := sorted(DECIDED.keys() & args.keys()):
+        raise NamedError(f"model_args.{odd[0]} cannot be set; {DECIDED[odd[0]]}")
+    if given["family"] == "timm":
+        side = pretrained_of(name).get("input_size", (3, 224, 224))[-1]
+    else:
+        args = _config(name, args)
+        given = {**given, "model_args": args}
+        side = _side(name, args)
+    return {"image_size": side, **given}
+
+
+def pretrained_of(name: str) -> dict[str, Any]:
+    """What timm states for a name: picture size, mean, deviation, how its head is called."""
+    import timm
+
+    plain, _, tag = name.partition(".")
+    if not timm.is_model(plain):
+        close = difflib.get_close_matches(plain, timm.list_models(), n=3, cutoff=0.4)
+        hint = f"did you mean {_listed(close)}?" if close else "timm.list_models() lists them"
+        raise NamedError(f"timm has no model {plain!r:.80}; {hint}")
+    try:
+        found = timm.get_pretrained_cfg(name, allow_unregistered=False)
+    except RuntimeError:
+        known = [each.partition(".")[2] for each in timm.list_pretrained(plain)]
+        close = difflib.get_close_matches(tag, known, n=3, cutoff=0.0)
+        which = f"choose {_listed(close)}, or leave the tag out" if close else "leave the tag out"
+        raise NamedError(f"timm's {plain} has no weights {tag!r:.80}; {which}") from None
+    return {} if found is None else found.to_dict()
+
+
+def statistics_of(library: Library, name: str) -> dict[str, Any] | None:
+    """What the library states of pixels, in the words of its own config file; None where it states nothing."""
+    if library == "timm":
+        return pretrained_of(name)
+    path = Path(name) / PREPROCESSOR
+    return _object(path) if path.is_file() else None
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _config(name: str, args: dict[str, Any]) -> dict[str, Any]:
+    if "model_type" in args:  # of a checkpoint or an export, which have the whole config
+        return args
+    path = Path(name) / CONFIG
+    found = _object(path) if path.is_file() else {}
+    if not isinstance(found.get("model_type"), str):
+        why = "names no model_type" if found else "does not exist"
+        raise NamedError(f"{path} {why}; set model.name to a folder with a model in Hugging Face's layout")
+    return {key: value for key, value in found.items() if key not in LEFT_OUT} | args
+
+
+def _side(name: str, args: dict[str, Any]) -> int:
+    """The side of the pictures that the folder's preprocessing makes, or else that of the model."""
+    path = Path(name) / PREPROCESSOR
+    told = _object(path) if path.is_file() else {}
+    cropped = told.get("crop_size") if told.get("do_center_crop") else None
+    for size in (cropped, told.get("size"), args.get("image_size"), args.get("vision_config", {}).get("image_size")):
+        if isinstance(size, dict):
+            size = size.get("height", size.get("shortest_edge"))
+        if isinstance(size, list) and size:
+            size = size[0]
+        if isinstance(size, int) and size > 0:
+            return size
+    return 224
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise NamedError(f"{path} is not a JSON object; fetch the model again")
+    return found

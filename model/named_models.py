@@ -1,0 +1,41 @@
+"""Models on an encoder of timm or Hugging Face: our head on its pooled features, our text decoder on its tokens.
+
+Parameters that the loss cannot depend on, such as the token that stands for masked patches, are frozen: there is
+nothing to clip or to train.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from murmuration.model.body import Body, Facts, facts_of, make_body
+from murmuration.model.classifier import Classifier
+from murmuration.model.encoder import check_images
+from murmuration.model.named import Named
+from murmuration.model.settings import SettingsError, Shape
+
+
+def named_of(shape: Shape) -> Named:
+    if shape.named is None:
+        raise SettingsError('the model names no encoder; set model.family to "timm" or "hf", and model.name.')
+    return shape.named
+
+
+def body_of(shape: Shape, facts: Facts) -> Body:
+    body = make_body(named_of(shape), shape.image_size)
+    for name, parameter in body.named_parameters():
+        if name in facts.unused:
+            parameter.requires_grad_(False)
+    return body
+
+
+class NamedClassifier(Classifier):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.body = body_of(shape, facts_of(named_of(shape), shape.image_size))
+        self.head = nn.Linear(shape.encoder.width, shape.head.classes)
+
+    def features(self, images: Tensor) -> Tensor:
+        check_images(images, self.shape.image_size)
+        return self.body(images)
