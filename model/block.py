@@ -56,7 +56,9 @@ class Block(nn.Module):
     """Attention, then two dense layers, each behind a norm and beside an identity. What is dropped is keyed by record;
     at a rate of 0 nothing is."""
 
-    def __init__(self, stack: Stack, qkv_bias: bool, row_keys: RowKeys, dropout: float = 0.0, path: float = 0.0) -> None:
+    def __init__(
+        self, stack: Stack, qkv_bias: bool, row_keys: RowKeys, dropout: float = 0.0, path: float = 0.0
+    ) -> None:
         super().__init__()
         self.norm1 = norm_layer(stack.width)
         self.attn = Attention(stack.width, stack.heads, qkv_bias)
