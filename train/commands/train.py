@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from murmuration.accounting.errors import DONE, RunError
@@ -55,10 +56,37 @@ def main(argv: list[str] | None = None) -> int:
         from murmuration.train.recipe.ready_phase import prepare
 
         phases = prepare(config)  # refuses before anything is started or written
+        _check_plans(arguments, config, phases)
     except RunError as error:
         error.everywhere = os.environ.get("LOCAL_RANK", "0") != "0"  # pyright: ignore[reportAttributeAccessIssue]
         return complain(error)
     _run(arguments, config, phases)
+
+
+def _check_plans(arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase]) -> None:
+    """Refuses what no plan can promise, and warns of plans by which nothing can be learned. A run that continues has
+    its plans in the ledger."""
+    from murmuration.train.config.root import run_dir_of
+    from murmuration.train.recipe.ready_phase import planned
+    from murmuration.train.storage.run_dir import RunDir
+
+    if RunDir(run_dir_of(config, arguments.config)).ledger.exists():
+        return
+    plans = planned(phases, config)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    from murmuration.model.build import build
+    from murmuration.model.trainable import select
+    from murmuration.train.planner.drowned import drowned
+
+    for phase, plan in plans:
+        assert phase.settings.privacy is not None
+        model = build(phase.shape, phase.settings.objective, device="meta")
+        names = set(select(model, phase.settings.trainable))
+        weights = sum(p.numel() for name, p in model.named_parameters() if name in names)
+        warning = drowned(plan, weights, phase.settings.privacy.noise_multiplier is None)
+        if warning is not None:
+            print(f"warning: phases.{phase.number}: {warning}", file=sys.stderr, flush=True)
 
 
 def _run(arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase]) -> NoReturn:
