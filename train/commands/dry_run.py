@@ -206,5 +206,6 @@ def _as_values(one: PhaseMeaning) -> dict[str, Any]:
         "n": plan.records, "n_known": promise.records_known, "q": plan.sampling_rate, "threshold": plan.threshold,
         "expected_batch": plan.divisor, "sigma": plan.noise_multiplier, "calibrated": promise.calibrated,
         "clip_norm": plan.clip_norm, "clip_kind": promise.clip, "epsilon": promise.epsilon,
-        "epsilon_budget": plan.epsilon_budget, "delta": plan.delta, "plan": plan.as_dict(), "notes": promise.notes, "warning": one.warning,
+        "epsilon_budget": plan.epsilon_budget, "delta": plan.delta, "plan": plan.as_dict(),
+        "notes": promise.notes, "warning": one.warning,
     }  # fmt: skip
