@@ -80,7 +80,8 @@ class Captioner(Encoder):
         self.cls_token.requires_grad_(False)
         text = shape.text
         self.decoder_embed = nn.Linear(shape.encoder.width, text.width)
-        self.text_embedding = nn.Embedding(shape.vocabulary, text.width)
+        # `build` draws it; nn.Embedding's own draw would, on the meta device, import PyTorch's compiler.
+        self.text_embedding = nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, text.width), freeze=False)
         device = self.cls_token.device
         self.register_buffer("decoder_pos_embed", image_positions(text.width, shape.grid).to(device))
         self.register_buffer("text_decoder_pos_embed", text_positions(text.width, shape.text_length).to(device))

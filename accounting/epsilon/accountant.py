@@ -129,7 +129,8 @@ def quick_epsilon(events: Sequence[Event], delta: float) -> float:
         both = _compositions(merged, interval)
         wanted = both[0].spread_at(delta) * min(1 / QUICK_SPREAD, blurred)
         room = QUICK_CELLS / max(len(lattice.masses) for lattice in both[0].lattices)
-        finer = math.floor(math.log2(max(1.0, min(interval / wanted, room))))
+        # Without a spread, all losses lie on one point of the lattice, which is too coarse then.
+        finer = math.floor(math.log2(max(1.0, min(interval / wanted if wanted > 0 else room, room))))
         if finer == 0:
             return larger_epsilon(both, delta)
         interval /= 2**finer

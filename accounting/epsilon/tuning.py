@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import dp_accounting
-from dp_accounting.dp_event import RepeatAndSelectDpEvent
-
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, dp_event, epsilon, merge, rdp_epsilon
 
 
@@ -69,6 +66,9 @@ def tuned_epsilon(events: Sequence[Event], delta: float, tuning: Tuning) -> floa
     if tuning.fixed:
         runs = int(tuning.mean)
         return epsilon([Event(e.rate, e.sigma, e.count * runs, e.cap, e.records) for e in merged], delta)
+    import dp_accounting
+    from dp_accounting.dp_event import RepeatAndSelectDpEvent
+
     run = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(dp_event(e), e.count) for e in merged])
     value = rdp_epsilon([(RepeatAndSelectDpEvent(run, tuning.mean, tuning.shape), 1)], delta)
     if not math.isfinite(value):

@@ -70,3 +70,11 @@ def test_a_misspelt_key_is_answered_before_anything_that_takes_seconds(
     code, imported, text = answered(arguments[0], "--config", str(config), *arguments[1:])
     assert code == 2 and "did you mean 'peak'?" in text, text
     assert imported.isdisjoint(SLOW)
+
+
+@pytest.mark.parametrize("name", ["demo.json", "vip/vip_base.json"])
+def test_a_dry_run_imports_pytorch_and_no_package_built_on_it(name: str) -> None:
+    """timm brings torchvision, and that PyTorch's compiler with sympy: more than all that a dry run computes."""
+    code, imported, text = answered("train", "--config", f"ds_configs/{name}", "--dry-run")
+    assert code == 0 and "(calibrated)" in text and "torch" in imported, text
+    assert imported.isdisjoint({*SLOW, "sympy", "triton"} - {"torch", "scipy", "tokenizers"})

@@ -20,6 +20,7 @@ from murmuration.model.trainable import select
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.choose import EngineSettings
+from murmuration.train.planner.drowned import drowned
 from murmuration.train.planner.memory import GIB, memory, simulation, weights_of
 from murmuration.train.recipe.labels import check_at_hand, named_lists
 from murmuration.train.recipe.open_data import known_records
@@ -69,6 +70,8 @@ class PhaseMeaning:
     memory: MemoryNeed | None = None
     notes: list[str] = field(default_factory=list)
     """Names that the index could not be asked for."""
+    warning: str | None = None
+    """Why nothing can be learned, and the nearest plan of which something can."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ def _of_phase(config: Config, shape: Shape, number: int, phase: Phase) -> PhaseM
     select(model, phase.trainable)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     phase, promise = _promise(config, number, phase)
-    return PhaseMeaning(number, phase, trainable, promise, _memory(config, phase, model), notes)
+    warning = drowned(promise.plan, trainable, promise.calibrated) if promise is not None else None
+    return PhaseMeaning(number, phase, trainable, promise, _memory(config, phase, model), notes, warning)
 
 
 def _promise(config: Config, number: int, phase: Phase) -> tuple[Phase, Promise | None]:
@@ -162,7 +166,8 @@ def _told(one: PhaseMeaning) -> list[str]:
     text = f"{need.each_rank:.2f} GiB + {need.split:.2f} GiB/N for weights, gradients, {sums}optimizer"
     if need.per_record:
         text += f" + {need.per_record:.2f} GiB for per-record gradients"
-    return [*lines, f"memory/rank   {text}"]
+    lines += [f"memory/rank   {text}"]
+    return lines if one.warning is None else [*lines, f"warning       {one.warning}"]
 
 
 def _promised(promise: Promise) -> list[str]:
@@ -206,5 +211,6 @@ def _as_values(one: PhaseMeaning) -> dict[str, Any]:
         "n": plan.records, "n_known": promise.records_known, "q": plan.sampling_rate, "threshold": plan.threshold,
         "expected_batch": plan.divisor, "sigma": plan.noise_multiplier, "calibrated": promise.calibrated,
         "clip_norm": plan.clip_norm, "clip_kind": promise.clip, "epsilon": promise.epsilon,
-        "epsilon_budget": plan.epsilon_budget, "delta": plan.delta, "plan": plan.as_dict(), "notes": promise.notes,
+        "epsilon_budget": plan.epsilon_budget, "delta": plan.delta, "plan": plan.as_dict(),
+        "notes": promise.notes, "warning": one.warning,
     }  # fmt: skip

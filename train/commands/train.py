@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -58,10 +59,38 @@ def main(argv: list[str] | None = None) -> int:
         from murmuration.train.recipe.ready_phase import prepare
 
         phases = prepare(config)  # refuses before anything is started or written
+        root = run_dir_of(config, arguments.config)
+        _check_plans(config, phases, root)
     except RunError as error:
         error.everywhere = os.environ.get("LOCAL_RANK", "0") != "0"  # pyright: ignore[reportAttributeAccessIssue]
         return complain(error)
-    _run(arguments, config, phases, run_dir_of(config, arguments.config))
+    _run(arguments, config, phases, root)
+
+
+def _check_plans(config: Config, phases: list[ReadyPhase], root: Path) -> None:
+    """Refuses what no plan can promise, and warns of plans by which nothing can be learned. A run that continues has
+    its plans in the ledger."""
+    from murmuration.train.planner.micro_batch import on_this_machine
+    from murmuration.train.recipe.ready_phase import planned
+    from murmuration.train.storage.run_dir import RunDir
+
+    if RunDir(root).ledger.exists():
+        return
+    plans = planned(phases, on_this_machine(config, root))
+    if os.environ.get("RANK", "0") != "0":
+        return
+    from murmuration.model.build import build
+    from murmuration.model.trainable import select
+    from murmuration.train.planner.drowned import drowned
+
+    for phase, plan in plans:
+        assert phase.settings.privacy is not None
+        model = build(phase.shape, phase.settings.objective, device="meta")
+        names = set(select(model, phase.settings.trainable))
+        weights = sum(p.numel() for name, p in model.named_parameters() if name in names)
+        warning = drowned(plan, weights, phase.settings.privacy.noise_multiplier is None)
+        if warning is not None:
+            print(f"warning: phases.{phase.number}: {warning}", file=sys.stderr, flush=True)
 
 
 def _run(arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase], root: Path) -> NoReturn:

@@ -61,6 +61,8 @@ class PhaseForecast:
     epsilons: list[tuple[int, float]]
     """(steps, ε after them)"""
     advice: list[str]
+    calibrated: bool = False
+    """Whether σ follows from ε."""
 
     @property
     def days(self) -> float | None:
@@ -115,7 +117,8 @@ def _of_phase(
         phase.name, phase.objective, weights, cost, batch, mixed, phase.steps, layouts, chosen, micro_batch, time,
         plan, _epsilons(plan) if plan else [], [],
     )  # fmt: skip
-    return replace(found, advice=advice(found, wanted, cluster))
+    calibrated = phase.privacy is not None and phase.privacy.noise_multiplier is None
+    return replace(found, advice=advice(found, wanted, cluster), calibrated=calibrated)
 
 
 def counted(config: Config, phase: Phase) -> tuple[RecordCost, WeightCounts]:

@@ -8,13 +8,16 @@ rank, whatever the stage; the optimizer's fp32 copy and moments, split over N ra
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import Phase
-from murmuration.train.planner.cost import RecordCost
+
+if TYPE_CHECKING:  # it brings PyTorch's compiler along, which a dry run does without
+    from murmuration.train.planner.cost import RecordCost
 
 GIB = 2**30
 EXCHANGED_AT_ONCE = 4.0 * 500_000_000

@@ -8,6 +8,7 @@ from typing import Any
 
 from murmuration.accounting.epsilon.accountant import round_up
 from murmuration.train.planner.cluster import Cluster
+from murmuration.train.planner.drowned import drowned
 from murmuration.train.planner.forecast import PhaseForecast
 from murmuration.train.planner.memory import GIB, simulation
 
@@ -23,6 +24,7 @@ def as_json(phases: list[PhaseForecast], cluster: Cluster) -> str:
             value["time"] |= {"seconds": phase.time.seconds}
         value |= {"batch": phase.batch.mean, "batch_spread": phase.batch.spread}
         value |= {"days": phase.days, "gpu_hours": phase.gpu_hours(cluster), "note": _note(phase)}
+        value |= {"warning": _warning(phase)}
         found.append(value)
     whole = {
         "gpu_hours": _sum([phase.gpu_hours(cluster) for phase in phases]),
@@ -80,11 +82,17 @@ def _phase(phase: PhaseForecast, cluster: Cluster) -> list[str]:
         lines.append(f"  ε by step     {shown} (budget {phase.plan.epsilon_budget:g})")
     if note is not None:
         lines.append(f"  note          {note}")
+    if (warning := _warning(phase)) is not None:
+        lines.append(f"  warning       {warning}")
     return lines + [f"  to change     {text}" for text in phase.advice]
 
 
 def _note(phase: PhaseForecast) -> str | None:
     return simulation(phase.plan) if phase.plan else None
+
+
+def _warning(phase: PhaseForecast) -> str | None:
+    return drowned(phase.plan, phase.weights.trainable, phase.calibrated) if phase.plan else None
 
 
 def _gib(size: float) -> str:

@@ -60,6 +60,7 @@ __all__ = [
     "RecipeError",
     "clip_rule",
     "make_plan",
+    "planned",
     "planned_epsilon",
     "prepare",
     "resolve_shape",
@@ -194,6 +195,20 @@ def prepare(config: Config) -> list[ReadyPhase]:
     phases = [_with_usable_records(phase) for phase in phases]  # read only now that they may be
     _require_metric(config.run.keep_best, phases)
     return phases
+
+
+def planned(phases: list[ReadyPhase], config: Config) -> list[tuple[ReadyPhase, PrivacyPlan]]:
+    """The private phases of a run that begins now, with their plans: whatever a plan is refused for is said before any
+    rank is joined."""
+    found: list[tuple[ReadyPhase, PrivacyPlan]] = []
+    for phase in phases:
+        privacy = phase.settings.privacy
+        if privacy is not None:
+            where = f"phases.{phase.number}"
+            plan = make_plan(phase.settings, privacy, phase.index.records, where, noise=config.run.noise)
+            clip_rule(privacy, plan, config.micro_batch)
+            found.append((phase, plan))
+    return found
 
 
 def _with_usable_records(phase: ReadyPhase) -> ReadyPhase:
