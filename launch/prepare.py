@@ -3,6 +3,7 @@
     python launch/prepare.py demo        draw the demo data set
     python launch/prepare.py index       index tar shards or a folder of images that are already there
     python launch/prepare.py pack        make tar shards of pictures with a table, or of a published set
+    python launch/prepare.py check       look at the records of a config as the trainer sees them
     python launch/prepare.py synthetic   make pictures by rule, for phases that are not private
     python launch/prepare.py overlap     leave out private records that public sets contain too
     python launch/prepare.py split       freeze which share of a set is public
@@ -23,6 +24,7 @@ if __name__ == "__main__":
 
 from murmuration.accounting.escaping import sentence
 from murmuration.launch import (
+    prepare_check,
     prepare_demo,
     prepare_index,
     prepare_overlap,
@@ -31,7 +33,9 @@ from murmuration.launch import (
     prepare_synthetic,
 )
 
-COMMANDS = (prepare_demo, prepare_index, prepare_pack, prepare_synthetic, prepare_overlap, prepare_split)
+COMMANDS = (
+    prepare_demo, prepare_index, prepare_pack, prepare_check, prepare_synthetic, prepare_overlap, prepare_split,
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

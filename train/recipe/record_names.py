@@ -62,7 +62,8 @@ class Part:
 def parts_of(number: int, phase: Phase) -> Iterator[Part]:
     """The indexed sets of a phase, each with what its records must have."""
     where = f"phases.{number}"
-    label = [] if phase.label is None else [Asked(f"{where}.data.label", phase.label)]
+    given = f"{where}.data.label" if phase.trains else f"{where}.evaluation.path"
+    label = [] if phase.label is None else [Asked(given, phase.label)]
     told = phase.objective == "caption"
     picture = Asked("", None)
     if isinstance(phase.data, ShardData):
@@ -118,7 +119,7 @@ def _require_of_images(part: Part, index: FolderIndex) -> None:
     for asked in part.asked:
         if asked.name == FOLDERS and not index.labelled:
             raise RecipeError(
-                f"{asked.key} is {FOLDERS!r}, but {part.path} ({part.key}) has no class folders; put each class into a "
+                f"{part.key}: {part.path} has no class folders, but the label is {FOLDERS!r}; put each class into a "
                 "folder of its own, or pack pictures and labels into shards: python launch/prepare.py pack"
             )
         if asked.name not in (None, FOLDERS):
