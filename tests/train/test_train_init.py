@@ -22,7 +22,7 @@ from murmuration.train.config.root import Config
 from tests.support.foreign_models import hugging_face, timm_vit
 
 RECORDS = 60
-NAMES = ["zebra", "class-of-one", "owl"]
+NAMES = ["zebra", "class-of-one", "ostrich"]
 
 
 def packed(folder: Path, **members: Callable[[int], str]) -> Path:
