@@ -288,6 +288,7 @@ def _of_shape(family: Family, shape: Shape, image_size: int | None) -> dict[str,
     if family == shape.family == "mae":
         section |= _stack("mae_decoder_", shape.pixels)
     plain = ModelSettings.model_validate(section).resolved()
-    kept = ["qkv_bias", "positions", *(["pooling"] if family == "classifier" else [])]
+    # Only a classifier trains positions; elsewhere those of the weights are a table that stays as it is.
+    kept = ["qkv_bias", *(["positions", "pooling"] if family == "classifier" else [])]
     kept += ["decoder_bias", "decoder_activation"] if family == shape.family == "captioner" else []
     return section | {name: getattr(shape, name) for name in kept if getattr(shape, name) != getattr(plain, name)}
