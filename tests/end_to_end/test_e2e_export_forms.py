@@ -36,6 +36,7 @@ OWNED = {
 CLEAN = """
 import os, sys, timm, torch, transformers
 from pathlib import Path
+from PIL import Image
 root = Path(sys.argv[1])
 given = torch.load(root / "given.pt")
 images, noise, found = given["images"], given["noise"], {}
@@ -52,7 +53,7 @@ with torch.no_grad():
     model = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
     found["classify-hf"], found["names"] = model(images).logits, list(model.config.id2label.values())
     see = transformers.AutoImageProcessor.from_pretrained(folder)
-    found["mean"], found["side"] = see.image_mean, dict(see.crop_size)["height"]
+    found["seen"] = see(Image.new("RGB", (30, 20), "white"), return_tensors="pt").pixel_values
     model, told = transformers.ViTMAEForPreTraining.from_pretrained(root / "mae-hf", output_loading_info=True)
     found["told mae"], found["mae-hf"] = told, model.eval()(images, noise=noise).loss
     model = transformers.AutoModel.from_pretrained(root / "mae-hf", mask_ratio=0.0).eval()
@@ -136,7 +137,7 @@ def test_the_packages_alone_compute_what_our_model_computes(root: Path) -> None:
             same(f"{kind}-{way}", tokens[kind][:, 1:].mean(dim=1))
     same("classify-hf", models["classify"](images))
     assert set(found["names"]) == COLOURS and found["names"] == list(models["classify"].class_names)
-    assert found["mean"] == [0.5, 0.5, 0.5] and found["side"] == 16
+    assert torch.equal(found["seen"], torch.ones(1, 3, 16, 16)), "resized, cropped, and normalised by half"
     same("mae-hf", models["mae"].body({"images": images, "mask_noise": noise}).mean())
     same("mae-hf tokens", tokens["mae"])
     same("caption-hf", tokens["caption"])
