@@ -23,7 +23,7 @@ from murmuration.model.weight_files import read_weights
 from murmuration.train.commands import use
 from tests.support.evaluation_world import class_folders, class_list, shards, tokenizer
 from tests.support.foreign_models import ENCODER
-from tests.support.launching import Launch
+from tests.support.launching import ROOT, Launch
 
 COLOURS = {"blue", "green", "grey", "red", "white"}
 KINDS = ("classify", "mae", "caption")
@@ -34,8 +34,9 @@ OWNED = {
 }
 # Imports nothing of ours: the packages and the files must be enough.
 CLEAN = """
-import sys, timm, torch, transformers
+import os, sys, timm, torch, transformers
 from pathlib import Path
+from PIL import Image
 root = Path(sys.argv[1])
 given = torch.load(root / "given.pt")
 images, noise, found = given["images"], given["noise"], {}
@@ -44,14 +45,15 @@ with torch.no_grad():
         model = timm.create_model(f"local-dir:{root / kind}-timm", pretrained=True).eval()
         found[f"{kind}-timm"] = model(images)
         program = (root / f"{kind}-timm" / "README.md").read_text().split("```python")[1].split("```")[0]
+        os.chdir(root / f"{kind}-timm")
         namespace = {}
-        exec(program.replace('"./', f'"{root / kind}-timm/').replace('local-dir:.', f"local-dir:{root / kind}-timm"), namespace)
+        exec(program, namespace)
         found[f"{kind}-timm-page"] = namespace["model"](images)
     folder = root / "classify-hf"
     model = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
     found["classify-hf"], found["names"] = model(images).logits, list(model.config.id2label.values())
     see = transformers.AutoImageProcessor.from_pretrained(folder)
-    found["mean"], found["side"] = see.image_mean, dict(see.crop_size)["height"]
+    found["seen"] = see(Image.new("RGB", (30, 20), "white"), return_tensors="pt").pixel_values
     model, told = transformers.ViTMAEForPreTraining.from_pretrained(root / "mae-hf", output_loading_info=True)
     found["told mae"], found["mae-hf"] = told, model.eval()(images, noise=noise).loss
     model = transformers.AutoModel.from_pretrained(root / "mae-hf", mask_ratio=0.0).eval()
@@ -62,7 +64,8 @@ with torch.no_grad():
     found["told caption"], found["caption-hf"], found["pooled"] = told, seen.last_hidden_state, seen.pooler_output
     words = transformers.AutoTokenizer.from_pretrained(root / "caption-hf")
     found["words"] = words("a photo of a red square", add_special_tokens=False).input_ids
-found["told mae"], found["told caption"] = ([str(k) for k, v in found[t].items() if v] for t in ("told mae", "told caption"))
+for told in ("told mae", "told caption"):
+    found[told] = [name for name, keys in found[told].items() if keys]
 assert not [name for name in sys.modules if name.split(".")[0] in ("murmuration", "deepspeed")]
 torch.save(found, root / "found.pt")
 """
@@ -134,7 +137,7 @@ def test_the_packages_alone_compute_what_our_model_computes(root: Path) -> None:
             same(f"{kind}-{way}", tokens[kind][:, 1:].mean(dim=1))
     same("classify-hf", models["classify"](images))
     assert set(found["names"]) == COLOURS and found["names"] == list(models["classify"].class_names)
-    assert found["mean"] == [0.5, 0.5, 0.5] and found["side"] == 16
+    assert torch.equal(found["seen"], torch.ones(1, 3, 16, 16)), "resized, cropped, and normalised by half"
     same("mae-hf", models["mae"].body({"images": images, "mask_noise": noise}).mean())
     same("mae-hf tokens", tokens["mae"])
     same("caption-hf", tokens["caption"])
@@ -221,6 +224,18 @@ def test_a_run_and_its_export_are_loaded_as_one_model(root: Path) -> None:
         images = out.see([picture, picture.read_bytes()])
         assert images.shape == (2, 3, 16, 16) and torch.equal(images[0], images[1])
         assert torch.equal(run(images), out(images)) and torch.equal(run.features(images), out.features(images))
+
+
+def test_use_needs_no_deepspeed(root: Path) -> None:
+    code = (
+        "import sys; from murmuration.train.commands.use import main; assert main(sys.argv[1:]) == 0\n"
+        "assert 'deepspeed' not in sys.modules"
+    )
+    asked = [root / "caption-safetensors", root / "public" / "red" / "000.png"]
+    done = subprocess.run([sys.executable, "-c", code, *map(str, asked)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    head, row = done.stdout.splitlines()
+    assert head.split() == ["picture", "caption"] and row.startswith(str(asked[1]))
 
 
 def test_use_tells_what_the_model_says_and_skips_what_is_no_picture(

@@ -37,6 +37,6 @@ def test_there_and_back(tmp_path: Path) -> None:
         again, state = to_timm(shape), model.state_dict()
         assert again.keys() == state.keys() and all(torch.equal(again[key], state[key]) for key in state)
     with pytest.raises(WeightsError, match="mean of the other tokens"):
-        to_timm(classifier(pooling="mean"))
+        to_hugging_face(classifier(pooling="mean"))
     with pytest.raises(WeightsError, match="no place for a ResNet"):
         to_hugging_face(resnet())
