@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from murmuration.model.named import Named
 from murmuration.model.safety import CouplingError, refuse_coupling
@@ -52,6 +53,7 @@ class TimmBody(Body):
                 f"{named} cannot be built with pictures of {image_size} px and model.model_args = {named.args} "
                 f"({_first_line(error)}); change these."
             ) from None
+        drop_nothing(self.net)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net(images)
@@ -82,7 +84,7 @@ class HuggingFaceBody(Body):
                 f"{named} has no linear layer `classifier`, in whose place ours could be put; name another model."
             )
         net.classifier = nn.Identity()
-        self.net = net
+        self.net = drop_nothing(net)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net(pixel_values=images).logits
@@ -91,6 +93,18 @@ class HuggingFaceBody(Body):
         net: Any = self.net
         found = net.base_model(pixel_values=images).last_hidden_state
         return _as_tokens(found, found.shape[1] if found.dim() == 4 else found.shape[-1])
+
+
+def drop_nothing(net: nn.Module) -> nn.Module:
+    """Sets the rates that an architecture has by itself to 0: their draws are not keyed by record."""
+    for part in net.modules():
+        if isinstance(part, _DropoutNd):
+            part.p = 0.0
+        elif isinstance(part, nn.MultiheadAttention | nn.RNNBase):
+            part.dropout = 0.0
+        elif isinstance(getattr(part, "drop_prob", None), float):
+            part.drop_prob = 0.0  # pyright: ignore[reportArgumentType]
+    return net
 
 
 def _as_tokens(x: Tensor, width: int) -> Tensor:
