@@ -20,7 +20,8 @@ small as its constructor allows.
 - **written out**: functions that have no clipping rule of their own. Their per-record gradients are computed exactly,
   record by record, which is slower. Everything else has a rule.
 - **time**: a clipped micro-batch of eight records over an ordinary forward and backward pass, processor time on one
-  core. At this size a step is mostly the overhead of calling functions, so real sizes cost less: see [costs.md](costs.md).
+  core. At this size a step is mostly the overhead of calling functions, so real sizes cost less:
+  see [costs.md](costs.md).
 
 | timm's name | picture | parameters | error | written out | time |
 |---|---|---|---|---|---|

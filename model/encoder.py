@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from murmuration.model.drop import KeyedDropout, KeyedDropPath, RowKeys
 from murmuration.model.positions import image_positions
+from murmuration.model.record_weight import Inputs as Inputs
 from murmuration.model.settings import Shape
 from murmuration.model.sizes import Stack
 
-Inputs = dict[str, Tensor]
 norm_layer = partial(nn.LayerNorm, eps=1e-6)
 
 
