@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
-from murmuration.model.named import Named
+from murmuration.model.named import Named, NamedError
 from murmuration.model.safety import CouplingError, refuse_coupling
-from murmuration.model.settings import SettingsError
 
 
 class Body(nn.Module, ABC):
@@ -48,10 +48,11 @@ class TimmBody(Body):
                     raise
                 self.net = timm.create_model(named.name, **given)  # it takes pictures of any size
         except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError) as error:
-            raise SettingsError(
+            raise NamedError(
                 f"{named} cannot be built with pictures of {image_size} px and model.model_args = {named.args} "
                 f"({_first_line(error)}); change these."
             ) from None
+        drop_nothing(self.net)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net(images)
@@ -73,16 +74,16 @@ class HuggingFaceBody(Body):
             config = AutoConfig.for_model(given.pop("model_type"), **given)
             net: Any = AutoModelForImageClassification.from_config(config)
         except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError) as error:
-            raise SettingsError(
+            raise NamedError(
                 f"{named} cannot be built as an image classifier ({_first_line(error)}); name a folder with an image "
                 "encoder, or change model.model_args."
             ) from None
         if not isinstance(getattr(net, "classifier", None), nn.Linear):
-            raise SettingsError(
+            raise NamedError(
                 f"{named} has no linear layer `classifier`, in whose place ours could be put; name another model."
             )
         net.classifier = nn.Identity()
-        self.net = net
+        self.net = drop_nothing(net)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net(pixel_values=images).logits
@@ -91,6 +92,18 @@ class HuggingFaceBody(Body):
         net: Any = self.net
         found = net.base_model(pixel_values=images).last_hidden_state
         return _as_tokens(found, found.shape[1] if found.dim() == 4 else found.shape[-1])
+
+
+def drop_nothing(net: nn.Module) -> nn.Module:
+    """Sets the rates that an architecture has by itself to 0: their draws are not keyed by record."""
+    for part in net.modules():
+        if isinstance(part, _DropoutNd):
+            part.p = 0.0
+        elif isinstance(part, nn.MultiheadAttention | nn.RNNBase):
+            part.dropout = 0.0
+        elif isinstance(getattr(part, "drop_prob", None), float):
+            part.drop_prob = 0.0  # pyright: ignore[reportArgumentType]
+    return net
 
 
 def _as_tokens(x: Tensor, width: int) -> Tensor:
@@ -127,16 +140,16 @@ def _facts(named: Named, image_size: int, run: Callable[[Body, Tensor], Tensor],
     """Runs the model on tensors without data; a few architectures compute with numbers, and run on the CPU."""
     try:
         return _measured(named, image_size, run, what, "meta")
-    except SettingsError:
+    except NamedError:
         raise
     except Exception:
         pass
     try:
         return _measured(named, image_size, run, what, "cpu")
-    except SettingsError:
+    except NamedError:
         raise
     except Exception as error:  # whatever a library raises on pictures of a size that it does not take
-        raise SettingsError(
+        raise NamedError(
             f"{named} does not run on pictures of {image_size} px ({_first_line(error)}); set model.image_size to the "
             "size that it is made for."
         ) from None
@@ -150,13 +163,13 @@ def _measured(
         try:
             refuse_coupling(body.net)
         except CouplingError as error:
-            raise SettingsError(f"{named} cannot be trained record by record: its layer {error}") from None
+            raise NamedError(f"{named} cannot be trained record by record: its layer {error}") from None
         with torch.enable_grad():
             found = run(body, torch.zeros(2, 3, image_size, image_size))
         wanted = 2 if what == "features" else 3
         if not isinstance(found, Tensor) or found.dim() != wanted:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise SettingsError(f"{named} gives {shape} where {what} were expected; name another model.")
+            raise NamedError(f"{named} gives {shape} where {what} were expected; name another model.")
         named_parameters = dict(body.named_parameters())
         gradients = torch.autograd.grad(found.sum(), list(named_parameters.values()), allow_unused=True)
     unused = [name for name, gradient in zip(named_parameters, gradients, strict=True) if gradient is None]

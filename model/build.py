@@ -19,12 +19,12 @@ from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier, TransformerClassifier
 from murmuration.model.encoder import Encoder, PatchProjection
 from murmuration.model.mae import MaskedAutoencoder
-from murmuration.model.named_models import NamedClassifier
+from murmuration.model.named_models import NamedCaptioner, NamedClassifier
 from murmuration.model.settings import ModelSettings, SettingsError, Shape
 
 Objective = Literal["mae", "caption", "classify"]
 Model = Encoder | Classifier
-ENCODER_PREFIXES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.")
+ENCODER_PREFIXES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.", "body.")
 TYPE_TOKEN = "encoder_image_type_embedding"  # in captioners: a vector added to all tokens of the encoder
 
 
@@ -67,10 +67,10 @@ def _kind(shape: Shape, objective: str) -> Callable[[Shape], Model]:
         "classify": TransformerClassifier if shape.resnet is None else _resnet,
     }
     if shape.named is not None:
-        kinds = {"mae": _no_autoencoder, "classify": NamedClassifier}
+        kinds = {"mae": _no_autoencoder, "caption": NamedCaptioner, "classify": NamedClassifier}
     if objective not in kinds:
         raise ValueError(f'there is no objective "{objective}"; choose "mae", "caption" or "classify".')
-    if objective != "classify" and (shape.resnet is not None or shape.positions == "learned"):
+    if shape.named is None and objective != "classify" and (shape.resnet is not None or shape.positions == "learned"):
         body = "a ResNet" if shape.resnet is not None else "an encoder with learned positions"
         raise SettingsError(
             f'{body} cannot be trained with objective "{objective}"; train it with "classify", or give a transformer '

@@ -78,14 +78,20 @@ class Captioner(Encoder):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.cls_token.requires_grad_(False)
+        self._add_text_decoder(shape, shape.encoder.width, placed=True)
+
+    def _add_text_decoder(self, shape: Shape, width: int, placed: bool) -> None:
+        """On tokens of `width`; `placed`: with a fixed table of the places of patches, and a type token below them."""
         text = shape.text
-        self.decoder_embed = nn.Linear(shape.encoder.width, text.width)
+        self.decoder_embed = nn.Linear(width, text.width)
         # `build` draws it; nn.Embedding's own draw would, on the meta device, import PyTorch's compiler.
         self.text_embedding = nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, text.width), freeze=False)
-        device = self.cls_token.device
-        self.register_buffer("decoder_pos_embed", image_positions(text.width, shape.grid).to(device))
+        device = self.text_embedding.weight.device
+        if placed:
+            self.register_buffer("decoder_pos_embed", image_positions(text.width, shape.grid).to(device))
         self.register_buffer("text_decoder_pos_embed", text_positions(text.width, shape.text_length).to(device))
-        self.register_buffer("encoder_image_type_embedding", torch.zeros(1, 1, shape.encoder.width))
+        if placed:
+            self.register_buffer("encoder_image_type_embedding", torch.zeros(1, 1, width))
         self.register_buffer("decoder_image_type_embedding", torch.zeros(1, 1, text.width))
         self.register_buffer("decoder_text_type_embedding", torch.zeros(1, 1, text.width))
         self.decoder = Decoder(shape, self.row_keys)

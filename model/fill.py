@@ -19,7 +19,6 @@ from murmuration.model.positions import resized
 
 IMAGE_TABLES = ("pos_embed", "decoder_pos_embed")
 TEXT_TABLE = "text_decoder_pos_embed"
-BODY_PREFIXES = (*ENCODER_PREFIXES, "body.")
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def fill_whole(model: nn.Module, pieces: WeightEntries, account: LoadReport) -> 
 def fill_start(model: nn.Module, pieces: WeightEntries, account: LoadReport) -> None:
     """Fill the model; the encoder (or the ResNet's body) must fit, the rest is taken where name and shape fit."""
     own = tensors_of(model)
-    body = [name for name in own if name.startswith(BODY_PREFIXES)]
+    body = [name for name in own if name.startswith(ENCODER_PREFIXES)]
     pieces = _zero_biases(_type_token(dict(pieces), own), own)
     _check_body_names(body, own, pieces, account)
     pieces = {name: _fitted(name, piece, own[name]) if name in own else piece for name, piece in pieces.items()}
@@ -113,7 +112,7 @@ def _check_body_names(body: list[str], own: Mapping[str, Tensor], pieces: Weight
             f"{account.source} has nothing for {lacking[0]}{_more(lacking)} of the model's encoder; set model.depth "
             f"and the family to the file's."
         )
-    if extra := [name for name in pieces if name.startswith(BODY_PREFIXES) and name not in own]:
+    if extra := [name for name in pieces if name.startswith(ENCODER_PREFIXES) and name not in own]:
         mend = "set model.qkv_bias to true" if extra[0].endswith("qkv.bias") else "set model.depth to the file's"
         raise WeightsError(
             f"{account.source} has {pieces[extra[0]].keys[0]}{_more(extra)}, which the model's encoder lacks; {mend}."

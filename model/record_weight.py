@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+Inputs = dict[str, Tensor]
+"""Of a model, by name; each has one row for each record."""
 RECORD_WEIGHT = "record_weight"
 
 

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from murmuration.model.encoder import Inputs
+from murmuration.model.record_weight import Inputs
 
 _NOT_KEYED = "and its draw is not keyed by sample; set it to 0, or use the layers of model.drop"
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from murmuration.model.named import LIBRARIES, Library, Named, completed
+from murmuration.model.named import LIBRARIES, Library, Named, NamedError, completed
 from murmuration.model.sizes import RESNETS, TABLES, Activation, Family, Preset, ResNet, Size, Stack
 
 Loss = Literal["softmax", "sigmoid"]
@@ -346,7 +346,10 @@ class ModelSettings(BaseModel):
         from murmuration.model.body import facts_of
 
         named = Named.of(library, self.name or "", self.model_args or {})
-        width = facts_of(named, self.image_size).width
+        try:
+            width = facts_of(named, self.image_size).width
+        except NamedError as error:
+            raise SettingsError(str(error)) from None
         near = 64 * math.ceil(width / 64)
         preset = Preset(Stack(near, 1, 1), Stack(near, 6, near // 64), Stack(512, 4, 16))
         return replace(self._shape(preset, resnet=None), encoder=Stack(width, 1, 1), named=named)

@@ -19,7 +19,7 @@ from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
 from murmuration.model.encoder import Encoder
 from murmuration.model.mae import MaskedAutoencoder
-from murmuration.model.named_models import NamedClassifier
+from murmuration.model.named_models import NamedCaptioner, NamedClassifier
 
 Trainable = Literal["all", "head", "bias", "lora"]
 DOWN, UP = "lora_down", "lora_up"
@@ -90,7 +90,7 @@ def add_adapters(model: nn.Module, rank: int) -> set[str]:
 
     A model that already has them is left unchanged.
     """
-    body = "body" if isinstance(model, NamedClassifier) else "blocks"
+    body = "body" if isinstance(model, NamedClassifier | NamedCaptioner) else "blocks"
     if not isinstance(model, Encoder | NamedClassifier):
         raise ValueError(f"{type(model).__name__} has no transformer blocks to adapt; choose another `trainable`.")
     adapted_part, names = model.get_submodule(body), set[str]()

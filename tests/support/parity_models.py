@@ -218,6 +218,24 @@ class MadeTables(nn.Module):
         return (self.mix(x).sin() * table + table).square().sum((1, 2))
 
 
+class ScoreBias(nn.Module):
+    """Attention with a learnt bias for each distance of two tokens, as in BEiT and Swin; each window is a row."""
+
+    def __init__(self, windows: int = 2) -> None:
+        super().__init__()
+        self.windows, self.qkv = windows, nn.Linear(6, 18)
+        self.table = nn.Parameter(torch.randn(5, 2))
+        place = torch.arange(3)
+        self.register_buffer("distance", place[:, None] - place[None, :] + 2)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        x = inputs["x"].unflatten(1, (self.windows, -1)).flatten(0, 1)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
+        bias = self.table[self.distance].permute(2, 0, 1)
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
+        return found.square().sum((1, 2, 3)).unflatten(0, (-1, self.windows)).sum(1)
+
+
 class Odd(nn.Module):
     """Layers that no fast rule knows."""
 

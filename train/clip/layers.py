@@ -349,6 +349,20 @@ def attention(tracker: ParameterTracker, *args: Any, **kwargs: Any) -> tuple[Ten
         return multi_head_attention(*args, **kwargs)
 
 
+def dot_product_attention(
+    tracker: ParameterTracker, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    *args: Any, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """With a learnt bias on its scores, such as a table of relative positions: as one copy of the bias per record, of
+    which the scores themselves are as many."""
+    own = F.scaled_dot_product_attention
+    if attn_mask is None or tracker.source(attn_mask) is None or not all(map(tracker.varies, (query, key, value))):
+        return tracker.fallback(own, (query, key, value, attn_mask, *args), kwargs)
+    scores = torch.Size([*query.shape[:-1], key.shape[-2]])
+    bias = tracker.elementwise(torch.add, (query.new_zeros(()).expand(scores), attn_mask), {})
+    return own(query, key, value, bias, *args, **kwargs)
+
+
 def rows(tracker: ParameterTracker, x: Tensor) -> Tensor:
     """[B·m, …, d] -> [B, T, d]"""
     return x.reshape(tracker.records, -1, x.shape[-1])
@@ -395,6 +409,7 @@ LAYER_RULES = {
     F.conv3d: convolution,
     F.batch_norm: batch_norm,
     F.multi_head_attention_forward: attention,
+    F.scaled_dot_product_attention: dot_product_attention,
 }
 
 

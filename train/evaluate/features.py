@@ -75,7 +75,7 @@ def features_of(model: Evaluated, images: Tensor, way: Way) -> Tensor:
     mean of all tokens that a text decoder would see, or of the encoder's where there is none."""
     body = model.model
     if way == "vip":
-        if not isinstance(body, Encoder):
+        if not isinstance(body, Encoder) or body.shape.named is not None:
             what = "a ResNet" if body.shape.named is None else str(body.shape.named)
             raise EvaluationError(
                 f"ViP's probe reads the blocks of a transformer of ours, and this is {what}; choose --way dpcap"

@@ -1,0 +1,117 @@
+"""Encoders of timm and Hugging Face by name: trained privately from a file of weights, exported, and evaluated where
+the library's own files are no longer at hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import Dinov2Config, Dinov2ForImageClassification
+
+from murmuration.accounting.certificate.certificate import verify
+from murmuration.data.index.folders import build_folder
+from murmuration.launch import export
+from murmuration.train.storage.checkpoint import Checkpoints
+from tests.support.evaluation_world import class_folders, class_list, evaluate, result
+from tests.support.launching import Launch
+
+DINO = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+CONVNEXT = {"dims": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "ls_init_value": 0.5}
+SIDE = 32
+HEAD = {"head.weight", "head.bias"}
+
+
+def config(tmp_path: Path, model: dict[str, Any], weights: Path, **private: Any) -> dict[str, Any]:
+    build_folder(class_folders(tmp_path / "private", 20))
+    build_folder(class_folders(tmp_path / "public", 4, seed=100))
+    phase = {
+        "name": "private", "objective": "classify",
+        "data": {"path": str(tmp_path / "private"), "label": "cls", "classes": str(class_list(tmp_path))},
+        "privacy": {"epsilon": 8.0, "expected_batch": 10, "noise_multiplier": 2.0, "clip": {"norm": 1.0}},
+        "schedule": {"peak": 1e-3, "shape": "constant"}, "steps": 2,
+        "evaluation": {"path": str(tmp_path / "public"), "public": True},
+    }  # fmt: skip
+    start = {"source": "checkpoint", "path": str(weights), "public": True}
+    return {
+        "train_micro_batch_size_per_gpu": 8, "model": {"classes": 5, **model},
+        "phases": [{"name": "imported", "objective": "classify", "data": start}, phase | private],
+        "run": {"engine": "local", "debug_seed": 7},
+    }  # fmt: skip
+
+
+def weights_of(name: str, path: Path, **args: Any) -> nn.Module:
+    model = timm.create_model(name, pretrained=False, num_classes=7, **args)
+    save_file(model.state_dict(), path)
+    return model
+
+
+def trained(job: Launch, run_dir: Path) -> dict[str, torch.Tensor]:
+    code, output = job.run()
+    assert code == 0, output
+    assert verify(run_dir).committed == 2
+    loaded = Checkpoints.newest(run_dir / "checkpoints")
+    assert loaded is not None
+    return loaded.weights()
+
+
+def test_a_dinov2_of_timm_is_trained_exported_and_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file's positions belong to larger pictures, and are interpolated as timm does."""
+    weights_of("vit_small_patch14_dinov2", tmp_path / "dino.safetensors", img_size=56, **DINO)
+    model = {"family": "timm", "name": "vit_small_patch14_dinov2.lvd142m", "model_args": DINO, "image_size": 28}
+    job, run_dir = Launch.written(
+        config(tmp_path, model, tmp_path / "dino.safetensors"), tmp_path, "tuned", launcher="python"
+    )
+    after = trained(job, run_dir)
+    assert after["body.net.pos_embed"].shape == (1, 1 + 4, 32)
+
+    out = tmp_path / "export"
+    monkeypatch.setattr("sys.argv", ["export.py", str(run_dir), str(out)])
+    assert export.main() == 0
+    for number, subject in enumerate((run_dir, out)):
+        for what in ("classify", "probe"):
+            scored = tmp_path / f"{what} of {number}"
+            given = ["--test", tmp_path / "public"] if what == "probe" else []
+            assert evaluate(what, subject, "--public", "--data", tmp_path / "public", *given, "--out", scored) == 0
+    rows = [(tmp_path / f"classify of {number}" / "predictions.csv").read_text() for number in range(2)]
+    assert rows[0] == rows[1]
+    assert result(tmp_path / "classify of 1")["model"]["pixels"] == "imagenet", "as timm states for the name"
+
+
+def test_a_convnext_of_timm_is_trained_whole(tmp_path: Path) -> None:
+    args = {key: tuple(value) if isinstance(value, list) else value for key, value in CONVNEXT.items()}
+    before = weights_of("convnext_tiny", tmp_path / "convnext.safetensors", **args).state_dict()
+    model = {"family": "timm", "name": "convnext_tiny", "model_args": CONVNEXT, "image_size": SIDE}
+    raw = config(tmp_path, model, tmp_path / "convnext.safetensors")
+    job, run_dir = Launch.written(raw, tmp_path, "tuned", launcher="python")
+    after = trained(job, run_dir)
+    # The head of the file has other classes, so ours starts anew.
+    assert after.keys() == {f"body.net.{name}" for name in before if not name.startswith("head.fc.")} | HEAD
+    same = [name for name in after.keys() - HEAD if torch.equal(after[name], before[name.removeprefix("body.net.")])]
+    assert same == []
+
+
+def test_a_folder_of_hugging_face_is_needed_only_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Dinov2Config(image_size=56, patch_size=14, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    Dinov2ForImageClassification(made).save_pretrained(tmp_path / "dino")
+    stated = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "crop_size": {"height": 28, "width": 28}}
+    (tmp_path / "dino" / "preprocessor_config.json").write_text(json.dumps(stated | {"do_center_crop": True}))
+    raw = config(tmp_path, {"family": "hf", "name": "dino"}, tmp_path / "dino")  # a path beside the config
+    job, run_dir = Launch.written(raw, tmp_path, "tuned", launcher="python")
+    trained(job, run_dir)
+    out = tmp_path / "export"
+    monkeypatch.setattr("sys.argv", ["export.py", str(run_dir), str(out)])
+    assert export.main() == 0
+    note = (out / "export.json").read_text()
+    assert str(tmp_path) not in note and json.loads(note)["model"]["image_size"] == 28
+
+    shutil.rmtree(tmp_path / "dino")
+    scored = tmp_path / "scored"
+    assert evaluate("classify", out, "--public", "--data", tmp_path / "public", "--out", scored) == 0
+    assert result(scored)["model"]["pixels"] == "half"

@@ -1,0 +1,193 @@
+"""Encoders of timm and Hugging Face by name: what a name stands for, what is refused, and what weights become."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from transformers import Dinov2Config, Dinov2ForImageClassification
+
+from murmuration.model.build import build, take_encoder
+from murmuration.model.load_report import WeightsError
+from murmuration.model.named_models import NamedCaptioner, NamedClassifier
+from murmuration.model.settings import ModelSettings, SettingsError
+from murmuration.model.trainable import select
+from murmuration.model.warm_start import initialise_from
+from tests.support import brute_force
+from tests.support.brute_force import relative_error
+from tests.support.parity_engines import prepared, rule_of, summed
+
+VIT = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+DINO: dict[str, Any] = {
+    "family": "timm", "name": "vit_small_patch14_reg4_dinov2.lvd142m", "image_size": 28, "model_args": VIT,
+    "classes": 5, "decoder_depth": 1, "text_length": 8, "vocabulary": 16,
+}  # fmt: skip
+CONVNEXT: dict[str, Any] = {
+    "family": "timm", "name": "convnext_tiny", "image_size": 32, "classes": 5, "decoder_depth": 1, "text_length": 8,
+    "vocabulary": 16, "model_args": {"dims": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
+}  # fmt: skip
+SWIN: dict[str, Any] = {
+    "family": "timm", "name": "swin_tiny_patch4_window7_224", "image_size": 32, "classes": 5, "decoder_depth": 1,
+    "text_length": 8, "vocabulary": 16,
+    "model_args": {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4},
+}  # fmt: skip
+
+
+def settings(given: dict[str, Any], **more: Any) -> ModelSettings:
+    return ModelSettings.model_validate({**given, **more})
+
+
+def batch(shape: Any, objective: str, count: int = 4) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    images = torch.randn(count, 3, shape.image_size, shape.image_size, generator=draw)
+    if objective == "classify":
+        return {"images": images, "labels": torch.randint(0, 5, (count,), generator=draw)}
+    return {"images": images, "tokens": torch.randint(1, 16, (count, 8), generator=draw)}
+
+
+def stirred(model: nn.Module) -> nn.Module:
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw))
+    return model
+
+
+def hugging_face(folder: Path) -> dict[str, Any]:
+    made = Dinov2Config(image_size=56, patch_size=14, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    Dinov2ForImageClassification(made).save_pretrained(folder)
+    return {key: value for key, value in DINO.items() if key != "model_args"} | {"family": "hf", "name": str(folder)}
+
+
+@pytest.mark.parametrize("objective", ["classify", "caption"])
+@pytest.mark.parametrize("given", [DINO, CONVNEXT, SWIN, None], ids=["dinov2", "convnext", "swin", "hugging face"])
+def test_clipped_sums_equal_a_loop_over_records(given: dict[str, Any] | None, objective: Any, tmp_path: Path) -> None:
+    chosen = settings(hugging_face(tmp_path / "model") if given is None else given)
+    model = stirred(build(chosen, objective)).double()
+    assert isinstance(model, NamedClassifier if objective == "classify" else NamedCaptioner)
+    inputs = {name: x.double() if x.is_floating_point() else x for name, x in batch(model.shape, objective).items()}
+    records = brute_force.records_of(model, inputs)
+    bound, everyone = sorted(record.norm() for record in records)[1], torch.ones(4, dtype=torch.bool)
+    factors = brute_force.factors_of(records, everyone, brute_force.flat(bound))
+    clip = prepared("book-keeping", rule_of("flat", bound), model)
+    totals, _ = summed(clip, model, [(inputs, everyone)], double=True)
+    assert relative_error(totals, brute_force.clipped_sum(records, factors)) <= 1e-6
+    assert min(factors) < 1 == max(factors)
+
+
+def test_weights_do_not_depend_on_the_global_random_state_and_head_and_body_follow_the_seed() -> None:
+    first = build(settings(DINO, head_scale=1.0), "classify").state_dict()
+    torch.manual_seed(99)
+    torch.rand(7)
+    again = build(settings(DINO, head_scale=1.0), "classify").state_dict()
+    other = build(settings(DINO, head_scale=1.0, init_seed=1), "classify").state_dict()
+    for name in ("head.weight", "body.net.blocks.0.attn.qkv.weight"):
+        assert torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name])
+
+
+def test_a_name_stands_for_its_picture_size_and_settings_are_complete_without_the_folder(tmp_path: Path) -> None:
+    assert settings({"family": "timm", "name": "vit_small_patch14_dinov2.lvd142m", "model_args": VIT}).image_size == 518
+    folder = tmp_path / "model"
+    given = hugging_face(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 42, "width": 42}}))
+    del given["image_size"]
+    found = settings(given)
+    assert found.image_size == 42
+    note = found.note()
+    assert str(tmp_path) not in json.dumps(note)
+    for file in folder.iterdir():
+        file.unlink()
+    assert settings(note).resolved() == found.resolved()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"name": "vit_smal_patch14_dinov2"}, "did you mean vit_small_patch14_dinov2"),
+        ({"name": "vit_small_patch14_dinov2.lvd142"}, "choose lvd142m, or leave the tag out"),
+        ({"name": "hf-hub:timm/resnet18"}, "timm has no model"),
+        ({"name": "/no/folder", "family": "hf"}, "config.json does not exist; set model.name"),
+        ({}, "needs a model.name"),
+        ({"name": "vit_tiny_patch16_224", "model_args": {"pretrained": True}}, "model_args.pretrained cannot be set"),
+        ({"name": "vit_tiny_patch16_224", "model_args": {"img_size": 32}}, "set model.image_size"),
+        ({"name": "vit_tiny_patch16_224", "model_args": {"drop_path_rate": 0.1}}, "not keyed by record; leave it out"),
+    ],
+)
+def test_a_name_that_nothing_is_known_of_is_refused_with_the_fix(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        settings({"family": "timm", **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"name": "resnet18"}, r"bn1 \(BatchNorm2d\) normalises with statistics of the whole batch"),
+        ({"name": "vit_tiny_patch16_224", "width": 16}, "model.width is for our own encoders"),
+        ({"name": "vit_tiny_patch16_224", "model_args": {"colour": 3}}, "cannot be built with pictures of 32 px"),
+        ({"name": "maxvit_tiny_tf_224"}, "normalises with statistics of the whole batch"),
+    ],
+)
+def test_what_cannot_be_trained_by_record_is_refused_before_anything_is_computed(given: Any, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        settings({"family": "timm", "image_size": 32, **given}).resolved()
+    with pytest.raises(SettingsError, match='cannot be trained with objective "mae"'):
+        build(settings(DINO), "mae")
+    with pytest.raises(SettingsError, match=r'family "mae" has no model\.name'):
+        settings({"family": "mae", "size": "nano", "name": "vit_tiny_patch16_224"}).resolved()
+
+
+def test_a_library_drops_nothing_by_itself() -> None:
+    model = build(settings(SWIN), "classify").train()
+    inputs = batch(model.shape, "classify")
+    assert torch.equal(model(inputs), model(inputs))
+
+
+def test_weights_of_timm_give_the_logits_of_timm(tmp_path: Path) -> None:
+    theirs = stirred(timm.create_model(DINO["name"], pretrained=False, num_classes=5, img_size=28, **VIT)).eval()
+    torch.save(theirs.state_dict(), tmp_path / "dino.pth")
+    ours = build(settings(DINO), "classify").eval()
+    report = initialise_from(ours, tmp_path / "dino.pth", take_head=True)
+    assert not report.left_as_initialised
+    images = batch(ours.shape, "classify")["images"]
+    with torch.no_grad():
+        assert torch.allclose(ours.logits(images), theirs(images), atol=1e-6)
+    wrong = build(settings(DINO, model_args=VIT | {"depth": 3}), "classify")
+    before = {name: tensor.clone() for name, tensor in wrong.state_dict().items()}
+    with pytest.raises(WeightsError, match=r"has nothing for blocks\.2"):
+        initialise_from(wrong, tmp_path / "dino.pth")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in wrong.state_dict().items())
+
+
+def test_weights_of_hugging_face_give_its_logits(tmp_path: Path) -> None:
+    given = hugging_face(tmp_path / "model")
+    theirs = Dinov2ForImageClassification.from_pretrained(tmp_path / "model").eval()
+    ours = build(settings(given, classes=2), "classify").eval()
+    assert not initialise_from(ours, tmp_path / "model", take_head=True).left_as_initialised
+    images = batch(ours.shape, "classify")["images"]
+    with torch.no_grad():
+        assert torch.allclose(ours.logits(images), theirs(pixel_values=images).logits, atol=1e-6)
+
+
+def test_an_encoder_goes_from_a_classifier_to_a_captioner() -> None:
+    source = stirred(build(settings(DINO), "classify"))
+    target = build(settings(DINO), "caption")
+    taken = take_encoder(source.state_dict(), target)
+    assert taken and all(torch.equal(target.state_dict()[name], source.state_dict()[name]) for name in taken)
+
+
+@pytest.mark.parametrize("given", [DINO, CONVNEXT], ids=["dinov2", "convnext"])
+def test_what_is_trained_is_what_the_config_says(given: dict[str, Any]) -> None:
+    def chosen(what: Any) -> set[str]:
+        return set(select(build(settings(given), "classify"), what, rank=2))
+
+    names, head = chosen("all"), {"head.weight", "head.bias"}
+    assert chosen("head") == head
+    assert chosen("bias") == {name for name in names if name.endswith(".bias")} | head
+    adapters = chosen("lora") - head
+    assert adapters and all(name.startswith("body.net.") and "lora_" in name for name in adapters)
