@@ -91,7 +91,9 @@ def test_a_classifier(
 ) -> None:  # fmt: skip
     held_out = packed(tmp_path / "held", cls=lambda number: NAMES[2])
     out = tmp_path / "my.json"
-    config = written("classify", labelled, out, "--held-out", str(held_out), "--epsilon", "3", "--start", str(weights))
+    config = written(
+        "classify", labelled, out, "--held-out", str(held_out), "--epsilon", "3", "--start", str(weights), "--public"
+    )
     assert "your word" in capsys.readouterr().out
     assert train(["--config", str(out), "--dry-run"]) == 0
     assert " of 3 (PLD)" in capsys.readouterr().out
@@ -107,7 +109,7 @@ def test_nothing_of_the_records_but_their_number_is_in_the_file(
     labelled: Path, captioned: Path, weights: Path, tmp_path: Path
 ) -> None:
     for goal, data in (("classify", labelled), ("caption", captioned)):
-        written(goal, data, tmp_path / f"{goal}.json", "--start", str(weights))
+        written(goal, data, tmp_path / f"{goal}.json", "--start", str(weights), "--public")
         text = (tmp_path / f"{goal}.json").read_text()
         assert not any(word in text for word in (*NAMES, "private picture")) and f" {RECORDS} private" in text
 
@@ -116,7 +118,7 @@ def test_a_captioner_and_an_autoencoder_with_relative_paths(
     tmp_path: Path, captioned: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    start = ("--start", str(weights.relative_to(tmp_path)))
+    start = ("--start", str(weights.relative_to(tmp_path)), "--public")
     (tmp_path / "configs").mkdir()
     config = written("caption", Path(captioned.name), Path("configs/caption.json"), "--tokenizer", "clip:515", *start)
     assert config.phases[1].tokenizer == "clip:515" and config.model.vocabulary == 515
@@ -131,7 +133,7 @@ def test_a_captioner_and_an_autoencoder_with_relative_paths(
 @pytest.mark.parametrize("kind", ["timm", "hugging-face"])
 def test_weights_to_start_from_give_the_model_its_shape(tmp_path: Path, labelled: Path, kind: str) -> None:
     start = saved(tmp_path / "weights", kind)
-    config = written("classify", labelled, tmp_path / "my.json", "--start", str(start))
+    config = written("classify", labelled, tmp_path / "my.json", "--start", str(start), "--public")
     shape = config.model.resolved()
     assert (shape.encoder.width, shape.encoder.depth, shape.encoder.heads) == (24, 2, 4)
     assert (shape.image_size, shape.patch_size, shape.head.classes) == (16, 4, len(NAMES))
@@ -146,8 +148,14 @@ def test_what_cannot_be_meant_is_refused(
     assert "no .cls" in refused(capsys, "classify", "--data", str(captioned), "--classes", "3", *out)
     assert "--classes is missing" in refused(capsys, "classify", "--data", str(captioned), "--label", "x", *out)
     assert "prepare.py index" in refused(capsys, "mae", "--data", str(tmp_path / "nowhere"), *out)
-    assert "--start" in refused(capsys, "mae", "--data", str(captioned), "--start", str(tmp_path / "none"), *out)
-    assert "--held-out" in refused(capsys, "mae", "--data", str(captioned), "--held-out", str(tmp_path), *out)
+    assert "--start" in refused(
+        capsys, "mae", "--data", str(captioned), "--start", str(tmp_path / "none"), "--public", *out
+    )
+    unsaid = refused(capsys, "mae", "--data", str(captioned), "--held-out", str(captioned), *out)
+    assert "add --public" in unsaid and "private" in unsaid
+    assert "--held-out" in refused(
+        capsys, "mae", "--data", str(captioned), "--held-out", str(tmp_path), "--public", *out
+    )
     assert "epsilon" in refused(capsys, "mae", "--data", str(captioned), "--epsilon", "-1", *out)
     assert not (tmp_path / "my.json").exists()
     (tmp_path / "my.json").write_text("mine")

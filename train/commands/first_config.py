@@ -137,7 +137,7 @@ def told(wish: Wish) -> list[str]:
     named = [name for name, given in (("--held-out", wish.held_out), ("--start", wish.start)) if given]
     if named:
         lines.append(
-            f'it says "public": true of {" and ".join(named)}, your word that nobody\'s privacy depends on them'
+            f'it says "public": true of {" and ".join(named)}, by your word that nobody\'s privacy depends on them'
         )
     if getattr(phase.data, "classes", None) is not None:
         lines.append("its list of classes must be public knowledge and not made of the private records")

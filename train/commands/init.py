@@ -22,13 +22,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", required=True, metavar="SHARDS", help="the private records, indexed")
     parser.add_argument(
         "--held-out", metavar="SHARDS",
-        help="records to measure on while training, indexed; naming them is your word that nobody's privacy depends "
-        "on them",
+        help="public records to measure on while training, indexed; needs --public",
     )  # fmt: skip
     parser.add_argument(
         "--start", type=Path, metavar="WEIGHTS",
-        help="a run, an export, a file or folder of released weights; naming it is your word that nobody's privacy "
-        "depends on them, or that a promise of their own covers it",
+        help="a run, an export, a file or folder of released weights; needs --public",
+    )  # fmt: skip
+    parser.add_argument(
+        "--public", action="store_true",
+        help="your word, which the certificate repeats: nobody's privacy depends on --held-out and --start, or a "
+        "promise of their own covers it",
     )  # fmt: skip
     parser.add_argument("--epsilon", type=float, default=8.0, metavar="E", help="privacy budget (default 8)")
     parser.add_argument(
@@ -58,9 +61,18 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.out.exists():
             raise RecipeError(f"{arguments.out} exists, and nothing is overwritten; name another file with --out")
+        named = [f"--{name}" for name in ("held-out", "start") if getattr(arguments, name.replace("-", "_"))]
+        if named and not arguments.public:
+            raise RecipeError(
+                f"{' and '.join(named)}: only what is public may be used without noise; add --public, your word that "
+                "nobody's privacy depends on it, or leave it out (records held out of the private ones are private)"
+            )
         from murmuration.train.commands.first_config import Wish, compose, told
 
-        wish = Wish(**{name: value for name, value in vars(arguments).items() if name != "out"}, out=arguments.out)
+        wish = Wish(
+            **{name: value for name, value in vars(arguments).items() if name not in ("out", "public")},
+            out=arguments.out,
+        )
         text = compose(wish)
         try:
             with arguments.out.open("x", encoding="utf-8") as file:
