@@ -21,7 +21,7 @@ from typing import Any
 
 from PIL import Image
 
-from murmuration.accounting.escaping import printable_lines
+from murmuration.accounting.escaping import printable, printable_lines
 from murmuration.evaluation.shares import TITLES
 from murmuration.train.config.phase import Phase
 from murmuration.train.storage.public_times import PublicTimes
@@ -33,6 +33,7 @@ WAITING = "waiting_share"
 
 WHERE = ("phase", "step")
 """What the latest measurements say beside values."""
+MOST_TAG = 200
 BAR = 20
 ERASE = "\r\x1b[2K"
 
@@ -55,16 +56,15 @@ def public_tags(phases: Iterable[Phase]) -> dict[str, str]:
 
 
 def picture(tag: str, sample: dict[str, str]) -> Any:
-    """A PNG with its text, as TensorBoard shows it above the picture."""
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
+    """A PNG with its text in the tag, which is all that TensorBoard shows above a picture."""
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
     content = base64.b64decode(sample["png"])
     with Image.open(io.BytesIO(content)) as opened:
         width, height = opened.size
     beside = f"{sample['caption']} (true: {sample['truth']})" if sample["truth"] else sample["caption"]
     image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=content)
-    told = SummaryMetadata(display_name=f"{tag.rpartition('/')[2]}: {beside}")
-    return Summary(value=[Summary.Value(tag=tag, image=image, metadata=told)])
+    return Summary(value=[Summary.Value(tag=f"{tag} {printable(beside)}"[:MOST_TAG], image=image)])
 
 
 class Board:
@@ -116,7 +116,9 @@ class Board:
             return
         from torch.utils.tensorboard.summary import hparams
 
-        self._text("config", config)
+        # As lines of code: a name in it is then no markup.
+        lines = "\n".join("    " + line for line in printable_lines(config).splitlines())
+        self._public.add_text("config", lines, 0, walltime=self._opened)
         # Without the end of the session: it would be told now, and its time later would tell how long steps took.
         experiment, start, _ = hparams(dict(settings), dict.fromkeys(metrics, 0.0))
         for summary in (experiment, start):
@@ -126,7 +128,7 @@ class Board:
         """The certificate as text, and the report's public pictures under what the model made of them."""
         if not self._main:
             return
-        self._text("certificate", certificate)
+        self._public.add_text("certificate", certificate, 0, walltime=self._opened)  # Markdown, with names escaped
         for number, sample in enumerate(samples):
             tag = f"{self.tag(phase)}/held-out/{number:02d}"
             self._add(picture(tag, sample), step)
@@ -136,11 +138,6 @@ class Board:
         events = self._public.file_writer
         assert events is not None, "it is closed at the end of the run"
         events.add_summary(summary, step, self._opened)
-
-    def _text(self, tag: str, text: str) -> None:
-        # As lines of code: a name in them is then no markup.
-        lines = "\n".join("    " + line for line in printable_lines(text).splitlines())
-        self._public.add_text(tag, lines, 0, walltime=self._opened)
 
     def tag(self, phase: str) -> str:
         return self._tags.get(phase, phase)
