@@ -18,7 +18,7 @@ from murmuration.data.index.build import Wanted
 from murmuration.data.index.folders import build_folder
 from murmuration.data.index.kept_census import CENSUS
 from murmuration.data.index.shard_index import build
-from murmuration.train.commands.dry_run import dry_run
+from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
@@ -88,7 +88,7 @@ def refusal(config: Config) -> str:
     with pytest.raises(RecipeError) as training:
         prepare(config)
     with pytest.raises(RecipeError) as trying:
-        dry_run(config)
+        meaning(config)
     assert str(training.value) == str(trying.value)
     return str(training.value)
 
@@ -98,7 +98,7 @@ def test_a_config_that_asks_for_what_is_there_is_taken(sets: Path) -> None:
     for objective in ("classify", "mae"):
         config = config_of(sets, objective, held)
         prepare(config)
-        assert "note" not in dry_run(config)
+        assert "note" not in as_text(meaning(config))
 
 
 def test_a_misspelt_label_is_answered_with_the_nearest_name_and_no_count(sets: Path) -> None:
@@ -192,7 +192,7 @@ def test_an_index_without_a_census_refuses_nothing_and_says_how_to_make_one(sets
     (sets / "private" / "index" / CENSUS).unlink()
     config = config_of(sets, change={"phases.0.data.label": "findng"})
     prepare(config)
-    assert f"prepare.py index {sets / 'private'} --rescan counts them" in dry_run(config)
+    assert f"prepare.py index {sets / 'private'} --rescan counts them" in as_text(meaning(config))
     told: list[str] = []
     time.sleep(0.1)  # a shard that was written just now is never taken as known
     build(sets / "private")
@@ -223,4 +223,4 @@ def test_a_damaged_census_is_as_none(sets: Path, damage: bytes) -> None:
     (sets / "private" / "index" / CENSUS).write_bytes(damage)
     config = config_of(sets, change={"phases.0.data.label": "findng"})
     prepare(config)
-    assert "--rescan counts them" in dry_run(config)
+    assert "--rescan counts them" in as_text(meaning(config))

@@ -43,7 +43,7 @@ class Loop:
             ),
             "board": SimpleNamespace(
                 public=self.public, measured=lambda phase, step, values, unusable: self.said.append((step, values)),
-                private=lambda *_: None, keeps_private=True, say=lambda text: None
+                private=lambda *_: None, keeps_private=True, say=lambda text: None, progress=lambda *_: None,
             ),
             "pace": SimpleNamespace(tick=dict, rate=lambda: None, line=lambda *_: ""),
             "ending": SimpleNamespace(reason=self.reason, measured=lambda *given: self.said.append(("ending", *given))),

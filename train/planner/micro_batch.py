@@ -19,8 +19,6 @@ from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.planner.cluster import FREE_SHARE
-from murmuration.train.planner.forecast import counted
 from murmuration.train.planner.memory import GIB, memory
 from murmuration.train.planner.rows import Batch
 
@@ -78,6 +76,8 @@ def largest(config: Config, world: int, room: float, gpus: bool) -> int:
 
 
 def _fitting(config: Config, phase: Phase, world: int, room: float) -> int:
+    from murmuration.train.planner.forecast import counted  # its counter imports Triton; most configs give a number
+
     cost, weights = counted(config, phase)
     whole = {"fsdp2": 3, "local": 0}
     stage = whole.get(config.run.engine, config.zero_optimization.stage)
@@ -95,6 +95,8 @@ def _drawn(phase: Phase) -> Batch:
 
 def _room() -> float:
     """Bytes that this rank may plan with. Only what stays the same from start to start is asked."""
+    from murmuration.train.planner.cluster import FREE_SHARE
+
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory * (1 - FREE_SHARE)
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1")
