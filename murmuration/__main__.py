@@ -18,6 +18,7 @@ COMMANDS = {
     "four-way": ("murmuration.train.commands.four_way", "what clipping and noise cost, on public data"),
     "evaluate": ("murmuration.train.commands.evaluate", "what a trained model can do, on public records"),
     "use": ("murmuration.train.commands.use", "captions, classes or features of your own pictures by a trained model"),
+    "doctor": ("murmuration.train.commands.doctor", "what this machine lacks for training"),
     "export": ("murmuration.launch.export", "weights and certificate for release"),
 }  # fmt: skip
 

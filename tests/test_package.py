@@ -62,7 +62,19 @@ def test_a_program_of_ones_own_trains_and_its_certificate_verifies(installed: Pa
 def test_every_command_explains_itself(installed: Path, tmp_path: Path) -> None:
     murmuration = installed / "bin" / "murmuration"
     listed = [line.split()[0] for line in run(murmuration, cwd=tmp_path).splitlines() if line.startswith("  ")]
-    assert listed == ["init", "train", "prepare", "account", "plan", "audit", "four-way", "evaluate", "use", "export"]
+    assert listed == [
+        "init",
+        "train",
+        "prepare",
+        "account",
+        "plan",
+        "audit",
+        "four-way",
+        "evaluate",
+        "use",
+        "doctor",
+        "export",
+    ]
     for command in listed:
         assert "usage:" in run(murmuration, command, "--help", cwd=tmp_path), command
     wrong = subprocess.run([murmuration, "trian"], capture_output=True, text=True)

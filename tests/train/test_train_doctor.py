@@ -1,0 +1,62 @@
+"""`doctor`: one line for each thing that a run would trip over, and exit code 2 if one of them is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from murmuration.data.index.folders import build_folder
+from murmuration.train.commands import doctor
+from tests.support.evaluation_world import class_folders, class_list, shards
+from tests.support.launching import ROOT
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A phase on class folders, measured on shards."""
+    build_folder(class_folders(tmp_path / "pictures", 2))
+    shards(tmp_path / "shards", 5)
+    model = {"family": "classifier", "size": "nano", "image_size": 32, "patch_size": 4, "classes": 5}
+    phase = {
+        "name": "private", "objective": "classify",
+        "data": {"path": "pictures", "label": "cls", "classes": str(class_list(tmp_path))},
+        "privacy": {"epsilon": 8.0, "expected_batch": 2, "clip": {"norm": 1.0}}, "steps": 2,
+        "schedule": {"peak": 1e-3, "shape": "constant"}, "evaluation": {"path": "shards", "public": True},
+    }  # fmt: skip
+    path = tmp_path / "my.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "model": model, "phases": [phase]}))
+    return path
+
+
+def examined(config: Path, **changed: str) -> tuple[int, list[list[str]]]:
+    """The exit code, and verdict, subject and text of each line."""
+    command = [sys.executable, str(ROOT / "launch" / "doctor.py"), "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | changed, timeout=300)
+    assert not done.stderr.strip(), done.stderr
+    return done.returncode, [[line[:5].strip(), line[6:20].strip(), line[21:]] for line in done.stdout.splitlines()]
+
+
+def test_a_machine_that_trains_is_well_and_one_without_compiler_is_not(config: Path, tmp_path: Path) -> None:
+    code, lines = examined(config)
+    assert code == 0 and not [line for line in lines if line[0] == "FAIL"], lines
+    told = [line[2] for line in lines if line[1] == "records"]
+    assert told[0].startswith("phases.0.data.path: 10 in") and told[1].startswith("phases.0.evaluation.path: 5 in")
+    assert ["ok", "ranks", "two processes met by gloo"] in lines or "met by nccl" in str(lines)
+
+    code, lines = examined(config, PATH=str(tmp_path))
+    assert code == 2 and [line[1] for line in lines if line[0] == "FAIL"] == ["compiler"], lines
+
+
+def test_records_that_cannot_be_read_are_named(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "shards" / "000000.tar").unlink()
+    found = [(each.verdict, each.told) for each in doctor.records(config, [])]
+    assert [verdict for verdict, _ in found] == ["ok", "FAIL"] and "000000.tar" in found[1][1], found
+    config.write_text("{")
+    assert [each.verdict for each in doctor.records(config, [])] == ["FAIL"]

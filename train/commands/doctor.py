@@ -1,0 +1,221 @@
+"""doctor [--config my.json]: whether this machine can train, one line per thing that a run would trip over.
+
+Each line says ok, warn or FAIL, and what to do. The exit code is 2 if something failed. With a config, the records of
+its phases are opened, too, and the first and last one of each set are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from murmuration.accounting.errors import BAD_INPUT, DONE, RunError
+from murmuration.accounting.escaping import printable, sentence
+
+OK, WARN, FAIL = "ok", "warn", "FAIL"
+PACKAGES = ("torch", "deepspeed", "timm", "transformers", "opacus", "webdataset", "tensorboard", "dp-accounting")
+LEAST_FREE = 20
+"""GiB where runs are written; a checkpoint of ViT-L with its optimizer takes five."""
+LEAST_FILES = 4096
+"""Open files: each decoding process keeps some shards open."""
+MOST_SKEW = 5.0
+"""Seconds between this machine's clock and the file system's."""
+MEET_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Finding:
+    verdict: Literal["ok", "warn", "FAIL"]
+    what: str
+    told: str
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="doctor.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, help="also open the records of this config")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of the config")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        python, packages, compiler, processors, shared_memory, disk, clock, limits, gpus, ranks_meet,
+    ]  # fmt: skip
+    if arguments.config is not None:
+        checks.append(lambda: records(arguments.config, arguments.set))
+    failed = 0
+    for check in checks:
+        for found in check():
+            print(printable(f"{found.verdict:<5} {found.what:<14} {found.told}"), flush=True)
+            failed += found.verdict == FAIL
+    return BAD_INPUT if failed else DONE
+
+
+def python() -> Iterator[Finding]:
+    yield Finding(OK, "python", f"{sys.version.split()[0]} at {sys.executable}")
+
+
+def packages() -> Iterator[Finding]:
+    found: list[str] = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            yield Finding(FAIL, "packages", f"{name} is not installed; make setup, or pip install .")
+    yield Finding(OK, "packages", ", ".join(found))
+
+
+def compiler() -> Iterator[Finding]:
+    """DeepSpeed compiles one small operation for ranks on processors."""
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    if shutil.which("g++") is None:
+        yield Finding(FAIL, "compiler", "g++ is not on the PATH; install it (Debian/Ubuntu: apt-get install g++)")
+    elif not headers.exists():
+        yield Finding(FAIL, "compiler", f"{headers} is missing; install python3-dev")
+    else:
+        yield Finding(OK, "compiler", str(shutil.which("g++")))
+
+
+def processors() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    yield Finding(OK, "processors", f"{cores} cores, {memory:.0f} GiB of memory")
+
+
+def shared_memory() -> Iterator[Finding]:
+    from murmuration.train.engines.deepspeed_cpu import SHARED, require_shared_memory
+
+    try:
+        require_shared_memory(SHARED)
+    except OSError as error:
+        yield Finding(FAIL, "shared memory", str(error))
+        return
+    yield Finding(OK, "shared memory", f"{shutil.disk_usage(SHARED).free / 2**30:.1f} GiB free in {SHARED}")
+
+
+def disk() -> Iterator[Finding]:
+    free = shutil.disk_usage(Path.cwd()).free / 2**30
+    told = f"{free:.0f} GiB free in {Path.cwd()}"
+    if free < LEAST_FREE:
+        yield Finding(WARN, "disk", f"{told}; large models need more for their checkpoints: set run.dir elsewhere")
+    else:
+        yield Finding(OK, "disk", told)
+
+
+def clock() -> Iterator[Finding]:
+    """A checkpoint's age and a lock's are told by times of files, which a server may set."""
+    with tempfile.NamedTemporaryFile(dir=Path.cwd()) as file:
+        skew = abs(os.fstat(file.fileno()).st_mtime - time.time())
+    if skew > MOST_SKEW:
+        yield Finding(WARN, "clock", f"{skew:.0f} s between this machine and the file system; synchronise both by NTP")
+    else:
+        yield Finding(OK, "clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()))
+
+
+def limits() -> Iterator[Finding]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    shown = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked // 2**20} MiB"
+    if files != resource.RLIM_INFINITY and files < LEAST_FILES:
+        yield Finding(WARN, "open files", f"{files}; many decoding processes may need more: ulimit -n {LEAST_FILES}")
+    else:
+        yield Finding(OK, "open files", "unlimited" if files == resource.RLIM_INFINITY else str(files))
+    # Keys and sums are locked in memory as far as it goes, so that they are never swapped out (docs/privacy.md).
+    verdict = OK if locked == resource.RLIM_INFINITY else WARN
+    advice = (
+        "" if verdict == OK else "; sums of private gradients beyond that may be swapped to disk: ulimit -l unlimited"
+    )
+    yield Finding(verdict, "locked memory", shown + advice)
+
+
+def gpus() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        driver = shutil.which("nvidia-smi") is not None
+        why = f"; nvidia-smi is there, but torch {torch.__version__} sees none: update the driver" if driver else ""
+        yield Finding(WARN if driver else OK, "GPUs", f"none, so training runs on processors{why}")
+        return
+    for number in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(number)
+        yield Finding(OK, f"GPU {number}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB")
+    from torch.cuda import nccl
+
+    joined = ".".join(map(str, nccl.version()))  # pyright: ignore[reportArgumentType]
+    yield Finding(OK, "CUDA, NCCL", f"{torch.version.cuda}, {joined}")
+
+
+MEET = """
+import os, torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+gpus = os.environ["BACKEND"] == "nccl"
+if gpus:
+    torch.cuda.set_device(rank)
+dist.init_process_group(os.environ["BACKEND"])
+one = torch.ones(1, device="cuda" if gpus else "cpu")
+dist.all_reduce(one)
+assert int(one) == dist.get_world_size()
+"""
+
+
+def ranks_meet() -> Iterator[Finding]:
+    """Two processes of this machine add up a number, as all ranks do at every step."""
+    import torch
+
+    many = torch.cuda.is_available() and torch.cuda.device_count() > 1
+    backend = "nccl" if many else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "meet.py"
+        script.write_text(MEET)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+        try:
+            done = subprocess.run(
+                command, env=os.environ | {"BACKEND": backend}, capture_output=True, text=True, timeout=MEET_SECONDS
+            )
+            said = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        except subprocess.TimeoutExpired:
+            said = f"no answer within {MEET_SECONDS} s"
+    if said:
+        yield Finding(FAIL, "ranks", f"two processes cannot meet by {backend} ({said}); look at firewall and hostname")
+    else:
+        yield Finding(OK, "ranks", f"two processes met by {backend}")
+
+
+def records(path: Path, overrides: list[str]) -> Iterator[Finding]:
+    from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source
+    from murmuration.data.index.open import open_index
+    from murmuration.train.config.load import load
+    from murmuration.train.recipe.record_names import parts_of
+
+    try:
+        config = load(path, overrides)
+    except RunError as error:
+        yield Finding(FAIL, "config", sentence(error))
+        return
+    for number, phase in enumerate(config.phases):
+        for part in parts_of(number, phase):
+            try:
+                index = open_index(part.path)
+                reader = ShardReader(index, open_source(index, ReadOptions()))
+                for record in {0, index.records - 1}:
+                    if not index.left_out(record):
+                        reader.read(record)
+            except (RunError, OSError) as error:
+                yield Finding(FAIL, "records", f"{part.key}: {sentence(error)}")
+            else:
+                yield Finding(OK, "records", f"{part.key}: {index.records:,} in {part.path}")
