@@ -61,8 +61,8 @@ def test_what_would_go_wrong_in_silence_stops_every_rank(found: dict[str, Any]) 
 
 def test_the_dry_run_names_the_engine(launch: Make) -> None:
     job, _ = launch("dry")
-    assert "\nengine: DeepSpeed, ZeRO-1\n" in as_text(meaning(load(job.config, [])))
-    assert "\nengine: FSDP2 (torch" in as_text(meaning(load(job.config, ["run.engine=fsdp2"])))
+    assert "engine: DeepSpeed, ZeRO-1\n" in as_text(meaning(load(job.config, [])))
+    assert "engine: FSDP2 (torch" in as_text(meaning(load(job.config, ["run.engine=fsdp2"])))
 
 
 @pytest.mark.slow

@@ -134,9 +134,9 @@ def test_features_that_are_lost_are_not_made_of_other_records(vip: tuple[Path, s
     """Killed before a checkpoint was durable, so its steps are made again under the same keys: of other features they
     would lay the difference bare."""
     prepare = [sys.executable, str(ROOT / "launch" / "prepare.py"), "demo", "--out", str(tmp_path)]
-    sizes = ["--private", "300", "--held-out", "16", "--textures", "16"]
+    sizes = ["--private", "16", "--held-out", "300", "--textures", "16"]
     subprocess.run([*prepare, *sizes], check=True, env=environment())
-    records = tmp_path / "private"
+    records = tmp_path / "held_out"  # which has labels
     changes = TINY | {
         "model.positions": "sincos", "model.classes": 8, "phases.0.data.path": str(vip[0]), "run.engine": "local",
         "run.checkpoint_every": 10_000, "phases.1.steps": 10_000, "phases.1.data.path": str(records),
