@@ -78,4 +78,4 @@ def test_every_command_explains_itself(installed: Path, tmp_path: Path) -> None:
     for command in listed:
         assert "usage:" in run(murmuration, command, "--help", cwd=tmp_path), command
     wrong = subprocess.run([murmuration, "trian"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "the commands are train, prepare" in wrong.stderr
+    assert wrong.returncode == 2 and "the commands are init, train, prepare" in wrong.stderr
