@@ -87,7 +87,10 @@ def test_the_report_begins_with_what_was_run_and_ends_with_what_can_be_done(
     tmp_path: Path, loaded: Callable[..., Config]
 ) -> None:
     """Nobody's access to the records is published."""
-    config = loaded(put("phases.1.data.path", "https://me:pa55word@host/records/{000..009}.tar?sig=pa55word"))
+    config = loaded(
+        put("phases.1.data.path", "https://me:pa55word@host/records/{000..009}.tar?sig=pa55word"),
+        put("run.witness", "https://hooks.example/pa55word"),
+    )
     journal = whole_run(tmp_path)
     document = compose(journal.history, journal.ledger.entries, {"model": "captioner, nano, 1,234 parameters"})
     wrong, right = ({"png": "", "caption": c, "truth": "A  red square"} for c in ("a blue square", "a red square"))

@@ -92,7 +92,10 @@ def shown_config(config: Config) -> str:
             return [cut(each) for each in value]
         return ACCESS.sub(r"\1", value) if isinstance(value, str) and "://" in value else value
 
-    return json.dumps(cut(config.model_dump(by_alias=True, exclude_none=True)), indent=2, ensure_ascii=False)
+    told = cut(config.model_dump(by_alias=True, exclude_none=True))
+    if config.run.witness is not None:  # a hook's address, or a command's arguments, is often all that one needs for it
+        told["run"]["witness"] = "not shown"
+    return json.dumps(told, indent=2, ensure_ascii=False)
 
 
 def _wrong(sample: dict[str, str]) -> bool:
