@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -170,6 +171,8 @@ dist.init_process_group(os.environ["BACKEND"])
 one = torch.ones(1, device="cuda" if gpus else "cpu")
 dist.all_reduce(one)
 assert int(one) == dist.get_world_size()
+dist.barrier()
+dist.destroy_process_group()  # A process that exits with threads of its group still running is aborted now and then.
 """
 
 
@@ -187,13 +190,20 @@ def ranks_meet() -> Iterator[Finding]:
             done = subprocess.run(
                 command, env=os.environ | {"BACKEND": backend}, capture_output=True, text=True, timeout=MEET_SECONDS
             )
-            said = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            said = "" if done.returncode == 0 else _reason(done.stderr)
         except subprocess.TimeoutExpired:
             said = f"no answer within {MEET_SECONDS} s"
     if said:
         yield Finding(FAIL, "ranks", f"two processes cannot meet by {backend} ({said}); look at firewall and hostname")
     else:
         yield Finding(OK, "ranks", f"two processes met by {backend}")
+
+
+def _reason(said: str) -> str:
+    """The error of a rank in what the launcher printed: its own last words are a frame around "failed"."""
+    lines = [line.strip() for line in said.splitlines()]
+    errors = [line for line in lines if re.search(r"Error: |^terminate called", line) and "ChildFailed" not in line]
+    return errors[0] if errors else "no reason given"
 
 
 def records(path: Path, overrides: list[str]) -> Iterator[Finding]:
