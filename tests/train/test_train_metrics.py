@@ -13,7 +13,7 @@ import torch
 
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.ledger.facts import MetricFact
-from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan
 from murmuration.train.clip.engine import Observation
 from murmuration.train.config.privacy import ReleasedMetric
 from murmuration.train.config.root import Phase
@@ -76,6 +76,45 @@ def test_one_record_moves_no_metric_by_more_than_its_bound(plan: PrivacyPlan) ->
         for metric in plan.metrics:
             moved = abs(sums[0][f"noised_{metric.name}"] - sums[1][f"noised_{metric.name}"]) * plan.divisor
             assert moved <= metric.bound * (1 + 1e-6)
+
+
+def test_a_record_moves_the_sum_by_what_it_adds_however_many_others_there_are(plan: PrivacyPlan) -> None:
+    """fp64 rounds a sum of 200,000 thirds. If it did so here, a record would also change the rounding of the others."""
+    draw = torch.Generator().manual_seed(3)
+    losses = torch.rand(200_000, generator=draw, dtype=torch.float64) * 3.9 + 0.01
+    assert sum(losses.tolist()) != math.fsum(losses.tolist()), "nothing is rounded, so this test shows nothing"
+
+    def total(present: torch.Tensor, order: torch.Tensor) -> float:
+        release = MetricRelease(METRIC_KEY, plan, ranks=alone())
+        for part in order.split(1000):
+            release.add(present[part], Observation(losses[part], losses[part], 1.0), bound=1.0)
+        return float(release._sums[0])
+
+    everyone, order = torch.ones(len(losses), dtype=torch.bool), torch.arange(len(losses))
+    alone_sums = []
+    for one in (7, 99_999, 123_456):
+        others = everyone.clone()
+        others[one] = False
+        alone_sums.append(total(~others, order))
+        assert total(everyone, order) - total(others, order) == alone_sums[-1]
+        assert alone_sums[-1] == pytest.approx(float(losses[one]), abs=4e-9)
+    shuffled = torch.randperm(len(losses), generator=draw)
+    assert total(everyone, shuffled) == total(everyone, order)
+
+
+@pytest.mark.parametrize("bound", [0.5, 1.0, 2.3, 12.0, 1e-3])
+def test_the_bound_is_one_on_the_grid_of_sums_too(plan: PrivacyPlan, bound: float) -> None:
+    wide = replace(plan, metrics=(PlannedMetric("loss", bound, 12.0),))
+    release = MetricRelease(METRIC_KEY, wide, ranks=alone())
+    release.add(torch.ones(1, dtype=torch.bool), Observation(torch.tensor([1e9]), torch.ones(1), 1.0), bound=1.0)
+    assert bound * (1 - 1e-8) <= float(release._sums[0]) <= bound
+
+
+def test_batches_whose_sums_fp64_would_round_are_refused(plan: PrivacyPlan) -> None:
+    huge = replace(plan, records=2**31, threshold=2**23, delta=1e-10)
+    assert MetricRelease(METRIC_KEY, huge, ranks=alone())
+    with pytest.raises(PlanError, match=r"at most 8,388,608 records exactly.*expected_batch"):
+        MetricRelease(METRIC_KEY, replace(huge, threshold=2**23 + 4), ranks=alone())
 
 
 def test_the_noise_is_the_planned_one_once_for_all_ranks_and_new_at_each_step(plan: PrivacyPlan) -> None:

@@ -15,12 +15,17 @@ from torch import Tensor
 
 from murmuration.accounting.adaptive import METRIC
 from murmuration.accounting.ledger.facts import MetricFact
-from murmuration.accounting.plan import ACCURACY, PlannedMetric, PrivacyPlan
+from murmuration.accounting.plan import ACCURACY, PlanError, PlannedMetric, PrivacyPlan
 from murmuration.data.draw.poisson import StepKey
 from murmuration.train.clip.engine import Observation
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.noise.aes import NoiseMechanism
 from murmuration.train.noise.update import sum_on_grid
+
+STEPS_TO_BOUND = 30
+"""Bits of what one record may add: its share of the bound is known to a billionth, far below any noise."""
+MOST_RECORDS = 2**23
+"""Of a step: numbers of STEPS_TO_BOUND bits whose sum has at most the 53 bits of an fp64 number."""
 
 
 class MetricRelease:
@@ -30,6 +35,11 @@ class MetricRelease:
         self, key: bytes | StepKey, plan: PrivacyPlan, ranks: Ranks,
         make: Callable[[bytes | StepKey, PlannedMetric, PrivacyPlan], NoiseMechanism] = NoiseMechanism.of_metric,
     ) -> None:  # fmt: skip
+        if plan.metrics and plan.divisor > MOST_RECORDS / 2:
+            raise PlanError(
+                f"noised metrics add up at most {MOST_RECORDS:,} records exactly, and batches of {plan.divisor:,.0f} "
+                "are expected; release none (privacy.release), or lower privacy.expected_batch"
+            )
         self._ranks = ranks
         self._divisor = plan.divisor
         self._planned = plan.metrics
@@ -99,7 +109,14 @@ def rounded(value: float) -> float:
 
 
 def _bounded_sum(values: Tensor, present: Tensor, lowest: float, highest: float) -> Tensor:
-    """Each present record adds a number within the bounds; one that is not finite adds 0. Stays on the device."""
+    """Each present record adds a number within the bounds; one that is not finite adds 0. Stays on the device.
+
+    What a record adds is a whole multiple of a power of two that is so coarse that fp64 adds up MOST_RECORDS of them
+    without rounding, in any order. So a record moves the sum by what it adds and by nothing else: with a rounded sum,
+    whether it is there could also decide how the others' numbers are rounded.
+    """
+    unit = math.ldexp(1.0, math.frexp(max(-lowest, highest))[1] - STEPS_TO_BOUND)
     values = values.detach().double()
     counts = present.to(values.device) & torch.isfinite(values)
-    return torch.where(counts, values.clamp(lowest, highest), torch.zeros_like(values)).sum()
+    whole = values.div(unit).round_().clamp_(math.ceil(lowest / unit), math.floor(highest / unit))
+    return torch.where(counts, whole.mul_(unit), torch.zeros_like(values)).sum()
