@@ -237,11 +237,18 @@ class PrivateTraining:
         engine: Literal["deepspeed", "fsdp2", "local"] = "local", zero: ZeroOptimization | None = None,
         computation: Computation | None = None, keep_checkpoints: int = 2, keep_key: bool = False,
         debug_seed: int | None = None, new_segment: str | None = None, ranks: Ranks | None = None,
+        about_data: str | None = None, about_owner: str | None = None,
     ) -> None:  # fmt: skip
         """`synthetic(size, seed)`: random inputs of the right form, for the self-test. `dataset`: a name and version of
         the records; a run is continued with records of the same name alone. `delta`: None is 1/(2n). `clip_norm`: C.
-        `noise_multiplier`: None calibrates it to `epsilon`. `ranks`: None joins those that a launcher started."""
+        `noise_multiplier`: None calibrates it to `epsilon`. `ranks`: None joins those that a launcher started.
+        `about_data`, `about_owner`: what the records are and who is responsible, for the certificate."""
         quiet_libraries()
+        trained = sum(each.numel() for each in model.parameters())
+        self._described = {
+            "about": {"data": about_data, "owner": about_owner},
+            "model": f"{type(model).__qualname__}, {trained:,} parameters",
+        }
         self._read, self._synthetic = read, SyntheticRecords(synthetic)
         self._micro_batch, self._keep_key = micro_batch, keep_key
         self._engine_settings = EngineSettings(engine, micro_batch, zero or ZeroOptimization())
@@ -442,6 +449,7 @@ class PrivateTraining:
         extra = {
             "known_deviations": DEVIATIONS,
             "siblings": [],
+            **self._described,
             "dates": {"last_start": run.checkpoints.times.day},
             "engine": str(self._engine_settings),
             "machine": str(self.ranks.device),

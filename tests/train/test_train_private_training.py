@@ -131,13 +131,16 @@ def test_steps_that_a_crash_lost_are_not_made_again_under_their_keys_and_stay_ch
 
 
 def test_a_finished_run_says_the_same_again_and_trains_no_more(tmp_path: Path) -> None:
-    with training(tmp_path) as found:
+    with training(tmp_path, about_data="points on a line", about_owner="a clinic") as found:
         found.prove()
         for step in found.steps():
             found.step(step, RATE)
         first = found.finish()
     assert first.certified == first.epsilon == verify(tmp_path).epsilon and 19 < first.epsilon <= 20
     assert not (tmp_path / "secret" / "run.key").exists()
+    certified = json.loads((tmp_path / "certificate.json").read_text())
+    assert certified["model"] == "Regression, 57 parameters"
+    assert "responsible: a clinic" in (tmp_path / "certificate.md").read_text()
     with training(tmp_path) as found:
         assert list(found.steps()) == [] and found.finish() == first
         with pytest.raises(LedgerError, match="finished; give another run_dir"):
