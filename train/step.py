@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import ClippingFact, NoiseFact, SamplingFact, StepFacts
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.data.draw.poisson import Draw, Ids
 from murmuration.data.store.place import UnreadableError
 from murmuration.train.clip.engine import ClipEngine, Observation
-from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.ranks import Ranks, results_of_all
 from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import ShardedEngine
 from murmuration.train.noise.adaptive_norm import RELEASED, AdaptiveNorm, next_rule
@@ -88,12 +89,13 @@ class PrivateStep:
             seen.append((micro_batch.present, self.engine.observe()))
             observed.add(micro_batch.present, *seen[-1][1])
 
+        sensitivities = self.record.durable(observed.sensitivity)
         applied = self.engine.update(update, learning_rate)
         if self.metrics is not None:
             for present, each in seen:
                 self.metrics.add(present, each, rule.bound)
         # The largest of what all ranks' sums were made with and what the rule states now.
-        largest = max(rule.sensitivity, *self.ranks.gather(observed.sensitivity))
+        largest = max(rule.sensitivity, *sensitivities)
         summed = ClippingFact(rule.kind, largest)
         if self.metrics is not None:
             observed.released = self.metrics.release(step)
@@ -178,9 +180,20 @@ class StepRecord:
         self.journal = journal
 
     def opened(self, step: int, draw: Draw, clipping: ClippingFact, noise: NoiseFact) -> None:
-        """Called before anything is computed; refused if the step would exceed the budget."""
+        """Called before anything is computed; refused if the step would exceed the budget. The line goes to the disk
+        while the sums are computed: see `durable`."""
         facts = self._facts(draw, clipping, noise)
         self.ranks.on_main(lambda: self._ledger.open_step(self.phase, step, facts))
+
+    def durable(self, sensitivity: float) -> list[float]:
+        """What every rank states, once the step's line is on the disk: nothing of the step may be released before."""
+
+        def stated() -> float:
+            if self.ranks.main:
+                self._ledger.settle()
+            return sensitivity
+
+        return results_of_all(self.ranks, stated, LedgerError, OSError)
 
     def committed(
         self, step: int, draw: Draw, clipping: ClippingFact, noise: NoiseFact, share: float | None

@@ -1,8 +1,8 @@
 """The append-only record of what touched private data: one JSON line per act, hash-chained, fsynced, locked.
 
-A line is written before the act that it announces (`open`) and another after it (`commit`). Every line contains the
-hash of the previous line and its own, over its exact bytes, so that any changed byte is found, and its place.
-Nothing in it depends on private values: set digests are keyed, there are no batch sizes and no times.
+A line is durable before the act that it announces (`open`), and another is written after it (`commit`). Every line
+contains the hash of the previous line and its own, over its exact bytes, so that any changed byte is found, and its
+place. Nothing in it depends on private values: set digests are keyed, there are no batch sizes and no times.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,8 @@ class Ledger:
         self.entries = entries
         self._descriptor = descriptor
         self._broken = False
+        self._thread: ThreadPoolExecutor | None = None
+        self._syncing: Future[None] | None = None
 
     @classmethod
     def open(cls, path: Path, wait_seconds: float = 0.0, say: Callable[[str], None] = print) -> Ledger:
@@ -130,14 +133,40 @@ class Ledger:
 
     @property
     def head(self) -> str:
+        """Of lines that are durable: whoever writes it down elsewhere may hold the ledger to it."""
+        self.settle()
         return self.entries[-1].hash if self.entries else GENESIS
 
     @property
     def length(self) -> int:
+        self.settle()
         return len(self.entries)
 
     def append(self, kind: str, **fields: Any) -> LedgerEntry:
         """Returns once the line is durable: the caller may then do what it announced."""
+        entry = self._write(kind, fields)
+        os.fsync(self._descriptor)
+        self._broken = False
+        self.entries.append(entry)
+        return entry
+
+    def append_soon(self, kind: str, **fields: Any) -> LedgerEntry:
+        """Returns while the line is on its way to the disk: what it announced may be done once `settle` has returned.
+        The next line waits for it, too."""
+        entry = self._write(kind, fields)
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="ledger")
+        self._syncing = self._thread.submit(os.fsync, self._descriptor)
+        self.entries.append(entry)
+        return entry
+
+    def settle(self) -> None:
+        """Returns once every line is durable."""
+        if self._syncing is not None:
+            syncing, self._syncing = self._syncing, None
+            syncing.result()
+            self._broken = False
+
+    def _write(self, kind: str, fields: dict[str, Any]) -> LedgerEntry:
         entry = make_entry(self.length, kind, json.loads(_canonical(fields)), self.head)
         line = entry.line()
         if self._broken:
@@ -145,12 +174,12 @@ class Ledger:
         self._broken = True  # until this line is durable: a line after half a line would be lost with it
         if os.write(self._descriptor, line) != len(line):
             raise LedgerError(f"{self.path}: the disk took only part of a line; free space and start again")
-        os.fsync(self._descriptor)
-        self._broken = False
-        self.entries.append(entry)
         return entry
 
     def close(self) -> None:
+        """Lets go of the file and its lock. What was on its way to the disk gets there first."""
+        if self._thread is not None:
+            self._thread.shutdown()
         os.close(self._descriptor)
 
 

@@ -85,9 +85,21 @@ class Journal:
             self._append("curves")
 
     def _append(self, kind: str, **fields: Any) -> None:
+        self._require_readable(kind, fields)
+        self.ledger.append(kind, **fields)
+
+    def _append_soon(self, kind: str, **fields: Any) -> None:
+        """For the lines of a step, whose computation need not wait for the disk: only what is released must."""
+        self._require_readable(kind, fields)
+        self.ledger.append_soon(kind, **fields)
+
+    def _require_readable(self, kind: str, fields: dict[str, Any]) -> None:
         # Checked by `History` first, so that a line that would make the ledger unreadable is never written.
         self.history.take(make_entry(self.ledger.length, kind, fields, self.ledger.head))
-        self.ledger.append(kind, **fields)
+
+    def settle(self) -> None:
+        """Returns once every line is durable: what an opened step computed may be released only then."""
+        self.ledger.settle()
 
     def start_run(
         self, name: str, key_check: str, debug: bool, versions: dict[str, str], record_digests: RecordDigests = UNKEYED,
@@ -163,7 +175,8 @@ class Journal:
         self._append("resume", phase=phase, step=step)
 
     def open_step(self, phase: int, step: int, facts: StepFacts) -> None:
-        """Durable before any part of the step is computed; a replay writes nothing and must be identical."""
+        """Nothing that the step computes may be released before `settle` has returned. A replay writes nothing and must
+        be identical."""
         step_id = self._step_id(phase, step)
         known = self.history.opened.get(step_id)
         if known is not None:
@@ -184,7 +197,7 @@ class Journal:
             self._credit = {key: self._affordable(phase, event, max(1, plan.steps - step + 1))}
         if self._credit[key] < 1:
             raise BudgetSpent(f"step {step} would pass epsilon = {self._budget(phase):g}; the run ends here")
-        self._append("open", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict())
+        self._append_soon("open", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict())
         self._credit[key] -= 1
 
     def commit_step(self, phase: int, step: int, facts: StepFacts, share: float | None = None) -> float | None:
@@ -202,7 +215,7 @@ class Journal:
         if facts != announced:
             self._credit.clear()
         more = {} if share is None else {"share": share}
-        self._append("commit", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict(), **more)
+        self._append_soon("commit", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict(), **more)
         if facts != announced:  # charged with the weaker of the two either way
             raise LedgerError(
                 f"step {step} of phase {phase} did {facts} but had announced {announced}; the run stops, "

@@ -8,6 +8,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -214,8 +216,42 @@ def test_a_line_is_on_disk_before_append_returns(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "fsync", lambda fd: (acts.append("fsync"), sync(fd))[1])
     journal = begin(tmp_path)
     acts.clear()
-    train(journal, range(1, 3))
-    assert acts == ["write", "fsync"] * 4
+    journal.ledger.append("resume", phase=0, step=0)
+    assert acts == ["write", "fsync"]
+
+
+def test_the_lines_of_a_step_reach_the_disk_in_their_order_and_before_settle_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acts: list[str] = []
+    write, sync, go = os.write, os.fsync, threading.Event()
+    journal = begin(tmp_path)
+    monkeypatch.setattr(os, "write", lambda fd, data: (acts.append("write"), write(fd, data))[1])
+    monkeypatch.setattr(os, "fsync", lambda fd: (go.wait(60), acts.append("fsync"), sync(fd))[2])
+    journal.open_step(0, 1, facts(1))
+    assert acts == ["write"], "the computation of a step does not wait for the disk"
+    threading.Timer(0.2, go.set).start()
+    journal.commit_step(0, 1, facts(1))
+    journal.settle()
+    assert acts == ["write", "fsync"] * 2
+    assert journal.head().length == len((tmp_path / "ledger.jsonl").read_bytes().splitlines())
+
+
+def test_a_head_that_others_write_down_is_one_of_durable_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that names a line which a power cut takes would be refused as one of a restored ledger."""
+    synced: list[int] = []
+    sync, journal = os.fsync, begin(tmp_path)
+    slowly = lambda fd: (time.sleep(0.3), sync(fd), synced.append(os.fstat(fd).st_size))[1]  # noqa: E731
+    monkeypatch.setattr(os, "fsync", slowly)
+    for read in (lambda: journal.ledger.head, lambda: journal.ledger.length, journal.head):
+        journal.open_step(0, len(synced) + 1, facts(len(synced) + 1))
+        read()
+        assert synced[-1:] == [(tmp_path / "ledger.jsonl").stat().st_size]
+        monkeypatch.setattr(os, "fsync", sync)
+        number = len(synced)
+        journal.commit_step(0, number, facts(number))
+        journal.settle()
+        monkeypatch.setattr(os, "fsync", slowly)
 
 
 @pytest.mark.parametrize("fault", ["short write", "no space", "sync fails"])
@@ -233,6 +269,7 @@ def test_after_a_failed_write_this_process_writes_no_more(tmp_path: Path, monkey
     monkeypatch.setattr(os, name, broken)
     with pytest.raises((LedgerError, OSError)):
         journal.open_step(0, 3, facts(3))
+        journal.settle()
     monkeypatch.undo()
     with pytest.raises(LedgerError, match="could not be written before"):
         journal.ledger.append("resume", phase=0, step=2)

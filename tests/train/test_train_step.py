@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +59,61 @@ def test_the_ledger_is_written_before_anything_is_computed_and_after_everything(
     assert facts.noise.elements == engine.trainable_elements and facts.noise.std == plan.noise_std
     assert facts.clipping.sensitivity == pytest.approx(plan.clip_norm, rel=1e-9)
     assert "norm" not in (tmp_path / "ledger.jsonl").read_text().split('"open"')[1]
+
+
+def test_no_rank_touches_a_weight_before_the_opened_line_is_on_the_disk(
+    tmp_path: Path, plan: PrivacyPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums are computed meanwhile: that is what the disk has time for."""
+    order: list[str] = []
+    computed, sync = threading.Event(), os.fsync
+
+    def run(ranks: Any) -> None:
+        step, engine = step_of(ranks, journal if ranks.main else None, plan)
+        if ranks.main:
+            monkeypatch.setattr(os, "fsync", slowly)
+        accumulate, update = engine.accumulate, engine.update
+        engine.accumulate = lambda *given: (order.append("sum"), computed.set(), accumulate(*given))[2]  # type: ignore[method-assign]
+        engine.update = lambda *given: (order.append("update"), update(*given))[1]  # type: ignore[method-assign]
+        step.run(1, 1e-2)
+
+    def slowly(descriptor: int) -> None:
+        assert computed.wait(60), "nothing was computed while the line was on its way"
+        time.sleep(0.5)
+        sync(descriptor)
+        order.append("durable")
+
+    journal = journal_at(tmp_path, plan)
+    on_ranks(2, run)
+    journal.settle()
+    durable = order.index("durable")
+    assert "sum" in order[:durable] and order.count("update") == 2
+    assert "update" not in order[:durable], order
+
+
+def test_a_disk_that_fails_after_the_step_was_opened_stops_every_rank_before_its_weights_change(
+    tmp_path: Path, plan: PrivacyPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = journal_at(tmp_path, plan)
+    raised: list[str] = []
+
+    def run(ranks: Any) -> None:
+        step, engine = step_of(ranks, journal if ranks.main else None, plan)
+        before = weights(engine)
+        ranks.barrier()
+        if ranks.main:
+            monkeypatch.setattr(os, "fsync", full)
+        ranks.barrier()
+        with pytest.raises(OSError, match="No space left"):
+            step.run(1, 1e-2)
+        raised.append("here")
+        assert torch.equal(weights(engine), before)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    on_ranks(2, run)
+    assert len(raised) == 2
 
 
 def test_the_update_is_the_clipped_sum_and_the_noise_over_the_constant(tmp_path: Path, plan: PrivacyPlan) -> None:

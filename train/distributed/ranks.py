@@ -137,15 +137,22 @@ class Alone(Ranks):
 def on_all(ranks: Ranks, act: Callable[[], T], *errors: type[Exception]) -> T:
     """The result of `act` on this rank; if it raises one of `errors` on any rank, all ranks raise it and none waits."""
     kept: list[T] = []
-    trouble = None
-    try:
-        kept.append(act())
-    except errors as error:
-        trouble = error
-    for found in ranks.gather(trouble):
-        if found is not None:
-            raise raised_on_all_ranks(found)
+    results_of_all(ranks, lambda: kept.append(act()), *errors)
     return kept[0]
+
+
+def results_of_all(ranks: Ranks, act: Callable[[], T], *errors: type[Exception]) -> list[T]:
+    """What `act` gives on each rank; if it raises one of `errors` on any rank, all ranks raise it and none waits."""
+    outcome: list[Any] = [None, None]
+    try:
+        outcome[0] = act()
+    except errors as error:
+        outcome[1] = error
+    found = ranks.gather(outcome)
+    for _, trouble in found:
+        if trouble is not None:
+            raise raised_on_all_ranks(trouble)
+    return [result for result, _ in found]
 
 
 def lost_rank(error: BaseException) -> bool:
