@@ -71,6 +71,8 @@ class HuggingFaceBody(Body):
 
         given = named.arguments
         try:
+            # Some drop by functions, whose rates no module holds.
+            given |= {key: 0.0 for key, rate in given.items() if "drop" in key and isinstance(rate, int | float)}
             config = AutoConfig.for_model(given.pop("model_type"), **given)
             net: Any = AutoModelForImageClassification.from_config(config)
         except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError) as error:

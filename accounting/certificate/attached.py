@@ -12,6 +12,7 @@ from murmuration.accounting.certificate.signature import fault_of
 from murmuration.accounting.certificate.weights import (
     AVERAGED,
     NAME,
+    RENAMED,
     digests_of_renamed,
     digests_of_safetensors,
     list_digest,
@@ -78,13 +79,12 @@ def _check_weights(folder: Path, certificate: dict[str, Any], found: Attached) -
     _check_checkpoints(folder, certified, found)
     files = sorted(folder.glob("*.safetensors"))
     found.unchecked += [f"{path.relative_to(folder)}: {why}" for path, why in _others(folder, files)]
+    if lists is not None:
+        _require_certified(certified, lists)
     if not files:
         return
     if lists is None:
         raise CertificateError(f"{NAME} is missing, so {files[0].name} cannot be compared; restore it")
-    for name, entry in certified.items():
-        if list_digest(lists.get(name, {})) != entry["sha256"]:
-            raise CertificateError(f"{NAME} is not the one that was certified for {name}; restore it")
     for path in files:
         held, all_of_them, others = _check_file(path, {name: lists[name] for name in certified})
         part = "" if held == all_of_them else f", {held} of {all_of_them} tensors"
@@ -92,8 +92,37 @@ def _check_weights(folder: Path, certificate: dict[str, Any], found: Attached) -
         if others:
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""
             found.unchecked.append(
-                f"{path.name}: {others[0]:.200}{more}, which the form needs and no certified tensor is equal to"
+                f"{path.name}: {others[0]:.200}{more}, which no certified tensor is equal to: forms of other libraries "
+                "need some that are computed from certified ones, or zeros; whether these are, nothing here can tell"
             )
+        if held < all_of_them or others or (folder / RENAMED).is_file():
+            found.unchecked.append(
+                f"{path.name}: whether each tensor stands where it belongs, since {RENAMED} and the files beside it "
+                "are not certified; export again from the run, and compare"
+                if (folder / RENAMED).is_file()
+                else f"{path.name}: the certified tensors that it lacks"
+            )
+
+
+def _require_certified(certified: dict[str, dict[str, Any]], lists: dict[str, dict[str, str]]) -> None:
+    """Whatever else lies there, or not: others compare tensors with these lists, too."""
+    for name in sorted(certified.keys() | lists.keys()):
+        if name not in certified or list_digest(lists.get(name, {})) != certified[name]["sha256"]:
+            raise CertificateError(f"{NAME} is not the one that was certified for {name:.100}; restore it")
+
+
+def lists_tensors_of(folder: Path, file: Path) -> bool:
+    """Whether the signed certificate in a folder lists every tensor of a safetensors file, and the file has no other.
+    RunError, OSError, ValueError, KeyError or TypeError where something of it cannot be read."""
+    certificate = parse((folder / "certificate.json").read_bytes())
+    history, _ = History.read(folder / "ledger.jsonl")
+    signer, signed_one = history.run["signer"], certificate.get(AMENDS, certificate)
+    lists = read_lists(folder)
+    if signer is None or lists is None or fault_of(signed_one, signer) is not None:
+        return False
+    _require_certified({_folder(entry): entry for entry in certificate["weights"]}, lists)
+    _, _, others = _check_file(file, lists)
+    return not others
 
 
 def _others(folder: Path, compared: list[Path]) -> list[tuple[Path, str]]:

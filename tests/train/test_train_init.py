@@ -144,8 +144,8 @@ def test_what_cannot_be_meant_is_refused(
     tmp_path: Path, labelled: Path, captioned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ("--out", str(tmp_path / "my.json"))
-    assert "has neither .txt" in refused(capsys, "caption", "--data", str(labelled), *out).replace("have", "has")
-    assert "no .cls" in refused(capsys, "classify", "--data", str(captioned), "--classes", "3", *out)
+    assert "has a .txt or a list" in refused(capsys, "caption", "--data", str(labelled), *out)
+    assert "has a .cls" in refused(capsys, "classify", "--data", str(captioned), "--classes", "3", *out)
     assert "--classes is missing" in refused(capsys, "classify", "--data", str(captioned), "--label", "x", *out)
     assert "prepare.py index" in refused(capsys, "mae", "--data", str(tmp_path / "nowhere"), *out)
     assert "--start" in refused(

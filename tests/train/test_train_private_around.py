@@ -107,6 +107,16 @@ def behind_links_of_single_files(data: Path) -> tuple[Path, Path]:
     return data, data.with_name("data.index")
 
 
+def below_the_index_of_others(data: Path) -> tuple[Path, Path]:
+    """Pictures are taken from below such a folder all the same."""
+    private = pictures(data / "a" / "deep" / "scans", 9)
+    indexed(private)
+    protected(private)
+    indexed(pictures(data.parent / "other"), "--out", str(data / "a"))
+    indexed(data, "--classes", "none")
+    return data, data.with_name("data.index")
+
+
 def above(data: Path) -> tuple[Path, Path]:
     pictures(data / "red" / "open")
     (data / "blue").mkdir()
@@ -143,7 +153,7 @@ def the_same_shards_with_another_index(data: Path) -> tuple[Path, Path]:
 
 
 PLACES = [
-    below, below_as_shards, behind_a_link, behind_links_of_single_files, above, above_with_its_index_elsewhere,
+    below, below_as_shards, below_the_index_of_others, behind_a_link, behind_links_of_single_files, above, above_with_its_index_elsewhere,
     one_of_a_brace_pattern, the_same_shards_with_another_index,
 ]  # fmt: skip
 
@@ -176,6 +186,22 @@ def test_neither_training_nor_evaluate_uses_private_records_as_public(
         assert evaluate(*common, "--data", given, "--out", world.parent / "out") == 2
         assert "'clinic' protects" in capsys.readouterr().err
     assert not (world.parent / "out" / "result.json").exists()
+
+
+def test_naming_one_set_of_a_run_does_not_explain_its_other_one(world: Path) -> None:
+    """The run that is known to be about others here may have left the note about these, in another phase."""
+    one, other = tars(world / "one"), tars(world / "other", 7)
+    indexed(one)
+    indexed(other, "--out", str(world / "far"))
+    for number, index in enumerate((open_index(one), open_index(world / "far"))):
+        assert RunLog.of(index).register("id", f"phase {number}", "clinic", 8.0, 1e-6) is None
+    indexed(other)
+    raw = settings(data={"path": str(other), "public": True})
+    private = {**raw["phases"][0], "name": "mine", "data": {"path": str(one)}}
+    private |= {"batch": None, "privacy": {"epsilon": 8.0, "expected_batch": 3}}
+    for phases in (raw["phases"], [private, *raw["phases"]]):
+        with pytest.raises(RecipeError, match="run 'clinic' protects"):
+            prepare(load(config_of(world, raw | {"phases": phases}), []))
 
 
 def test_a_stream_of_links_to_private_shards_is_refused(world: Path) -> None:

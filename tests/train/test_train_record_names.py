@@ -167,6 +167,23 @@ def test_one_private_record_decides_nothing_and_is_not_named(sets: Path) -> None
     assert refusal(config_of(sets, change=asked)) == said and "smith_1971" not in said
 
 
+def test_the_census_of_a_set_that_is_cut_counts_its_private_part_too(sets: Path) -> None:
+    """Neighbours get one answer about the public part, since the counts are those of all records."""
+    asked = {
+        "phases.0.data": {"path": "private", "label": "smith_1970", "public": True, "public_fraction": 0.5},
+        "phases.0.privacy": None, "phases.0.batch": 4,
+    }  # fmt: skip
+    answers: list[str] = []
+    for parts in ([records()], [records(RECORDS - 1), records(1, smith_1970=1)]):
+        shutil.rmtree(sets / "private")
+        shards(sets / "private", *parts)
+        with pytest.raises(RecipeError) as raised:
+            prepare(config_of(sets, change=asked))
+        answers.append(str(raised.value))
+    said, other = answers
+    assert said == other and "or next to none" in said and str(RECORDS) not in said.replace(str(sets), "")
+
+
 def test_of_a_handful_of_private_records_nothing_is_concluded(sets: Path) -> None:
     shutil.rmtree(sets / "private")
     shards(sets / "private", records(19))

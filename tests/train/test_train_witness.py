@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -58,3 +59,23 @@ def test_one_that_is_not_reached_is_told_of(tmp_path: Path) -> None:
     for target in (f"{sys.executable} -c 'raise SystemExit(3)'", str(tmp_path / "absent"), "http://127.0.0.1:1/", "'"):
         Witness(target, said.append)(HEAD)
     assert len(said) == 4 and "ended with 3" in said[0]
+
+
+def test_one_that_speaks_another_language_ends_no_run_and_its_address_stays_secret() -> None:
+    """A hook's address is often all that one needs to write to it, and this goes to the public console."""
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        Witness(f"http://127.0.0.1:{server.getsockname()[1]}/hook/SECRET", said.append)(HEAD)
+        thread.join()
+    Witness("http://127.0.0.1:1/hook/SECRET TOKEN", said.append)(HEAD)
+    Witness("http://no-such-host.invalid/SECRET", said.append)(HEAD)
+    assert len(said) == 3 and not any("SECRET" in each for each in said), said

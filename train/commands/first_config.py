@@ -1,13 +1,12 @@
-"""A first config for records of one's own: what their index, a few of them and the weights to start from say of it.
+"""A first config for records of one's own: what their index and the weights to start from say of it.
 
-Of the records, only their number n, the suffixes of the first few and the names of fields in their .json are looked at;
-n is public, and nothing else of them gets into the config. Batch, steps and rates are those of the recipe that each
-goal names, as shares of n.
+No record is read. Their number n is public; of the index's census, only names that many records have are told
+(record_names.py), and none gets into the config. Batch, steps and rates are those of the recipe that each goal names,
+as shares of n.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.template import json_text
-from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source
-from murmuration.data.decode.decode import BadRecord
-from murmuration.data.decode.fields import captions_of
+from murmuration.data.decode.fields import CAPTIONS
+from murmuration.data.index.census import CAPTION
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.open import open_index
+from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, ShardError, is_url
 from murmuration.data.text.built_in import is_built_in
 from murmuration.data.text.encoder import TextEncoder
@@ -36,10 +35,10 @@ from murmuration.train.planner.micro_batch import on_this_machine
 from murmuration.train.recipe.labels import FOLDERS, read_list
 from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import make_plan
+from murmuration.train.recipe.record_names import shared_names
 
 TEMPLATE = Path(__file__).parent / "first_config.json.jinja"
 CLASSES = "classes.txt"  # beside the shards, where prepare.py pack writes it
-LOOKED_AT = 20
 CHECKPOINTS = 10
 
 
@@ -178,12 +177,6 @@ def _data(wish: Wish, rule: Rule, index: RecordIndex, start: Evaluated | None) -
     return section, "", 0
 
 
-def _looked_at(index: RecordIndex) -> list[dict[str, bytes]]:
-    """The members of the first few records."""
-    reader = ShardReader(index, open_source(index, ReadOptions()))
-    return [reader.read(record) for record in range(min(LOOKED_AT, index.records)) if not index.left_out(record)]
-
-
 def _label(wish: Wish, index: RecordIndex) -> str:
     if wish.label is not None:
         return wish.label
@@ -191,36 +184,24 @@ def _label(wish: Wish, index: RecordIndex) -> str:
         if not index.labelled:
             raise RecipeError(f"--data {wish.data} has no class folders; pack its pictures with a table of labels")
         return FOLDERS
-    found = _looked_at(index)
-    if any(FOLDERS in members for members in found):
+    names = shared_names(index) if isinstance(index, ShardIndex) else None
+    if names is None or f".{FOLDERS}" in names[0]:
         return FOLDERS
-    fields = sorted({key for members in found if "json" in members for key in _keys(members["json"])})
-    listed = f"; their .json has {', '.join(map(repr, fields))[:300]}" if fields else ""
+    listed = f"; their .json has {', '.join(map(repr, sorted(names[1])))[:300]}" if names[1] else ""
     raise RecipeError(
-        f"--data {wish.data}: the first records have no .cls{listed}; name the field of the label with --label, or "
-        "pack the pictures with --label COLUMN"
+        f"--data {wish.data}: no record, or next to none, has a .cls{listed}; name the field of the label with "
+        "--label, or pack the pictures with --label COLUMN"
     )
-
-
-def _keys(raw: bytes) -> list[str]:
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError):
-        return []
-    return list(found) if isinstance(found, dict) else []
 
 
 def _require_captions(wish: Wish, index: RecordIndex) -> None:
     if isinstance(index, FolderIndex):
         raise RecipeError(f"--data {wish.data} has single images, which have no captions; pack them with a table")
-    for members in _looked_at(index):
-        try:
-            captions_of(members, "txt")
-            return
-        except BadRecord:
-            continue
+    names = shared_names(index) if isinstance(index, ShardIndex) else None
+    if names is None or f".{CAPTION}" in names[0] or CAPTIONS in names[1]:
+        return
     raise RecipeError(
-        f"--data {wish.data}: the first records have neither .txt nor a list `captions` in their .json; pack the "
+        f"--data {wish.data}: no record, or next to none, has a .txt or a list `captions` in its .json; pack the "
         "pictures with --caption COLUMN, or choose another goal"
     )
 

@@ -11,8 +11,9 @@ import re
 
 from murmuration.accounting.strict_json import JsonError, NotJson, parse
 
+_LINE = r"[^\r\n\u2028\u2029]*"  # all that editors show as the end of a line
 _STRING = r'"(?:\\.|[^"\\])*+"?'  # an open one goes on to the end, where the parser will find it
-_COMMENTS = re.compile(rf"({_STRING})|//[^\n]*|\#[^\n]*|/\*.*?\*/|(?P<open>/\*)", re.DOTALL)
+_COMMENTS = re.compile(rf"({_STRING})|//{_LINE}|\#{_LINE}|/\*.*?\*/|(?P<open>/\*)", re.DOTALL)
 # A comma that follows no value stays, so that it is refused.
 _COMMAS = re.compile(rf"({_STRING}|[\[{{,:]\s*+,)|,(?=\s*+[\]}}])", re.DOTALL)
 _VISIBLE = re.compile(r"[^\n]")

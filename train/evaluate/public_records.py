@@ -106,6 +106,12 @@ def digest_for_all(index: RecordIndex) -> str:
     return ledger_digests(index, public=True, keyed=isinstance(index, SplitIndex))[0]
 
 
+def excluded_for_all(index: RecordIndex) -> str:
+    """The digest of the list of excluded records, under the same rule; empty if none is excluded."""
+    whole = index.whole if isinstance(index, Selection) else index
+    return ledger_digests(whole, public=True, keyed=isinstance(whole, SplitIndex))[1]
+
+
 def _new(place: RecordsPlace, scratch: Path) -> FolderIndex:
     pictures = place.given
     name = hashlib.sha256(str(pictures.resolve()).encode()).hexdigest()[:16]

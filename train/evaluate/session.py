@@ -25,7 +25,7 @@ from murmuration.train.clip.precision import autocast
 from murmuration.train.evaluate.answers import Answers, MicroBatchAnswers
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.features import Computing, batches
-from murmuration.train.evaluate.public_records import digest_for_all
+from murmuration.train.evaluate.public_records import digest_for_all, excluded_for_all
 from murmuration.train.evaluate.result import Result, certificate_of
 from murmuration.train.evaluate.subject import Subject
 from murmuration.train.evaluate.weights import Evaluated, digest_of_model
@@ -138,7 +138,7 @@ class Session:
     ) -> str:
         index = chosen.index
         told = [
-            result.protocol, result.settings, digest_of_model(self.model), index.manifest_digest, index.excluded_digest,
+            result.protocol, result.settings, digest_of_model(self.model), digest_for_all(index), excluded_for_all(index),
             hashlib.sha256(np.ascontiguousarray(chosen.ids, "<i8").tobytes()).hexdigest(), spec,
             spec.class_list.digest if spec.class_list else None, text.digest if text else None, depends_on,
         ]  # fmt: skip

@@ -16,8 +16,8 @@ from functools import cached_property
 from pathlib import Path
 
 from murmuration.data.draw.stream import StreamIndex
-from murmuration.data.index.folders import ROWS, FolderIndex
-from murmuration.data.index.format import BESIDE, FOLDER, MANIFEST, OFFSETS
+from murmuration.data.index.folders import FolderIndex
+from murmuration.data.index.format import BESIDE, FOLDER, MANIFEST
 from murmuration.data.index.open import open_index
 from murmuration.data.index.public_split import SplitIndex, index_folders
 from murmuration.data.index.shard_index import ShardIndex, shared_shard
@@ -117,11 +117,11 @@ def protected_around(
             notes.append(log)
         elif runs := _private_runs(log):
             if _may_share(public, extent, log.parent):
-                return Protected(min(runs)[1], log)
+                return Protected(min(runs)[2], log)
             apart |= runs
     for note in notes:
         if unexplained := _private_runs(note) - apart:
-            return Protected(min(unexplained)[1], note)
+            return Protected(min(unexplained)[2], note)
     return None
 
 
@@ -133,10 +133,12 @@ def _own_logs(public: RecordIndex | Path) -> frozenset[Path]:
     return frozenset(Path(os.path.realpath(file.parent)) / file.name for file in folders)
 
 
-def _private_runs(log: Path) -> set[tuple[str, str]]:
-    """Ids and names."""
+def _private_runs(log: Path) -> set[tuple[str, str, str]]:
+    """Ids, phases and names: a run may protect several sets, each in a phase of its own."""
     runs = RunLog((log,)).siblings()
-    return {(str(run.get("id")), str(run.get("run"))) for run in runs if run.get("private", True)}
+    return {
+        (str(run.get("id")), str(run.get("phase")), str(run.get("run"))) for run in runs if run.get("private", True)
+    }
 
 
 def _may_share(public: RecordIndex | Path, extent: Extent, index: Path) -> bool:
@@ -193,10 +195,10 @@ def _list(folder: str, found: Extent) -> list[str]:
         found.notes.add(folder)
     if MANIFEST in telling:
         found.indexes.add(folder)
-    return [] if MANIFEST in telling and telling & {OFFSETS, ROWS} else below
+    return below
 
 
-_TELLING = frozenset((BESIDE_SHARDS, MANIFEST, OFFSETS, ROWS))
+_TELLING = frozenset((BESIDE_SHARDS, MANIFEST))
 
 
 def _follow(entry: os.DirEntry[str], folder: str, found: Extent, below: list[str], links: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from murmuration.data.decode.decode import SUFFIXES
 from murmuration.data.decode.fields import CAPTIONS
@@ -22,7 +23,7 @@ from murmuration.data.index.census import CAPTION
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.kept_census import LONGEST_NAME, Names, names_of
 from murmuration.data.index.open import open_index
-from murmuration.data.index.public_split import SplitIndex
+from murmuration.data.index.public_split import Cut, SplitIndex
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.data.store.tar import shown
@@ -57,6 +58,8 @@ class Part:
     public: bool
     asked: list[Asked]
     captions: bool
+    cut: bool = False
+    """Only a fraction of the set is used here, and perhaps only that fraction is public."""
 
 
 def parts_of(number: int, phase: Phase) -> Iterator[Part]:
@@ -68,7 +71,15 @@ def parts_of(number: int, phase: Phase) -> Iterator[Part]:
     picture = Asked("", None)
     if isinstance(phase.data, ShardData):
         weight = [] if phase.weight is None else [Asked(f"{where}.data.weight", phase.weight)]
-        yield Part("data", f"{where}.data.path", phase.data.path, phase.data.public, [picture, *label, *weight], told)
+        yield Part(
+            "data",
+            f"{where}.data.path",
+            phase.data.path,
+            phase.data.public,
+            [picture, *label, *weight],
+            told,
+            _cut(phase.data),
+        )
     if (measured := phase.evaluation) is not None:
         scored = measured.zero_shot
         axes = [Asked(f"{where}.evaluation.zero_shot.axes", name) for name in (scored and scored.axes) or {}]
@@ -80,16 +91,21 @@ def parts_of(number: int, phase: Phase) -> Iterator[Part]:
     if phase.mixing is not None and isinstance(mixed := phase.mixing.data, ShardData):
         key = f"{where}.mixing.data"
         weight = [] if mixed.weight is None else [Asked(f"{key}.weight", mixed.weight)]
-        yield Part("mixing", f"{key}.path", mixed.path, True, [picture, *label, *weight], told)
+        yield Part("mixing", f"{key}.path", mixed.path, True, [picture, *label, *weight], told, _cut(mixed))
+
+
+def _cut(data: ShardData) -> bool:
+    return data.public_fraction is not None
 
 
 def require_names(number: int, phase: Phase, find: Callable[[Part], RecordIndex | None]) -> list[str]:
     """Refuses names that no record has. Returns the sets that could not be compared, as sentences that name the fix;
     `find` gives the index of a set, or None where it is not at hand."""
     notes: list[str] = []
-    for part in parts_of(number, phase):
-        index = find(part)
-        whole = index.whole if isinstance(index, SplitIndex) else index
+    parts = [(part, find(part)) for part in parts_of(number, phase)]
+    private = {_whole(index).folder for part, index in parts if index is not None and not part.public}
+    for part, index in parts:
+        whole = None if index is None else _whole(index)
         if isinstance(whole, FolderIndex):
             _require_of_images(part, whole)
         elif isinstance(whole, ShardIndex):
@@ -100,8 +116,19 @@ def require_names(number: int, phase: Phase, find: Callable[[Part], RecordIndex 
                     f"with them; python launch/prepare.py index {part.path} --rescan counts them"
                 )
                 continue
-            _Comparison(part, names, part.public and protecting_run(whole) is None).refuse()
+            _Comparison(part, names, _open_to_all(part, whole, private)).refuse()
     return notes
+
+
+def _whole(index: RecordIndex) -> RecordIndex:
+    return index.whole if isinstance(index, SplitIndex) else index
+
+
+def _open_to_all(part: Part, whole: ShardIndex, private: set[Path]) -> bool:
+    """Whether counts may be shown: of all records of an index, and so only if none of them is private. Where a set is
+    cut, the census is that of both parts."""
+    cut = part.cut or Cut.frozen(whole.folder) is not None
+    return part.public and not cut and whole.folder not in private and protecting_run(whole) is None
 
 
 def names_at_hand(number: int, phase: Phase) -> list[str]:
@@ -130,6 +157,16 @@ def _require_of_images(part: Part, index: FolderIndex) -> None:
             )
 
 
+def shared_names(index: ShardIndex) -> tuple[frozenset[str], frozenset[str]] | None:
+    """Members (such as ".txt") and fields of the .json that so many records have that they may be told of private ones;
+    None where they were not counted, or where too few records were."""
+    names = names_of(index.folder, index.manifest_digest, len(index.shards))
+    if names is None or names.records < TELLING:
+        return None
+    private = _Comparison(Part("data", "", "", False, [], False), names, False)
+    return private.shared(private.members), private.shared(private.fields)
+
+
 @dataclass(frozen=True)
 class _Known:
     """Names of one kind: how many of `counted` have each of them."""
@@ -145,23 +182,23 @@ class _Comparison:
     def __init__(self, part: Part, names: Names, open_to_all: bool) -> None:
         self._part, self._names, self._open = part, names, open_to_all
         dotted = Counter({f".{suffix}": count for suffix, count in names.members.items()})
-        self._members = _Known("member", dotted, names.records)
-        self._fields = _Known("field", names.fields, names.opened)
+        self.members = _Known("member", dotted, names.records)
+        self.fields = _Known("field", names.fields, names.opened)
 
     def refuse(self) -> None:
         names, part = self._names, self._part
         for asked in part.asked:
             if asked.name is None:
                 if self._few(names.pictures, names.records):
-                    raise self._refusal(part.key, f"a picture (.{' .'.join(SUFFIXES)})", None, self._members)
+                    raise self._refusal(part.key, f"a picture (.{' .'.join(SUFFIXES)})", None, self.members)
             elif asked.name == FOLDERS:
                 if self._few(names.members[FOLDERS], names.records):
-                    raise self._refusal(asked.key, f"a member .{FOLDERS}", f".{FOLDERS}", self._members)
+                    raise self._refusal(asked.key, f"a member .{FOLDERS}", f".{FOLDERS}", self.members)
             elif self._lacks(asked.name):
-                raise self._refusal(asked.key, f"a field {_quoted(asked.name)} in its .json", asked.name, self._fields)
+                raise self._refusal(asked.key, f"a field {_quoted(asked.name)} in its .json", asked.name, self.fields)
         if part.captions and self._few(names.members[CAPTION], names.records) and self._lacks(CAPTIONS):
             what = f"a caption (.{CAPTION}, or a list {_quoted(CAPTIONS)} in its .json)"
-            raise self._refusal(part.key, what, CAPTIONS, self._fields if names.opened else self._members)
+            raise self._refusal(part.key, what, CAPTIONS, self.fields if names.opened else self.members)
 
     def _lacks(self, name: str) -> bool:
         """Whether no record has the field."""
@@ -169,6 +206,9 @@ class _Comparison:
         if len(name) > LONGEST_NAME:
             return False  # none of such names was kept
         return self._few(names.members["json"], names.records) or self._few(names.fields[name], names.opened)
+
+    def shared(self, known: _Known) -> frozenset[str]:
+        return frozenset(name for name, count in known.counts.items() if self._many(count, known.counted))
 
     def _few(self, count: int, of: int) -> bool:
         """Whether none has it, as far as that may be told."""

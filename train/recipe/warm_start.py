@@ -15,6 +15,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from murmuration.accounting.certificate.attached import lists_tensors_of
+from murmuration.accounting.errors import RunError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.warm_start_origin import Origin
@@ -77,7 +79,8 @@ class WarmStart:
     take_head: bool | None = None
     """Whether a classifier takes its head from these weights, too (model.warm_start)."""
     foreign: bool = False
-    """Neither a ledger nor metadata says which records the weights were made from."""
+    """No certificate or ledger names these very tensors: what lies beside or in the file may be another run's, or
+    somebody's invention, and only adds to what is known of it."""
 
     @staticmethod
     def at(path: Path, take_head: bool | None = None) -> WarmStart:
@@ -97,8 +100,7 @@ class WarmStart:
         objections = [each.undeclared for each in known if each.undeclared is not None]
         protected = frozenset(digest for origin in origins for digest in origin.protected)
         undeclared = objections[0] if objections else None
-        # Anybody can write metadata that name no records, so without a ledger only the config vouches for the weights.
-        foreign = not ledger.is_file() and not origins
+        foreign = not _made_by(path, ledger.parent)
         return WarmStart(path, _digest(path), protected, origins, undeclared, take_head, foreign)
 
     def fill(self, model: nn.Module) -> LoadReport:
@@ -110,6 +112,20 @@ class WarmStart:
             return initialise_from(model, self.path, take_head=self.take_head)
         except WeightsError as error:
             raise WarmStartError(f"{self.path}: {error}") from None
+
+
+def _made_by(path: Path, beside: Path) -> bool:
+    """Whether the ledger beside the weights is that of the run which made them: its checkpoints are its own, and a
+    file must have the tensors that a signed certificate lists."""
+    if not (beside / "ledger.jsonl").is_file():
+        return False
+    if path.is_dir() and not (path / EXPORTED).is_file():
+        return True
+    file = path / EXPORTED if path.is_dir() else path
+    try:
+        return lists_tensors_of(beside, file)
+    except (RunError, OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def hand_over(state: Mapping[str, Tensor], model: nn.Module) -> str:

@@ -37,7 +37,7 @@ NEXT = [
     ("what the model can do", "python launch/evaluate.py --help"),
 ]
 """What people do with a finished run. Whoever reads the page may have it elsewhere."""
-ACCESS = re.compile(r"(?<=://)[^/@\s]*@|(\?)[^\s{}]*")
+ACCESS = re.compile(r"(?<=://)\S*@|([?#])\S*")
 """User and password, and what follows the question mark of a signed address."""
 
 

@@ -8,6 +8,7 @@ checkpoints were made.
 
 from __future__ import annotations
 
+import http.client
 import json
 import shlex
 import subprocess
@@ -31,7 +32,7 @@ class Witness:
     def __call__(self, head: Head) -> None:
         try:
             self._tell(json.dumps(head.as_dict()).encode() + b"\n")
-        except (OSError, ValueError, urllib.error.URLError, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, http.client.HTTPException, subprocess.SubprocessError) as error:
             self.say(f"ledger line {head.length} could not be reported to the witness: {_reason(error)}")
 
     def _tell(self, line: bytes) -> None:
@@ -45,4 +46,10 @@ class Witness:
 def _reason(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
         return f"its command ended with {error.returncode}"
-    return "no answer in time" if isinstance(error, subprocess.TimeoutExpired) else str(error)
+    if isinstance(error, subprocess.TimeoutExpired):
+        return "no answer in time"
+    if isinstance(error, urllib.error.HTTPError):
+        return f"it answered {error.code}"
+    # Its text may contain the address, which is often all that one needs to write there.
+    told = error.reason if isinstance(error, urllib.error.URLError) else error
+    return f"{type(told).__name__}{f' {told.errno}' if isinstance(told, OSError) and told.errno else ''}"
