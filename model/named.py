@@ -65,11 +65,8 @@ def completed(given: dict[str, Any]) -> dict[str, Any]:
         )
     if odd := sorted(DECIDED.keys() & args.keys()):
         raise NamedError(f"model_args.{odd[0]} cannot be set; {DECIDED[odd[0]]}")
-    if (
-        rates := []
-        if given["family"] == "hf" and "model_type" in args
-        else sorted(key for key, value in args.items() if "drop" in key and value)
-    ):
+    of_folder = given["family"] == "hf" and "model_type" in args
+    if rates := [] if of_folder else sorted(key for key, value in args.items() if "drop" in key and value):
         raise NamedError(
             f"model_args.{rates[0]} cannot be set: what other libraries draw is not keyed by record; leave it out"
         )

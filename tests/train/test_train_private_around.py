@@ -153,8 +153,8 @@ def the_same_shards_with_another_index(data: Path) -> tuple[Path, Path]:
 
 
 PLACES = [
-    below, below_as_shards, below_the_index_of_others, behind_a_link, behind_links_of_single_files, above, above_with_its_index_elsewhere,
-    one_of_a_brace_pattern, the_same_shards_with_another_index,
+    below, below_as_shards, below_the_index_of_others, behind_a_link, behind_links_of_single_files, above,
+    above_with_its_index_elsewhere, one_of_a_brace_pattern, the_same_shards_with_another_index,
 ]  # fmt: skip
 
 

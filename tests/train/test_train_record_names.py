@@ -170,7 +170,7 @@ def test_one_private_record_decides_nothing_and_is_not_named(sets: Path) -> None
 def test_the_census_of_a_set_that_is_cut_counts_its_private_part_too(sets: Path) -> None:
     """Neighbours get one answer about the public part, since the counts are those of all records."""
     asked = {
-        "phases.0.data": {"path": "private", "label": "smith_1970", "public": True, "public_fraction": 0.5},
+        "phases.0.data": {"path": str(sets / "private"), "label": "smith_1970", "public": True, "public_fraction": 0.5},
         "phases.0.privacy": None, "phases.0.batch": 4,
     }  # fmt: skip
     answers: list[str] = []

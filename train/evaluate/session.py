@@ -138,7 +138,8 @@ class Session:
     ) -> str:
         index = chosen.index
         told = [
-            result.protocol, result.settings, digest_of_model(self.model), digest_for_all(index), excluded_for_all(index),
+            result.protocol, result.settings, digest_of_model(self.model),
+            digest_for_all(index), excluded_for_all(index),
             hashlib.sha256(np.ascontiguousarray(chosen.ids, "<i8").tobytes()).hexdigest(), spec,
             spec.class_list.digest if spec.class_list else None, text.digest if text else None, depends_on,
         ]  # fmt: skip

@@ -71,15 +71,8 @@ def parts_of(number: int, phase: Phase) -> Iterator[Part]:
     picture = Asked("", None)
     if isinstance(phase.data, ShardData):
         weight = [] if phase.weight is None else [Asked(f"{where}.data.weight", phase.weight)]
-        yield Part(
-            "data",
-            f"{where}.data.path",
-            phase.data.path,
-            phase.data.public,
-            [picture, *label, *weight],
-            told,
-            _cut(phase.data),
-        )
+        names, data = [picture, *label, *weight], phase.data
+        yield Part("data", f"{where}.data.path", data.path, data.public, names, told, _cut(data))
     if (measured := phase.evaluation) is not None:
         scored = measured.zero_shot
         axes = [Asked(f"{where}.evaluation.zero_shot.axes", name) for name in (scored and scored.axes) or {}]
