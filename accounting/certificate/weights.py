@@ -116,11 +116,24 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], int, dict[str, Any]]]:
             if length > _MOST_HEADER:
                 raise ValueError("its header is too long")
             header = parse(file.read(length))
-            yield file, 8 + length, {name: entry for name, entry in header.items() if name != "__metadata__"}
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            _require_nothing_between([entry["data_offsets"] for entry in entries.values()], path, 8 + length)
+            yield file, 8 + length, entries
         except WeightsFileError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, struct.error) as error:
             raise WeightsFileError(f"{path} is not a safetensors file ({error}); export it again") from None
+
+
+def _require_nothing_between(offsets: list[list[int]], path: Path, base: int) -> None:
+    """Bytes of no tensor would be in the file, and in no digest."""
+    at = 0
+    for begin, end in sorted(offsets):
+        if begin != at or end < begin:
+            raise ValueError("its tensors overlap, or there are bytes between them")
+        at = end
+    if path.stat().st_size != base + at:
+        raise ValueError("it goes on behind its last tensor, or ends within it")
 
 
 def _stored(file: IO[bytes], base: int, entry: dict[str, Any]) -> Iterator[bytes]:

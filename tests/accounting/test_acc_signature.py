@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from murmuration.accounting.certificate.attached import lists_tensors_of
 from murmuration.accounting.certificate.certificate import CertificateError, compose, verify, write
 from murmuration.accounting.certificate.signature import public_key, signed
 from murmuration.accounting.certificate.weights import (
     WeightsFileError,
     digests_of_safetensors,
     list_digest,
+    read_lists,
     tensor_digest,
     write_lists,
 )
@@ -156,6 +158,59 @@ def test_other_weights_are_not_the_certified_ones(finished: Path, change: Callab
     change(finished)
     with pytest.raises(CertificateError, match=fault):
         verify(finished)
+
+
+def forged(folder: Path) -> dict[str, np.ndarray]:
+    """Other weights, and their list in place of the certified one."""
+    others = {name: tensor + 1 for name, tensor in TENSORS.items()}
+    save_file(others, folder / "others.safetensors")
+    write_lists({"phase00-step00000040": digests_of_safetensors(folder / "others.safetensors")}, folder)
+    (folder / "others.safetensors").unlink()
+    return others
+
+
+def test_a_list_that_nobody_signed_is_refused_although_no_file_here_is_compared_with_it(finished: Path) -> None:
+    """Other programs compare what they load with the list, and show the certificate's epsilon if it fits."""
+    (finished / "model.safetensors").rename(finished / "model.pt")
+    verify(finished)
+    forged(finished)
+    with pytest.raises(CertificateError, match=r"weights\.json is not the one that was certified"):
+        verify(finished)
+
+
+def test_a_list_of_one_checkpoint_more_is_refused(finished: Path) -> None:
+    lists = read_lists(finished)
+    assert lists is not None
+    write_lists(lists | {"phase00-step00000041": {"weight": "0" * 64}}, finished)
+    with pytest.raises(CertificateError, match="not the one that was certified for phase00-step00000041"):
+        verify(finished)
+
+
+def test_a_file_is_the_listed_one_only_if_all_of_it_is_listed_and_signed(finished: Path) -> None:
+    file = finished / "model.safetensors"
+    assert lists_tensors_of(finished, file)
+    save_file(TENSORS | {"more": np.ones(2, np.float32)}, file)
+    with pytest.raises(CertificateError, match="not the one that was certified"):
+        lists_tensors_of(finished, file)
+    save_file(forged(finished), file)
+    with pytest.raises(CertificateError, match="not the one that was certified"):
+        lists_tensors_of(finished, file)
+    certify(finished, RunKey.fresh())
+    assert not lists_tensors_of(finished, finished / "model.safetensors"), "signed by another run's key"
+
+
+def test_bytes_of_no_tensor_are_in_no_file_that_verifies(finished: Path) -> None:
+    content = (finished / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for entry in header.values():
+        entry["data_offsets"] = [at + 4 for at in entry["data_offsets"]]
+    shifted = json.dumps(header).encode()
+    apart = len(shifted).to_bytes(8, "little") + shifted + b"more" + content[8 + length :]
+    for changed, fault in ((content + b"more", "goes on behind"), (apart, "bytes between them")):
+        (finished / "model.safetensors").write_bytes(changed)
+        with pytest.raises(CertificateError, match=fault):
+            verify(finished)
 
 
 def test_what_looks_like_weights_and_was_not_compared_is_named(finished: Path) -> None:

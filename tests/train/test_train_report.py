@@ -88,7 +88,8 @@ def test_the_report_begins_with_what_was_run_and_ends_with_what_can_be_done(
 ) -> None:
     """Nobody's access to the records is published."""
     config = loaded(
-        put("phases.1.data.path", "https://me:pa55word@host/records/{000..009}.tar?sig=pa55word"),
+        put("phases.1.data.path", "https://me:w@rd:pa55word@host/records/{000..009}.tar?a={0..9}&sig=pa55word"),
+        put("about.cost", "see s3://KEY:abc/pa55word@bucket/x and https://host/x#token=pa55word"),
         put("run.witness", "https://hooks.example/pa55word"),
     )
     journal = whole_run(tmp_path)
