@@ -121,10 +121,15 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
             )
     if certificate.get("model"):
         lines.append(f"model: {certificate['model']}")
-    if certificate.get("dates"):
-        lines.append(f"date: the run was last started on {certificate['dates']['last_start']} (UTC)")
+    lines += _dates(certificate.get("dates") or {})
     lines += [f"unit: {certificate['unit']}", f"neighbours: {certificate['adjacency']}"]
     return [*lines, f"mechanism: {certificate['mechanism']}"]
+
+
+def _dates(dates: dict[str, Any]) -> list[str]:
+    told = [f"{name} started on {dates[key]}" for name, key in (("first", "first_start"), ("last", "last_start"))
+            if key in dates]  # fmt: skip
+    return [f"date: the run was {', '.join(told)} (UTC)"] if told else []
 
 
 def _phase_table(certificate: dict[str, Any]) -> list[list[str]]:

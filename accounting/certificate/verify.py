@@ -14,6 +14,7 @@ from murmuration.accounting.certificate.attached import Attached, CertificateErr
 from murmuration.accounting.certificate.composition import total
 from murmuration.accounting.certificate.limits import claimed_events
 from murmuration.accounting.certificate.statement import EARLIER_FORMAT, FORMAT, compose, deviations_of
+from murmuration.accounting.days import fault_of as fault_of_dates
 from murmuration.accounting.epsilon.accountant import Accountant, AccountingError
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.heads import NAME as HEADS
@@ -192,6 +193,8 @@ def _check_other_words(
     left_out = set(deviations_of(history, certificate["format"])) - set(certificate["known_deviations"])
     if left_out:
         raise CertificateError(f"the certificate leaves out a known deviation: {left_out.pop()}")
+    if (fault := fault_of_dates(certificate.get("dates", {}), history.run["started"])) is not None:
+        raise CertificateError(f"the certificate's dates {fault}")
     if AMENDS in certificate:
         signed_one = certificate[AMENDS]["ledger"]
         _require_line(entries, signed_one["length"], signed_one["head"], "the certificate that this one amends")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.adaptive import ROUNDING
+from murmuration.accounting.days import day
 from murmuration.accounting.epsilon.accountant import Accountant, AccountingError, Event, epsilon, merge
 from murmuration.accounting.epsilon.tuning import Declared
 from murmuration.accounting.ledger.chain import FORMAT, LedgerEntry, LedgerError, parse
@@ -124,6 +125,8 @@ class History:
     def _run(self, line: RunLine) -> None:
         if line.format != FORMAT:
             raise ValueError(f"format {line.format!r} is not {FORMAT!r}")
+        if line.started is not None:
+            day(line.started)
         self.run = asdict(line)
 
     def _plan(self, line: PlanLine) -> None:

@@ -7,6 +7,7 @@ lost. A checkpoint older than the newest one is used only if a new segment was d
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 
 from murmuration.accounting import key_chain
 from murmuration.accounting.certificate.signature import public_key
+from murmuration.accounting.days import day_of
 from murmuration.accounting.escaping import printable_lines
 from murmuration.accounting.keys import KeyFileError, Link, Purpose, RunKey, load
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
@@ -289,7 +291,8 @@ def _key_of(
     fresh = journal.ledger.length == 0
     key = run_dir.run_key(fresh, debug_seed)
     if fresh:
-        journal.start_run(name, key.check_value(), key.debug, versions, record_digests, public_key(key))
+        started = None if key.debug else day_of(time.time())  # a debug run gives the same bytes on every day
+        journal.start_run(name, key.check_value(), key.debug, versions, record_digests, public_key(key), started)
         run_dir.adopt_key()
     elif journal.history.run["key_check"] != key.check_value():
         raise LedgerError(f"{run_dir.key} is not the key of this ledger; restore the right one or start a new run")
