@@ -13,12 +13,26 @@ from pathlib import Path
 
 import numpy as np
 
+from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex
 
 # This many of the shards without a drawn record are compared as well; the choice is random each time.
 SAMPLED = 2
+
+
+def pins_contents(index: RecordIndex) -> bool:
+    """Whether a record that changed under an equal size is noticed. If not, steps are never repeated under their old
+    keys. Sizes alone are known of images without `--contents`, of shards that were indexed by their sidecars, and of
+    remote shards whose server sends no ETags."""
+    whole = index.whole if isinstance(index, SplitIndex) else index
+    if isinstance(whole, FolderIndex):
+        return whole.pinned
+    if isinstance(whole, ShardIndex):
+        local = isinstance(whole.root, Path)
+        return all(shard.sha256 if local else shard.etag for shard in whole.shards)
+    return True
 
 
 def shards_of(index: RecordIndex, ids: np.ndarray) -> list[int]:

@@ -117,17 +117,17 @@ class OpenRun:
         }
 
     def segment(
-        self, phase: int, name: str, config_digest: str, manifest_digest: str, done: int, replay: bool = True
-    ) -> Segment:
+        self, phase: int, name: str, config_digest: str, manifest_digest: str, done: int,
+        never_again: str | None = None,
+    ) -> Segment:  # fmt: skip
         """On the main rank: the segment whose keys the next step uses; a new one where the old keys must not be used.
 
-        Without `replay`, opened steps after the checkpoint are never made again under their old keys: somebody may have
-        seen their results.
+        `never_again`: why opened steps after the checkpoint must not be made again under their old keys.
         """
         reason = self.writer.new_segment_reason(phase, done, config_digest)
         known = self.writer.history.segments_of(phase)
-        if reason is None and not replay and self._opened_behind(phase, done):
-            reason = f"steps after step {done} were opened, and their weights may have been seen"
+        if reason is None and never_again is not None and self._opened_behind(phase, done):
+            reason = f"steps after step {done} were opened, and {never_again}"
         if reason is None and self._continues not in (None, phase) and self._opened_behind(phase, done):
             # The phase had a checkpoint before its first step. Where processors add in another order, its weights are
             # not found again, and noise that is drawn twice must meet the same sum twice.
