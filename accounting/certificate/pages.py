@@ -55,6 +55,12 @@ def html_page(certificate: dict[str, Any]) -> str:
     return template.html_page(HERE / "certificate.html.jinja", sections=_sections(printable_leaves(certificate)))
 
 
+def pages(certificate: dict[str, Any]) -> dict[str, bytes]:
+    """The files for people, by name. Lone surrogates, which file names may contain, are written as JSON writes them."""
+    texts = {"certificate.html": html_page(certificate), "certificate.md": markdown(certificate)}
+    return {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()}
+
+
 def html_sections(certificate: dict[str, Any]) -> str:
     """The same content as part of another page, which has its own title above it."""
     sections = _sections(printable_leaves(certificate))
