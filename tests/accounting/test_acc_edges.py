@@ -18,26 +18,31 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from murmuration.accounting import durable, keys
+from murmuration.accounting import durable, errors, keys
 from murmuration.accounting.certificate import certificate, weights
 from murmuration.accounting.certificate.amended import amended, fault_of_amendment
 from murmuration.accounting.certificate.attached import lists_tensors_of
 from murmuration.accounting.certificate.certificate import EARLIER_FORMAT, CertificateError, compose, verify
-from murmuration.accounting.certificate.composition import known_runs
+from murmuration.accounting.certificate.composition import Known, composed, known_runs
 from murmuration.accounting.certificate.limits import BUDGET, SPENT, claimed_events
 from murmuration.accounting.certificate.signature import fault_of, public_key, signed
 from murmuration.accounting.certificate.statement import NOT_RATCHETED, RATCHETED, UNKEYED_DIGESTS, deviations_of
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
+from murmuration.accounting.escaping import LONGEST, sentence
 from murmuration.accounting.key_chain import KeyChain
 from murmuration.accounting.keys import Link, RunKey, destroy, store
 from murmuration.accounting.ledger import copied_run, heads
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.facts import Charge, Head, combined_sigma
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import GRID_GROWTH, PlanError, PlannedMetric
+from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, parse
+from murmuration.accounting.tan import stand_in
+from murmuration.accounting.template import html_page, json_text
+from murmuration.accounting.typed import read
 from tests.accounting.test_acc_adaptive import ADAPTIVE, at
 from tests.accounting.test_acc_exact import exact_facts
 from tests.support.acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, rewritten, train, whole_run
@@ -408,6 +413,89 @@ def test_an_amendment_that_claims_less_is_refused_by_its_claim_alone(tmp_path: P
         more = copy.deepcopy(earlier)
         if claimed is None:  # what promised nothing when it was signed cannot promise anything later
             assert "claims less" in (fault_of_amendment({**more, "amends": less}, history, entries) or "")
+
+
+def test_an_amendment_keeps_the_single_step_of_another_run(tmp_path: Path) -> None:
+    other = begin(tmp_path / "other", replace(PLAN, noise_multiplier=25.0, steps=1))
+    train(other, range(1, 2), replace(PLAN, noise_multiplier=25.0, steps=1))
+    other.finish()
+    known = Known("other", other.history.run_id, True, 1.0, PLAN.delta, other.history, other.ledger.entries)
+    folder = signed_run(tmp_path / "own", {"siblings": []})
+    history, entries = History.read(folder / "ledger.jsonl")
+    document = compose(history, entries, {"siblings": []})
+    document["composition"] = composed(history, entries, document["claim"]["epsilon_claimed"], [known])
+    certificate.write(signed(document, KEY), folder)
+    journal = reopen(folder)
+    journal.declare_tuning(Declared("a fixed list", Tuning(2, fixed=True)))
+    later = amended(json.loads((folder / "certificate.json").read_text()), journal.history, journal.ledger.entries)
+    one = {"rate": 1.0, "sigma": 25.0, "count": 1}
+    assert one in document["composition"]["events"] and one in later["composition"]["events"]
+    assert {"rate": 1.0, "sigma": 20.0, "count": 2 * PLAN.steps} in later["composition"]["events"]
+
+
+# What is read strictly, and shown harmlessly
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fault"),
+    [
+        ({"phase": "0"}, "phase: "), ({"phase": 0.5}, "phase: "), ({"count": True}, "count: "),
+        ({"count": "3"}, "count: "), ({"rate": "0.5"}, "rate: "), ({"sigma": math.nan}, "sigma: "),
+        ({"sigma": math.inf}, "sigma: "), ({"sigma": None}, "sigma: "), ({"more": 1}, "more: "),
+        ({"phase": "0", "count": "3"}, "phase: "),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fields_have_their_own_type_and_the_first_that_has_not_is_named(wrong: dict[str, Any], fault: str) -> None:
+    fields: dict[str, Any] = {"phase": 0, "rate": 0.5, "sigma": 2.0, "count": 3}
+    assert read(Charge, fields) == Charge(0, 0.5, 2.0, 3)
+    with pytest.raises(ValueError) as caught:
+        read(Charge, fields | wrong)
+    assert str(caught.value).startswith(fault) and "http" not in str(caught.value)
+    with pytest.raises(ValueError, match="count"):
+        read(Charge, {name: value for name, value in fields.items() if name != "count"})
+
+
+def test_json_ends_where_no_file_of_ours_goes_on() -> None:
+    for depth, stands in ((MOST_DEPTH, True), (MOST_DEPTH + 1, False)):
+        text = "[" * depth + "]" * depth
+        if stands:
+            parse(text)
+            parse(f"{text[:-1]}, []]")  # as deep, with more brackets
+        else:
+            with pytest.raises(JsonError, match=r"more than 100 levels"):
+                parse(text)
+    for number, stands in ((-(2**63), True), (2**64 - 1, True), (-(2**63) - 1, False), (2**64, False)):
+        if stands:
+            assert parse(str(number)) == number
+        else:
+            with pytest.raises(JsonError, match="does not fit in 64 bits"):
+                parse(str(number))
+
+
+def test_a_sentence_is_cut_in_its_middle_and_only_if_it_is_too_long() -> None:
+    whole = "".join(chr(ord("a") + number % 26) for number in range(LONGEST))
+    assert sentence(ValueError(whole)) == whole
+    cut = sentence(ValueError(f"{whole}end"))
+    assert cut == f"{whole[:500]} … {(whole + 'end')[-500:]}"
+
+
+def test_numbers_are_printed_too_and_as_json_where_that_is_asked_for(tmp_path: Path) -> None:
+    page = tmp_path / "page.jinja"
+    page.write_text("{{ value }}")
+    assert html_page(page, value=3) == "3" and html_page(page, value=["<"]) == "[&#x27;&lt;&#x27;]"
+    assert [json_text(page, value=value) for value in (3, "3", [True])] == ["3", '"3"', "[true]"]
+
+
+def test_scripts_may_rely_on_the_exit_codes() -> None:
+    found = (errors.DONE, errors.BAD_INPUT, errors.BUDGET_SPENT, errors.SELF_TEST_FAILED, errors.REFUSED)
+    assert (*found, errors.REFUTED, errors.RESUME_ME) == (0, 2, 3, 4, 5, 6, 75)
+    assert (errors.RunError.exit_code, LedgerError.exit_code, BudgetSpent.exit_code) == (2, 5, 3)
+
+
+def test_a_simulation_is_told_the_largest_scale_that_it_may_have() -> None:
+    with pytest.raises(PlanError, match=r"use at most 200\b"):
+        stand_in(replace(PLAN, steps=1), 201.0)
 
 
 # Files
