@@ -21,6 +21,8 @@ from murmuration.accounting.epsilon.accountant import Event, epsilon, merge
 from murmuration.accounting.ledger.chain import LedgerEntry, LedgerError
 from murmuration.accounting.ledger.history import History
 
+SUMS = ("epsilon_sum", "delta_sum", "epsilon_together", "delta_together")
+
 
 @dataclass(frozen=True)
 class Known:

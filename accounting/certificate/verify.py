@@ -11,7 +11,7 @@ from typing import Any
 from murmuration.accounting.certificate.amended import KEY as AMENDS
 from murmuration.accounting.certificate.amended import fault_of_amendment, uncovered
 from murmuration.accounting.certificate.attached import Attached, CertificateError, check_attached
-from murmuration.accounting.certificate.composition import total
+from murmuration.accounting.certificate.composition import SUMS, total
 from murmuration.accounting.certificate.limits import claimed_events
 from murmuration.accounting.certificate.pages import pages
 from murmuration.accounting.certificate.statement import EARLIER_FORMAT, FORMAT, compose, deviations_of
@@ -264,7 +264,7 @@ def _check_composition(certificate: dict[str, Any], history: History, claimed: f
     ):
         raise CertificateError("the certificate's composition of several runs leaves out steps of this run")
     again = total(stated["runs"], stated["events"], history.delta())
-    for name in ("epsilon_sum", "delta_sum", "epsilon_together", "delta_together"):
+    for name in SUMS:
         if not _same(stated[name], again[name]):
             raise CertificateError(
                 f"the certificate says composition.{name} = {stated[name]!s:.50}, but its own events give {again[name]}"
