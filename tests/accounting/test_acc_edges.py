@@ -502,11 +502,15 @@ def test_a_simulation_is_told_the_largest_scale_that_it_may_have() -> None:
 
 
 def test_a_file_appears_whole_and_durable_with_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, synced = tmp_path / "certificate.json", list[str]()
-    really = os.fsync
-    monkeypatch.setattr(
-        durable.os, "fsync", lambda each: (synced.append(os.readlink(f"/proc/self/fd/{each}")), really(each))[1]
-    )
+    target, synced, really = tmp_path / "certificate.json", list[Path](), os.fsync
+
+    def noting(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        assert path == tmp_path or path.read_bytes() == b"whole", "nothing is left in a buffer"
+        synced.append(path)
+        really(descriptor)
+
+    monkeypatch.setattr(durable.os, "fsync", noting)
     before = len(os.listdir("/proc/self/fd"))
     for one_writer in (False, True):
         with durable.atomic(target, one_writer=one_writer) as file:
@@ -514,9 +518,10 @@ def test_a_file_appears_whole_and_durable_with_its_mode(tmp_path: Path, monkeypa
             [aside] = [path.name for path in tmp_path.iterdir() if path != target]
             assert (str(os.getpid()) in aside) == (not one_writer), "several writers do not share a file"
         assert target.read_bytes() == b"whole" and stat.S_IMODE(target.stat().st_mode) == 0o644
-        assert [Path(each).parent for each in synced] == [tmp_path, tmp_path.parent], "the file, and then its name"
+        assert [path.parent for path in synced] == [tmp_path, tmp_path.parent], "the file, and then its name"
         synced.clear()
     with durable.atomic(tmp_path / "other") as file:
+        file.write(b"whole")
         assert str(os.getpid()) in next(tmp_path.glob(".other*")).name
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -17,6 +17,7 @@ from murmuration.accounting.certificate.explain import ASSUMPTION, Attacks, expl
 from murmuration.accounting.certificate.pages import percent_of
 from murmuration.accounting.certificate.picture import trade_off_svg
 from murmuration.accounting.certificate.registry import registry_entry
+from murmuration.accounting.cli.epsilon import SAFE_SPREADS, _cap_note
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.trade_off import GRID, of_point
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
@@ -156,6 +157,12 @@ def test_the_plan_lists_ten_points_up_to_the_last_step_and_a_noise_for_each_batc
     assert [row["batch"] for row in found["sigma_over_batch"]] == [250.0, 500.0, 1000.0]
     for row in found["sigma_over_batch"]:
         assert row["noise_per_record"] == row["sigma"] / row["batch"]
+
+
+@pytest.mark.parametrize(("n", "rate"), [(10_000, 0.5), (1_000_000, 0.01)])
+def test_a_cap_is_called_harmless_from_eight_deviations_on(n: int, rate: float) -> None:
+    least = math.ceil(n * rate + SAFE_SPREADS * math.sqrt(n * rate * (1 - rate)))
+    assert "harmless" in _cap_note(n, rate, least) and f"a cap of {least} or more" in _cap_note(n, rate, least - 1)
 
 
 def test_a_set_of_one_record_can_be_calibrated_and_an_empty_one_cannot(capsys: pytest.CaptureFixture[str]) -> None:
