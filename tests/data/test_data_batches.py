@@ -248,3 +248,7 @@ def test_keys_are_demanded(small_set: ShardIndex) -> None:
         BatchReader(small_set, DataSpec(8, mask_patches=4))
     with pytest.raises(ValueError, match="unknown"):
         DataSpec(8, augment="mixup")  # pyright: ignore[reportArgumentType]
+
+
+def test_the_constants_of_imagenet_are_the_published_ones() -> None:
+    assert (IMAGENET_MEAN, IMAGENET_STD) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
