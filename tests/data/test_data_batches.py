@@ -252,4 +252,4 @@ def test_keys_are_demanded(small_set: ShardIndex) -> None:
 
 def test_the_constants_of_imagenet_are_the_published_ones() -> None:
     assert (IMAGENET_MEAN, IMAGENET_STD) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    assert HALF == (0.5, 0.5, 0.5), "as big_vision and SigLIP have it"
+    assert HALF == (0.5, 0.5, 0.5)
