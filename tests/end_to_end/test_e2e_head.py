@@ -91,6 +91,7 @@ def test_the_sums_are_those_of_the_records_with_the_planned_noise(finished: Path
     (kept,) = (finished / "secret" / "features-head").iterdir()
     features = torch.from_numpy(np.fromfile(kept / "features.f32", np.float32).reshape(RECORDS, 32).copy())
     labels = torch.from_numpy(np.fromfile(kept / "labels.i64", np.int64).copy())
+    head.solving.copy_(state["head.solving"])
     head(features, labels).sum().backward()
     (plan,) = [line["plan"] for line in ledger_lines(finished) if line["kind"] == "plan"]
     sigma = plan["noise_multiplier"]

@@ -196,6 +196,17 @@ class SolvedHead(Section):
         description="Features are divided by this public number and cut to length 1, and classes have biases. null: "
         "every record's features are scaled to length 1, and classes have none.",
     )
+    balanced: bool = Field(
+        default=False,
+        description="Answers as if all classes were equally common: by linear discriminant analysis with equal priors "
+        "in place of least squares, from the same sums. Needs feature_norm.",
+    )
+
+    @model_validator(mode="after")
+    def _knows_the_shares(self) -> SolvedHead:
+        if self.balanced and self.feature_norm is None:
+            raise ValueError("head.balanced needs head.feature_norm, with which the sums count the classes")
+        return self
 
 
 STATISTICS = "statistics"

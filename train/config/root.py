@@ -297,9 +297,8 @@ def json_schema() -> dict[str, Any]:
         sources = {schema["$defs"][ref.rpartition("/")[2]]["properties"]["source"]["const"]: ref for ref in named}
         data["discriminator"] = {"propertyName": "source", "mapping": sources}
     phase = schema["$defs"]["Phase"]
-    # Settings that load.py fills in for a head that is solved from sums.
+    # Which load.py takes for classify with trainable statistics.
     phase["properties"]["objective"]["enum"].append("head")
-    schema["$defs"]["Privacy"]["required"].remove("expected_batch")
     # A phase that only loads weights takes the objective of the next one (load.py).
     phase["required"].remove("objective")
     phase["if"] = {"properties": {"data": {"properties": {"source": {"const": "checkpoint"}}, "required": ["source"]}}}

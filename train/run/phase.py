@@ -17,7 +17,7 @@ from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import even_width
 from murmuration.data.draw.poisson import Sampler
 from murmuration.model.build import build
-from murmuration.model.statistics_head import StatisticsHead, ridge_against
+from murmuration.model.statistics_head import StatisticsHead
 from murmuration.model.trainable import select
 from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.config.optimizer import Carry
@@ -269,7 +269,7 @@ def settle(model: nn.Module, settings: SolvedHead | None, noise: float = 0.0) ->
     head = getattr(model, "head", None)
     if isinstance(head, StatisticsHead):
         given = settings or SolvedHead()
-        head.settle(given.ridge or ridge_against(noise, head.in_features), given.feature_norm)
+        head.settle(noise, given.ridge, given.feature_norm, given.balanced)
 
 
 def _restore(loaded: Loaded | None, resumed: bool, engine: ShardedEngine, carry: Carry) -> None:
