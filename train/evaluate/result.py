@@ -22,7 +22,10 @@ from murmuration.train.evaluate.subject import Subject
 
 RESULT, PAGE = "result.json", "result.html"
 FORMAT = "murmuration-evaluation/1"
-PACKAGES = ("murmuration", "torch", "numpy", "scipy", "pillow", "timm", "tokenizers")
+PACKAGES = (
+    "murmuration", "torch", "numpy", "scipy", "pillow", "timm", "tokenizers", "torchvision", "transformers",
+    "pycocotools",
+)  # fmt: skip
 
 
 @dataclass
