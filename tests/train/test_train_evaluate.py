@@ -23,6 +23,7 @@ from murmuration.evaluation.logistic import normalised
 from murmuration.model.released import read_dpcap, read_vip_mae
 from murmuration.model.weight_files import read_weights
 from murmuration.train.evaluate.answers import Answers, MicroBatchAnswers
+from murmuration.train.evaluate.compare import lines_of
 from murmuration.train.evaluate.features import features_of
 from murmuration.train.evaluate.weights import Evaluated
 from murmuration.train.storage.feature_store import PRESENT
@@ -338,12 +339,13 @@ def test_compare_prints_a_table_and_warns_of_different_records(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, epsilon, digest in (("one", 8.0, "a"), ("two", None, "b")):
-        certificate = None if epsilon is None else {"private": True, "epsilon": epsilon, "delta": 1e-6}
+        planned = {"batch": 512, "records": 20_000}
+        certificate = None if epsilon is None else {"private": True, "epsilon": epsilon, "delta": 1e-6, **planned}
         number = {"value": 0.5, "n": 100, "low": 0.4, "high": 0.6}
         content = {
             "format": "murmuration-evaluation/1", "protocol": "probe", "settings": {"way": "dpcap"},
-            "model": {"what": f"model-{name}"}, "certificate": certificate, "data": {"test": {"digest": digest}},
-            "numbers": {"top-1": number},
+            "model": {"what": f"model-{name}", "parameters": 1000 if name == "one" else 2000},
+            "certificate": certificate, "data": {"test": {"digest": digest}}, "numbers": {"top-1": number},
         }  # fmt: skip
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(json.dumps(content))
@@ -355,6 +357,12 @@ def test_compare_prints_a_table_and_warns_of_different_records(
     assert "probe (dpcap) were measured on different records" in said
     drawn = plot.read_text()
     assert "model-one" in drawn and "model-two" in drawn
+    for axis, words in (("parameters", "parameters of the model"), ("batch", "expected batch")):
+        assert evaluate("compare", tmp_path / "one", tmp_path / "two", "--plot", plot, "--by", axis) == 0
+        assert words in plot.read_text()
+    places = {line.model: line.places for line in lines_of([tmp_path / "one", tmp_path / "two"])}
+    assert places["model-one"] == {"epsilon": 8, "parameters": 1000, "batch": 512, "records": 20_000}
+    assert places["model-two"] == {"epsilon": None, "parameters": 2000, "batch": None, "records": None}
     (tmp_path / "two" / "result.json").write_text("{}")
     assert evaluate("compare", tmp_path / "two") == 2
     assert "no result of an evaluation" in capsys.readouterr().err

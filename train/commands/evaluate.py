@@ -43,6 +43,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     compare = protocols.add_parser("compare", help="results side by side, and accuracy against ε")
     compare.add_argument("results", type=Path, nargs="+", help="result.json, or the folder it lies in")
     compare.add_argument("--plot", type=Path, metavar="FILE", help="draw accuracy against ε (.svg, .png or .pdf)")
+    compare.add_argument("--by", choices=("epsilon", "parameters", "batch", "records"), default="epsilon",
+                         help="what the plot has accuracy against: ε (default), or the size of the model, or batch and "
+                         "number of records of the private training")  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -404,6 +407,6 @@ def _compare(arguments: argparse.Namespace) -> int:
     for protocol in different_records(lines):
         print(f"note: the results of {protocol} were measured on different records, and do not compare")
     if arguments.plot is not None:
-        plot(lines, arguments.plot)
+        plot(lines, arguments.plot, arguments.by)
         print(arguments.plot)
     return DONE

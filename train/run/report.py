@@ -202,7 +202,8 @@ def _composed(
 
 def _model(config: Config, latest: Loaded) -> str:
     parameters = sum(math.prod(each) for each in latest.manifest["shapes"].values())
-    return f"{config.model.title}, pictures of {config.model.image_size} px, {parameters:,} parameters"
+    sees = "texts" if config.model.family == "gpt2" else f"pictures of {config.model.image_size} px"
+    return f"{config.model.title}, {sees}, {parameters:,} parameters"
 
 
 def _best(config: Config, run_dir: RunDir, journal: Journal, latest: Loaded) -> list[Loaded]:
