@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.evaluation.interval import Estimate, bootstrap
 from murmuration.evaluation.pyramid import SCALES, Backbone
 
+Kind = Literal["bbox", "segm"]
 DRAWS = 200
 """Of the pictures, for the intervals."""
 LOOSE, STRICT = 0.5, 0.75
@@ -57,7 +58,7 @@ def found_by(model: nn.Module, image: Tensor) -> list[dict[str, Any]]:
         found["boxes"].tolist(), found["labels"].tolist(), found["scores"].tolist(), shapes, strict=True
     ):
         left, top, right, bottom = box
-        encoded = mask.encode(np.asfortranarray(shape))
+        encoded: Any = mask.encode(np.asfortranarray(shape))
         listed.append(
             {
                 "category_id": label - 1, "bbox": [left, top, right - left, bottom - top], "score": score,
@@ -77,8 +78,8 @@ class Precision:
     by_category: dict[int, float]
 
 
-def average_precision(truth: Mapping[str, Any], found: Sequence[Mapping[str, Any]], kind: str) -> Precision:
-    """`kind` is bbox or segm; `truth` has the form of COCO's instances, with the pictures that are scored alone.
+def average_precision(truth: Mapping[str, Any], found: Sequence[Mapping[str, Any]], kind: Kind) -> Precision:
+    """`truth` has the form of COCO's instances, with the pictures that are scored alone.
 
     Intervals come from drawing as many pictures again with replacement, and counting what was matched in them.
     """
@@ -120,7 +121,7 @@ def _means(precision: np.ndarray, overlaps: np.ndarray) -> np.ndarray:
 def _opened(document: Mapping[str, Any]) -> Any:
     from pycocotools.coco import COCO
 
-    opened = COCO()
+    opened: Any = COCO()
     opened.dataset = dict(document)
     opened.createIndex()
     return opened

@@ -26,12 +26,11 @@ class Segmenter(nn.Module):
         from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
 
         channels = backbone.out_channels
-        config = UperNetConfig(
-            hidden_size=channels, auxiliary_channels=channels, num_labels=classes, loss_ignore_index=UNMARKED
-        )
-        given: Any = [channels] * len(SCALES)
+        given: Any = {"num_labels": classes}  # of the base of all configs
+        config = UperNetConfig(hidden_size=channels, auxiliary_channels=channels, loss_ignore_index=UNMARKED, **given)
+        widths: Any = [channels] * len(SCALES)
         self.backbone, self.beside = backbone, config.auxiliary_loss_weight
-        self.head, self.auxiliary = UperNetHead(config, given), UperNetFCNHead(config, given)
+        self.head, self.auxiliary = UperNetHead(config, widths), UperNetFCNHead(config, widths)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [B, classes, side, side]."""

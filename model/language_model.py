@@ -35,10 +35,10 @@ class LanguageModel(nn.Module):
         from transformers.models.gpt2.modeling_gpt2 import GPT2Model
 
         stack = shape.text
+        more: Any = {"attn_implementation": "sdpa", "bos_token_id": None, "eos_token_id": None}
         config = GPT2Config(
             vocab_size=shape.vocabulary, n_positions=shape.text_length, n_embd=stack.width, n_layer=stack.depth,
-            n_head=stack.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
-            attn_implementation="sdpa",
+            n_head=stack.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **more,
         )  # fmt: skip
         self.shape = shape
         self.transformer: Any = GPT2Model(config)

@@ -19,6 +19,7 @@ from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Norma
 from murmuration.data.index.folders import FolderIndex, build_folder
 from murmuration.data.index.public_split import Cut
 from murmuration.data.text.encoder import word_tokenizer
+from murmuration.evaluation.caption_metrics import caption_metrics
 from murmuration.evaluation.logistic import normalised
 from murmuration.model.released import read_dpcap, read_vip_mae
 from murmuration.model.weight_files import read_weights
@@ -318,7 +319,20 @@ def test_captions_of_shards_come_with_a_loss_and_those_of_folders_without(world:
         rows = table(out / "captions.csv")
         assert len(rows) == 20 and rows[1]["true caption"] == "a photo of a green square"
     losses = [result(tmp_path / decode)["numbers"] for decode in ("greedy", "beam", "nucleus")]
-    assert losses[0] == losses[1] == losses[2] and losses[0]["loss per token of the true captions"]["n"] == 20
+    true = [found.pop("loss per token of the true captions") for found in losses]
+    assert true[0] == true[1] == true[2] and true[0]["n"] == 20
+    for decode, found in zip(("greedy", "beam", "nucleus"), losses, strict=True):
+        rows = table(tmp_path / decode / "captions.csv")
+        expected = caption_metrics([row["caption"] for row in rows], [[row["true caption"]] for row in rows])
+        assert {name: number["value"] for name, number in found.items()} == {
+            name: pytest.approx(number.value) for name, number in expected.items()
+        }
+    listed = [{"image": f"red/{number:03}.png", "caption": ["a red square", "red"]} for number in (3, 1)]
+    (tmp_path / "captions.json").write_text(json.dumps(listed))
+    more = ["--data", world / "test", "--captions", tmp_path / "captions.json", "--out", tmp_path / "listed"]
+    assert evaluate("caption", *common, *more) == 0
+    assert [row["record"] for row in table(tmp_path / "listed" / "captions.csv")] == ["red/001.png", "red/003.png"]
+    assert set(result(tmp_path / "listed")["numbers"]) == {"BLEU-4", "ROUGE-L", "CIDEr-D"}
     assert evaluate("caption", *common, "--data", world / "test", "--records", 7, "--out", tmp_path / "folder") == 0
     assert result(tmp_path / "folder")["numbers"] == {} and len(table(tmp_path / "folder" / "captions.csv")) == 7
     assert (tmp_path / "folder" / "result.html").read_text().count("data:image/png") == 7

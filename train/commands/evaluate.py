@@ -188,12 +188,7 @@ def _zero_shot(protocols: Any) -> argparse.ArgumentParser:
 
 def _retrieval(protocols: Any) -> argparse.ArgumentParser:
     parser = protocols.add_parser("retrieval", help="captions for pictures and pictures for captions, by likelihood")
-    parser.add_argument(
-        "--captions", type=Path, metavar="JSON",
-        help="pictures of --data with their captions: a Karpathy split or [{image, caption}]; default: the .txt beside "
-        "each picture",
-    )  # fmt: skip
-    parser.add_argument("--split", help="of a Karpathy file; default: all of it")
+    _references(parser)
     _text(parser)
     _some(parser, "default: all; not with --captions")
     return parser
@@ -225,8 +220,9 @@ def _caption(protocols: Any) -> argparse.ArgumentParser:
     parser.add_argument("--beams", type=_count, default=5, help="of a beam search; default 5")
     parser.add_argument("--p", type=_probability, default=0.9, help="of the nucleus; default 0.9")
     parser.add_argument("--seed", type=_natural, default=0, help="of the nucleus' draws")
+    _references(parser)
     _text(parser)
-    _some(parser, "default: all")
+    _some(parser, "default: all; not with --captions")
     _gallery(parser)
     return parser
 
@@ -257,6 +253,15 @@ def _attack(protocols: Any) -> argparse.ArgumentParser:
     _text(parser)
     _some(parser, "of each kind; default: as many as there are of the fewer")
     return parser
+
+
+def _references(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--captions", type=Path, metavar="JSON",
+        help="pictures of --data with their captions: a Karpathy split or [{image, caption}]; default: the .txt beside "
+        "each picture",
+    )  # fmt: skip
+    parser.add_argument("--split", help="of a Karpathy file; default: all of it")
 
 
 def _labels(parser: argparse.ArgumentParser, default: str | None = "cls") -> None:

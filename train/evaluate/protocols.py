@@ -95,7 +95,8 @@ def _measured(session: Session, asked: Asked, opened: dict[str, RecordIndex], cl
         return run_classify(session, chosen, classes, arguments.label, arguments.gallery, arguments.real)
     text = open_text(session.subject, session.model, arguments.tokenizer)
     if arguments.protocol == "caption":
-        told = CaptionSettings(arguments.decode, arguments.beams, arguments.p, arguments.seed, arguments.gallery)
+        drawn = arguments.decode, arguments.beams, arguments.p, arguments.seed
+        told = CaptionSettings(*drawn, arguments.gallery, arguments.captions, arguments.split)
         return run_caption(session, chosen, told, text)
     if arguments.protocol == "retrieval":
         return run_retrieval(session, chosen, RetrievalSettings(arguments.captions, arguments.split), text)
