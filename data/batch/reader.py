@@ -58,6 +58,7 @@ class DataSpec:
     classes: int = 0  # > 0: a record whose target is not in 0..classes-1 is bad
     class_list: ClassList | None = field(default=None, repr=False)  # numbers for the names that a .cls may contain
     right_classes: int = field(default=0, repr=False)  # > 0: RIGHT_CLASSES, with that many columns; for measurements
+    pictures: bool = field(default=True, repr=False)  # False: texts alone; each picture is black, and nothing decoded
     image_suffixes: tuple[str, ...] = SUFFIXES
     text_suffix: str = "txt"
     mean: Channels = IMAGENET_MEAN
@@ -143,7 +144,8 @@ class BatchReader:
         else:
             source = source or open_source(index, reading)
             self._records = ShardReader(index, source, cancelled=self._cancelled)
-        self._processes = DecodePool(pictures, reading.workers, reading.limits) if reading.workers else None
+        decoding = reading.workers and spec.pictures
+        self._processes = DecodePool(pictures, reading.workers, reading.limits) if decoding else None
         self._pictures = pictures
         self.in_flight = threads = reading.in_flight
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="records") if threads > 1 else None
@@ -246,7 +248,7 @@ class BatchReader:
 
     def _prepare(self, members: dict[str, bytes], record: int, step: int, pixels: np.ndarray) -> _Parts:
         suffix = next((suffix for suffix in self.spec.image_suffixes if suffix in members), None)
-        if suffix is None:
+        if suffix is None and self.spec.pictures:
             raise BadRecord(f"no image: the record contains {sorted(members)}")
         # The cheap parts first: a record without a caption needs no decoding. The picture last: once it is in its slot,
         # nothing can go wrong any more.
@@ -254,7 +256,9 @@ class BatchReader:
         with parsing("the caption or a number cannot be read"):
             tokens = self._tokens(members, record, step)
             labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight, spec.class_list)
-        if self._processes is not None:
+        if suffix is None or not spec.pictures:
+            pass
+        elif self._processes is not None:
             self._processes.make(members[suffix], step, record, pixels)
         else:
             np.copyto(pixels, self._pictures.make(members[suffix], step, record))

@@ -212,6 +212,8 @@ class SolvedHead(Section):
 STATISTICS = "statistics"
 ONE_STEP = Schedule(peak=1.0, shape="constant")
 PLAIN_DESCENT = Optimizer(type="SGD", params=OptimizerParams(momentum=0.0))
+TEXTUAL = ("caption", "text")
+"""Objectives that read a record's text."""
 
 
 class Phase(Section):
@@ -219,8 +221,9 @@ class Phase(Section):
         pattern=r"^[a-z0-9][a-z0-9-]*$", description="Name in ledger, logs and plots; unique among the phases."
     )
     data: Data = Field(description="Which records the phase reads.")
-    objective: Literal["mae", "caption", "classify"] = Field(
-        description="Loss of a record. A phase that only loads weights may leave it out; the next one names it."
+    objective: Literal["mae", "caption", "classify", "text"] = Field(
+        description="Loss of a record. text: the next token of its .txt, without a picture; of family gpt2 alone. A "
+        "phase that only loads weights may leave it out; the next one names it."
     )
     trainable: Literal["all", "head", "bias", "lora", "statistics"] = Field(
         default="all",
@@ -373,6 +376,27 @@ class Phase(Section):
             return "only evaluates and needs `evaluation`"
         return None
 
+    def _of_texts(self) -> str | None:
+        if (self.trains and self.tokenizer is None) or (self.evaluation is not None and self.tokenizer is None):
+            return "reads texts and needs data.tokenizer"
+        if self.trainable != "all":
+            return f"trains a language model, of which no part is called {self.trainable!r}; set trainable to 'all'"
+        if self.monitor is not None:
+            return "trains a language model, whose curvature is not measured; leave monitor out"
+        if self.privacy is not None and self.privacy.held_out is not None:
+            return "does not predict labels, so it has no accuracy to release; use objective 'classify'"
+        if self.evaluation is not None and (self.evaluation.zero_shot is not None or self.evaluation.real is not None):
+            return "names no classes, so evaluation.zero_shot and evaluation.real have nothing to score; leave them out"
+        data = [self.data] + ([self.mixing.data] if self.mixing is not None else [])
+        if any(isinstance(each, SyntheticData) for each in data):
+            return "reads texts, and synthetic records are pictures; name tar shards"
+        odd = ("label", "classes", "exclude_classes")
+        if given := [name for each in data for name in odd if getattr(each, name, None) is not None]:
+            return f"does not train on labels, so data.{given[0]} would have no effect; leave it out"
+        if any(getattr(each, "augment", "none") != "none" for each in data):
+            return "sees no picture that data.augment could change; leave it out"
+        return None
+
     @property
     def label(self) -> str | None:
         """The field of a record that contains a classifier's label. A phase without records of its own measures class
@@ -389,6 +413,8 @@ class Phase(Section):
         return self.data.weight if isinstance(self.data, ShardData | StreamData) else None
 
     def _of_objective(self) -> str | None:
+        if self.objective == "text":
+            return self._of_texts()
         if self.objective == "classify" and self.trains and self.label is None:
             return "trains on labels and needs data.label, the field of a record that contains them"
         if self.label is None and getattr(self.data, "classes", None) is not None:

@@ -178,6 +178,22 @@ class Config(Section):
         return given
 
     @model_validator(mode="after")
+    def _texts_and_language_models(self) -> Config:
+        reads_texts = self.model.family == "gpt2"
+        for phase in self.phases:
+            if (phase.objective == "text") != reads_texts:
+                raise ValueError(
+                    f'phase {phase.name!r} has objective "{phase.objective}" and model.family is '
+                    f'"{self.model.family}"; family "gpt2" and objective "text" belong together'
+                )
+        if reads_texts and self._shards_weights():
+            raise ValueError(
+                "a language model uses one table as embedding and as head, which was not tried on weights that ZeRO-3 "
+                "and FSDP2 shard; use DeepSpeed at another stage, or the local engine"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _phases_fit(self) -> Config:
         names = [phase.name for phase in self.phases]
         if len(set(names)) != len(names):

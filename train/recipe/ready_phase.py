@@ -159,7 +159,7 @@ class ReadyPhase:
             self.shape.image_size, augment=kind, mask_patches=masks, drop_keys=augment and self.shape.drops,
             labels=labels, target=label, weight=self.settings.weight if augment else None,
             classes=outputs if label is not None else 0, class_list=self.label_list,
-            mean=self.pixels.mean, std=self.pixels.std,
+            mean=self.pixels.mean, std=self.pixels.std, pictures=self.settings.objective != "text",
         )  # fmt: skip
 
     def evaluation_spec(self) -> DataSpec:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.model.drop import DROP_KEY
+from murmuration.model.record_weight import RECORD_WEIGHT
 from murmuration.model.settings import Shape
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.base import OptimizerShard
@@ -72,7 +73,9 @@ class SyntheticRecords:
 
     @staticmethod
     def of(shape: Shape, objective: str) -> SyntheticRecords:
-        return SyntheticRecords(lambda size, seed: synthetic_batch(shape, objective, size, seed).inputs, ("images",))
+        # A text is whole numbers; what can make its loss hostile is the number that multiplies it.
+        hostile = RECORD_WEIGHT if objective == "text" else "images"
+        return SyntheticRecords(lambda size, seed: synthetic_batch(shape, objective, size, seed).inputs, (hostile,))
 
     def batch(self, size: int, seed: int) -> MicroBatch:
         return MicroBatch(self.make(size, seed), torch.ones(size, dtype=torch.bool))
@@ -96,6 +99,8 @@ def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> Micro
         inputs["labels"] = torch.randint(0, shape.head.classes, (size,), generator=draw)
     else:
         inputs["tokens"] = torch.randint(1, shape.vocabulary, (size, shape.text_length), generator=draw)
+    if objective == "text":
+        inputs[RECORD_WEIGHT] = torch.ones(size)
     if shape.drops:
         inputs[DROP_KEY] = torch.randint(-(1 << 63), (1 << 63) - 1, (size,), generator=draw)
     return MicroBatch(inputs, torch.ones(size, dtype=torch.bool))
