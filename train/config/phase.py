@@ -263,11 +263,20 @@ class Phase(Section):
             )
         if self.until_budget and self.privacy is not None and self.privacy.tan is not None:
             return "simulates another run with privacy.tan, so it needs that run's number of `steps`"
+        if self.privacy is not None and self.privacy.noise is not None and (other := self._of_independent_noise()):
+            return f"has privacy.noise and {other}, which needs the same independent noise at all steps; drop one"
         if self.mixing is not None and self.optimizer.params.noise_floor is not None:
             return "has `mixing`, which weakens the noise that noise_floor subtracts; drop one of them"
         if self.plateau is not None and self.evaluation is None:
             return "ends at a plateau of the public loss and needs `evaluation`, which measures it"
         return self._of_features()
+
+    def _of_independent_noise(self) -> str | None:
+        if self.privacy is not None and self.privacy.tan is not None:
+            return "privacy.tan"
+        if self.monitor is not None:
+            return "`monitor`"
+        return "optimizer.params.noise_floor" if self.optimizer.params.noise_floor is not None else None
 
     def _of_streams(self) -> str | None:
         if self.privacy is not None:

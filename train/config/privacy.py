@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from murmuration.accounting.banded import MOST_BANDS
 from murmuration.train.clip.groups import Grouping
 from murmuration.train.config.section import Section
 
@@ -88,6 +89,19 @@ class ReleasedMetric(Section):
     )
 
 
+class BandedNoise(Section):
+    """Correlated noise: what is added to a step is partly taken back within its block of `bands` steps. The records are
+    dealt into as many parts, whose turns follow each other."""
+
+    kind: Literal["banded"] = Field(description="The only kind; null means independent noise.")
+    bands: int = Field(
+        ge=2,
+        le=MOST_BANDS,
+        description="Steps of a block, and parts of the records; expected_batch may be at most n / bands. Each step "
+        "draws noise for up to this many steps. `account.py compare` shows what each number gives.",
+    )
+
+
 class Tan(Section):
     """Tune at low cost: batch and noise are divided by the same number. The ε reported is that of this run itself,
     which is far larger."""
@@ -106,6 +120,9 @@ class Privacy(Section):
     noise_multiplier: float | None = Field(
         default=None, ge=0.1, description="σ; null: calibrated to epsilon by PLD and rounded up."
     )
+    noise: BandedNoise | None = Field(
+        default=None, description="null: each step has noise of its own; otherwise it is correlated over steps."
+    )
     tan: Tan | None = Field(default=None, description="Simulates this phase at low cost; NOT PRIVATE at `epsilon`.")
     release: list[ReleasedMetric] = Field(
         default=[], description="Metrics of private records that are published with noise, at most one of each."
@@ -115,6 +132,10 @@ class Privacy(Section):
     def held_out(self) -> float | None:
         """Share of the records whose accuracy is released."""
         return next((metric.share for metric in self.release if metric.share is not None), None)
+
+    @property
+    def bands(self) -> int:
+        return 1 if self.noise is None else self.noise.bands
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Privacy:
