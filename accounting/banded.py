@@ -47,6 +47,8 @@ class BandedNoise:
 
     __pydantic_config__ = CLOSED
     rows: tuple[tuple[float, ...], ...]
+    horizon: int
+    """The number of steps over which the noise that adds up was made least."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
@@ -56,6 +58,8 @@ class BandedNoise:
             raise BandedError("the matrix of banded noise is not lower triangular")
         if not all(math.isfinite(entry) for row in self.rows for entry in row) or min(r[-1] for r in self.rows) <= 0:
             raise BandedError("the matrix of banded noise needs finite entries, above 0 on its diagonal")
+        if self.horizon < 1:
+            raise BandedError(f"the horizon of banded noise must be at least 1 step, but is {self.horizon}")
         if not self.sensitivity <= 1:
             raise BandedError(f"one record moves what the matrix of banded noise releases by {self.sensitivity}, not 1")
 
@@ -123,19 +127,20 @@ class BandedNoise:
 
 
 @lru_cache(maxsize=64)
-def best_banded(bands: int, steps: int) -> BandedNoise:
-    """The matrix whose accumulated noise over `steps` steps is least, to DIGITS digits."""
+def best_banded(bands: int, horizon: int) -> BandedNoise:
+    """The matrix whose accumulated noise over `horizon` steps is least, to DIGITS digits. The shorter the horizon, the
+    less noise each step has, and the more of it adds up over a long run."""
     if not 2 <= bands <= MOST_BANDS:
         raise BandedError(f"banded noise takes 2 to {MOST_BANDS} bands, not {bands}")
-    if bands > steps:
-        raise BandedError(f"banded noise of {bands} bands needs at least as many steps, not {steps}")
-    factor = np.linalg.inv(_lower_root(_best_gram(bands, -(-steps // bands))))
+    if bands > horizon:
+        raise BandedError(f"banded noise of {bands} bands needs at least as many steps and horizon, not {horizon}")
+    factor = np.linalg.inv(_lower_root(_best_gram(bands, -(-horizon // bands))))
     scale = 1.0
     while True:
         scale *= 1 + MARGIN
         rows = [[float(f"{scale * entry:.{DIGITS - 1}e}") for entry in factor[at, : at + 1]] for at in range(bands)]
         try:
-            return BandedNoise(tuple(tuple(row) for row in rows))
+            return BandedNoise(tuple(tuple(row) for row in rows), horizon)
         except BandedError:
             if scale > 1.01:
                 raise

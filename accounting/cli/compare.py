@@ -31,6 +31,7 @@ class Numbers(NamedTuple):
     steps: int
     epsilon: float
     delta: float
+    horizon: int
 
 
 def compare_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -55,14 +56,14 @@ def compare_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
 
 def _row(asked: Numbers, bands: int, by: Any) -> dict[str, Any] | None:
     """None where a part of the records cannot hold the batch, or a block not be filled, or no noise is enough."""
-    if bands > asked.steps or bands * asked.batch > asked.n:
+    if bands > min(asked.steps, asked.horizon) or bands * asked.batch > asked.n:
         return None
     threshold, turns = threshold_for(asked.n, asked.batch, bands), -(-asked.steps // bands)
     try:
         sigma = calibrate_sigma(threshold / RATE_DENOMINATOR, turns, asked.epsilon, asked.delta, by)
     except AccountingError:
         return None
-    matrix = None if bands == 1 else best_banded(bands, asked.steps)
+    matrix = None if bands == 1 else best_banded(bands, asked.horizon)
     accumulated = math.sqrt((asked.steps + 1) / 2) if matrix is None else matrix.accumulated(asked.steps)
     return {
         "noise": "independent" if matrix is None else f"banded, {bands} bands",
@@ -89,7 +90,8 @@ def _numbers(arguments: argparse.Namespace) -> Numbers:
     if n < 1 or steps < 1:
         raise PlanError(f"--n and --steps must be at least 1, but are {n} and {steps}")
     threshold_for(n, batch)  # refused if the batch does not fit
-    return Numbers(n, float(batch), steps, float(given["epsilon"]), parse_delta(given["delta"], n))
+    horizon = steps if arguments.horizon is None else arguments.horizon
+    return Numbers(n, float(batch), steps, float(given["epsilon"]), parse_delta(given["delta"], n), horizon)
 
 
 def _of_config(path: Path, name: str | None) -> dict[str, Any]:

@@ -117,6 +117,7 @@ def _compare_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--epsilon", type=float, help="what each of them may spend")
     command.add_argument("--batch", type=float, help="expected batch, q·n")
     command.add_argument("--steps", type=int)
+    command.add_argument("--horizon", type=int, help="steps over which the matrices are best; default: all steps")
     command.add_argument("--plot", type=Path, metavar="FILE.png|FILE.svg", help="the table as a picture")
 
 

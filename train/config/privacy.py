@@ -100,6 +100,12 @@ class BandedNoise(Section):
         description="Steps of a block, and parts of the records; expected_batch may be at most n / bands. Each step "
         "draws noise for up to this many steps. `account.py compare` shows what each number gives.",
     )
+    horizon: int | None = Field(
+        default=None,
+        ge=2,
+        description="Number of steps over which the noise that adds up is made least; null: all steps of the phase. "
+        "Fewer: each step has less noise, and more of it adds up.",
+    )
 
 
 class Tan(Section):

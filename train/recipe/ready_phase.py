@@ -382,9 +382,11 @@ def _banded(phase: Phase, privacy: Privacy, known: PrivacyPlan | None) -> Banded
     """The ledger's matrix is kept: another processor may find one that differs in the last digit."""
     if privacy.noise is None:
         return None
-    if known is not None and (known.bands, known.steps) == (privacy.bands, phase.steps):
-        return known.banded
-    return best_banded(privacy.bands, phase.steps)
+    horizon = privacy.noise.horizon or phase.steps
+    kept = known.banded if known is not None else None
+    if kept is not None and (kept.bands, kept.horizon) == (privacy.bands, horizon):
+        return kept
+    return best_banded(privacy.bands, horizon)
 
 
 def _adaptive(phase: Phase, privacy: Privacy, settings: AdaptiveClip, where: str) -> AdaptiveRule:
