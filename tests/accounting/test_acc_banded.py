@@ -94,6 +94,27 @@ def test_no_other_matrix_of_this_form_adds_up_to_less(bands: int, blocks: int) -
     assert best_banded(bands, steps).accumulated(steps) == pytest.approx(least, rel=1e-4)
 
 
+@pytest.mark.parametrize(("bands", "steps"), [(4, 1000), (8, 1000)])
+def test_overlapping_bands_add_up_to_little_less_than_blocks(bands: int, steps: int) -> None:
+    """The best banded Toeplitz matrix, found by its coefficients, against the best block."""
+    from scipy.optimize import minimize
+    from scipy.signal import lfilter
+
+    impulse = np.eye(1, steps)[0]
+
+    def added_up(coefficients: np.ndarray) -> float:
+        column = np.append(1.0, coefficients)
+        prefix = np.cumsum(lfilter([1.0], column / np.linalg.norm(column), impulse))
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = np.cumsum(prefix**2).mean()
+        return 0.5 * math.log(found) if np.isfinite(found) else 1e3
+
+    roots = np.cumprod([(2 * j - 1) / (2 * j) for j in range(1, bands)])  # of the square root of 1 / (1 - x)
+    least = math.exp(minimize(added_up, roots, method="L-BFGS-B").fun)
+    ratio = best_banded(bands, steps).accumulated(steps) / least
+    assert 1.0 < ratio < 1.06 and best_banded(bands, steps).accumulated(steps) < math.exp(added_up(roots))
+
+
 def test_a_shorter_horizon_has_less_noise_per_step_and_more_that_adds_up() -> None:
     short, long = best_banded(8, 64), best_banded(8, 4000)
     assert short.typical_spread < long.typical_spread and short.accumulated(4000) > long.accumulated(4000)

@@ -1,4 +1,4 @@
-"""`privacy.noise: {"kind": "banded"}` through real launches: the same noise wherever the weights lie, and after a stop."""
+"""Banded noise through real launches: the same noise wherever the weights lie, and after a stop within a block."""
 
 from __future__ import annotations
 
