@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
 
+from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedError, BandedNoise, best_banded
 from murmuration.accounting.certificate.certificate import CertificateError, verify, write
 from murmuration.accounting.certificate.statement import compose
@@ -20,10 +21,10 @@ from murmuration.accounting.epsilon.accountant import Event, delta_at, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.facts import Charge, CorrelationFact, Head, StepFacts, StepId
+from murmuration.accounting.ledger.facts import Charge, CorrelationFact, Head, MetricFact, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
-from murmuration.accounting.plan import PlanError, PrivacyPlan, threshold_for
+from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan, threshold_for
 from tests.support import acc_world
 from tests.support.acc_world import CONFIG, DATA, begin, rewritten
 
@@ -299,3 +300,17 @@ def test_a_turn_that_adds_nothing_is_told_from_one_that_does(tmp_path: Path) -> 
     event = Event(1.0, 20.0, 1)
     added = {step: journal.history.charges_more(StepId(0, 0, step), event) for step in (6, 8, 9)}
     assert added == {6: False, 8: False, 9: True}
+
+
+def test_norms_that_adapt_and_released_metrics_are_one_event_with_the_turn(tmp_path: Path) -> None:
+    rule, counted = AdaptiveRule(0.5, 1.0, 0.1, 10.0), PlannedMetric(METRIC, SENSITIVITY, 3.0)
+    plan = replace(PLAN, adaptive=rule, metrics=(counted,))
+    journal, norm = begin(tmp_path, plan), plan.clip_norm
+    for step in range(1, 7):
+        honest = facts(step, plan=plan, std=plan.noise_multiplier * norm, sensitivity=norm)
+        released = replace(honest, metrics=(MetricFact(METRIC, SENSITIVITY, 3.0),))
+        journal.open_step(0, step, released)
+        journal.commit_step(0, step, released, share=0.9)
+        norm = rule.following(norm, 0.9)
+    assert norm > 2
+    assert journal.history.charged() == [Event(1.0, (20.0**-2 + (SENSITIVITY / 3.0) ** 2) ** -0.5, 2)]

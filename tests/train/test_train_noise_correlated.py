@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,20 @@ import pytest
 import torch
 
 from murmuration.accounting.banded import BandedNoise, best_banded
+from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.key_chain import KeyChain, forgettable
 from murmuration.accounting.keys import KeyFileError, Link, load
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import PlanError
-from murmuration.train.config.root import NoiseKind
+from murmuration.train.config.root import NoiseKind, Phase
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import NOISE_CHUNK, NoiseMechanism
 from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.private import Computation
+from murmuration.train.recipe.ready_phase import RecipeError, make_plan, planned_epsilon, with_steps
 from tests.support.own_module import RATE, training
-from tests.support.train_helpers import plan_for
 
 CPU = torch.device("cpu")
 KEY = bytes(range(32))
@@ -205,10 +207,50 @@ def test_exact_noise_and_bands_exclude_each_other(tmp_path: Path) -> None:
         training(tmp_path, **LONG, computation=Computation(noise="exact"))
 
 
-def test_metrics_and_norms_that_adapt_are_one_event_with_the_turn() -> None:
-    from murmuration.accounting.plan import PlannedMetric
+def phase_with(**privacy: Any) -> Phase:
+    return Phase.model_validate(
+        {
+            "name": "private", "data": {"path": "x", "tokenizer": "t"}, "objective": "caption", "steps": 20,
+            "schedule": {"peak": 1e-3}, "privacy": {"epsilon": 4.0, "expected_batch": 50.0, **privacy},
+        }
+    )  # fmt: skip
 
-    plan = plan_for(steps=16, metrics=(PlannedMetric("loss", 1.0, 3.0),), noise_multiplier=2.0)
-    banded = plan_for(steps=16, metrics=(PlannedMetric("loss", 1.0, 3.0),), noise_multiplier=2.0, banded=MATRIX)
-    assert banded.effective_noise_multiplier == plan.effective_noise_multiplier < 2.0
-    assert banded.participations == 2 and banded.divisor == pytest.approx(plan.divisor / BANDS)
+
+def test_a_config_becomes_a_plan_for_its_turns_and_keeps_the_matrix_of_the_ledger() -> None:
+    phase = phase_with(noise={"kind": "banded", "bands": 4, "horizon": 12})
+    assert phase.privacy is not None
+    plan = make_plan(phase, phase.privacy, 1000, "phases.0")
+    assert plan.banded == best_banded(4, 12) and plan.sampling_rate == 0.2 and plan.divisor == 50
+    assert 3.99 < planned_epsilon(plan) <= 4.0
+    assert planned_epsilon(plan) == epsilon([Event(0.2, plan.noise_multiplier, 5)], plan.delta)
+    digits = tuple(tuple(1.001 * entry for entry in row) for row in best_banded(4, 12).rows)
+    known = replace(plan, banded=BandedNoise(digits, 12))
+    assert make_plan(phase, phase.privacy, 1000, "phases.0", known).banded == known.banded
+    longer = phase_with(noise={"kind": "banded", "bands": 4})
+    assert longer.privacy is not None
+    assert make_plan(longer, longer.privacy, 1000, "phases.0", known).banded == best_banded(4, 20)
+
+
+def test_a_phase_until_its_budget_ends_with_a_whole_block() -> None:
+    banded = {"kind": "banded", "bands": 4}
+    phase = phase_with(noise=banded, noise_multiplier=2.0).model_copy(update={"steps": None, "until_budget": True})
+    whole = with_steps(phase, 1000, "phases.0")
+    assert whole.steps is not None and whole.steps % 4 == 0 and whole.privacy is not None
+    assert planned_epsilon(make_plan(whole, whole.privacy, 1000, "phases.0")) <= 4.0
+    one_more = whole.model_copy(update={"steps": whole.steps + 1})
+    assert planned_epsilon(make_plan(one_more, whole.privacy, 1000, "phases.0")) > 4.0
+
+
+@pytest.mark.parametrize(
+    ("privacy", "noise", "words"),
+    [
+        ({"bands": 30}, "aes", "use at most 20 bands"),
+        ({"bands": 4}, "exact", "whole numbers"),
+        ({"bands": 4, "horizon": 3}, "aes", "at least as many steps and horizon"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(privacy: dict[str, int], noise: NoiseKind, words: str) -> None:
+    phase = phase_with(noise={"kind": "banded", **privacy})
+    assert phase.privacy is not None
+    with pytest.raises(RecipeError, match=words):
+        make_plan(phase, phase.privacy, 1000, "phases.0", noise=noise)
