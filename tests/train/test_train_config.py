@@ -229,7 +229,7 @@ BANDED = put("phases.1.privacy.noise", {"kind": "banded", "bands": 2})
             [put("phases.0.evaluation", {"path": "x", "public": True, "zero_shot": {"axes": {"a": ["b"]}}})],
             "phase 'warm' writes no captions, so it has no zero-shot labels to score",
         ),
-        ([BANDED, put("phases.1.privacy.tan", {"scale": 2})], "has privacy.noise and privacy.tan, which needs the same"),
+        ([BANDED, put("phases.1.privacy.tan", {"scale": 2})], "has privacy.noise and privacy.tan, which"),
         ([BANDED, put("phases.1.monitor", {"path": "x", "public": True})], "has privacy.noise and `monitor`"),
         (
             [BANDED, put("phases.1.optimizer.params.noise_floor", 1e-6)],

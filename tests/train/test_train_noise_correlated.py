@@ -220,9 +220,10 @@ def test_a_config_becomes_a_plan_for_its_turns_and_keeps_the_matrix_of_the_ledge
     phase = phase_with(noise={"kind": "banded", "bands": 4, "horizon": 12})
     assert phase.privacy is not None
     plan = make_plan(phase, phase.privacy, 1000, "phases.0")
-    assert plan.banded == best_banded(4, 12) and plan.sampling_rate == 0.2 and plan.divisor == 50
+    assert plan.banded == best_banded(4, 12)
+    assert (plan.sampling_rate, plan.divisor) == pytest.approx((0.2, 50), rel=1e-8)
     assert 3.99 < planned_epsilon(plan) <= 4.0
-    assert planned_epsilon(plan) == epsilon([Event(0.2, plan.noise_multiplier, 5)], plan.delta)
+    assert planned_epsilon(plan) == epsilon([Event(plan.sampling_rate, plan.noise_multiplier, 5)], plan.delta)
     digits = tuple(tuple(1.001 * entry for entry in row) for row in best_banded(4, 12).rows)
     known = replace(plan, banded=BandedNoise(digits, 12))
     assert make_plan(phase, phase.privacy, 1000, "phases.0", known).banded == known.banded
