@@ -360,6 +360,18 @@ class History:
         counts = self._turns.get((step_id.phase, event), Counter())
         return counts[self._turn(step_id)] >= max(counts.values(), default=0)
 
+    def charges_of_next(self, steps: int) -> int:
+        """How many of the next steps will add to what is charged, if they follow the step that was opened last and are
+        of its kind."""
+        last = next(reversed(self.opened))
+        bands, kind = self.plans[last.phase].bands, (last.phase, self._charge(last, self.opened[last]))
+        if bands == 1:
+            return steps
+        counts = Counter(self._turns.get(kind, Counter()))
+        before = max(counts.values(), default=0)
+        counts.update((last.step + ahead) % bands for ahead in range(1, steps + 1))
+        return max(counts.values()) - before
+
     def departure(self, step_id: StepId, facts: StepFacts) -> str | None:
         """How a step of the current segment contradicts its frozen plan; None if it does not."""
         plan, segment = self.plans[step_id.phase], self.segments[-1]

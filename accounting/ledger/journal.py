@@ -208,7 +208,8 @@ class Journal:
         more = self.history.charges_more(step_id, event)
         key = (event.rate, event.sigma)
         if more and self._credit.get(key, 0) < 1:
-            self._credit = {key: self._affordable(phase, event, max(1, plan.steps - step + 1))}
+            wanted = max(1, -(-(plan.steps - step + 1) // plan.bands))
+            self._credit = {key: self._affordable(phase, event, wanted)}
         if more and self._credit[key] < 1:
             raise BudgetSpent(f"step {step} would pass epsilon = {self._budget(phase):g}; the run ends here")
         self._append_soon("open", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict())

@@ -314,3 +314,12 @@ def test_norms_that_adapt_and_released_metrics_are_one_event_with_the_turn(tmp_p
         norm = rule.following(norm, 0.9)
     assert norm > 2
     assert journal.history.charged() == [Event(1.0, (20.0**-2 + (SENSITIVITY / 3.0) ** 2) ** -0.5, 2)]
+
+
+def test_what_the_next_log_line_will_have_charged_is_known(tmp_path: Path) -> None:
+    journal = begin(tmp_path, PLAN)
+    for done in range(1, 9):
+        train(journal, range(done, done + 1))
+        for more in (1, 3, 9):
+            expected = math.ceil((done + more) / BANDS) - math.ceil(done / BANDS)
+            assert journal.history.charges_of_next(more) == expected
