@@ -251,6 +251,8 @@ class PrivateTraining:
         `noise_multiplier`: None calibrates it to `epsilon`. `ranks`: None joins those that a launcher started.
         `about_data`, `about_owner`: what the records are and who is responsible, for the certificate. `bands`: steps of
         a block whose noise is correlated (docs/privacy.md); None is independent noise."""
+        if bands is not None and optimizer is not None and optimizer.params.noise_floor is not None:
+            raise PlanError("noise_floor needs the same independent noise at all steps; drop it, or bands")
         quiet_libraries()
         trained = sum(each.numel() for each in model.parameters())
         self._described = {

@@ -81,8 +81,8 @@ class OpenRun:
         if self.chain is not None:
             self.chain.close()
         self.chain = None
-        self._together = self.ranks.on_main(lambda: self._together_in(phase))
         if segment is not None and segment.keys is not None:
+            self._together = self.ranks.on_main(lambda: self._together_in(phase))
             link = self.ranks.on_main(lambda: self._enter(segment, done))
             self.chain = key_chain.KeyChain(link, guard=keep_from_swap, together=self._together)
         return key_chain.PhaseKeys(partial(derive_key, self.key, phase, segment), self.chain)
