@@ -304,6 +304,8 @@ class Phase(Section):
             )
         if self.until_budget and self.privacy is not None and self.privacy.tan is not None:
             return "simulates another run with privacy.tan, so it needs that run's number of `steps`"
+        if self.privacy is not None and self.privacy.noise is not None and (other := self._of_independent_noise()):
+            return f"has privacy.noise and {other}, which needs the same independent noise at all steps; drop one"
         if self.mixing is not None and self.optimizer.params.noise_floor is not None:
             return "has `mixing`, which weakens the noise that noise_floor subtracts; drop one of them"
         if self.plateau is not None and self.evaluation is None:
@@ -332,6 +334,13 @@ class Phase(Section):
         if privacy.release or privacy.tan is not None:
             return "is one step before which there is no model; leave privacy.release and privacy.tan out"
         return None
+
+    def _of_independent_noise(self) -> str | None:
+        if self.privacy is not None and self.privacy.tan is not None:
+            return "privacy.tan"
+        if self.monitor is not None:
+            return "`monitor`"
+        return "optimizer.params.noise_floor" if self.optimizer.params.noise_floor is not None else None
 
     def _of_streams(self) -> str | None:
         if self.privacy is not None:

@@ -276,8 +276,9 @@ class Config(Section):
         # are left out, so that such a run can continue.
         if self.phases[phase].optimizer.params.gradient_norm is None:
             out["optimizer"] = {"params": {"gradient_norm"}}
-        if (privacy := self.phases[phase].privacy) is not None and privacy.held_out is None:
-            out["privacy"] = {"release": {"__all__": {"share"}}}
+        if (privacy := self.phases[phase].privacy) is not None:
+            unset = {"release": {"__all__": {"share"}}} if privacy.held_out is None else {}
+            out["privacy"] = unset | ({"noise": True} if privacy.noise is None else {})
         if self.phases[phase].head is None:
             out["head"] = True
         data = self.phases[phase].data

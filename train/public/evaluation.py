@@ -193,7 +193,7 @@ class PublicEvaluator:
         for gradient in sums.values():
             squares += float(self.ranks.add(gradient).double().square().sum())
         signal = math.sqrt(squares) / records
-        noise = plan.noise_multiplier * rule.sensitivity * math.sqrt(self.engine.trainable_elements) / plan.divisor
+        noise = plan.added_noise * rule.sensitivity * math.sqrt(self.engine.trainable_elements) / plan.divisor
         return signal / noise
 
     def _batches(self, ids: np.ndarray) -> Iterator[MicroBatch]:
