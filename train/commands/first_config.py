@@ -54,6 +54,7 @@ class Wish:
     size: str | None
     image_size: int | None
     label: str | None
+    multi_label: bool
     classes: str | None
     tokenizer: str | None
     out: Path
@@ -162,7 +163,7 @@ def _data(wish: Wish, rule: Rule, index: RecordIndex, start: Evaluated | None) -
     section = {"source": "shards", "path": _path(wish.data, wish.out), "augment": rule.augment}
     if wish.goal == "classify":
         named, outputs = _classes(wish, index)
-        section |= {"label": _label(wish, index), **named}
+        section |= {"label": _label(wish, index), **({"multi_label": True} if wish.multi_label else {}), **named}
         means = "; the list of classes must be public knowledge and not made of them" if named else ""
         return section, means, outputs
     if wish.goal == "caption":
@@ -238,7 +239,7 @@ def _model(wish: Wish, rule: Rule, start: Evaluated | None, outputs: int) -> dic
         image_size = wish.image_size or ModelSettings.model_fields["image_size"].default
         section = {"family": rule.family, **_of_size(rule.family, wish.size or "small", image_size)}
     if rule.family == "classifier":
-        section["classes"] = outputs
+        section |= {"classes": outputs, **({"classify_loss": "sigmoid"} if wish.multi_label else {})}
     elif outputs:
         section["vocabulary"] = max(outputs, start.shape.vocabulary if start and start.objective == "caption" else 0)
     return section
