@@ -59,6 +59,10 @@ def declare(commands: Any) -> None:
         "--hold-out", type=float, default=0.0, metavar="SHARE",
         help="put this share of the units (without --unit, of the images) into OUT-held-out",
     )  # fmt: skip
+    pack.add_argument(
+        "--window", nargs=2, type=float, metavar=("CENTRE", "WIDTH"),
+        help="which values of grey DICOM files are shown (default: each file's own first window)",
+    )  # fmt: skip
     pack.add_argument("--per-shard", type=int, default=1000, help="images in one tar file")
     pack.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="decoding processes (default: all cores)"
@@ -68,6 +72,7 @@ def declare(commands: Any) -> None:
 def _pack(arguments: argparse.Namespace) -> int:
     from murmuration.data.decode.class_list import ClassList
     from murmuration.data.pack.columns import Columns, Several
+    from murmuration.data.pack.dicom import Window
     from murmuration.data.pack.layouts import LAYOUTS, Source, open_layout
     from murmuration.data.pack.row import PackError
     from murmuration.data.pack.write import Request, pack
@@ -84,7 +89,7 @@ def _pack(arguments: argparse.Namespace) -> int:
     classes = ClassList.read(arguments.classes) if arguments.classes is not None else None
     request = Request(
         arguments.out.absolute(), arguments.unit, arguments.hold_out, classes, arguments.per_shard, arguments.workers,
-        None if several is None else arguments.label,
+        None if several is None else arguments.label, None if arguments.window is None else Window(*arguments.window),
     )  # fmt: skip
     layout = open_layout(source)
     print(layout.told)

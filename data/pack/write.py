@@ -30,6 +30,7 @@ from murmuration.data.decode.fields import CAPTIONS
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
 from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.pack.dicom import Window, as_png, is_dicom
 from murmuration.data.pack.plan import Labels, Plan, Planned, settle
 from murmuration.data.pack.row import MISSING, UNDECODABLE, BadPicture, Fault, Layout, PackError
 from murmuration.data.store.index_files import index_file, make_folder, read_json
@@ -54,6 +55,8 @@ class Request:
     workers: int = 1
     listed: str | None = None
     """The field of the .json for the list of a record's classes, where it may have any number."""
+    window: Window | None = None
+    """Of grey DICOM files; None: each file's own."""
 
     def __post_init__(self) -> None:
         if self.per_shard < 1 or self.workers < 1:
@@ -125,8 +128,9 @@ class _Packer:
         if not self._counts[0]:
             raise PackError(f"--hold-out {request.hold_out:g}: holds out all records; name a smaller share")
         self._labels = settle(plan.labels(), layout.classes, request.classes)
-        listed = {} if request.listed is None else {"listed": request.listed}
-        self._digest = plan.digest({"per_shard": request.per_shard, "classes": self._labels.names, **listed})
+        more: dict[str, Any] = {} if request.listed is None else {"listed": request.listed}
+        more |= {} if request.window is None else {"window": [request.window.centre, request.window.width]}
+        self._digest = plan.digest({"per_shard": request.per_shard, "classes": self._labels.names, **more})
 
     def pack(self) -> Packed:
         self._begin()
@@ -177,7 +181,7 @@ class _Packer:
 
     def _write(self, part: int, done: int, total: int) -> int:
         records = self._plan.records(part)
-        with closing(_Pictures(self._layout, self._request.workers)) as pictures:
+        with closing(_Pictures(self._layout, self._request)) as pictures:
             for number in range(self._shards(part)):
                 chunk = list(islice(records, self._request.per_shard))
                 if self._made(part, number):
@@ -267,10 +271,10 @@ class _Pictures:
     """Reads and decodes pictures several at a time. They are decoded by other processes, which a hostile file may end;
     whether it decodes is all that is used."""
 
-    def __init__(self, layout: Layout, workers: int) -> None:
-        self._layout = layout
-        self._decoders = DecodePool(PictureMaker(8), workers)
-        self._threads = ThreadPoolExecutor(workers + 2)
+    def __init__(self, layout: Layout, request: Request) -> None:
+        self._layout, self._window = layout, request.window
+        self._decoders = DecodePool(PictureMaker(8), request.workers)
+        self._threads = ThreadPoolExecutor(request.workers + 2)
 
     def each(self, records: list[Planned]) -> Iterator[tuple[Planned, bytes | Fault]]:
         for start in range(0, len(records), _AT_ONCE):
@@ -280,6 +284,8 @@ class _Pictures:
     def _one(self, record: Planned) -> bytes | Fault:
         try:
             raw = self._layout.picture(record.at)
+            if is_dicom(raw):
+                raw = as_png(raw, self._window)
             self._decoders.make(raw, 0, 0)
             return raw
         except BadPicture as error:

@@ -36,6 +36,8 @@ from murmuration.train.recipe.labels import FOLDERS, read_list
 from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import make_plan
 from murmuration.train.recipe.record_names import shared_names
+from murmuration.train.recipe.warm_start import EXPORTED
+from murmuration.train.storage.run_dir import RunDir
 
 TEMPLATE = Path(__file__).parent / "first_config.json.jinja"
 CLASSES = "classes.txt"  # beside the shards, where prepare.py pack writes it
@@ -110,7 +112,7 @@ def compose(wish: Wish) -> str:
     return json_text(
         TEMPLATE, n=f"{index.records:,}", model=_model(wish, rule, start, outputs),
         model_from="of the size of the weights" if start else "docs/models.md lists the sizes",
-        start=_path(str(wish.start), wish.out) if wish.start else None, data=data, data_means=means,
+        start=_path(str(_to_start_from(wish.start)), wish.out) if wish.start else None, data=data, data_means=means,
         objective=wish.goal, epsilon=wish.epsilon, parts=rule.parts, batch_from=rule.batch_from,
         batch=rule.batch(index.records), params=rule.params, schedule=rule.schedule, rate_from=rule.rate_from,
         passes=rule.passes, steps=steps, held_out=_path(wish.held_out, wish.out) if wish.held_out else None,
@@ -228,6 +230,13 @@ def _weights(path: Path) -> Evaluated:
         return open_model(Subject.at(path.parent if beside else path), Sizes(), headless=True)
     except EvaluationError as error:
         raise RecipeError(f"--start: {error}") from None
+
+
+def _to_start_from(path: Path) -> Path:
+    """Training takes a folder if it is a run or holds model.safetensors; of another package's, its file of weights."""
+    if not path.is_dir() or (path / EXPORTED).is_file() or RunDir(path).checkpoints.is_dir():
+        return path
+    return next((path / name for name in WEIGHT_FILES if (path / name).is_file()), path)
 
 
 def _model(wish: Wish, rule: Rule, start: Evaluated | None, outputs: int) -> dict[str, Any]:
