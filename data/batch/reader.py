@@ -20,7 +20,7 @@ from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, Shard
 from murmuration.data.decode.augment import Augment, caption_choice, drop_key, mask_noise, require_known
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.decode import SUFFIXES, BadRecord, parsing
-from murmuration.data.decode.fields import captions_of, numbers_of, right_classes
+from murmuration.data.decode.fields import captions_of, classes_listed, numbers_of, right_classes
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
 from murmuration.data.draw.micro_batch import (
@@ -54,6 +54,7 @@ class DataSpec:
     drop_keys: bool = False  # `drop_key`, for a model that drops units
     labels: tuple[str, ...] = ()  # integer fields of the record's .json; `cls` is its .cls or class folder
     target: str | None = None  # one of `labels`: the classifier's target, passed on as "labels"
+    listed: str | None = None  # in place of `target`: a field that lists classes, "labels" then has 0 or 1 for each
     weight: str | None = None  # a number in the record's .json, passed on as WEIGHT
     classes: int = 0  # > 0: a record whose target is not in 0..classes-1 is bad
     class_list: ClassList | None = field(default=None, repr=False)  # numbers for the names that a .cls may contain
@@ -72,6 +73,8 @@ class DataSpec:
             raise ValueError(f"target '{self.target}' must be one of the labels, and no other may be called '{TARGET}'")
         if self.classes < 0:
             raise ValueError(f"{self.classes} classes: at least 1, or 0 for any number")
+        if self.listed is not None and (self.target is not None or not self.classes):
+            raise ValueError("a record lists several of a number of classes, or has one as its target")
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class _Parts:
 
     tokens: list[int]
     labels: list[int]
+    listed: list[int]
     weight: float
     right: list[int]
 
@@ -96,6 +100,7 @@ class _Rows:
             "pixels": zeros(count, spec.image_size, spec.image_size, 3, dtype=torch.uint8),
             "tokens": zeros(count, text_length, dtype=torch.int64),
             "labels": zeros(len(spec.labels), count, dtype=torch.int64),
+            "listed": zeros(count, spec.classes if spec.listed is not None else 0, dtype=torch.bool),
             "right": zeros(count, spec.right_classes, dtype=torch.bool),
             "noise": zeros(count, spec.mask_patches, dtype=torch.float32),
             "drop_keys": zeros(count, dtype=torch.int64),
@@ -190,6 +195,7 @@ class BatchReader:
 
     def _lay(self, parts: _Parts, rows: _Rows, row: int, record: int, step: int) -> None:
         rows["tokens"][row], rows["labels"][:, row], rows["weights"][row] = parts.tokens, parts.labels, parts.weight
+        rows["listed"][row, parts.listed] = True
         if parts.right:
             rows["right"][row, parts.right] = True
         if self.spec.mask_patches:
@@ -214,6 +220,8 @@ class BatchReader:
             inputs[RIGHT_CLASSES] = tensors["right"]
         for column, name in enumerate(spec.labels):
             inputs[TARGET if name == spec.target else name] = tensors["labels"][column]
+        if spec.listed is not None:
+            inputs[TARGET] = tensors["listed"]
         return inputs
 
     def close(self) -> None:
@@ -256,13 +264,14 @@ class BatchReader:
         with parsing("the caption or a number cannot be read"):
             tokens = self._tokens(members, record, step)
             labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight, spec.class_list)
+            listed = [] if spec.listed is None else classes_listed(members, spec.listed, spec.classes, spec.class_list)
         if suffix is None or not spec.pictures:
             pass
         elif self._processes is not None:
             self._processes.make(members[suffix], step, record, pixels)
         else:
             np.copyto(pixels, self._pictures.make(members[suffix], step, record))
-        return _Parts(tokens, labels, weight, right_classes(members) if spec.right_classes else [])
+        return _Parts(tokens, labels, listed, weight, right_classes(members) if spec.right_classes else [])
 
     def _tokens(self, members: dict[str, bytes], record: int, step: int) -> list[int]:
         """Of several captions one per step, chosen by key; without a key, as in measurements, the first."""

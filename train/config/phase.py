@@ -417,6 +417,11 @@ class Phase(Section):
         return "cls" if self.evaluation is not None else None
 
     @property
+    def multi_label(self) -> bool:
+        """Whether the field lists any number of classes."""
+        return isinstance(self.data, ShardData | StreamData) and self.data.multi_label
+
+    @property
     def weight(self) -> str | None:
         """The number in a record's .json that multiplies its loss."""
         return self.data.weight if isinstance(self.data, ShardData | StreamData) else None
@@ -440,4 +445,24 @@ class Phase(Section):
             return "writes no captions, so it has no zero-shot labels to score; leave evaluation.zero_shot out"
         if self.objective == "mae" and self.evaluation is not None and self.evaluation.real is not None:
             return "names no classes, so none can be right; leave evaluation.real out"
+        return self._of_several_labels()
+
+    def _of_several_labels(self) -> str | None:
+        mixed = self.mixing.data if self.mixing is not None else None
+        if isinstance(mixed, ShardData) and mixed.multi_label:
+            return "reads mixed-in records as its own; set multi_label in data, and leave it out of mixing.data"
+        if not self.multi_label:
+            return None
+        if self.label is None:
+            return "does not train on labels, so data.multi_label would have no effect; leave it out"
+        if self.label == "cls":
+            return "has data.multi_label, and a .cls names one class; name a field of the .json that lists classes"
+        if any(getattr(data, "exclude_classes", None) is not None for data in (self.data, mixed)):
+            return "has data.multi_label, so a record has no one class to leave it out by; drop exclude_classes"
+        if self.features is not None:
+            return "keeps features, with which one class per record is stored; leave data.multi_label out, or features"
+        if self.privacy is not None and self.privacy.held_out is not None:
+            return "releases an accuracy, which needs one class per record; leave data.multi_label out, or the release"
+        if self.evaluation is not None and self.evaluation.real is not None:
+            return "has data.multi_label, by which every record lists all of its classes; leave evaluation.real out"
         return None

@@ -242,6 +242,16 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _several_labels_fit(self) -> Config:
+        several = next((phase.name for phase in self.phases if phase.multi_label), None)
+        if several is not None and self.model.classify_loss != "sigmoid":
+            raise ValueError(
+                f"phase {several!r} has data.multi_label, and the softmax loss takes one class per record; set "
+                "model.classify_loss to 'sigmoid'"
+            )
+        return self
+
     def _shards_weights(self) -> bool:
         return self.run.engine == "fsdp2" or (self.run.engine == "deepspeed" and self.zero_optimization.stage == 3)
 
@@ -283,8 +293,11 @@ class Config(Section):
             out["head"] = True
         data = self.phases[phase].data
         out["data"] = places | {name: True for name in ("weight", "take_head") if getattr(data, name, None) is None}
-        if (mixing := self.phases[phase].mixing) is not None and mixing.weight is None:
-            out["mixing"] = {"data": places | {"weight": True}}
+        if not self.phases[phase].multi_label:
+            out["data"] |= {"multi_label": True}
+        if (mixing := self.phases[phase].mixing) is not None:
+            unset = {"multi_label": True, **({"weight": True} if mixing.weight is None else {})}
+            out["mixing"] = {"data": places | unset}
         own = self.phases[phase].model_dump(exclude=out)
         without = {name for name in ("drop_path", "dropout") if not getattr(self.model, name)}
         # Of earlier versions, that had only encoders of ours; and a folder's path says nothing beside its config.

@@ -155,10 +155,11 @@ class ReadyPhase:
         kind = data.augment if augment and isinstance(data, READ) else "center"
         label = self.settings.label
         outputs = self.shape.head.classes if self.label_list is None else len(self.label_list.names)
-        labels = () if label is None else (label,)
+        one, several = (None, label) if self.settings.multi_label else (label, None)
         return DataSpec(
             self.shape.image_size, augment=kind, mask_patches=masks, drop_keys=augment and self.shape.drops,
-            labels=labels, target=label, weight=self.settings.weight if augment else None,
+            labels=() if one is None else (one,), target=one, listed=several,
+            weight=self.settings.weight if augment else None,
             classes=outputs if label is not None else 0, class_list=self.label_list,
             mean=self.pixels.mean, std=self.pixels.std, pictures=self.settings.objective != "text",
         )  # fmt: skip
