@@ -75,8 +75,10 @@ def test_views_that_would_mean_nothing_are_refused(loaded: Make, changes: list[A
 
 
 def test_masks_captions_dropout_and_crops_make_views_differ(loaded: Make) -> None:
-    classify = [put("phases.1.objective", "classify"), put("phases.1.data.label", "cls"),
-                put("model.family", "classifier"), drop("phases.1.data.tokenizer"), drop("phases.1.evaluation")]  # fmt: skip
+    classify = [
+        put("phases.1.objective", "classify"), put("phases.1.data.label", "cls"), put("model.family", "classifier"),
+        drop("phases.1.data.tokenizer"), drop("phases.1.evaluation"),
+    ]  # fmt: skip
     for change in ([CROPS], [put("model.dropout", 0.1)]):
         assert loaded(*classify, *change, VIEWS).phases[1].rows_of_a_slot == 4
     assert loaded(VIEWS).phases[1].random_inputs, "a record may have several captions"
