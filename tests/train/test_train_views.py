@@ -91,7 +91,7 @@ def test_the_planner_counts_every_row(loaded: Make) -> None:
         assert getattr(costs[1], field) == pytest.approx(4 * getattr(costs[0], field), rel=0.01), field
     assert costs[1].clipping_flops >= 4 * costs[0].clipping_flops
     fits = [_fitting(config, config.phases[1], 1, 1 << 30) for config in (one, four)]
-    assert fits[1] == pytest.approx(fits[0] / 4, rel=0.05), "records of a micro-batch"
+    assert fits[0] / 4 <= fits[1] < fits[0] / 2, "records of a micro-batch: only scratch for norms is none of a row"
     auto = [largest(config, 1, 64 << 30, gpus=False) for config in (one, four)]
     assert auto[1] <= MOST_ON_PROCESSORS // 4 < auto[0], "rows fill a processor's vector units, not records"
 
