@@ -134,12 +134,6 @@ class PrivacyPlan:
         return self.sampling_rate * self.records
 
     @property
-    def largest_batch(self) -> int:
-        """Expected batch plus 8.2 standard deviations and 23; more has probability below 1e-14 (Bernstein)."""
-        spread = math.sqrt(self.divisor * (1 - self.sampling_rate))
-        return min(self.records, math.ceil(self.divisor + 8.2 * spread + 23))
-
-    @property
     def noise_std(self) -> float:
         """Standard deviation of the noise on each element of the clipped sum; for the first C, if C adapts."""
         return self.noise_multiplier * self.clip_norm

@@ -292,7 +292,7 @@ class PrivateTraining:
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self.ranks.require_same("the model and the arguments of the training", digest)
         segment = self.ranks.on_main(
-            lambda: self._run.segment(PHASE, NAME, digest, self._data, self.done, replay=False)
+            lambda: self._run.segment(PHASE, NAME, digest, self._data, self.done, "their weights may have been seen")
         )
         derive = self._run.derive(PHASE, segment, self.done)
         core = PrivateCore(self.plan, built.clip, built.engine, derive, self.ranks, self._computation.noise)

@@ -6,6 +6,7 @@ from typing import Any
 
 from murmuration.accounting.certificate.explain import ASSUMPTION
 from murmuration.accounting.certificate.limits import limits
+from murmuration.accounting.days import stated as stated_days
 from murmuration.accounting.epsilon.accountant import AccountingError, describe, epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.tuning import tuned_epsilon
 from murmuration.accounting.ledger.chain import LedgerEntry
@@ -84,7 +85,8 @@ def compose(
 ) -> dict[str, Any]:  # fmt: skip
     """Everything a reader needs to recompute the claim. `extra` is what the ledger does not contain: hashes, the
     deviations of this trainer, `about` (a description of the data, who is responsible), `model`, `siblings` (other runs
-    on the same records). The epsilon is computed unless `epsilon_found` gives the one that another method found."""
+    on the same records), `dates` but for the first start. The epsilon is computed unless `epsilon_found` gives the one
+    that another method found."""
     added = dict(extra)
     deviations = added.pop("known_deviations", [])
     private = bool(history.plans)
@@ -108,6 +110,8 @@ def compose(
         **({"stands_for": objection} if _simulated(history, objection) else {}),
     }
     stated: dict[str, Any] = {}
+    if dates := stated_days(history.run["started"], added.pop("dates", {})):
+        added = {"dates": dates, **added}
     if form == FORMAT:
         stated = {
             "limits": limits(history, claimed) if claimed is not None else None,

@@ -51,7 +51,7 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     elif verdict.delta is not None:
         lines.append("there is no certificate yet")
     if arguments.witness is not None:
-        lines.append("every head that the witness recorded is a line of this ledger")
+        lines.append("every head that the witness recorded is a line of this ledger, or lost, declared and charged")
     if verdict.attached is not None:
         lines += verdict.attached.checked
         lines += [f"not checked: {sentence}" for sentence in verdict.attached.unchecked]

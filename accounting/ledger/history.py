@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,8 @@ class History:
     def _run(self, line: RunLine) -> None:
         if line.format != FORMAT:
             raise ValueError(f"format {line.format!r} is not {FORMAT!r}")
+        if line.started is not None and date.fromisoformat(line.started).isoformat() != line.started:
+            raise ValueError(f"{line.started} is not a day, YYYY-MM-DD")
         self.run = asdict(line)
 
     def _plan(self, line: PlanLine) -> None:

@@ -103,10 +103,11 @@ class Journal:
 
     def start_run(
         self, name: str, key_check: str, debug: bool, versions: dict[str, str], record_digests: RecordDigests = UNKEYED,
-        signer: str | None = None,
+        signer: str | None = None, started: str | None = None,
     ) -> None:  # fmt: skip
         more = {} if record_digests == UNKEYED else {"record_digests": record_digests}
         more |= {} if signer is None else {"signer": signer}
+        more |= {} if started is None else {"started": started}
         self._append("run", format=FORMAT, name=name, key_check=key_check, debug=debug, versions=versions, **more)
 
     def declare_plan(self, phase: int, name: str, plan: PrivacyPlan, method: dict[str, object]) -> None:

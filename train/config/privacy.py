@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
 from murmuration.train.clip.groups import Grouping
 from murmuration.train.config.section import Section
@@ -95,12 +96,31 @@ class Tan(Section):
     scale: float = Field(gt=1, description="Number by which expected_batch and the noise multiplier are divided.")
 
 
+ALL = "all"
+
+
+def _or_all(schema: dict[str, Any]) -> None:
+    schema["anyOf"] = [{"type": schema.pop("type"), "exclusiveMinimum": schema.pop("exclusiveMinimum")}, {"const": ALL}]
+
+
+def _every_record(given: object) -> object:
+    """ "all" stands for n, which a config need not know."""
+    if given == ALL:
+        return math.inf
+    if isinstance(given, float) and math.isinf(given):
+        raise ValueError('give a number, or "all"')
+    return given
+
+
 class Privacy(Section):
     epsilon: float = Field(gt=0, description="Privacy budget of the phase; training stops before it is exceeded.")
     delta: float | str | None = Field(default=None, description="A number, '1/n' or '1/(2n)'; null: 1/(2n).")
-    expected_batch: float = Field(
+    expected_batch: Annotated[float, BeforeValidator(_every_record)] = Field(
         gt=0,
-        description="q·n, the expected number of records per step: the constant by which every noised sum is divided.",
+        allow_inf_nan=True,
+        json_schema_extra=_or_all,
+        description="q·n, the expected number of records per step: the constant by which every noised sum is divided. "
+        "all: every record in every step.",
     )
     clip: Clip = Field(default=Clip(), description="How each record's gradient is bounded.")
     noise_multiplier: float | None = Field(
@@ -110,6 +130,10 @@ class Privacy(Section):
     release: list[ReleasedMetric] = Field(
         default=[], description="Metrics of private records that are published with noise, at most one of each."
     )
+
+    @field_serializer("expected_batch")
+    def _as_written(self, batch: float) -> float | str:
+        return ALL if math.isinf(batch) else batch
 
     @property
     def held_out(self) -> float | None:

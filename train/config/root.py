@@ -278,6 +278,8 @@ class Config(Section):
             out["optimizer"] = {"params": {"gradient_norm"}}
         if (privacy := self.phases[phase].privacy) is not None and privacy.held_out is None:
             out["privacy"] = {"release": {"__all__": {"share"}}}
+        if self.phases[phase].head is None:
+            out["head"] = True
         data = self.phases[phase].data
         out["data"] = places | {name: True for name in ("weight", "take_head") if getattr(data, name, None) is None}
         if (mixing := self.phases[phase].mixing) is not None and mixing.weight is None:
@@ -311,6 +313,8 @@ def json_schema() -> dict[str, Any]:
         sources = {schema["$defs"][ref.rpartition("/")[2]]["properties"]["source"]["const"]: ref for ref in named}
         data["discriminator"] = {"propertyName": "source", "mapping": sources}
     phase = schema["$defs"]["Phase"]
+    # Which load.py takes for classify with trainable statistics.
+    phase["properties"]["objective"]["enum"].append("head")
     # A phase that only loads weights takes the objective of the next one (load.py).
     phase["required"].remove("objective")
     phase["if"] = {"properties": {"data": {"properties": {"source": {"const": "checkpoint"}}, "required": ["source"]}}}

@@ -37,6 +37,7 @@ from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.settings import SettingsError, Shape
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.config.data import CheckpointData, ReadingSettings, ShardData, StreamData, SyntheticData
+from murmuration.train.config.phase import STATISTICS
 from murmuration.train.config.privacy import AdaptiveClip, Privacy
 from murmuration.train.config.root import Config, NoiseKind, Phase
 from murmuration.train.config.section import RecipeError
@@ -324,7 +325,12 @@ def _left_out(phase: Phase, where: str) -> dict[str, str]:
 
 
 def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes") -> Phase:
-    """The phase with its steps and warm-up as numbers of steps, however the config gives them."""
+    """The phase with its batch, steps and warm-up as numbers, however the config gives them."""
+    if phase.privacy is not None and math.isinf(phase.privacy.expected_batch):
+        every = phase.privacy.model_copy(update={"expected_batch": float(records)})
+        phase = phase.model_copy(update={"privacy": every})
+    if phase.trainable == STATISTICS and phase.privacy is None:
+        phase = phase.model_copy(update={"batch": records})
     steps, schedule = phase.steps, phase.schedule
     batch = phase.batch or (phase.privacy.expected_batch if phase.privacy else 1)
     if phase.epochs is not None:

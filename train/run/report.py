@@ -66,11 +66,13 @@ def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], s
 def facts(certificate: dict[str, Any]) -> list[tuple[str, str]]:
     """What a reader asks first. How long the run took is not among it: private steps take as long as their records
     make them."""
+    dates = certificate.get("dates") or {}
     told = {
         "model": certificate.get("model"),
         "trained by": certificate.get("engine"),
         "on": certificate.get("machine"),
-        "last start": (certificate.get("dates") or {}).get("last_start"),
+        "first start": dates.get("first_start"),
+        "last start": dates.get("last_start"),
         "versions": ", ".join(f"{name} {version}" for name, version in (certificate.get("versions") or {}).items()),
     }
     for phase in certificate["phases"]:

@@ -7,6 +7,7 @@ lost. A checkpoint older than the newest one is used only if a new segment was d
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 
 from murmuration.accounting import key_chain
 from murmuration.accounting.certificate.signature import public_key
+from murmuration.accounting.days import day_of
 from murmuration.accounting.escaping import printable_lines
 from murmuration.accounting.keys import KeyFileError, Link, Purpose, RunKey, load
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
@@ -115,17 +117,17 @@ class OpenRun:
         }
 
     def segment(
-        self, phase: int, name: str, config_digest: str, manifest_digest: str, done: int, replay: bool = True
-    ) -> Segment:
+        self, phase: int, name: str, config_digest: str, manifest_digest: str, done: int,
+        never_again: str | None = None,
+    ) -> Segment:  # fmt: skip
         """On the main rank: the segment whose keys the next step uses; a new one where the old keys must not be used.
 
-        Without `replay`, opened steps after the checkpoint are never made again under their old keys: somebody may have
-        seen their results.
+        `never_again`: why opened steps after the checkpoint must not be made again under their old keys.
         """
         reason = self.writer.new_segment_reason(phase, done, config_digest)
         known = self.writer.history.segments_of(phase)
-        if reason is None and not replay and self._opened_behind(phase, done):
-            reason = f"steps after step {done} were opened, and their weights may have been seen"
+        if reason is None and never_again is not None and self._opened_behind(phase, done):
+            reason = f"steps after step {done} were opened, and {never_again}"
         if reason is None and self._continues not in (None, phase) and self._opened_behind(phase, done):
             # The phase had a checkpoint before its first step. Where processors add in another order, its weights are
             # not found again, and noise that is drawn twice must meet the same sum twice.
@@ -289,7 +291,8 @@ def _key_of(
     fresh = journal.ledger.length == 0
     key = run_dir.run_key(fresh, debug_seed)
     if fresh:
-        journal.start_run(name, key.check_value(), key.debug, versions, record_digests, public_key(key))
+        started = None if key.debug else day_of(time.time())  # a debug run gives the same bytes on every day
+        journal.start_run(name, key.check_value(), key.debug, versions, record_digests, public_key(key), started)
         run_dir.adopt_key()
     elif journal.history.run["key_check"] != key.check_value():
         raise LedgerError(f"{run_dir.key} is not the key of this ledger; restore the right one or start a new run")
