@@ -112,7 +112,8 @@ def rows_of(phase: ReadyPhase, found: Findings) -> Iterator[tuple[str, str]]:
         yield "tokens", f"{_range(found.lengths)} per caption, with start and end; {cut}"
         yield "unknown", f"{_share(found.unknown, found.words)} tokens"
     if phase.settings.label is not None:
-        yield "label", f"{_share(found.labels.total(), read)} have a number under {phase.settings.label!r}"
+        what = "a list of known classes" if phase.settings.multi_label else "a number"
+        yield "label", f"{_share(found.labelled, read)} have {what} under {phase.settings.label!r}"
         yield from _histogram(phase, found)
     for number, remark in enumerate(remarks(found.census)):
         yield "" if number else "names", remark

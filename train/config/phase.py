@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from murmuration.data.decode.augment import ResizeCrop, require_known
+from murmuration.data.decode.augment import AREAS, ResizeCrop, require_known
 from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams, Schedule
 from murmuration.train.config.privacy import Clip, Privacy
@@ -266,6 +266,17 @@ class Phase(Section):
         return not isinstance(self.data, CheckpointData | HeldOutData)
 
     @property
+    def rows_of_a_slot(self) -> int:
+        """How many rows a micro-batch computes for each of its records."""
+        return 1 if self.privacy is None else self.privacy.views
+
+    @property
+    def random_inputs(self) -> bool:
+        """Whether what the model gets of a record is, or may be, another one each time that it is read."""
+        augments = getattr(self.data, "augment", "none") in AREAS
+        return augments or self.objective in ("mae", "caption")  # masks; one of several captions
+
+    @property
     def tokenizer(self) -> str | None:
         return None if isinstance(self.data, CheckpointData) else self.data.tokenizer
 
@@ -304,6 +315,8 @@ class Phase(Section):
             )
         if self.until_budget and self.privacy is not None and self.privacy.tan is not None:
             return "simulates another run with privacy.tan, so it needs that run's number of `steps`"
+        if self.privacy is not None and self.privacy.noise is not None and (other := self._of_independent_noise()):
+            return f"has privacy.noise and {other}, which needs the same independent noise at all steps; drop one"
         if self.mixing is not None and self.optimizer.params.noise_floor is not None:
             return "has `mixing`, which weakens the noise that noise_floor subtracts; drop one of them"
         if self.plateau is not None and self.evaluation is None:
@@ -333,6 +346,13 @@ class Phase(Section):
             return "is one step before which there is no model; leave privacy.release and privacy.tan out"
         return None
 
+    def _of_independent_noise(self) -> str | None:
+        if self.privacy is not None and self.privacy.tan is not None:
+            return "privacy.tan"
+        if self.monitor is not None:
+            return "`monitor`"
+        return "optimizer.params.noise_floor" if self.optimizer.params.noise_floor is not None else None
+
     def _of_streams(self) -> str | None:
         if self.privacy is not None:
             return (
@@ -356,6 +376,8 @@ class Phase(Section):
             return "keeps features and augments its pictures, which change from step to step; drop one of them"
         if isinstance(self.data, ShardData) and self.data.reading.node_shards is not None:
             return "keeps features, for which every rank reads every record; leave data.reading.node_shards out"
+        if self.rows_of_a_slot > 1:
+            return "keeps features, which are one row for each record; set privacy.views to 1, or leave features out"
         if self.weight is not None:
             return "keeps features and has data.weight, but no record weights are stored with features; drop one"
         if self.mixing is not None:
@@ -408,6 +430,11 @@ class Phase(Section):
         return "cls" if self.evaluation is not None else None
 
     @property
+    def multi_label(self) -> bool:
+        """Whether the field lists any number of classes."""
+        return isinstance(self.data, ShardData | StreamData) and self.data.multi_label
+
+    @property
     def weight(self) -> str | None:
         """The number in a record's .json that multiplies its loss."""
         return self.data.weight if isinstance(self.data, ShardData | StreamData) else None
@@ -431,4 +458,24 @@ class Phase(Section):
             return "writes no captions, so it has no zero-shot labels to score; leave evaluation.zero_shot out"
         if self.objective == "mae" and self.evaluation is not None and self.evaluation.real is not None:
             return "names no classes, so none can be right; leave evaluation.real out"
+        return self._of_several_labels()
+
+    def _of_several_labels(self) -> str | None:
+        mixed = self.mixing.data if self.mixing is not None else None
+        if isinstance(mixed, ShardData) and mixed.multi_label:
+            return "reads mixed-in records as its own; set multi_label in data, and leave it out of mixing.data"
+        if not self.multi_label:
+            return None
+        if self.label is None:
+            return "does not train on labels, so data.multi_label would have no effect; leave it out"
+        if self.label == "cls":
+            return "has data.multi_label, and a .cls names one class; name a field of the .json that lists classes"
+        if any(getattr(data, "exclude_classes", None) is not None for data in (self.data, mixed)):
+            return "has data.multi_label, so a record has no one class to leave it out by; drop exclude_classes"
+        if self.features is not None:
+            return "keeps features, with which one class per record is stored; leave data.multi_label out, or features"
+        if self.privacy is not None and self.privacy.held_out is not None:
+            return "releases an accuracy, which needs one class per record; leave data.multi_label out, or the release"
+        if self.evaluation is not None and self.evaluation.real is not None:
+            return "has data.multi_label, by which every record lists all of its classes; leave evaluation.real out"
         return None
