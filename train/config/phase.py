@@ -409,6 +409,8 @@ class Phase(Section):
             return "does not predict labels, so it has no accuracy to release; use objective 'classify'"
         if self.evaluation is not None and (self.evaluation.zero_shot is not None or self.evaluation.real is not None):
             return "names no classes, so evaluation.zero_shot and evaluation.real have nothing to score; leave them out"
+        if self.privacy is not None and self.privacy.views > 1:
+            return "sees no picture that could be cropped in several ways; set privacy.views to 1"
         data = [self.data] + ([self.mixing.data] if self.mixing is not None else [])
         if any(isinstance(each, SyntheticData) for each in data):
             return "reads texts, and synthetic records are pictures; name tar shards"
