@@ -150,6 +150,19 @@ def test_a_model_that_cannot_be_replayed_is_not(model: Callable[[], nn.Module], 
     assert (recorder.recorded, recorder.replayed) == before, "nor tried again"
 
 
+def test_without_room_for_a_recording_nothing_is_lost() -> None:
+    class Full(Tape):
+        def record(self, run: Callable[[], Any]) -> Any:
+            run()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    forwards = forwarded(Mixed(), Full()), forwarded(Mixed(), None)
+    for forward in forwards:
+        forward(*BATCHES[0])
+    why = graph_of(forwards[0]).why_not
+    assert same(*forwards) and why is not None and "out of memory" in why
+
+
 def other_rule(forward: PrivateForward) -> dict[str, Any]:
     return {"rule": RULE.at(RULE.bound / 3)}
 

@@ -121,14 +121,14 @@ class MicroBatchGraph:
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: ExactSums, rule: ClipRule | None,
         baked: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        own = {name: value.clone() for name, value in inputs.items()}
-        nobody = torch.zeros_like(present)
-
-        def run() -> Clipped:
-            return self._clip.add_if_ordinary(model, own, nobody, sums, rule)
-
-        before = {name: total.clone() for name, total in sums.totals.items()}
+        before: dict[str, Tensor] = {}
         try:
+            before = {name: total.clone() for name, total in sums.totals.items()}
+            own, nobody = {name: value.clone() for name, value in inputs.items()}, torch.zeros_like(present)
+
+            def run() -> Clipped:
+                return self._clip.add_if_ordinary(model, own, nobody, sums, rule)
+
             # Without a record, nothing is added but zeros.
             for _ in range(WARM_UPS):
                 self._recorder.warm_up(run)
@@ -136,7 +136,8 @@ class MicroBatchGraph:
             recording = _Recording(baked, own, nobody, seen, replay)
             different = self._differs(recording, model, inputs, sums, rule, before)
         except RuntimeError as error:  # out of memory is one of them
-            self.why_not = f"the device would not record a micro-batch ({str(error).strip().splitlines()[0]})"
+            said = str(error).strip() or type(error).__name__
+            self.why_not = f"the device would not record a micro-batch ({said.splitlines()[0]})"
         else:
             if different is None:
                 self._recording, self.recordings = recording, self.recordings + 1
@@ -177,8 +178,8 @@ def _baked(
 
 
 def _restore(sums: ExactSums, before: Mapping[str, Tensor]) -> None:
-    for name, total in sums.totals.items():
-        total.copy_(before[name])
+    for name, total in before.items():
+        sums.totals[name].copy_(total)
 
 
 def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
