@@ -94,6 +94,9 @@ class PrivacyPlan:
     banded: BandedNoise | None = None
     """Set if the noise of the steps is correlated. Each step then draws from one part of the records, and `threshold`
     is the one within that part."""
+    views: int = 1
+    """How often each drawn record is seen in a step. What is clipped is the mean gradient of its views, so that neither
+    C nor epsilon depends on it."""
 
     def __post_init__(self) -> None:
         # Plans from a ledger have them as JSON.
@@ -123,6 +126,8 @@ class PrivacyPlan:
         self._require_plain_if_banded()
 
     def _require_small(self) -> None:
+        if self.views < 1:
+            raise PlanError(f"a record is seen in at least one view, not in {self.views}")
         if not 0 <= self.grid_growth <= GRID_GROWTH:
             raise PlanError(f"grid_growth must lie in [0, {GRID_GROWTH:g}], but is {self.grid_growth}")
         # delta = 1/n is the papers' usual choice, so it is allowed; anything above it protects nobody.
@@ -205,9 +210,11 @@ class PrivacyPlan:
 
     def as_dict(self) -> dict[str, object]:
         value = asdict(self)
-        names = ("metrics", "adaptive", "stands_for", "held_out", "grid_growth", "banded")
+        names = ("metrics", "adaptive", "stands_for", "held_out", "grid_growth", "banded", "views")
         optional = {name: value.pop(name) for name in names}
         optional["metrics"] = list(optional["metrics"])
+        if self.views == 1:  # as in plans from before there was a choice
+            del optional["views"]
         return value | {name: part for name, part in optional.items() if part}
 
 

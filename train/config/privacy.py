@@ -116,6 +116,7 @@ class Tan(Section):
     scale: float = Field(gt=1, description="Number by which expected_batch and the noise multiplier are divided.")
 
 
+MOST_VIEWS = 1024
 ALL = "all"
 
 
@@ -148,6 +149,14 @@ class Privacy(Section):
     )
     noise: BandedNoise | None = Field(
         default=None, description="null: each step has noise of its own; otherwise it is correlated over steps."
+    )
+    views: int = Field(
+        default=1,
+        ge=1,
+        le=MOST_VIEWS,
+        description="K: how often each drawn record is seen in a step, with a crop, mask, caption and dropout of its "
+        "own each time. The mean of these K gradients is clipped as one, so that C and epsilon stay what they are; a "
+        "micro-batch computes K rows for each of its records.",
     )
     tan: Tan | None = Field(default=None, description="Simulates this phase at low cost; NOT PRIVATE at `epsilon`.")
     release: list[ReleasedMetric] = Field(

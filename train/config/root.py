@@ -256,6 +256,18 @@ class Config(Section):
         return self.run.engine == "fsdp2" or (self.run.engine == "deepspeed" and self.zero_optimization.stage == 3)
 
     @model_validator(mode="after")
+    def _views_differ(self) -> Config:
+        for phase in self.phases:
+            views = 1 if phase.privacy is None else phase.privacy.views
+            if views > 1 and not (phase.random_inputs or self.model.drop_path or self.model.dropout):
+                raise ValueError(
+                    f"phase {phase.name!r} has privacy.views = {views}, but nothing about a record is random, so that "
+                    "all its views are the same; set data.augment to 'random_resized_crop' or 'inception_crop', or "
+                    "privacy.views to 1"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _kernel_fits(self) -> Config:
         offload = self.zero_optimization.offload_optimizer
         for phase in self.phases if offload is not None and offload.adam == "deepspeed" else ():
@@ -282,15 +294,7 @@ class Config(Section):
             watched |= {"resize": True, "crop": True}
         out["evaluation"] = watched if watches else True
         out["monitor"] = True
-        # A run that began before these settings existed has no weight, no bound, no share and rates of 0: unset, they
-        # are left out, so that such a run can continue.
-        if self.phases[phase].optimizer.params.gradient_norm is None:
-            out["optimizer"] = {"params": {"gradient_norm"}}
-        if (privacy := self.phases[phase].privacy) is not None:
-            unset = {"release": {"__all__": {"share"}}} if privacy.held_out is None else {}
-            out["privacy"] = unset | ({"noise": True} if privacy.noise is None else {})
-        if self.phases[phase].head is None:
-            out["head"] = True
+        out |= _unset(self.phases[phase])
         data = self.phases[phase].data
         out["data"] = places | {name: True for name in ("weight", "take_head") if getattr(data, name, None) is None}
         if not self.phases[phase].multi_label:
@@ -315,6 +319,21 @@ class Config(Section):
             "contents": contents,
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def _unset(phase: Phase) -> dict[str, Any]:
+    """Settings that a run from before they existed does not have: unset, they are left out of a phase's identity, so
+    that such a run can continue."""
+    out: dict[str, Any] = {}
+    if phase.optimizer.params.gradient_norm is None:
+        out["optimizer"] = {"params": {"gradient_norm"}}
+    if (privacy := phase.privacy) is not None:
+        out["privacy"] = {"release": {"__all__": {"share"}}} if privacy.held_out is None else {}
+        out["privacy"] |= {"views": True} if privacy.views == 1 else {}
+        out["privacy"] |= {"noise": True} if privacy.noise is None else {}
+    if phase.head is None:
+        out["head"] = True
+    return out
 
 
 def json_schema() -> dict[str, Any]:
