@@ -344,6 +344,8 @@ class Phase(Section):
             return "has sums to which no record adds more than 1; leave privacy.clip out"
         if privacy.release or privacy.tan is not None:
             return "is one step before which there is no model; leave privacy.release and privacy.tan out"
+        if privacy.noise is not None:
+            return "is one step, whose noise cannot be taken back in later ones; leave privacy.noise out"
         return None
 
     def _of_independent_noise(self) -> str | None:
