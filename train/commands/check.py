@@ -100,8 +100,9 @@ def rows_of(phase: ReadyPhase, found: Findings) -> Iterator[tuple[str, str]]:
     out = f"; {found.left_out:,} are left out" if found.left_out else ""
     yield "looked at", f"{found.looked:,} of {found.records:,} records{how}{out}"
     yield "usable", _share(found.usable, read)
-    yield "picture", _share(found.pictures, read)
-    if found.sides:
+    if phase.settings.objective != "text":
+        yield "picture", _share(found.pictures, read)
+    if found.sides and phase.settings.objective != "text":
         size = phase.shape.image_size
         small = _share(sum(count for side, count in found.sides.items() if side < size), found.sides.total())
         yield "shorter side", f"{_range(found.sides)} pixels; {small} are smaller than the model's {size}"

@@ -20,6 +20,7 @@ from murmuration.evaluation.shares import MEAN_PRECISION, shares
 from murmuration.evaluation.text import CaptionModel
 from murmuration.evaluation.zero_shot import class_scores, zero_shot
 from murmuration.model.build import build
+from murmuration.model.classifier import classification_loss
 from murmuration.model.trainable import select
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
 from murmuration.train.clip.precision import Precision, autocast
@@ -125,9 +126,10 @@ class PublicEvaluator:
         tally = Tally(self.held.classes)
 
         def losses(batch: MicroBatch) -> torch.Tensor:
-            found = self._losses(batch)
+            self._losses(batch)
             self._count(tally, batch, head.output.float()[batch.present])
-            return found
+            # Of what the head says, since what trains it need not be a loss of its answers (trainable statistics).
+            return classification_loss(head.output, batch.inputs[TARGET], self.phase.shape.head.loss)
 
         with Heard(self.engine.model, "head") as head:
             found = {LOSS: public_loss(self._batches(self.held.ids), losses, self.ranks)}
@@ -212,7 +214,7 @@ class PublicEvaluator:
         for gradient in sums.values():
             squares += float(self.ranks.add(gradient).double().square().sum())
         signal = math.sqrt(squares) / records
-        noise = plan.noise_multiplier * rule.sensitivity * math.sqrt(self.engine.trainable_elements) / plan.divisor
+        noise = plan.added_noise * rule.sensitivity * math.sqrt(self.engine.trainable_elements) / plan.divisor
         return signal / noise
 
     def _batches(self, ids: np.ndarray) -> Iterator[MicroBatch]:
