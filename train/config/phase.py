@@ -337,6 +337,8 @@ class Phase(Section):
             return "takes all records in its one step; leave privacy.expected_batch out, or set it to 'all'"
         if privacy.clip != Clip():
             return "has sums to which no record adds more than 1; leave privacy.clip out"
+        if privacy.views > 1:
+            return "adds up what each record is seen as once; leave privacy.views out"
         if privacy.release or privacy.tan is not None:
             return "is one step before which there is no model; leave privacy.release and privacy.tan out"
         return None
