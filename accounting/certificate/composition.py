@@ -122,7 +122,7 @@ def _all_events(ledgers: list[tuple[History, Sequence[LedgerEntry]]]) -> list[Ev
     events: list[Event] = []
     for history, entries in ledgers:
         shared = max((_common(entries, other) for other in counted), default=0)
-        before = Counter({(e.rate, e.sigma): e.count for e in History.of(entries[:shared]).charged()})
+        before = Counter({(e.rate, e.sigma): e.count for e in History.of(entries[:shared]).charged(fewest=True)})
         claimed, _ = claimed_events(history, history.finished)  # an unfinished run counts up to its whole budget
         own = Counter({(e.rate, e.sigma): e.count for e in claimed or ()})
         events += [Event(rate, sigma, count) for (rate, sigma), count in (own - before).items()]

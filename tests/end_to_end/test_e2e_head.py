@@ -106,8 +106,8 @@ def test_the_sums_are_those_of_the_records_with_the_planned_noise(finished: Path
 
 def test_it_has_learned_and_its_export_is_an_ordinary_classifier(finished: Path, tmp_path: Path) -> None:
     assert top_1(finished) > 3 / CLASSES, "colours are told apart by their features, three times as often as by chance"
-    export = [sys.executable, str(ROOT / "launch" / "export.py"), str(finished), str(tmp_path / "out"), "--form", "timm"]
-    done = subprocess.run(export, capture_output=True, text=True, env=environment())
+    export = [sys.executable, str(ROOT / "launch" / "export.py"), str(finished), str(tmp_path / "out")]
+    done = subprocess.run([*export, "--form", "timm"], capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     plain = build(ModelSettings(**MODEL), "classify")
     plain.load_state_dict(merged(final_weights(finished)))

@@ -212,6 +212,8 @@ class SolvedHead(Section):
 STATISTICS = "statistics"
 ONE_STEP = Schedule(peak=1.0, shape="constant")
 PLAIN_DESCENT = Optimizer(type="SGD", params=OptimizerParams(momentum=0.0))
+TEXTUAL = ("caption", "text")
+"""Objectives that read a record's text."""
 
 
 class Phase(Section):
@@ -219,8 +221,9 @@ class Phase(Section):
         pattern=r"^[a-z0-9][a-z0-9-]*$", description="Name in ledger, logs and plots; unique among the phases."
     )
     data: Data = Field(description="Which records the phase reads.")
-    objective: Literal["mae", "caption", "classify"] = Field(
-        description="Loss of a record. A phase that only loads weights may leave it out; the next one names it."
+    objective: Literal["mae", "caption", "classify", "text"] = Field(
+        description="Loss of a record. text: the next token of its .txt, without a picture; of family gpt2 alone. A "
+        "phase that only loads weights may leave it out; the next one names it."
     )
     trainable: Literal["all", "head", "bias", "lora", "statistics"] = Field(
         default="all",
@@ -312,6 +315,8 @@ class Phase(Section):
             )
         if self.until_budget and self.privacy is not None and self.privacy.tan is not None:
             return "simulates another run with privacy.tan, so it needs that run's number of `steps`"
+        if self.privacy is not None and self.privacy.noise is not None and (other := self._of_independent_noise()):
+            return f"has privacy.noise and {other}, which needs the same independent noise at all steps; drop one"
         if self.mixing is not None and self.optimizer.params.noise_floor is not None:
             return "has `mixing`, which weakens the noise that noise_floor subtracts; drop one of them"
         if self.plateau is not None and self.evaluation is None:
@@ -342,6 +347,13 @@ class Phase(Section):
         if privacy.release or privacy.tan is not None:
             return "is one step before which there is no model; leave privacy.release and privacy.tan out"
         return None
+
+    def _of_independent_noise(self) -> str | None:
+        if self.privacy is not None and self.privacy.tan is not None:
+            return "privacy.tan"
+        if self.monitor is not None:
+            return "`monitor`"
+        return "optimizer.params.noise_floor" if self.optimizer.params.noise_floor is not None else None
 
     def _of_streams(self) -> str | None:
         if self.privacy is not None:
@@ -388,6 +400,27 @@ class Phase(Section):
             return "only evaluates and needs `evaluation`"
         return None
 
+    def _of_texts(self) -> str | None:
+        if (self.trains and self.tokenizer is None) or (self.evaluation is not None and self.tokenizer is None):
+            return "reads texts and needs data.tokenizer"
+        if self.trainable != "all":
+            return f"trains a language model, of which no part is called {self.trainable!r}; set trainable to 'all'"
+        if self.monitor is not None:
+            return "trains a language model, whose curvature is not measured; leave monitor out"
+        if self.privacy is not None and self.privacy.held_out is not None:
+            return "does not predict labels, so it has no accuracy to release; use objective 'classify'"
+        if self.evaluation is not None and (self.evaluation.zero_shot is not None or self.evaluation.real is not None):
+            return "names no classes, so evaluation.zero_shot and evaluation.real have nothing to score; leave them out"
+        data = [self.data] + ([self.mixing.data] if self.mixing is not None else [])
+        if any(isinstance(each, SyntheticData) for each in data):
+            return "reads texts, and synthetic records are pictures; name tar shards"
+        odd = ("label", "classes", "exclude_classes")
+        if given := [name for each in data for name in odd if getattr(each, name, None) is not None]:
+            return f"does not train on labels, so data.{given[0]} would have no effect; leave it out"
+        if any(getattr(each, "augment", "none") != "none" for each in data):
+            return "sees no picture that data.augment could change; leave it out"
+        return None
+
     @property
     def label(self) -> str | None:
         """The field of a record that contains a classifier's label. A phase without records of its own measures class
@@ -399,11 +432,18 @@ class Phase(Section):
         return "cls" if self.evaluation is not None else None
 
     @property
+    def multi_label(self) -> bool:
+        """Whether the field lists any number of classes."""
+        return isinstance(self.data, ShardData | StreamData) and self.data.multi_label
+
+    @property
     def weight(self) -> str | None:
         """The number in a record's .json that multiplies its loss."""
         return self.data.weight if isinstance(self.data, ShardData | StreamData) else None
 
     def _of_objective(self) -> str | None:
+        if self.objective == "text":
+            return self._of_texts()
         if self.objective == "classify" and self.trains and self.label is None:
             return "trains on labels and needs data.label, the field of a record that contains them"
         if self.label is None and getattr(self.data, "classes", None) is not None:
@@ -420,4 +460,24 @@ class Phase(Section):
             return "writes no captions, so it has no zero-shot labels to score; leave evaluation.zero_shot out"
         if self.objective == "mae" and self.evaluation is not None and self.evaluation.real is not None:
             return "names no classes, so none can be right; leave evaluation.real out"
+        return self._of_several_labels()
+
+    def _of_several_labels(self) -> str | None:
+        mixed = self.mixing.data if self.mixing is not None else None
+        if isinstance(mixed, ShardData) and mixed.multi_label:
+            return "reads mixed-in records as its own; set multi_label in data, and leave it out of mixing.data"
+        if not self.multi_label:
+            return None
+        if self.label is None:
+            return "does not train on labels, so data.multi_label would have no effect; leave it out"
+        if self.label == "cls":
+            return "has data.multi_label, and a .cls names one class; name a field of the .json that lists classes"
+        if any(getattr(data, "exclude_classes", None) is not None for data in (self.data, mixed)):
+            return "has data.multi_label, so a record has no one class to leave it out by; drop exclude_classes"
+        if self.features is not None:
+            return "keeps features, with which one class per record is stored; leave data.multi_label out, or features"
+        if self.privacy is not None and self.privacy.held_out is not None:
+            return "releases an accuracy, which needs one class per record; leave data.multi_label out, or the release"
+        if self.evaluation is not None and self.evaluation.real is not None:
+            return "has data.multi_label, by which every record lists all of its classes; leave evaluation.real out"
         return None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
+from murmuration.accounting.banded import MOST_BANDS
 from murmuration.train.clip.groups import Grouping
 from murmuration.train.config.section import Section
 
@@ -89,6 +90,25 @@ class ReleasedMetric(Section):
     )
 
 
+class BandedNoise(Section):
+    """Correlated noise: what is added to a step is partly taken back within its block of `bands` steps. The records are
+    dealt into as many parts, whose turns follow each other."""
+
+    kind: Literal["banded"] = Field(description="The only kind; null means independent noise.")
+    bands: int = Field(
+        ge=2,
+        le=MOST_BANDS,
+        description="Steps of a block, and parts of the records; expected_batch may be at most n / bands. Each step "
+        "draws noise for up to this many steps. `account.py compare` shows what each number gives.",
+    )
+    horizon: int | None = Field(
+        default=None,
+        ge=2,
+        description="Number of steps over which the noise that adds up is made least; null: all steps of the phase. "
+        "Fewer: each step has less noise, and more of it adds up.",
+    )
+
+
 class Tan(Section):
     """Tune at low cost: batch and noise are divided by the same number. The ε reported is that of this run itself,
     which is far larger."""
@@ -127,6 +147,9 @@ class Privacy(Section):
     noise_multiplier: float | None = Field(
         default=None, ge=0.1, description="σ; null: calibrated to epsilon by PLD and rounded up."
     )
+    noise: BandedNoise | None = Field(
+        default=None, description="null: each step has noise of its own; otherwise it is correlated over steps."
+    )
     views: int = Field(
         default=1,
         ge=1,
@@ -148,6 +171,10 @@ class Privacy(Section):
     def held_out(self) -> float | None:
         """Share of the records whose accuracy is released."""
         return next((metric.share for metric in self.release if metric.share is not None), None)
+
+    @property
+    def bands(self) -> int:
+        return 1 if self.noise is None else self.noise.bands
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Privacy:

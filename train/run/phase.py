@@ -84,7 +84,7 @@ def train_privately(
         )
         at_end.callback(built.engine.close)
         _note_memory(run, phase, built.forward.kept_from_swap)
-        core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise)
+        core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise, segment.from_step)
         proved = _prove(run, phase, core, segment)
         loader = _private_loader(run, phase, marking(reader, plan.held_out), core, segment, done, at_end)
         mixing = None

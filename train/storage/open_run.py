@@ -58,6 +58,8 @@ class OpenRun:
     """The user's declared reason for a new segment (--new-segment)."""
     chain: key_chain.KeyChain | None = field(default=None, init=False, repr=False)
     """The keys of the private steps that are being made; None in a segment without a key chain."""
+    _together: int = field(default=1, init=False, repr=False)
+    """How many steps use each other's keys."""
     _continues: int | None = field(default=None, init=False, repr=False)
     """The phase of the checkpoint that this start continues from."""
 
@@ -82,19 +84,30 @@ class OpenRun:
             self.chain.close()
         self.chain = None
         if segment is not None and segment.keys is not None:
+            self._together = self.ranks.on_main(lambda: self._together_in(phase))
             link = self.ranks.on_main(lambda: self._enter(segment, done))
-            self.chain = key_chain.KeyChain(link, guard=keep_from_swap)
+            self.chain = key_chain.KeyChain(link, guard=keep_from_swap, together=self._together)
         return key_chain.PhaseKeys(partial(derive_key, self.key, phase, segment), self.chain)
 
     def _enter(self, segment: Segment, done: int) -> Link:
         """On the main rank: the link of the segment's chain to continue from."""
-        begun = self._opened_in(segment)
-        return key_chain.enter(self.folder.key, segment.chain_name, segment.from_step + 1, done, begun)
+        begun, before = self._opened_in(segment), self._needs_after(segment, done)
+        return key_chain.enter(self.folder.key, segment.chain_name, segment.from_step + 1, before, begun)
+
+    def _together_in(self, phase: int) -> int:
+        plan = self.writer.history.plans.get(phase)
+        return 1 if plan is None else plan.bands
+
+    def _needs_after(self, segment: Segment, done: int) -> int:
+        """The step after which the segment's keys are needed to go on after `done`."""
+        return max(segment.from_step, key_chain.forgettable(done, self._together_in(segment.phase)))
 
     def forget(self, done: int) -> None:
         """Forgets the keys of the steps up to `done`, on all ranks together and for good. Called only once a checkpoint
-        of `done` is durable and in the ledger, so that no step up to it is ever made again in this segment."""
+        of `done` is durable and in the ledger, so that no step up to it is ever made again in this segment. Keys that
+        later steps of the same block need are kept with it."""
         if (chain := self.chain) is not None:
+            done = key_chain.forgettable(done, self._together)
             self.ranks.on_main(lambda: key_chain.forget(self.folder.key, chain.segment, done))
             chain.forget(done)
 
@@ -103,7 +116,8 @@ class OpenRun:
         last = self.writer.history.last_checkpoint()
         if self.secret is not None and last is not None and last.digest == found.digest:
             for segment in self.writer.history.segments_of(last.phase)[last.segment :]:
-                key_chain.forget(self.folder.key, segment.chain_name, last.step)
+                done = key_chain.forgettable(last.step, self._together_in(last.phase))
+                key_chain.forget(self.folder.key, segment.chain_name, done)
 
     def header(self, phase: int, manifest_digest: str, objective: str) -> dict[str, Any]:
         """What ties a checkpoint to its run: ledger head and length, plan, data. Never a key."""
@@ -156,7 +170,8 @@ class OpenRun:
         if segment.keys is None:
             return None
         key = load(self.folder.key)
-        fault = key_chain.why_unusable(key, segment.chain_name, done, self._opened_in(segment))
+        before = self._needs_after(segment, done)
+        fault = key_chain.why_unusable(key, segment.chain_name, before, self._opened_in(segment))
         if fault is not None and self.new_segment is None:
             raise KeyFileError(
                 f"{fault}; restore the run key, the ledger and the checkpoints as they last were, or declare "
