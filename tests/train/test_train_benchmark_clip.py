@@ -134,3 +134,6 @@ def test_each_step_is_compared_with_its_two_neighbours(instruments: Any, monkeyp
         assert len(found[name].ratios) == 7
     assert found["a"].seconds[-1] > 1.1 * found["a"].seconds[0]
     assert found[""].summary()["time_ratio"] == pytest.approx(1.0, rel=1e-3)
+    found = clip_timing.interleaved(step(1.0), {"a": step(1.5), "b": step(3.0)}, 7, torch.device("cpu"), ["b"])
+    assert [len(found[name].ratios) for name in ("a", "b")] == [7, 4], "peers in every second round"
+    assert found["b"].summary()["time_ratio"] == pytest.approx(3.0, rel=1e-3)
