@@ -54,6 +54,14 @@ def test_a_run_gives_every_row_with_every_key(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_views_are_measured_on_the_same_number_of_rows() -> None:
+    done = run("--smoke", "--json", "--models", "last_layer", "--rounds", "1", "--views", "2,4", "--rows", "8")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["views"], row["records"], row["rows"]) for row in rows] == [(1, 8, 8), (2, 4, 8), (4, 2, 8)]
+    assert all(row["error"] < 1e-5 and row["memory_ratio"] > 0 and row["time_ratio"] > 0 for row in rows)
+
+
 def test_a_name_that_does_not_exist_is_refused() -> None:
     done = run("--smoke", "--models", "resnet")
     assert done.returncode == 2 and "choose among" in done.stderr
