@@ -42,7 +42,7 @@ def declare(commands: Any) -> None:
     table.add_argument("--image", metavar="COLUMN", help="names of the images, below SOURCE (default: recognise)")
     table.add_argument("--caption", metavar="COLUMN", help="captions (default: recognise)")
     table.add_argument("--label", metavar="COLUMN", help="class names or numbers, which become .cls")
-    table.add_argument("--unit", metavar="COLUMN", help="whose image it is; stored in each record's .json")
+    table.add_argument("--unit", metavar="COLUMN", help="whose image it is: kept in each .json and by the index")
     pack.add_argument(
         "--classes", type=Path, metavar="FILE",
         help="public list of the class names, one per line; without it, names are those that occur",
@@ -104,7 +104,8 @@ def _told(packed: Packed, unit: str | None) -> list[str]:
         )
     if unit is not None:
         lines.append(
-            f"{packed.units} units, each record's in its .json as {unit!r}; n and ε still count records, not units"
+            f"{packed.units} units, each record's in its .json as {unit!r}; with data.unit = {unit!r} a run protects "
+            "units, without it single records"
         )
     if packed.left_out:
         counted = ", ".join(f"{count} × {reason}" for reason, count in packed.left_out.most_common())

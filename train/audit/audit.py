@@ -96,8 +96,9 @@ class _Audit:
         log = RunLog.of(self.phase.index, self.config.run.registry)
         own = secrets.token_hex(16)
         with log.alone():
-            log.require_budget({own}, self.plan.epsilon_budget)
-            warning = log.register(own, self.phase.name, "an audit", self.plan.epsilon_budget, self.plan.delta)
+            budget, unit = self.plan.epsilon_budget, self.plan.unit
+            log.require_budget({own}, budget, unit)
+            warning = log.register(own, self.phase.name, "an audit", budget, self.plan.delta, unit)
         if warning:
             print(printable(warning), flush=True)
 
@@ -225,7 +226,7 @@ class _Audit:
 
     def _sampling(self) -> Check:
         """Checks the real sampler at the config's own sampling rate."""
-        total = self.phase.index.records
+        total = self.phase.n
         records, threshold = min(total, SAMPLING_RECORDS), threshold_for(total, self.planned.trained_rate_batch)
         derive = self._keys("sampling")
         sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), records, threshold)

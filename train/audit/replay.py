@@ -352,7 +352,7 @@ def replay(
     phase = _audited(config)
     privacy, where = phase.settings.privacy, f"phases.{phase.number}"
     assert privacy is not None
-    plan = make_plan(phase.settings, privacy, phase.index.records, where, noise=config.run.noise)
+    plan = make_plan(phase.settings, privacy, phase.n, where, noise=config.run.noise)
     steps = min(steps, plan.steps)
     key = RunKey.fresh()
     derive = PhaseKeys(

@@ -267,7 +267,7 @@ class Phase(Section):
             return "has `mixing`, which weakens the noise that noise_floor subtracts; drop one of them"
         if self.plateau is not None and self.evaluation is None:
             return "ends at a plateau of the public loss and needs `evaluation`, which measures it"
-        return self._of_features()
+        return self._of_units() or self._of_features()
 
     def _of_streams(self) -> str | None:
         if self.privacy is not None:
@@ -279,6 +279,15 @@ class Phase(Section):
             return "counts in epochs, but the number of records in a stream is not known; give steps and warmup"
         if self.features is not None:
             return "keeps features, which need numbered records, and a stream has none; use source 'shards'"
+        return None
+
+    def _of_units(self) -> str | None:
+        if not isinstance(self.data, ShardData) or self.data.unit is None:
+            return None
+        if self.features is not None:
+            return "keeps features, which are of single records, and has data.unit; drop one of them"
+        if self.privacy is not None and self.privacy.held_out is not None:
+            return "holds out single records (privacy.release of accuracy) and has data.unit; drop one of them"
         return None
 
     def _of_features(self) -> str | None:

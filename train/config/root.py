@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from murmuration.model.settings import ModelSettings
-from murmuration.train.config.data import CheckpointData
+from murmuration.train.config.data import CheckpointData, Data
 from murmuration.train.config.phase import Evaluation, Phase, ZeroShot
 from murmuration.train.config.privacy import Tuning
 from murmuration.train.config.section import Keeping, Section
@@ -142,6 +142,14 @@ MicroBatchRows = Annotated[
 ]
 
 
+def _unset(data: Data, *names: str) -> dict[str, bool]:
+    """What a section of data leaves unset, of these settings and of those about units, none of which always existed."""
+    unset = [name for name in names if getattr(data, name, None) is None]
+    if getattr(data, "unit", None) is None:
+        unset += ["unit", "rows_per_unit", "unit_reduce"]
+    return dict.fromkeys([*unset, "expected_units"], True)
+
+
 class Config(Section):
     """A whole run."""
 
@@ -263,9 +271,9 @@ class Config(Section):
         if (privacy := self.phases[phase].privacy) is not None and privacy.held_out is None:
             out["privacy"] = {"release": {"__all__": {"share"}}}
         data = self.phases[phase].data
-        out["data"] = places | {name: True for name in ("weight", "take_head") if getattr(data, name, None) is None}
-        if (mixing := self.phases[phase].mixing) is not None and mixing.weight is None:
-            out["mixing"] = {"data": places | {"weight": True}}
+        out["data"] = places | _unset(data, "weight", "take_head")
+        if (mixing := self.phases[phase].mixing) is not None:
+            out["mixing"] = {"data": places | _unset(mixing.data, "weight")}
         own = self.phases[phase].model_dump(exclude=out)
         without = {name for name in ("drop_path", "dropout") if not getattr(self.model, name)}
         # Of earlier versions, that had only encoders of ours; and a folder's path says nothing beside its config.
