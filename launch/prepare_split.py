@@ -38,8 +38,8 @@ def _split(arguments: argparse.Namespace) -> int:
     if (found := Cut.frozen(index.folder)) != wanted:
         assert found is not None
         raise ValueError(
-            f"{index.folder / FROZEN}: frozen with {found.fraction!r} of {found.records} {found.things} already; records "
-            "that one run protects would be public in another"
+            f"{index.folder / FROZEN}: frozen with {found.fraction!r} of {found.records} {found.things} already; "
+            "records that one run protects would be public in another"
         )
     if runs := RunLog.beside(index.folder).siblings():
         print(f"{len(runs)} entries are in the log of runs on it; this is your word that all had this share")

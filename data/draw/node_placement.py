@@ -91,9 +91,9 @@ def place_units(
         at_home = own.owners[begun[units.units_at(start, len(there))]]
         if len(lost := np.flatnonzero(~held[at_home, there])):
             raise ShardError(
-                f"{names[int(there[lost[0]])]} holds records of a unit that begins in a shard of another node, and a unit "
-                "is computed on one node; copy the shards so that a node has all records of its units, or pack the "
-                "records in the order of their units"
+                f"{names[int(there[lost[0]])]} holds records of a unit that begins in a shard of another node, and a "
+                "unit is computed on one node; copy the shards so that a node has all records of its units, or pack "
+                "the records in the order of their units"
             )
     return own
 
