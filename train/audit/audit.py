@@ -142,14 +142,16 @@ class _Audit:
     def _train(self, engine: WatchedEngine, clip: CanaryClip, included: np.ndarray) -> tuple[Evidence, Claim]:
         """Makes the audited run; returns what its canaries show and what its ledger charges."""
         plan, derive, gradient = self.plan, self._keys("audit"), self.options.kind == "gradient"
-        crafted = None
-        if not gradient:
-            batch = synthetic_batch(self.phase.shape, self.settings.objective, self.options.canaries, INPUT_SEED)
-            crafted = batch.inputs
         reader = BatchReader(
             self.phase.index, self.phase.data_spec(augment=True), self.phase.text,
             augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
+            units=self.phase.units, rows_per_unit=self.phase.rows_per_unit, unit_reduce=self.phase.unit_reduce,
+            unit_key=derive("augmentation"),
         )  # fmt: skip
+        crafted = None
+        if not gradient:
+            size = self.options.canaries * reader.slot_rows.count
+            crafted = synthetic_batch(self.phase.shape, self.settings.objective, size, INPUT_SEED).inputs
         planted = None
         if self.options.noise_scale != 1:
             planted = WeakenedNoise(derive("noise"), plan.noise_std, plan.divisor, self.options.noise_scale)
@@ -213,16 +215,17 @@ class _Audit:
         return PhaseKeys(partial(self.key.derive, phase=self.phase.number, segment=purpose), KeyChain(link))
 
     def _losses(self, engine: WatchedEngine, crafted: Mapping[str, Tensor] | None) -> np.ndarray:
-        """The loss of every input canary under the current weights. All ranks hold the same weights, so each computes
-        all losses."""
+        """The mean loss of every input canary's records under the current weights. All ranks hold the same weights, so
+        each computes all losses."""
         if crafted is None:
             return np.zeros(0)
         found = []
+        rows = len(next(iter(crafted.values())))
         with torch.no_grad(), evaluating(engine.model):
-            for start in range(0, self.options.canaries, self.micro_batch):
+            for start in range(0, rows, self.micro_batch):
                 part = {name: t[start : start + self.micro_batch].to(engine.device) for name, t in crafted.items()}
                 found.append(engine.model(part).double().cpu())
-        return torch.cat(found).numpy()
+        return torch.cat(found).view(self.options.canaries, -1).mean(1).numpy()
 
     def _sampling(self) -> Check:
         """Checks the real sampler at the config's own sampling rate."""

@@ -14,6 +14,7 @@ from murmuration.data.index.format import Handling
 from murmuration.data.index.open import open_index
 from murmuration.data.index.open import open_units as open_table
 from murmuration.data.index.public_split import SplitIndex, places_of, public_share
+from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.index.units import UnitTable
 from murmuration.data.store.place import RecordIndex, ShardError, is_url
 from murmuration.data.store.remote import read_on_the_way
@@ -66,6 +67,7 @@ def open_records(
     dense = data.public and data.public_fraction is None
     handling: Handling = "skipped" if dense else "absent"
     index = _open_index(data.path, f"{where}.path", handling, classes, data.reading.node_shards, left_out)
+    _refuse_coupled(index, data, where)
     units = open_units(index, data, where)
     _check_expected(index, units, data, where)
     if phase.objective == "caption" and isinstance(index, FolderIndex):
@@ -93,6 +95,16 @@ def open_units(index: RecordIndex, data: Data, where: str) -> UnitTable | None:
         return open_table(index, data.unit)
     except ShardError as error:
         raise RecipeError(f"{where}.unit: {error}") from None
+
+
+def _refuse_coupled(index: RecordIndex, data: ShardData, where: str) -> None:
+    """Refuses a list of excluded records in which one record decided about others that the phase protects singly."""
+    by = index.excluded_by if isinstance(index, ShardIndex | FolderIndex) else ""
+    if by and by != data.unit and not data.public:
+        raise RecipeError(
+            f"{where}.path: its exclusions leave out whole units by {by!r}, so one record decides about others; set "
+            f"{where}.unit to {by!r}, or run prepare.py overlap again without --by-unit"
+        )
 
 
 def _open_stream(data: StreamData, where: str) -> StreamIndex:

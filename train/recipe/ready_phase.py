@@ -24,7 +24,7 @@ from murmuration.accounting.plan import (
     threshold_for,
 )
 from murmuration.accounting.tan import stand_in
-from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
+from murmuration.accounting.unit import Reduce, Unit, adjacency_in_words, unit_in_words
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.draw.micro_batch import Normalisation
@@ -119,6 +119,15 @@ class ReadyPhase:
     def unit(self) -> Unit | None:
         """What the phase protects; None: a record."""
         return unit_of(self.settings)
+
+    @property
+    def rows_per_unit(self) -> int:
+        """The most records of a unit that one step takes."""
+        return 1 if self.unit is None else self.unit.rows
+
+    @property
+    def unit_reduce(self) -> Reduce:
+        return "mean" if self.unit is None else self.unit.reduce
 
     def contents(self, keyed: bool = True) -> dict[str, str]:
         """Digests of everything that a path in the config names and that shapes the training; `keyed` as in
