@@ -154,13 +154,14 @@ class CanaryBatches:
         if self.inputs is None:
             inputs[CANARY] = torch.from_numpy(np.where(canary, which, ORDINARY))
         else:
-            self._craft(inputs, which, there, row, step)
+            self._craft(inputs, which, there, row, step, batch.rows)
         return MicroBatch(inputs, batch.present | there)
 
-    def _craft(self, inputs: dict[str, Tensor], which: np.ndarray, there: Tensor, row: np.ndarray, step: int) -> None:
-        """Writes the inputs of canaries into all rows of their slots: a canary is a unit, with as many records."""
+    def _craft(
+        self, inputs: dict[str, Tensor], which: np.ndarray, there: Tensor, row: np.ndarray, step: int, count: int
+    ) -> None:  # fmt: skip
+        """Writes the inputs of canaries into all `count` rows of their slots: a canary is a unit of as many records."""
         assert self.inputs is not None
-        count = self.reader.slot_rows.count
         slots_there = there.repeat_interleave(count)
         numbers = (which[there.numpy()][:, None] * count + np.arange(count)).reshape(-1)
         for name, own in self.inputs.items():
