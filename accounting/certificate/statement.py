@@ -172,7 +172,7 @@ def deviations_of(history: History, form: str = FORMAT) -> list[str]:
     if form == FORMAT and any(line.use == "weights" for line in history.public_uses):
         found.append(FOREIGN_WEIGHTS)
     found += [CURVES] if history.private_curves else []
-    return found + [origin.deviation() for origin in history.origins]
+    return found + [origin.deviation(unit_in_words(history.unit)) for origin in history.origins]
 
 
 def _all_exact(history: History) -> bool:

@@ -23,7 +23,9 @@ from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import ADJACENCY, UNIT, PlanError, PlannedMetric, PrivacyPlan
+from murmuration.accounting.typed import read
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 from tests.support.acc_world import PLAN, begin, facts, rewritten, train
 
@@ -197,3 +199,16 @@ def test_steps_state_the_number_of_units(tmp_path: Path) -> None:
     journal = begin(tmp_path, of_units())
     with pytest.raises(LedgerError, match="states n = 99"):
         journal.open_step(0, 1, replace(facts(1), sampling=replace(facts(1).sampling, records=99)))
+
+
+@pytest.mark.parametrize("theirs", [None, unit_in_words(PATIENTS)])
+@pytest.mark.parametrize("plan", [PLAN, of_units()], ids=["record", "patient"])
+def test_a_warm_start_says_what_it_cannot_add(tmp_path: Path, plan: PrivacyPlan, theirs: str | None) -> None:
+    origin = Origin("before", "f" * 64, 1.0, 1e-6, ("d" * 64,), theirs)
+    assert ("unit" in origin.as_dict()) == (theirs is not None) and read(Origin, origin.as_dict()) == origin
+    journal = begin(tmp_path, plan)
+    assert journal.declare_origin(origin)
+    told = compose(journal.history, journal.ledger.entries, {})["known_deviations"][-1]
+    alike = (theirs or UNIT) == plan.unit
+    assert ("no more than the sum of both" in told) == alike
+    assert (f"nothing by both together, since this run protects {plan.unit}" in told) == (not alike)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from murmuration.accounting.ledger.history import History
+from murmuration.data.index.exclusions import FACTS, IDS, Exclusions
 from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex
 from tests.support.launching import ROOT, Launch, environment
@@ -119,6 +120,13 @@ def test_what_a_config_may_not_ask_of_units(
         config["phases"].append(other)
 
     assert "a run makes one promise" in refused(twice)
+    index = ShardIndex.open(patients)
+    Exclusions(index.manifest_digest, np.array([3], dtype=np.uint64), unit="person").write(index.folder)
+    try:
+        assert "so one record decides about others" in refused(lambda config: None)
+    finally:
+        for name in (FACTS, IDS):
+            (index.folder / name).unlink()
 
 
 def test_a_dry_run_says_what_n_counts(
