@@ -203,7 +203,7 @@ def test_each_kind_of_unit_has_a_budget_of_its_own(tmp_path: Path) -> None:
         log.require_budget({"q"}, 1.0, PATIENTS)
     log.set_budget(4.0, PATIENTS)
     log.require_budget({"r"}, 10.0)
-    with pytest.raises(DataBudgetError, match="ε = 4 .* take 3, so a run of ε = 1.5"):
+    with pytest.raises(DataBudgetError, match=r"ε = 4 .* take 3, so a run of ε = 1.5"):
         log.require_budget({"q"}, 1.5, PATIENTS)
     log.claim("p", 2.0)
     log.require_budget({"q"}, 2.0, PATIENTS)
