@@ -86,6 +86,9 @@ class PrivacyPlan:
     grid_growth: float = 0.0
     """Above 0 if and only if the noise is exact: sums are rounded to a grid before the noise, which may add this share
     of C (and of a metric's bound) to one record's effect. All noise multipliers are charged as that much smaller."""
+    views: int = 1
+    """How often each drawn record is seen in a step. What is clipped is the mean gradient of its views, so that neither
+    C nor epsilon depends on it."""
 
     def __post_init__(self) -> None:
         # Plans from a ledger have them as JSON.
@@ -114,6 +117,8 @@ class PrivacyPlan:
         self._require_small()
 
     def _require_small(self) -> None:
+        if self.views < 1:
+            raise PlanError(f"a record is seen in at least one view, not in {self.views}")
         if not 0 <= self.grid_growth <= GRID_GROWTH:
             raise PlanError(f"grid_growth must lie in [0, {GRID_GROWTH:g}], but is {self.grid_growth}")
         # delta = 1/n is the papers' usual choice, so it is allowed; anything above it protects nobody.
@@ -169,9 +174,11 @@ class PrivacyPlan:
 
     def as_dict(self) -> dict[str, object]:
         value = asdict(self)
-        names = ("metrics", "adaptive", "stands_for", "held_out", "units", "grid_growth")
+        names = ("metrics", "adaptive", "stands_for", "held_out", "units", "grid_growth", "views")
         optional = {name: value.pop(name) for name in names}
         optional["metrics"] = list(optional["metrics"])
+        if self.views == 1:  # as in plans from before there was a choice
+            del optional["views"]
         return value | {name: part for name, part in optional.items() if part}
 
 

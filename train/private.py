@@ -35,6 +35,7 @@ from murmuration.accounting.plan import (
 )
 from murmuration.data.batch.function_reader import FunctionReader, Read
 from murmuration.data.batch.loader import Loader
+from murmuration.data.draw.micro_batch import ROW_SHARE
 from murmuration.data.draw.poisson import Draw, PoissonSampler, Sampler
 from murmuration.data.draw.shared_draw import SHARED_FROM, SharedSampler
 from murmuration.train.clip.check import check_gradients
@@ -215,7 +216,8 @@ class PrivateTraining:
     """Trains `model` with (ε, δ)-DP for one record, from the run directory's last checkpoint on.
 
     `model(inputs)` returns one loss per record; `read(number)` returns the inputs of one of the records
-    0 … records - 1, whose number is given as an array of one, by one thread at a time.
+    0 … records - 1, whose number is given as an array of one, by one thread at a time. With `views`, it may return
+    several rows for a record, and the model returns one loss per row.
 
         with PrivateTraining(model, read, ...) as training:
             training.prove()
@@ -237,19 +239,20 @@ class PrivateTraining:
         engine: Literal["deepspeed", "fsdp2", "local"] = "local", zero: ZeroOptimization | None = None,
         computation: Computation | None = None, keep_checkpoints: int = 2, keep_key: bool = False,
         debug_seed: int | None = None, new_segment: str | None = None, ranks: Ranks | None = None,
-        about_data: str | None = None, about_owner: str | None = None,
+        about_data: str | None = None, about_owner: str | None = None, views: int = 1,
     ) -> None:  # fmt: skip
         """`synthetic(size, seed)`: random inputs of the right form, for the self-test. `dataset`: a name and version of
         the records; a run is continued with records of the same name alone. `delta`: None is 1/(2n). `clip_norm`: C.
         `noise_multiplier`: None calibrates it to `epsilon`. `ranks`: None joins those that a launcher started.
-        `about_data`, `about_owner`: what the records are and who is responsible, for the certificate."""
+        `about_data`, `about_owner`: what the records are and who is responsible, for the certificate. `views`: the most
+        rows that `read` returns for a record; the mean gradient of those that it returns is clipped as one."""
         quiet_libraries()
         trained = sum(each.numel() for each in model.parameters())
         self._described = {
             "about": {"data": about_data, "owner": about_owner},
             "model": f"{type(model).__qualname__}, {trained:,} parameters",
         }
-        self._read, self._synthetic = read, SyntheticRecords(synthetic)
+        self._read, self._views, self._synthetic = read, views, SyntheticRecords(synthetic, rows=views)
         self._micro_batch, self._keep_key = micro_batch, keep_key
         self._engine_settings = EngineSettings(engine, micro_batch, zero or ZeroOptimization())
         self._computation = computation or Computation()
@@ -308,7 +311,7 @@ class PrivateTraining:
         fixed: dict[str, Any] = dict(
             records=records, threshold=threshold_for(records, expected_batch), clip_norm=clip_norm, steps=steps,
             delta=parse_delta(delta, records), epsilon_budget=epsilon,
-            grid_growth=GRID_GROWTH if self._computation.noise == "exact" else 0.0,
+            grid_growth=GRID_GROWTH if self._computation.noise == "exact" else 0.0, views=self._views,
         )  # fmt: skip
         known = writer.history.plans.get(PHASE)
         if sigma is None and known is not None and all(getattr(known, name) == value for name, value in fixed.items()):
@@ -337,7 +340,7 @@ class PrivateTraining:
         self._modes, self._buffers = modes_of(self._model), self._buffers_of_model()
         if self._loaded is not None:
             self._loaded.restore_optimizer(core.engine)
-        reader = FunctionReader(self._read, self._synthetic.make(1, 0))
+        reader = FunctionReader(self._read, self._synthetic.make(1, 0), self._views)
         self._loader = Loader(
             reader, core.shared_sampler(), self.ranks.rank, self.ranks.world, self._micro_batch, last=self.plan.steps
         )
@@ -352,8 +355,8 @@ class PrivateTraining:
         batch = self._synthetic.batch(3, seed=1).to(self.core.engine.device)
         for empty in range(3):
             inputs = {name: tensor.clone() for name, tensor in batch.inputs.items()}
-            for tensor in inputs.values():
-                tensor[empty] = 0
+            for tensor in (tensor for name, tensor in inputs.items() if name != ROW_SHARE):
+                tensor[empty * self._views] = 0  # of several rows the first
             try:
                 check_gradients(self.core.clip, self.core.engine.model, inputs, batch.present)
             except ClipError as error:

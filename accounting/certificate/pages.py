@@ -120,6 +120,11 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
                 f"held out in {phase['name']}: {share:.3%} of the records, drawn like all others, not trained on in "
                 "it; of them, the accuracy of each step is released with noise, charged as one event with the gradient"
             )
+        if views := (phase.get("plan") or {}).get("views"):
+            lines.append(
+                f"views in {phase['name']}: each drawn record is seen {views} times in a step, and the mean of these "
+                "gradients is clipped as one, so that a record counts once"
+            )
     if certificate.get("model"):
         lines.append(f"model: {certificate['model']}")
     if certificate.get("dates"):

@@ -214,7 +214,7 @@ class _Nobody:
 
 def test_an_input_canary_has_as_many_records_as_a_unit() -> None:
     coins = np.array([True, False, True])
-    own = {"images": torch.arange(6.0).view(6, 1, 1, 1).expand(6, 3, 4, 4) + 100}
+    own = {"images": torch.arange(6.0).view(6, 1, 1, 1).expand(6, 3, 4, 4) + 100, ROW_SHARE: torch.full((6,), 0.5)}
     batches = CanaryBatches(UnitReader(), alone(), 4, 10, coins, own)  # pyright: ignore
     (batch,) = batches(np.array([9, 10, 11, 12]), 1)
     assert batch.present.tolist() == [True, True, False, True]

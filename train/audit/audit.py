@@ -52,6 +52,7 @@ from murmuration.train.audit.checks import Check, check_divisor, check_sampling
 from murmuration.train.audit.result import AuditReport
 from murmuration.train.audit.setup import AuditSetup
 from murmuration.train.audit.sightings import Sightings, WatchedEngine
+from murmuration.train.clip.rows import of_slots, slot_losses
 from murmuration.train.config.root import Config
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import StopRequest
@@ -89,6 +90,9 @@ class _Audit:
         self.replicated = self.engine_settings.replicated
         self.stop = StopRequest(folder / "stop")
         self.key: RunKey = ranks.on_main(RunKey.fresh)
+        self._synthetic = SyntheticRecords.of(
+            self.phase.shape, self.settings.objective, self.settings.rows_of_a_slot
+        )  # fmt: skip
         self._journals: dict[str, Journal] = {}  # on the main rank alone
 
     def _register(self) -> None:
@@ -118,9 +122,8 @@ class _Audit:
         assert isinstance(clip, CanaryClip)
         engine = WatchedEngine(real_engine)
         try:
-            synthetic = SyntheticRecords.of(phase.shape, self.settings.objective)
             core = PrivateCore(plan, clip, engine, self._keys("audit"), ranks, self.config.run.noise)
-            tested = core.prove(synthetic, self.replicated, self.micro_batch)
+            tested = core.prove(self._synthetic, self.replicated, self.micro_batch)
             divisor = self._divisor(engine, clip)
             evidence, claim = self._train(engine, clip, included)
         finally:
@@ -142,16 +145,15 @@ class _Audit:
     def _train(self, engine: WatchedEngine, clip: CanaryClip, included: np.ndarray) -> tuple[Evidence, Claim]:
         """Makes the audited run; returns what its canaries show and what its ledger charges."""
         plan, derive, gradient = self.plan, self._keys("audit"), self.options.kind == "gradient"
+        crafted = None
+        if not gradient:
+            crafted = self._synthetic.batch(self.options.canaries, INPUT_SEED).inputs
         reader = BatchReader(
             self.phase.index, self.phase.data_spec(augment=True), self.phase.text,
             augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
             units=self.phase.units, rows_per_unit=self.phase.rows_per_unit, unit_reduce=self.phase.unit_reduce,
-            unit_key=derive("augmentation"),
+            unit_key=derive("augmentation"), views=self.phase.views,
         )  # fmt: skip
-        crafted = None
-        if not gradient:
-            size = self.options.canaries * reader.slot_rows.count
-            crafted = synthetic_batch(self.phase.shape, self.settings.objective, size, INPUT_SEED).inputs
         planted = None
         if self.options.noise_scale != 1:
             planted = WeakenedNoise(derive("noise"), plan.noise_std, plan.divisor, self.options.noise_scale)
@@ -215,17 +217,18 @@ class _Audit:
         return PhaseKeys(partial(self.key.derive, phase=self.phase.number, segment=purpose), KeyChain(link))
 
     def _losses(self, engine: WatchedEngine, crafted: Mapping[str, Tensor] | None) -> np.ndarray:
-        """The mean loss of every input canary's records under the current weights. All ranks hold the same weights, so
-        each computes all losses."""
+        """The loss of every input canary under the current weights. All ranks hold the same weights, so each computes
+        all losses."""
         if crafted is None:
             return np.zeros(0)
         found = []
-        rows = len(next(iter(crafted.values())))
         with torch.no_grad(), evaluating(engine.model):
-            for start in range(0, rows, self.micro_batch):
-                part = {name: t[start : start + self.micro_batch].to(engine.device) for name, t in crafted.items()}
-                found.append(engine.model(part).double().cpu())
-        return torch.cat(found).view(self.options.canaries, -1).mean(1).numpy()
+            for start in range(0, self.options.canaries, self.micro_batch):
+                some = torch.arange(start, min(start + self.micro_batch, self.options.canaries))
+                part = of_slots(crafted, some, self.options.canaries)
+                part = {name: tensor.to(engine.device) for name, tensor in part.items()}
+                found.append(slot_losses(engine.model, part, len(some)).double().cpu())
+        return torch.cat(found).numpy()
 
     def _sampling(self) -> Check:
         """Checks the real sampler at the config's own sampling rate."""

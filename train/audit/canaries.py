@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from murmuration.accounting.epsilon.audit_bound import AuditError
 from murmuration.data.batch.reader import BatchReader
-from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, MicroBatch, slots
+from murmuration.data.draw.micro_batch import EMPTY, MicroBatch, slots
 from murmuration.data.draw.poisson import StepKey
 from murmuration.model.drop import DROP_KEY
 from murmuration.model.record_weight import RECORD_WEIGHT
 from murmuration.train.clip.engine import ClipEngine, Clipped, clipped_totals
 from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.rows import of_slots
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import GradientSums, trainable_shapes
 from murmuration.train.distributed.ranks import Ranks
@@ -125,7 +126,7 @@ class CanaryClip:
 class CanaryBatches:
     """Sampled ids -> micro-batches, as `data.batch.reader` makes them, with canaries at ids from `first` on.
 
-    `inputs` are the input canaries' own, with a row for each of a slot's; None makes gradient canaries.
+    `inputs` are the input canaries' own, with as many rows as a record has; None makes gradient canaries.
     """
 
     reader: BatchReader
@@ -154,27 +155,18 @@ class CanaryBatches:
         if self.inputs is None:
             inputs[CANARY] = torch.from_numpy(np.where(canary, which, ORDINARY))
         else:
-            self._craft(inputs, which, there, row, step, batch.rows)
+            rows = there.repeat_interleave(batch.rows)
+            asked = torch.from_numpy(which)[there]
+            for name, own in of_slots(self.inputs, asked, len(self.included)).items():
+                inputs[name] = inputs[name].clone()
+                inputs[name][rows] = own.to(inputs[name].dtype)
+            if RECORD_WEIGHT in inputs:
+                inputs[RECORD_WEIGHT][rows] = 1.0
+            if DROP_KEY in inputs:  # its own key at each step, like a record
+                views = range(batch.rows)
+                keys = [self.reader.drop_key(int(one), step, view) for one in row[there.numpy()] for view in views]
+                inputs[DROP_KEY][rows] = torch.tensor(keys, dtype=torch.int64)
         return MicroBatch(inputs, batch.present | there)
-
-    def _craft(
-        self, inputs: dict[str, Tensor], which: np.ndarray, there: Tensor, row: np.ndarray, step: int, count: int
-    ) -> None:  # fmt: skip
-        """Writes the inputs of canaries into all `count` rows of their slots: a canary is a unit of as many records."""
-        assert self.inputs is not None
-        slots_there = there.repeat_interleave(count)
-        numbers = (which[there.numpy()][:, None] * count + np.arange(count)).reshape(-1)
-        for name, own in self.inputs.items():
-            inputs[name] = inputs[name].clone()
-            inputs[name][slots_there] = own[numbers].to(inputs[name].dtype)
-        if RECORD_WEIGHT in inputs:
-            inputs[RECORD_WEIGHT][slots_there] = 1.0
-        if ROW_SHARE in inputs:
-            everyone = np.ones((int(there.sum()), self.reader.slot_rows.records), dtype=bool)
-            inputs[ROW_SHARE][slots_there] = torch.from_numpy(self.reader.slot_rows.shares(everyone))
-        if DROP_KEY in inputs:  # its own key at each step, like a record
-            keys = [self.reader.drop_key(int(each), step, view) for each in row[there.numpy()] for view in range(count)]
-            inputs[DROP_KEY][slots_there] = torch.tensor(keys, dtype=torch.int64)
 
 
 @dataclass(frozen=True)

@@ -185,11 +185,11 @@ class SummedEngine(EngineAround):
         self._rows: list[str] = []
 
     def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
-        self._rows += digests_of_rows(batch)
+        self._rows += digests_of_slots(batch)
         super().accumulate(batch, rule)
 
     def take_rows(self) -> list[str]:
-        """A digest of every row of the step's micro-batches, in the order of the records that were drawn."""
+        """A digest of every slot of the step's micro-batches, in the order of the records that were drawn."""
         rows, self._rows = self._rows, []
         return rows
 
@@ -198,13 +198,13 @@ class SummedEngine(EngineAround):
         return self.inner.update(_Summed(update, self.sums), learning_rate)
 
 
-def digests_of_rows(batch: MicroBatch) -> list[str]:
-    tensors = [("present", batch.present), *sorted(batch.inputs.items())]
+def digests_of_slots(batch: MicroBatch) -> list[str]:
+    slots, tensors = len(batch.present), [("present", batch.present), *sorted(batch.inputs.items())]
     found = []
-    for row in range(len(batch.present)):
+    for slot in range(slots):
         digest = hashlib.sha256()
         for name, tensor in tensors:
-            own = tensor[row].cpu().contiguous().numpy()
+            own = tensor.unflatten(0, (slots, -1))[slot].cpu().contiguous().numpy()
             digest.update(f"{name} {own.dtype} {tensor.shape} ".encode() + own.tobytes())
         found.append(digest.hexdigest())
     return found
@@ -417,7 +417,7 @@ def _world(
         phase.index, phase.data_spec(augment=True), phase.text, augment_key=derive("augmentation"),
         mask_key=derive("masks"), dropout_key=derive("dropout"),
         units=phase.units, rows_per_unit=phase.rows_per_unit, unit_reduce=phase.unit_reduce,
-        unit_key=derive("augmentation"),
+        unit_key=derive("augmentation"), views=phase.views,
     )  # fmt: skip
     if blanked is not None:
         reader = BlankedReader(reader, blanked)

@@ -181,6 +181,7 @@ def _promised(promise: Promise) -> list[str]:
         *([f"noise         exact; charged as {plan.charged_as(1):.6f}·sigma for its grid"] if plan.grid_growth else []),
         *(f"released      {m.name}: bound {m.bound:g}, noise {m.std:g} per step" for m in plan.metrics),
         f"C             {plan.clip_norm:g} ({promise.clip})",
+        *([f"views         {plan.views} of each record, clipped as one"] if plan.views > 1 else []),
         f"T             {plan.steps}",
         f"epsilon       {promise.epsilon} of {plan.epsilon_budget:g} (PLD)",
         f"delta         {plan.delta:.6g}",

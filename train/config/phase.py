@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from murmuration.data.decode.augment import ResizeCrop, require_known
+from murmuration.data.decode.augment import AREAS, ResizeCrop, require_known
 from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
 from murmuration.train.config.optimizer import Optimizer, Schedule
 from murmuration.train.config.privacy import Privacy
@@ -225,6 +225,18 @@ class Phase(Section):
         return not isinstance(self.data, CheckpointData | HeldOutData)
 
     @property
+    def rows_of_a_slot(self) -> int:
+        """How many rows a micro-batch computes for each of its records, or units."""
+        records = self.data.rows_per_unit if isinstance(self.data, ShardData) else 1
+        return records if self.privacy is None else records * self.privacy.views
+
+    @property
+    def random_inputs(self) -> bool:
+        """Whether what the model gets of a record is, or may be, another one each time that it is read."""
+        augments = getattr(self.data, "augment", "none") in AREAS
+        return augments or self.objective in ("mae", "caption")  # masks; one of several captions
+
+    @property
     def tokenizer(self) -> str | None:
         return None if isinstance(self.data, CheckpointData) else self.data.tokenizer
 
@@ -299,6 +311,8 @@ class Phase(Section):
             return "keeps features and augments its pictures, which change from step to step; drop one of them"
         if isinstance(self.data, ShardData) and self.data.reading.node_shards is not None:
             return "keeps features, for which every rank reads every record; leave data.reading.node_shards out"
+        if self.rows_of_a_slot > 1:
+            return "keeps features, which are one row for each record; set privacy.views to 1, or leave features out"
         if self.weight is not None:
             return "keeps features and has data.weight, but no record weights are stored with features; drop one"
         if self.mixing is not None:

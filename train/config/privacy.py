@@ -95,6 +95,9 @@ class Tan(Section):
     scale: float = Field(gt=1, description="Number by which expected_batch and the noise multiplier are divided.")
 
 
+MOST_VIEWS = 1024
+
+
 class Privacy(Section):
     epsilon: float = Field(gt=0, description="Privacy budget of the phase; training stops before it is exceeded.")
     delta: float | str | None = Field(default=None, description="A number, '1/n' or '1/(2n)'; null: 1/(2n).")
@@ -105,6 +108,14 @@ class Privacy(Section):
     clip: Clip = Field(default=Clip(), description="How each record's gradient is bounded.")
     noise_multiplier: float | None = Field(
         default=None, ge=0.1, description="σ; null: calibrated to epsilon by PLD and rounded up."
+    )
+    views: int = Field(
+        default=1,
+        ge=1,
+        le=MOST_VIEWS,
+        description="K: how often each drawn record is seen in a step, with a crop, mask, caption and dropout of its "
+        "own each time. The mean of these K gradients is clipped as one, so that C and epsilon stay what they are; a "
+        "micro-batch computes K rows for each of its records.",
     )
     tan: Tan | None = Field(default=None, description="Simulates this phase at low cost; NOT PRIVATE at `epsilon`.")
     release: list[ReleasedMetric] = Field(

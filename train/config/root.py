@@ -238,6 +238,18 @@ class Config(Section):
         return self.run.engine == "fsdp2" or (self.run.engine == "deepspeed" and self.zero_optimization.stage == 3)
 
     @model_validator(mode="after")
+    def _views_differ(self) -> Config:
+        for phase in self.phases:
+            views = 1 if phase.privacy is None else phase.privacy.views
+            if views > 1 and not (phase.random_inputs or self.model.drop_path or self.model.dropout):
+                raise ValueError(
+                    f"phase {phase.name!r} has privacy.views = {views}, but nothing about a record is random, so that "
+                    "all its views are the same; set data.augment to 'random_resized_crop' or 'inception_crop', or "
+                    "privacy.views to 1"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _kernel_fits(self) -> Config:
         offload = self.zero_optimization.offload_optimizer
         for phase in self.phases if offload is not None and offload.adam == "deepspeed" else ():
@@ -264,12 +276,13 @@ class Config(Section):
             watched |= {"resize": True, "crop": True}
         out["evaluation"] = watched if watches else True
         out["monitor"] = True
-        # A run that began before these settings existed has no weight, no bound, no share and rates of 0: unset, they
+        # A run that began before these settings existed has no weight, bound or share, one view, and rates of 0: they
         # are left out, so that such a run can continue.
         if self.phases[phase].optimizer.params.gradient_norm is None:
             out["optimizer"] = {"params": {"gradient_norm"}}
-        if (privacy := self.phases[phase].privacy) is not None and privacy.held_out is None:
-            out["privacy"] = {"release": {"__all__": {"share"}}}
+        if (privacy := self.phases[phase].privacy) is not None:
+            out["privacy"] = {"release": {"__all__": {"share"}}} if privacy.held_out is None else {}
+            out["privacy"] |= {"views": True} if privacy.views == 1 else {}
         data = self.phases[phase].data
         out["data"] = places | _unset(data, "weight", "take_head")
         if (mixing := self.phases[phase].mixing) is not None:

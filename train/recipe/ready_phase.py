@@ -129,6 +129,11 @@ class ReadyPhase:
     def unit_reduce(self) -> Reduce:
         return "mean" if self.unit is None else self.unit.reduce
 
+    @property
+    def views(self) -> int:
+        """How often a record is seen in a step."""
+        return 1 if self.settings.privacy is None else self.settings.privacy.views
+
     def contents(self, keyed: bool = True) -> dict[str, str]:
         """Digests of everything that a path in the config names and that shapes the training; `keyed` as in
         `ledger_digests`. Called on the main rank, which may have to make a salt."""
@@ -416,7 +421,8 @@ def make_plan(
         fixed = dict(
             records=records, threshold=threshold, clip_norm=privacy.clip.norm, steps=phase.steps, delta=delta,
             epsilon_budget=privacy.epsilon, metrics=metrics, adaptive=adaptive, held_out=privacy.held_out,
-            grid_growth=growth, units=units, unit=unit_in_words(units), adjacency=adjacency_in_words(units),
+            grid_growth=growth, views=privacy.views, units=units, unit=unit_in_words(units),
+            adjacency=adjacency_in_words(units),
         )  # fmt: skip
         sigma = privacy.noise_multiplier
         if sigma is None and known is not None and all(getattr(known, k) == v for k, v in fixed.items()):

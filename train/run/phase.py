@@ -156,6 +156,7 @@ def _reader(
         units=phase.units, rows_per_unit=phase.rows_per_unit, unit_reduce=phase.unit_reduce,
         unit_key=derive("augmentation"),
         reading=reading_options(phase.reading, phase.index, run.ranks), pin_memory=run.ranks.device.type == "cuda",
+        views=phase.views,
     )  # fmt: skip
     if phase.settings.features is not None:
         reader = feature_reader(run, phase, model, reader)
@@ -200,7 +201,7 @@ def _private_loader(
 def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segment) -> float:
     """Runs the self-test before anything else touches the engine; returns its speed on synthetic records."""
     run.ranks.on_main(lambda: run.require_generator(segment, core.generator))
-    synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective)
+    synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective, phase.settings.rows_of_a_slot)
     replicated = EngineSettings.of(run.config).replicated
     report = core.prove(synthetic, replicated, run.config.micro_batch)
     run.board.say(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch
 from murmuration.model.drop import DROP_KEY
 from murmuration.model.settings import Shape
 from murmuration.train.distributed.shards import Fragment
@@ -69,21 +69,34 @@ class SyntheticRecords:
     """Takes a number of records and a seed; returns the model's inputs, each with one row per record."""
     hostile: tuple[str, ...] | None = None
     """Inputs in which a record may contain any number; None: all that are floating-point."""
+    rows: int = 1
+    """Of each record: it is a slot of this many."""
 
     @staticmethod
-    def of(shape: Shape, objective: str) -> SyntheticRecords:
-        return SyntheticRecords(lambda size, seed: synthetic_batch(shape, objective, size, seed).inputs, ("images",))
+    def of(shape: Shape, objective: str, rows: int = 1) -> SyntheticRecords:
+        made = lambda size, seed: synthetic_batch(shape, objective, size, seed).inputs  # noqa: E731
+        return SyntheticRecords(made, ("images",), rows)
+
+    @property
+    def alone(self) -> SyntheticRecords:
+        """The same with one row each."""
+        return replace(self, rows=1)
 
     def batch(self, size: int, seed: int) -> MicroBatch:
-        return MicroBatch(self.make(size, seed), torch.ones(size, dtype=torch.bool))
+        inputs, present = self.make(size * self.rows, seed), torch.ones(size, dtype=torch.bool)
+        if self.rows > 1:
+            inputs = {**inputs, ROW_SHARE: torch.full((size * self.rows,), 1 / self.rows)}
+        return MicroBatch(inputs, present)
 
-    def scaled(self, inputs: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-        """The inputs, with those of the first record multiplied by the factor."""
-        names = self.hostile if self.hostile is not None else [k for k, t in inputs.items() if t.is_floating_point()]
-        scaled = {name: inputs[name].clone() for name in names}
-        for tensor in scaled.values():
-            tensor[0] = tensor[0] * factor
-        return {**inputs, **scaled}
+    def scaled(self, inputs: dict[str, Tensor], factor: float) -> Iterator[dict[str, Tensor]]:
+        """The inputs, with those of the first record multiplied by the factor: all of its rows; of several also the
+        last one by itself."""
+        floating = [name for name, tensor in inputs.items() if tensor.is_floating_point() and name != ROW_SHARE]
+        for rows in (slice(0, self.rows), slice(self.rows - 1, self.rows))[: self.rows]:
+            scaled = {name: inputs[name].clone() for name in (floating if self.hostile is None else self.hostile)}
+            for tensor in scaled.values():
+                tensor[rows] = tensor[rows] * factor
+            yield {**inputs, **scaled}
 
 
 def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> MicroBatch:
