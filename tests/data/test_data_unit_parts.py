@@ -120,7 +120,7 @@ def test_a_unit_is_computed_where_all_of_its_records_lie_or_refused(data: st.Dat
     names = [f"{number}.tar" for number in range(shards)]
     ids = np.arange(units.count)
     try:
-        placement = place_units(names, ends, np.array(held), units)
+        placement = place_units(names, ends, list(np.array(held)), units)
     except ShardError as error:
         assert "begins in a shard of another node" in str(error)
         whole_somewhere = all(
@@ -139,6 +139,6 @@ def test_a_unit_is_computed_where_all_of_its_records_lie_or_refused(data: st.Dat
 def test_a_unit_on_two_nodes_is_refused_with_the_shard(tmp_path: Path) -> None:
     units = table_of([0, 1, 1, 2])
     with pytest.raises(ShardError, match=r"^1\.tar holds records of a unit that begins in a shard of another node"):
-        place_units(["0.tar", "1.tar"], np.array([2, 4]), np.array([[True, False], [False, True]]), units)
-    found = place_units(["0.tar", "1.tar"], np.array([2, 4]), np.array([[True, True], [False, True]]), units)
+        place_units(["0.tar", "1.tar"], np.array([2, 4]), list(np.array([[True, False], [False, True]])), units)
+    found = place_units(["0.tar", "1.tar"], np.array([2, 4]), list(np.array([[True, True], [False, True]])), units)
     assert found.ends.tolist() == [2, 3]

@@ -79,7 +79,7 @@ def test_killed_resumed_verified_and_exported(
     assert verified.returncode == 0, verified.stdout + verified.stderr
     certificate = json.loads((run_dir / "certificate.json").read_text())
     assert certificate["unit"].startswith("one unit (all records in whose keys the pattern")
-    exported = script("export.py", str(run_dir), "--out", str(tmp_path / "weights.safetensors"))
+    exported = script("export.py", str(run_dir), str(tmp_path / "exported"))
     assert exported.returncode == 0, exported.stderr
     logged = [json.loads(line) for line in (patients / "runs.jsonl").read_text().splitlines()]
     assert {line["unit"] for line in logged if "epsilon_budget" in line} == {certificate["unit"]}

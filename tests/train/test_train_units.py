@@ -29,6 +29,7 @@ from murmuration.train.audit.audit import charged_claim
 from murmuration.train.audit.canaries import CanaryBatches, Coordinates, toss
 from murmuration.train.audit.sightings import Sightings, WatchedEngine
 from murmuration.train.clip.engine import ClipEngine, Clipped
+from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import GradientSums
 from murmuration.train.private import PrivateCore
@@ -109,7 +110,8 @@ class RowByRow:
 
     def __init__(self, inner: ClipEngine) -> None:
         self.inner = inner
-        self.rule, self.precision, self.rows = inner.rule, inner.precision, 0
+        self.rule = inner.rule
+        self.precision: Precision = inner.precision
 
     def prepare(self, model: nn.Module) -> None:
         self.inner.prepare(model)

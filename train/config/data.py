@@ -92,11 +92,14 @@ class ShardData(Section):
         "(patient_id), or key:PATTERN, those in whose keys a regular expression finds the same. null: each record. The "
         "index must know it (prepare.py index --unit); n, expected_batch and the draws then count units.",
     )
-    rows_per_unit: int = Field(
-        default=1, gt=0, description="The most records of a unit that one step takes, chosen anew by key in each step."
+    rows_per_unit: int | None = Field(
+        default=None,
+        gt=0,
+        description="The most records of a unit that one step takes, chosen anew by key in each step; null: one.",
     )
-    unit_reduce: Literal["mean", "sum"] = Field(
-        default="mean", description="What becomes of the losses of a unit's records, before its gradient is clipped."
+    unit_reduce: Literal["mean", "sum"] | None = Field(
+        default=None,
+        description="What becomes of the losses of a unit's records before its gradient is clipped; null: their mean.",
     )
     expected_units: int | None = Field(
         default=None, gt=0, description="With `unit`, in place of expected_records: n where the data are not available."
@@ -106,7 +109,8 @@ class ShardData(Section):
     @model_validator(mode="after")
     def _of_units(self) -> ShardData:
         if self.unit is None:
-            if odd := sorted({"rows_per_unit", "unit_reduce", "expected_units"} & self._set_otherwise()):
+            alone = ("rows_per_unit", "unit_reduce", "expected_units")
+            if odd := [name for name in alone if getattr(self, name) is not None]:
                 raise ValueError(f"{', '.join(odd)} needs `unit`, which names what is protected; add it, or drop that")
             return self
         if (fault := fault_of_name(self.unit)) is not None:
@@ -116,9 +120,6 @@ class ShardData(Section):
         if self.expected_records is not None:
             raise ValueError("with `unit`, n counts units; give their number as expected_units, not expected_records")
         return self
-
-    def _set_otherwise(self) -> set[str]:
-        return {name for name, each in type(self).model_fields.items() if getattr(self, name) != each.default}
 
     @model_validator(mode="after")
     def _by_node_or_by_share(self) -> ShardData:

@@ -227,7 +227,7 @@ class Phase(Section):
     @property
     def rows_of_a_slot(self) -> int:
         """How many rows a micro-batch computes for each of its records, or units."""
-        records = self.data.rows_per_unit if isinstance(self.data, ShardData) else 1
+        records = (self.data.rows_per_unit or 1) if isinstance(self.data, ShardData) else 1
         return records if self.privacy is None else records * self.privacy.views
 
     @property

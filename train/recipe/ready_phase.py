@@ -396,7 +396,7 @@ def unit_of(phase: Phase) -> Unit | None:
     data = phase.data
     if not isinstance(data, ShardData) or data.unit is None:
         return None
-    return Unit(data.unit, data.rows_per_unit, data.unit_reduce)
+    return Unit(data.unit, data.rows_per_unit or 1, data.unit_reduce or "mean")
 
 
 def make_plan(
