@@ -88,15 +88,20 @@ class SyntheticRecords:
             inputs = {**inputs, ROW_SHARE: torch.full((size * self.rows,), 1 / self.rows)}
         return MicroBatch(inputs, present)
 
-    def scaled(self, inputs: dict[str, Tensor], factor: float) -> Iterator[dict[str, Tensor]]:
-        """The inputs, with those of the first record multiplied by the factor: all of its rows; of several also the
-        last one by itself."""
-        floating = [name for name, tensor in inputs.items() if tensor.is_floating_point() and name != ROW_SHARE]
-        for rows in (slice(0, self.rows), slice(self.rows - 1, self.rows))[: self.rows]:
-            scaled = {name: inputs[name].clone() for name in (floating if self.hostile is None else self.hostile)}
+    def scaled(self, inputs: dict[str, Tensor], factor: float) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """The inputs, with those of the first record multiplied by the factor: in all of its rows; and, where it has
+        several, in its last row alone. With words for which of them."""
+        names = self.hostile
+        if names is None:
+            names = [name for name, tensor in inputs.items() if tensor.is_floating_point() and name != ROW_SHARE]
+        places = {"": slice(0, self.rows)}
+        if self.rows > 1:
+            places[", in one row"] = slice(self.rows - 1, self.rows)
+        for where, rows in places.items():
+            scaled = {name: inputs[name].clone() for name in names}
             for tensor in scaled.values():
                 tensor[rows] = tensor[rows] * factor
-            yield {**inputs, **scaled}
+            yield where, {**inputs, **scaled}
 
 
 def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> MicroBatch:

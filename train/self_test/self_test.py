@@ -194,11 +194,10 @@ def _hostile(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, records
     base, _ = clipped_totals(clip, engine.model, batch.inputs, without, engine.shapes)
     moves = {}
     for name, value in HOSTILE.items():
-        moves[name] = 0.0
-        for inputs in records.scaled(batch.inputs, value):
+        for where, inputs in records.scaled(batch.inputs, value):
             moved, _ = clipped_totals(clip, engine.model, inputs, batch.present, engine.shapes)
             distance = _norm(moved[k].double() - base[k].double() for k in base) / clip.rule.sensitivity
-            moves[name] = max(moves[name], distance) if math.isfinite(distance) else math.inf
+            moves[name + where] = distance
     for name, distance in moves.items():
         if not distance <= 1.0:
             raise SelfTestError(f"a hostile record ({name}) moved the sum by {distance:.3f}·C; clipping does not hold")
