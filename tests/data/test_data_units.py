@@ -6,9 +6,12 @@ import io
 import json
 import random
 import tarfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.index.units import DIGESTS, FACTS, OF, RECORDS, STARTS, UnitTable
 from murmuration.data.store.place import ShardError
+from tests.data.test_data_index_remote import Quiet
 
 BY = "patient_id"
 KEY = b"k" * 32
@@ -211,3 +215,18 @@ def test_records_of_a_large_unit_are_chosen_by_key_and_evenly(tmp_path: Path) ->
     assert len(counted) == 12
     other = [found.chosen(1, b"o" * 32, step, 4).tolist() for step in range(20)]
     assert other != [found.chosen(1, KEY, step, 4).tolist() for step in range(20)]
+
+
+def test_remote_shards_give_the_same_units(tmp_path: Path) -> None:
+    owners = [["a", "b"], ["b", "c", "a"]]
+    folder = write_shards(tmp_path / "shards", owners)
+    near = table(folder)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        pattern = f"http://127.0.0.1:{server.server_port}/{{000000..000001}}.tar"
+        far = open_units(build(pattern, tmp_path / "index", wanted=Wanted(unit=BY, workers=1)), BY)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert as_lists(far) == as_lists(near) == [[0, 4], [1, 2], [3]] and far.digest == near.digest

@@ -53,6 +53,7 @@ def of_patients(patients: Path) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+@pytest.mark.slow
 def test_killed_resumed_verified_and_exported(
     warm: WarmLauncher, launch: Make, of_patients: Callable[[dict[str, Any]], None], patients: Path, tmp_path: Path
 ) -> None:

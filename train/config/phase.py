@@ -148,6 +148,8 @@ class Mixing(Section):
             raise ValueError("the data to mix in are not declared public; their gradients get no noise")
         if self.data.reading.node_shards is not None:
             raise ValueError("every rank reads all of the data to mix in; leave reading.node_shards out")
+        if isinstance(self.data, ShardData) and (self.data.rows_per_unit or self.data.unit_reduce):
+            raise ValueError("single records are mixed in; of units, `unit` alone, which says how the set is cut")
         if self.shape in ("cosine", "linear", "switch") and self.end is None:
             raise ValueError(f"shape {self.shape!r} needs `end`, the final alpha")
         if self.shape == "switch" and self.steps is None:
