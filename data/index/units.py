@@ -5,7 +5,7 @@ matched from the beginning of each record's key (webdataset's `__key__`; of sing
 `key:[^_]+` is what stands before the first `_`, `key:(.*)/` the folder. If the pattern has a group, the first group is
 the unit, otherwise all that matched.
 
-Units are numbered by their first record. Four private files (0600) lie beside the index, 40 bytes a record and 8 a unit
+Units are numbered by their first record. Four private files (0600) lie beside the index, 32 bytes a record and 8 a unit
 together: `unit_digests.npy` has 16 bytes for each record, a hash of the name of its unit, so that indexing continues
 without reading a shard twice; `unit_of.npy` the number of each record's unit; `unit_records.npy` the records sorted by
 unit; and `unit_starts.npy` where each unit's begin in it. `units.json` says what they are. n, the number of units, is a
