@@ -23,6 +23,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from murmuration.accounting.unit import KEY, fault_of_name
 from murmuration.data.progress import Progress
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def _pack(arguments: argparse.Namespace) -> int:
 
     if arguments.layout not in ("auto", *LAYOUTS):
         raise PackError(f"--layout {arguments.layout}: choose one of {', '.join(LAYOUTS)}")
+    if arguments.unit is not None and (arguments.unit.startswith(KEY) or fault_of_name(arguments.unit) is not None):
+        raise PackError(f"--unit {arguments.unit!r}: the index cannot name units by this; rename the column")
     columns = Columns(arguments.image, arguments.caption, arguments.label, arguments.unit)
     source = Source(arguments.source, arguments.table, arguments.layout, arguments.split, columns)
     classes = ClassList.read(arguments.classes) if arguments.classes is not None else None
