@@ -56,6 +56,12 @@ def html_page(certificate: dict[str, Any]) -> str:
     return template.html_page(HERE / "certificate.html.jinja", sections=_sections(printable_leaves(certificate)))
 
 
+def pages(certificate: dict[str, Any]) -> dict[str, bytes]:
+    """The files for people, by name. Lone surrogates, which file names may contain, are written as JSON writes them."""
+    texts = {"certificate.html": html_page(certificate), "certificate.md": markdown(certificate)}
+    return {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()}
+
+
 def html_sections(certificate: dict[str, Any]) -> str:
     """The same content as part of another page, which has its own title above it."""
     sections = _sections(printable_leaves(certificate))
@@ -127,14 +133,19 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
             )
     if certificate.get("model"):
         lines.append(f"model: {certificate['model']}")
-    if certificate.get("dates"):
-        lines.append(f"date: the run was last started on {certificate['dates']['last_start']} (UTC)")
+    lines += _dates(certificate.get("dates") or {})
     for phase in certificate["phases"]:
         if units := (phase.get("plan") or {}).get("units"):
             added = contribution_in_words(Unit(**units))
             lines.append(f"n in {phase['name']} counts units; what a unit adds to a step is {added}, clipped as one")
     lines += [f"unit: {certificate['unit']}", f"neighbours: {certificate['adjacency']}"]
     return [*lines, f"mechanism: {certificate['mechanism']}"]
+
+
+def _dates(dates: dict[str, Any]) -> list[str]:
+    told = [f"{name} started on {dates[key]}" for name, key in (("first", "first_start"), ("last", "last_start"))
+            if key in dates]  # fmt: skip
+    return [f"date: the run was {', '.join(told)} (UTC)"] if told else []
 
 
 def _phase_table(certificate: dict[str, Any]) -> list[list[str]]:

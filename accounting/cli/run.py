@@ -52,7 +52,7 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     elif verdict.delta is not None:
         lines.append("there is no certificate yet")
     if arguments.witness is not None:
-        lines.append("every head that the witness recorded is a line of this ledger")
+        lines.append("every head that the witness recorded is a line of this ledger, or lost, declared and charged")
     if verdict.attached is not None:
         lines += verdict.attached.checked
         lines += [f"not checked: {sentence}" for sentence in verdict.attached.unchecked]
@@ -116,6 +116,8 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
             f"--records-per-person counts records, but this run protects {asked.unit}, however many records that has; "
             "its certificate has the rows for a person with several units"
         )
+    if asked.correlated:
+        raise PlanError("--records-per-person: with correlated noise nothing is proved for several records of a person")
     if asked.events is None:
         raise PlanError(f"--records-per-person needs the steps that were made, but was given {asked.holds_for}")
     events, delta = asked.events, asked.delta
@@ -139,6 +141,7 @@ class Asked(NamedTuple):
     objection: str | None
     events: list[Event] | None
     holds_for: str
+    correlated: bool = False
     unit: str = RECORD
 
 
@@ -171,7 +174,9 @@ def _of_run(arguments: argparse.Namespace) -> Asked:
     history, _ = History.read(folder / "ledger.jsonl")
     events, holds_for = claimed_events(history, finished=verdict.claimed is not None)
     objection = printable(verdict.objection) if verdict.objection else None
-    return Asked(spent, history.claimed_delta(), objection, events, holds_for, unit_in_words(history.unit))
+    correlated = any(plan.bands > 1 for plan in history.plans.values())
+    unit = unit_in_words(history.unit)
+    return Asked(spent, history.claimed_delta(), objection, events, holds_for, correlated, unit)
 
 
 def _shown(found: dict[str, Any], delta: float) -> str:

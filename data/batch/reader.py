@@ -21,7 +21,7 @@ from murmuration.data.batch.slot_rows import SlotRows, UnitRecords, UnitReduce
 from murmuration.data.decode.augment import Augment, caption_choice, drop_key, mask_noise, require_known
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.decode import SUFFIXES, BadRecord, parsing
-from murmuration.data.decode.fields import captions_of, numbers_of, right_classes
+from murmuration.data.decode.fields import captions_of, classes_listed, numbers_of, right_classes
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
 from murmuration.data.draw.micro_batch import (
@@ -56,10 +56,12 @@ class DataSpec:
     drop_keys: bool = False  # `drop_key`, for a model that drops units
     labels: tuple[str, ...] = ()  # integer fields of the record's .json; `cls` is its .cls or class folder
     target: str | None = None  # one of `labels`: the classifier's target, passed on as "labels"
+    listed: str | None = None  # in place of `target`: a field that lists classes, "labels" then has 0 or 1 for each
     weight: str | None = None  # a number in the record's .json, passed on as WEIGHT
     classes: int = 0  # > 0: a record whose target is not in 0..classes-1 is bad
     class_list: ClassList | None = field(default=None, repr=False)  # numbers for the names that a .cls may contain
     right_classes: int = field(default=0, repr=False)  # > 0: RIGHT_CLASSES, with that many columns; for measurements
+    pictures: bool = field(default=True, repr=False)  # False: texts alone; each picture is black, and nothing decoded
     image_suffixes: tuple[str, ...] = SUFFIXES
     text_suffix: str = "txt"
     mean: Channels = IMAGENET_MEAN
@@ -73,6 +75,8 @@ class DataSpec:
             raise ValueError(f"target '{self.target}' must be one of the labels, and no other may be called '{TARGET}'")
         if self.classes < 0:
             raise ValueError(f"{self.classes} classes: at least 1, or 0 for any number")
+        if self.listed is not None and (self.target is not None or not self.classes):
+            raise ValueError("a record lists several of a number of classes, or has one as its target")
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class _Parts:
     tokens: list[list[int]]
     """For each view."""
     labels: list[int]
+    listed: list[int]
     weight: float
     right: list[int]
 
@@ -100,6 +105,7 @@ class _Rows:
             "pixels": zeros(count, spec.image_size, spec.image_size, 3, dtype=torch.uint8),
             "tokens": zeros(count, text_length, dtype=torch.int64),
             "labels": zeros(len(spec.labels), count, dtype=torch.int64),
+            "listed": zeros(count, spec.classes if spec.listed is not None else 0, dtype=torch.bool),
             "right": zeros(count, spec.right_classes, dtype=torch.bool),
             "noise": zeros(count, spec.mask_patches, dtype=torch.float32),
             "drop_keys": zeros(count, dtype=torch.int64),
@@ -159,7 +165,8 @@ class BatchReader:
         else:
             source = source or open_source(index, reading)
             self._records = ShardReader(index, source, cancelled=self._cancelled)
-        self._processes = DecodePool(pictures, reading.workers, reading.limits) if reading.workers else None
+        decoding = reading.workers and spec.pictures
+        self._processes = DecodePool(pictures, reading.workers, reading.limits) if decoding else None
         self._pictures = pictures
         self.in_flight = threads = reading.in_flight
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="records") if threads > 1 else None
@@ -213,6 +220,7 @@ class BatchReader:
         for view, tokens in enumerate(parts.tokens):
             row = place * self.slot_rows.views + view
             rows["tokens"][row], rows["labels"][:, row], rows["weights"][row] = tokens, parts.labels, parts.weight
+            rows["listed"][row, parts.listed] = True
             if parts.right:
                 rows["right"][row, parts.right] = True
             if self.spec.mask_patches:
@@ -238,6 +246,8 @@ class BatchReader:
             inputs[RIGHT_CLASSES] = tensors["right"]
         for column, name in enumerate(spec.labels):
             inputs[TARGET if name == spec.target else name] = tensors["labels"][column]
+        if spec.listed is not None:
+            inputs[TARGET] = tensors["listed"]
         return inputs
 
     def close(self) -> None:
@@ -272,7 +282,7 @@ class BatchReader:
 
     def _prepare(self, members: dict[str, bytes], record: int, step: int, pixels: np.ndarray) -> _Parts:
         suffix = next((suffix for suffix in self.spec.image_suffixes if suffix in members), None)
-        if suffix is None:
+        if suffix is None and self.spec.pictures:
             raise BadRecord(f"no image: the record contains {sorted(members)}")
         # The cheap parts first: a record without a caption needs no decoding. The picture last: once it is in its slot,
         # nothing can go wrong any more.
@@ -280,11 +290,14 @@ class BatchReader:
         with parsing("the caption or a number cannot be read"):
             tokens = self._tokens(members, record, step)
             labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight, spec.class_list)
-        if self._processes is not None:
+            listed = [] if spec.listed is None else classes_listed(members, spec.listed, spec.classes, spec.class_list)
+        if suffix is None or not spec.pictures:
+            pass
+        elif self._processes is not None:
             self._processes.make(members[suffix], step, record, pixels)
         else:
             np.copyto(pixels, self._pictures.make(members[suffix], step, record))
-        return _Parts(tokens, labels, weight, right_classes(members) if spec.right_classes else [])
+        return _Parts(tokens, labels, listed, weight, right_classes(members) if spec.right_classes else [])
 
     def _tokens(self, members: dict[str, bytes], record: int, step: int) -> list[list[int]]:
         """For each view, one of several captions, chosen by key; without a key, as in measurements, the first."""

@@ -366,6 +366,11 @@ class FolderIndex:
         """What the units are named by whose records are excluded together; empty if records are on their own."""
         return self._kept.excluded_by
 
+    @property
+    def pinned(self) -> bool:
+        """Whether contents are compared at every read, and not sizes alone."""
+        return self._digests is not None
+
     def left_out(self, record: int) -> bool:
         return self._kept.left_out(record)
 

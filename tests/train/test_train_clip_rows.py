@@ -202,6 +202,20 @@ def test_shares_that_are_lost_or_mixed_up_are_found(fault: str, monkeypatch: pyt
         assert seen.losses.tolist() == pytest.approx([unit.loss for unit in units])
 
 
+def test_a_model_that_averages_the_rows_itself_is_refused() -> None:
+    """In which order it did so could not be told."""
+
+    class Averaging(torch.nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs["x"]).view(2, -1).mean(1)
+
+    inputs = {"x": torch.randn(6, 4), ROW_SHARE: torch.full((6,), 1 / 3)}
+    for engine in ENGINES:
+        model = Averaging(4, 1)
+        with pytest.raises((ClipError, RuntimeError), match=r"for \d rows|invalid"):
+            summed(prepared(engine, rule_of("flat", 1.0), model), model, [(inputs, torch.ones(2, dtype=torch.bool))])
+
+
 def test_a_stretch_has_as_many_rows_as_one_of_records_with_one_row() -> None:
     """What rounding may add is bounded by the rows that one fp32 product adds up."""
     for records, rows in ((300, 1), (300, 4), (5, 16), (3, 500)):

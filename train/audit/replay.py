@@ -32,6 +32,7 @@ from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.key_chain import KeyChain, PhaseKeys
 from murmuration.accounting.keys import Derive, RunKey
 from murmuration.accounting.ledger.chain import Ledger
+from murmuration.accounting.ledger.facts import CorrelationFact
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import KEYED
 from murmuration.accounting.plan import ACCURACY, PrivacyPlan
@@ -161,6 +162,9 @@ class RecordedNoise:
     @property
     def grid(self) -> float:
         return self._inner.grid
+
+    def correlation(self, step: int) -> CorrelationFact | None:
+        return self._inner.correlation(step)
 
     def prepare(self, step: int) -> None:
         self._inner.prepare(step)
@@ -387,6 +391,9 @@ def _audited(config: Config) -> ReadyPhase:
     if phase.settings.privacy.clip.adaptive is not None:
         where = f"phases.{phase.number}"
         raise RecipeError(f"a replay holds C fixed; give --set {where}.privacy.clip.adaptive=null")
+    if phase.settings.privacy.noise is not None:
+        where = f"phases.{phase.number}"
+        raise RecipeError(f"a replay measures independent noise alone; give --set {where}.privacy.noise=null")
     return phase
 
 

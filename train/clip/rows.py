@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from murmuration.data.draw.micro_batch import ROW_SHARE
+from murmuration.train.clip.rule import ClipError
 
 Losses = Callable[[dict[str, Tensor]], Tensor]
 
@@ -22,8 +23,10 @@ def slot_losses(model: Losses, inputs: Mapping[str, Tensor], slots: int) -> Tens
     rest = dict(inputs)
     share = rest.pop(ROW_SHARE, None)
     losses = model(rest)
-    if share is None or losses.shape != share.shape:  # the caller says what is wrong with a shape
+    if share is None:
         return losses
+    if losses.shape != share.shape:
+        raise ClipError(f"the model returned losses of shape {list(losses.shape)} for {len(share)} rows; give one each")
     return torch.where(share > 0, losses * share, 0.0).view(slots, -1).sum(1)
 
 

@@ -105,8 +105,9 @@ def rows_of(phase: ReadyPhase, found: Findings) -> Iterator[tuple[str, str]]:
         sizes = Counter(phase.units.sizes.tolist())
         yield "units", f"{phase.n:,} by {phase.units.by!r}, of {_range(sizes)} records; drawn and protected as one"
     yield "usable", _share(found.usable, read)
-    yield "picture", _share(found.pictures, read)
-    if found.sides:
+    if phase.settings.objective != "text":
+        yield "picture", _share(found.pictures, read)
+    if found.sides and phase.settings.objective != "text":
         size = phase.shape.image_size
         small = _share(sum(count for side, count in found.sides.items() if side < size), found.sides.total())
         yield "shorter side", f"{_range(found.sides)} pixels; {small} are smaller than the model's {size}"
@@ -116,7 +117,8 @@ def rows_of(phase: ReadyPhase, found: Findings) -> Iterator[tuple[str, str]]:
         yield "tokens", f"{_range(found.lengths)} per caption, with start and end; {cut}"
         yield "unknown", f"{_share(found.unknown, found.words)} tokens"
     if phase.settings.label is not None:
-        yield "label", f"{_share(found.labels.total(), read)} have a number under {phase.settings.label!r}"
+        what = "a list of known classes" if phase.settings.multi_label else "a number"
+        yield "label", f"{_share(found.labelled, read)} have {what} under {phase.settings.label!r}"
         yield from _histogram(phase, found)
     for number, remark in enumerate(remarks(found.census)):
         yield "" if number else "names", remark

@@ -142,7 +142,7 @@ MicroBatchRows = Annotated[
 ]
 
 
-def _unset(data: Data, *names: str) -> dict[str, bool]:
+def _unset_of(data: Data, *names: str) -> dict[str, bool]:
     """What a section of data leaves unset, of these settings and of those about units, none of which always existed."""
     unset = [name for name in names if getattr(data, name, None) is None]
     if getattr(data, "unit", None) is None:
@@ -184,6 +184,22 @@ class Config(Section):
         given = self.train_micro_batch_size_per_gpu
         assert given != "auto", "a command settles it before anything is computed"
         return given
+
+    @model_validator(mode="after")
+    def _texts_and_language_models(self) -> Config:
+        reads_texts = self.model.family == "gpt2"
+        for phase in self.phases:
+            if (phase.objective == "text") != reads_texts:
+                raise ValueError(
+                    f'phase {phase.name!r} has objective "{phase.objective}" and model.family is '
+                    f'"{self.model.family}"; family "gpt2" and objective "text" belong together'
+                )
+        if reads_texts and self._shards_weights():
+            raise ValueError(
+                "a language model uses one table as embedding and as head, which was not tried on weights that ZeRO-3 "
+                "and FSDP2 shard; use DeepSpeed at another stage, or the local engine"
+            )
+        return self
 
     @model_validator(mode="after")
     def _phases_fit(self) -> Config:
@@ -234,6 +250,16 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _several_labels_fit(self) -> Config:
+        several = next((phase.name for phase in self.phases if phase.multi_label), None)
+        if several is not None and self.model.classify_loss != "sigmoid":
+            raise ValueError(
+                f"phase {several!r} has data.multi_label, and the softmax loss takes one class per record; set "
+                "model.classify_loss to 'sigmoid'"
+            )
+        return self
+
     def _shards_weights(self) -> bool:
         return self.run.engine == "fsdp2" or (self.run.engine == "deepspeed" and self.zero_optimization.stage == 3)
 
@@ -276,17 +302,13 @@ class Config(Section):
             watched |= {"resize": True, "crop": True}
         out["evaluation"] = watched if watches else True
         out["monitor"] = True
-        # A run that began before these settings existed has no weight, bound or share, one view, and rates of 0: they
-        # are left out, so that such a run can continue.
-        if self.phases[phase].optimizer.params.gradient_norm is None:
-            out["optimizer"] = {"params": {"gradient_norm"}}
-        if (privacy := self.phases[phase].privacy) is not None:
-            out["privacy"] = {"release": {"__all__": {"share"}}} if privacy.held_out is None else {}
-            out["privacy"] |= {"views": True} if privacy.views == 1 else {}
+        out |= _unset(self.phases[phase])
         data = self.phases[phase].data
-        out["data"] = places | _unset(data, "weight", "take_head")
+        out["data"] = places | _unset_of(data, "weight", "take_head")
+        if not self.phases[phase].multi_label:
+            out["data"] |= {"multi_label": True}
         if (mixing := self.phases[phase].mixing) is not None:
-            out["mixing"] = {"data": places | _unset(mixing.data, "weight")}
+            out["mixing"] = {"data": places | {"multi_label": True} | _unset_of(mixing.data, "weight")}
         own = self.phases[phase].model_dump(exclude=out)
         without = {name for name in ("drop_path", "dropout") if not getattr(self.model, name)}
         # Of earlier versions, that had only encoders of ours; and a folder's path says nothing beside its config.
@@ -306,6 +328,21 @@ class Config(Section):
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
+def _unset(phase: Phase) -> dict[str, Any]:
+    """Settings that a run from before they existed does not have: unset, they are left out of a phase's identity, so
+    that such a run can continue."""
+    out: dict[str, Any] = {}
+    if phase.optimizer.params.gradient_norm is None:
+        out["optimizer"] = {"params": {"gradient_norm"}}
+    if (privacy := phase.privacy) is not None:
+        out["privacy"] = {"release": {"__all__": {"share"}}} if privacy.held_out is None else {}
+        out["privacy"] |= {"views": True} if privacy.views == 1 else {}
+        out["privacy"] |= {"noise": True} if privacy.noise is None else {}
+    if phase.head is None:
+        out["head"] = True
+    return out
+
+
 def json_schema() -> dict[str, Any]:
     """For editors; checked in as ds_configs/schema.json, which a test compares with this."""
     schema = Config.model_json_schema(by_alias=True)
@@ -316,6 +353,8 @@ def json_schema() -> dict[str, Any]:
         sources = {schema["$defs"][ref.rpartition("/")[2]]["properties"]["source"]["const"]: ref for ref in named}
         data["discriminator"] = {"propertyName": "source", "mapping": sources}
     phase = schema["$defs"]["Phase"]
+    # Which load.py takes for classify with trainable statistics.
+    phase["properties"]["objective"]["enum"].append("head")
     # A phase that only loads weights takes the objective of the next one (load.py).
     phase["required"].remove("objective")
     phase["if"] = {"properties": {"data": {"properties": {"source": {"const": "checkpoint"}}, "required": ["source"]}}}

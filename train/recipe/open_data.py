@@ -22,6 +22,7 @@ from murmuration.data.synthetic.index import SyntheticIndex
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.settings import Shape
 from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
+from murmuration.train.config.phase import TEXTUAL
 from murmuration.train.config.root import Phase
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.labels import class_filter, leave_out
@@ -70,6 +71,10 @@ def open_records(
     _refuse_coupled(index, data, where)
     units = open_units(index, data, where)
     _check_expected(index, units, data, where)
+    if phase.objective == "text" and isinstance(index, FolderIndex):
+        raise RecipeError(
+            f"{where}.path has single images, and objective 'text' reads texts; put these into tar shards, as .txt"
+        )
     if phase.objective == "caption" and isinstance(index, FolderIndex):
         raise RecipeError(
             f"{where}.path has single images, which have no captions; train with objective 'mae', or put images "
@@ -154,7 +159,7 @@ def refuse_plain_http(index: RecordIndex, where: str) -> None:
 
 def open_text(phase: Phase, shape: Shape, where: str) -> TextEncoder | None:
     tokenizer = phase.tokenizer
-    if phase.objective != "caption" or tokenizer is None:
+    if phase.objective not in TEXTUAL or tokenizer is None:
         return None
     try:
         text = TextEncoder(tokenizer, shape.text_length)

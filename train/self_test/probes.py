@@ -10,6 +10,7 @@ from torch import Tensor
 
 from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch
 from murmuration.model.drop import DROP_KEY
+from murmuration.model.record_weight import RECORD_WEIGHT
 from murmuration.model.settings import Shape
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.base import OptimizerShard
@@ -74,8 +75,10 @@ class SyntheticRecords:
 
     @staticmethod
     def of(shape: Shape, objective: str, rows: int = 1) -> SyntheticRecords:
+        # A text is whole numbers; what can make its loss hostile is the number that multiplies it.
+        hostile = RECORD_WEIGHT if objective == "text" else "images"
         made = lambda size, seed: synthetic_batch(shape, objective, size, seed).inputs  # noqa: E731
-        return SyntheticRecords(made, ("images",), rows)
+        return SyntheticRecords(made, (hostile,), rows)
 
     @property
     def alone(self) -> SyntheticRecords:
@@ -114,6 +117,8 @@ def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> Micro
         inputs["labels"] = torch.randint(0, shape.head.classes, (size,), generator=draw)
     else:
         inputs["tokens"] = torch.randint(1, shape.vocabulary, (size, shape.text_length), generator=draw)
+    if objective == "text":
+        inputs[RECORD_WEIGHT] = torch.ones(size)
     if shape.drops:
         inputs[DROP_KEY] = torch.randint(-(1 << 63), (1 << 63) - 1, (size,), generator=draw)
     return MicroBatch(inputs, torch.ones(size, dtype=torch.bool))

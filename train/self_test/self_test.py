@@ -236,10 +236,17 @@ def _measured_sigma(drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks:
     parts = ranks.gather((sum(v.numel() for v in values), sum(float(v.square().sum()) for v in values)))
     count, squares = sum(part[0] for part in parts), sum(part[1] for part in parts)
     measured = math.sqrt(squares / max(1, count)) * noise.divisor / clip.rule.sensitivity
+    measured *= noise.std / _added_std(noise, len(drawn))
     planned = noise.std / clip.rule.sensitivity
     if not abs(measured - planned) <= SIGMA_TOLERANCE * planned:
         raise SelfTestError(f"the noise has sigma = {measured:.4f} where {planned:.4f} is planned")
     return measured
+
+
+def _added_std(noise: Noise, steps: int) -> float:
+    """The planned deviation of what the empty steps add: that of single draws, unless draws are combined."""
+    facts = [noise.correlation(step) for step in range(1, steps + 1)]
+    return math.sqrt(sum((noise.std if fact is None else fact.added) ** 2 for fact in facts) / steps)
 
 
 def _streams_differ(drawn: list[Capture], replicated: bool, ranks: Ranks) -> None:
