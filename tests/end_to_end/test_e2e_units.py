@@ -16,6 +16,7 @@ from murmuration.accounting.ledger.history import History
 from murmuration.data.index.exclusions import FACTS, IDS, Exclusions
 from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex
+from murmuration.train.storage.run_dir import whole_lines
 from tests.support.launching import ROOT, Launch, environment
 from tests.support.runs import TOY_STEPS, account, different, final_weights, toy
 from tests.support.warm import WarmLauncher
@@ -82,7 +83,7 @@ def test_killed_resumed_verified_and_exported(
     assert certificate["unit"].startswith("one unit (all records in whose keys the pattern")
     exported = script("export.py", str(run_dir), str(tmp_path / "exported"))
     assert exported.returncode == 0, exported.stderr
-    logged = [json.loads(line) for line in (patients / "runs.jsonl").read_text().splitlines()]
+    logged = whole_lines(patients / "runs.jsonl")
     assert {line["unit"] for line in logged if "epsilon_budget" in line} == {certificate["unit"]}
     bad = {**certificate, "unit": "one record (an image, or an image with its caption)"}
     (run_dir / "certificate.json").write_text(json.dumps(bad))
