@@ -23,7 +23,7 @@ from tests.support.warm import WarmLauncher
 
 Make = Callable[..., tuple[Launch, Path]]
 PATIENT = r"key:0*(\d{1,2})"
-"""The first digits of a record's number: 99 patients, most of whom have several records, up to 21."""
+"""The first digits of a record's number: 100 patients, of whom half have one record and half have eleven."""
 
 
 def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -152,4 +152,5 @@ def test_a_dry_run_says_what_n_counts(
 
 def test_units_of_the_demo_are_uneven(patients: Path) -> None:
     sizes = open_units(ShardIndex.open(patients), PATIENT).sizes
-    assert sizes.max() > 10 and sizes.min() == 1 and len(np.unique(sizes)) > 2
+    assert len(sizes) == 100 and np.unique(sizes, return_counts=True)[1].tolist() == [50, 50]
+    assert sizes.min() == 1 and sizes.max() == 11
