@@ -207,7 +207,7 @@ def test_the_rule_of_a_step_is_that_of_its_late_micro_batches_too() -> None:
 def test_ranks_that_must_call_the_model_together_leave_nothing_open() -> None:
     model = Mixed()
     forward = PrivateForward(model, clip_of(model), defer=True)
-    forward.begin(CPU, partitioned=True)
+    forward.begin(CPU, ShardedSums(forward.shapes, whole(forward.shapes), Alone(CPU), micro_batch=8))
     forward(*BATCHES[1])
     assert not forward._unsettled
 
