@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -49,6 +48,13 @@ AGREEMENT = 1e-9
 WEIGHED_AT_ONCE = 1 << 20
 
 
+def micro_batches_per_window(micro_batch: int) -> int | None:
+    """How many micro-batches of so many slots are added to a window before it is sent; None: all of a step."""
+    if micro_batch > MOST_SLOTS:
+        return None
+    return int(((1 + 8 * (MOST_SLOTS / micro_batch)) ** 0.5 - 1) / 2)
+
+
 @dataclass(frozen=True)
 class _Parcel:
     """What is sent at once: stretches of the window in the order of the ranks that receive them."""
@@ -68,11 +74,11 @@ class ShardedSums:
         self._ranks, self._shapes = ranks, shapes
         self._limit = MOST_SLOTS if micro_batch <= MOST_SLOTS else None
         self._window = FlatSums(shapes, ranks.device, torch.float64 if self._limit is None else torch.float32)
+        self._parcels = _parcels(_held_by_all(shapes, fragments, ranks), self._window.places)
         self._fragments = {fragment.name: fragment for fragment in fragments}
         lengths = [fragment.length for fragment in fragments]
         self._totals = torch.zeros(sum(lengths), dtype=torch.float64, device=ranks.device)
         self._own = dict(zip(self._fragments, self._totals.split(lengths), strict=True))
-        self._parcels = _parcels(_held_by_all(shapes, fragments, ranks), self._window.places)
         self._waiting: tuple[str, Tensor] | None = None
         self._sent = torch.zeros(2, len(shapes), dtype=torch.float64, device=ranks.device)
         self._slots = self._slots_summed = 0
@@ -170,7 +176,7 @@ class ShardedSums:
         for number, name in enumerate(self._shapes):
             if (fragment := self._fragments.get(name)) is not None:
                 found[:, number] = _weighed(self._own[name], fragment.start, self._shapes[name].numel())
-        left = self._window.flat.count_nonzero().expand_as(found[0])
+        left = (self._window.flat.count_nonzero() + (self._waiting is not None)).expand_as(found[0])
         expected, size, found, left = self._ranks.add(torch.stack([*self._sent, found[0], left]))
         wrong = ~((found - expected).abs() <= AGREEMENT * size)
         self._reduced = True
@@ -260,16 +266,16 @@ def _parcels(every: list[list[tuple[str, int, int]]], places: Mapping[str, slice
     longest = max(sum(length for _, _, length in held) for held in every)
     parcels = [_Parcel() for _ in range(0, longest, at_once)]
     for held in every:
-        ends = list(accumulate(length for _, _, length in held))
-        for number, parcel in enumerate(parcels):
-            first, last = number * at_once, (number + 1) * at_once
-            size = 0
-            for (name, start, length), end in zip(held, ends, strict=True):
-                low, high = max(first, end - length), min(last, end)
-                if low < high:
-                    place = places[name].start + start - (end - length)
-                    parcel.stretches.append(slice(place + low, place + high))
-                    size += high - low
+        sizes, at = [0] * len(parcels), 0
+        for name, start, length in held:
+            first, end = places[name].start + start, places[name].start + start + length
+            while first < end:
+                number, filled = divmod(at, at_once)
+                taken = min(end - first, at_once - filled)
+                parcels[number].stretches.append(slice(first, first + taken))
+                sizes[number] += taken
+                first, at = first + taken, at + taken
+        for parcel, size in zip(parcels, sizes, strict=True):
             parcel.sizes.append(size)
     return parcels
 
