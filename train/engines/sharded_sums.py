@@ -104,6 +104,7 @@ class ShardedSums:
 
     # What clip engines call.
 
+    @torch.no_grad()
     def add(self, name: str, value: Tensor) -> None:
         """Waits for further values of the same parameter, so that the window is rounded once for all of them."""
         require_wide(name, value)
