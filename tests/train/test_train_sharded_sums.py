@@ -69,7 +69,8 @@ def summed(ranks: Any, micro_batches: int, change: Callable[[ShardedSums], objec
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_each_shard_gets_the_sum_of_all_ranks(world: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several windows, sent whole or a few elements at a time; some ranks hold nothing of a parameter."""
-    monkeypatch.setattr(sharded_sums, "SENT_AT_ONCE", at_once)
+    monkeypatch.setattr(sharded_sums, "RUNS", 1 << 20)
+    monkeypatch.setattr(sharded_sums, "SHORTEST_RUN", at_once)
     micro_batches = 2 * per_window(MICRO_BATCH) + 3
     exact = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for rank in range(world):

@@ -40,8 +40,9 @@ from murmuration.train.noise.update import UpdateError
 
 # ΣR above: how many slots the micro-batches of a window may have, those of earlier ones counted again with each later.
 MOST_SLOTS = int(WINDOW_ROUNDING / (4 * UNIT_ROUNDOFF))
-# Elements of all ranks' shards that are sent at once. While they are under way, those before them are added.
-SENT_AT_ONCE = 1 << 23
+# A window is sent in so many runs of elements, or fewer where they would be shorter than this. While one is under way,
+# the one before it is added: two runs are in memory twice each, which is a quarter of a byte per weight.
+RUNS, SHORTEST_RUN = 64, 1 << 20
 # Tolerance of fp64 sums over all elements of a parameter, relative to the sum of their absolute values.
 AGREEMENT = 1e-9
 # Elements weighted at a time.
@@ -263,7 +264,8 @@ def _held_by_all(
 
 def _parcels(every: list[list[tuple[str, int, int]]], places: Mapping[str, slice]) -> list[_Parcel]:
     """Cuts every rank's shard, in the order of its pieces, into equally many runs."""
-    at_once = max(1, SENT_AT_ONCE // len(every))
+    whole = sum(length for held in every for _, _, length in held)
+    at_once = max(1, max(SHORTEST_RUN, whole // RUNS) // len(every))
     longest = max(sum(length for _, _, length in held) for held in every)
     parcels = [_Parcel() for _ in range(0, longest, at_once)]
     for held in every:
