@@ -34,8 +34,11 @@ KEPT_AHEAD = 3
 class KeyChain:
     """The keys of one segment in memory, from a first step on; several threads may use it."""
 
-    def __init__(self, link: Link, guard: Callable[[bytes | bytearray], object] = lambda held: None) -> None:
-        """`guard` may lock the bytes that it is given into memory."""
+    def __init__(
+        self, link: Link, guard: Callable[[bytes | bytearray], object] = lambda held: None, together: int = 1
+    ) -> None:
+        """`guard` may lock the bytes that it is given into memory. `together`: how many steps use each other's keys."""
+        self._nearby = KEPT_AHEAD + together - 1
         self._segment, self._guard, self._lock = link.segment, guard, threading.Lock()
         self._first = link.step
         self._states: dict[int, bytearray] = {}
@@ -98,7 +101,7 @@ class KeyChain:
 
     def _tidy(self, step: int) -> None:
         """However rarely a run is saved, only what nearby steps need is kept; the rest follows from the first link."""
-        self._drop(lambda other: other != self._first and abs(other - step) > KEPT_AHEAD)
+        self._drop(lambda other: other != self._first and abs(other - step) > self._nearby)
 
     def _drop(self, condition: Callable[[int], bool]) -> None:
         for step in [each for each in self._states if condition(each)]:
@@ -142,6 +145,12 @@ def why_unusable(key: RunKey, segment: str, done: int, begun: bool) -> str | Non
     if chain.step > done + 1:
         return f"the keys of the steps up to {chain.step - 1} were forgotten, so none after step {done} can be repeated"
     return None
+
+
+def forgettable(done: int, together: int) -> int:
+    """The last step whose keys no step after `done` needs, where the steps of each block of `together` use each other's
+    keys: the noise of a step is then made of draws of its whole block so far."""
+    return done - done % together
 
 
 def enter(path: Path, segment: str, first: int, done: int, begun: bool) -> Link:

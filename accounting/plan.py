@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
+from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.errors import RunError
 from murmuration.accounting.typed import CLOSED
 
@@ -25,13 +26,19 @@ class PlanError(RunError, ValueError):
     """The numbers of a plan cannot give the promise; the message says which and what to change."""
 
 
-def threshold_for(records: int, expected_batch: float) -> int:
-    """K with q = K / 2^32 nearest to expected_batch / records."""
+def threshold_for(records: int, expected_batch: float, parts: int = 1) -> int:
+    """K with q = K / 2^32 nearest to expected_batch / records; times `parts`, where a step draws from one of them."""
     if records < 1:
         raise PlanError(f"a private phase needs at least one record, but the index has {records}")
     if not 0 < expected_batch <= records:
         raise PlanError(f"expected_batch must lie in (0, {records}], the number of records, but is {expected_batch:g}")
-    return min(RATE_DENOMINATOR, max(1, round(expected_batch / records * RATE_DENOMINATOR)))
+    rate = expected_batch / records * parts
+    if parts > 1 and rate > 1:
+        raise PlanError(
+            f"each of {parts} parts of the {records} records must hold the expected batch, {expected_batch:g}; use at "
+            f"most {math.floor(records / expected_batch)} bands"
+        )
+    return min(RATE_DENOMINATOR, max(1, round(rate * RATE_DENOMINATOR)))
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,12 @@ class PrivacyPlan:
     grid_growth: float = 0.0
     """Above 0 if and only if the noise is exact: sums are rounded to a grid before the noise, which may add this share
     of C (and of a metric's bound) to one record's effect. All noise multipliers are charged as that much smaller."""
+    banded: BandedNoise | None = None
+    """Set if the noise of the steps is correlated. Each step then draws from one part of the records, and `threshold`
+    is the one within that part."""
+    views: int = 1
+    """How often each drawn record is seen in a step. What is clipped is the mean gradient of its views, so that neither
+    C nor epsilon depends on it."""
 
     def __post_init__(self) -> None:
         # Plans from a ledger have them as JSON.
@@ -93,6 +106,8 @@ class PrivacyPlan:
             object.__setattr__(self, "adaptive", AdaptiveRule(**self.adaptive))
         if isinstance(self.stands_for, dict):
             object.__setattr__(self, "stands_for", StandIn(**self.stands_for))
+        if isinstance(self.banded, dict):
+            object.__setattr__(self, "banded", BandedNoise(**self.banded))
         self._require_sound_holdout()
         counted = [m.bound for m in self.metrics if m.name == METRIC]
         if counted != ([SENSITIVITY] if self.adaptive else []):
@@ -108,8 +123,11 @@ class PrivacyPlan:
         if self.records < 1 or self.steps < 1:
             raise PlanError(f"records and steps must be at least 1, but are {self.records} and {self.steps}")
         self._require_small()
+        self._require_plain_if_banded()
 
     def _require_small(self) -> None:
+        if self.views < 1:
+            raise PlanError(f"a record is seen in at least one view, not in {self.views}")
         if not 0 <= self.grid_growth <= GRID_GROWTH:
             raise PlanError(f"grid_growth must lie in [0, {GRID_GROWTH:g}], but is {self.grid_growth}")
         # delta = 1/n is the papers' usual choice, so it is allowed; anything above it protects nobody.
@@ -123,25 +141,54 @@ class PrivacyPlan:
         if self.held_out is not None and not (0 < self.held_out <= 0.5 and self.adaptive is None):
             raise PlanError(f"at most half of the records can be held out, with a fixed C: {self.held_out}")
 
+    def _require_plain_if_banded(self) -> None:
+        if self.banded is None:
+            return
+        if self.grid_growth:
+            raise PlanError(
+                "exact noise is whole numbers, and weighted sums of them are not; use other noise, or no bands"
+            )
+        if self.stands_for is not None:
+            raise PlanError("tan scales the independent noise of steps; leave banded noise out of the simulation")
+        if self.bands > min(self.records, self.steps):
+            raise PlanError(f"{self.bands} bands need as many records and steps, not {self.records} and {self.steps}")
+
+    @property
+    def bands(self) -> int:
+        """How many parts the records are dealt into, whose turns follow each other; 1 with independent noise."""
+        return 1 if self.banded is None else self.banded.bands
+
+    @property
+    def participations(self) -> int:
+        """The number of planned steps that may draw one record: the number of sampled Gaussian steps to account for."""
+        return -(-self.steps // self.bands)
+
     @property
     def sampling_rate(self) -> float:
-        """q, exactly: K / 2^32 has at most 33 bits and fits a double."""
+        """The rate at which a step draws the records whose turn it is, exactly: K / 2^32 has at most 33 bits and fits a
+        double. With independent noise it is q."""
         return self.threshold / RATE_DENOMINATOR
 
     @property
     def divisor(self) -> float:
         """The expected batch q·n: the constant by which every noised sum is divided."""
-        return self.sampling_rate * self.records
+        return self.sampling_rate * self.records / self.bands
 
     @property
-    def largest_batch(self) -> int:
-        """Expected batch plus 8.2 standard deviations and 23; more has probability below 1e-14 (Bernstein)."""
-        spread = math.sqrt(self.divisor * (1 - self.sampling_rate))
-        return min(self.records, math.ceil(self.divisor + 8.2 * spread + 23))
+    def added_noise(self) -> float:
+        """Noise on a step, in units of C: σ, or with correlated noise its root mean square over a block."""
+        return self.noise_multiplier * (1 if self.banded is None else self.banded.typical_spread)
+
+    @property
+    def accumulated_noise(self) -> float:
+        """Root mean square, over all steps, of the deviation of the noise added up so far, in units of C."""
+        gathered = math.sqrt((self.steps + 1) / 2) if self.banded is None else self.banded.accumulated(self.steps)
+        return self.noise_multiplier * gathered
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise on each element of the clipped sum; for the first C, if C adapts."""
+        """Standard deviation of each draw of noise, which with independent noise is that on each element of the clipped
+        sum; for the first C, if C adapts."""
         return self.noise_multiplier * self.clip_norm
 
     @property
@@ -163,9 +210,11 @@ class PrivacyPlan:
 
     def as_dict(self) -> dict[str, object]:
         value = asdict(self)
-        names = ("metrics", "adaptive", "stands_for", "held_out", "grid_growth")
+        names = ("metrics", "adaptive", "stands_for", "held_out", "grid_growth", "banded", "views")
         optional = {name: value.pop(name) for name in names}
         optional["metrics"] = list(optional["metrics"])
+        if self.views == 1:  # as in plans from before there was a choice
+            del optional["views"]
         return value | {name: part for name, part in optional.items() if part}
 
 

@@ -19,8 +19,11 @@ LEAST_SIGMA = 0.1
 
 def stand_in(plan: PrivacyPlan, scale: float) -> PrivacyPlan:
     """The plan of the cheap run. Its budget is what it will have spent at its last step."""
-    if plan.metrics or plan.adaptive:
-        raise PlanError("tan scales the noise of the gradient alone; leave released metrics and adaptive clipping out")
+    if plan.metrics or plan.adaptive or plan.banded:
+        raise PlanError(
+            "tan scales the independent noise of the gradient alone; leave released metrics, adaptive clipping and "
+            "banded noise out"
+        )
     sigma, batch = plan.noise_multiplier / scale, plan.divisor / scale
     if sigma < LEAST_SIGMA:
         most = math.floor(plan.noise_multiplier / LEAST_SIGMA * 100) / 100

@@ -2,7 +2,8 @@
 
 Each model runs in a process of its own, in which all engines share weights and are timed between non-private steps. A
 step is forward, backward and the addition to fp32 totals; noise and optimizer are not part of it. Without --quick: the
-published shapes, meant for a GPU (--device cuda --precision bf16).
+published shapes, meant for a GPU (--device cuda --precision bf16). With --views 4,16: the cost of several views of a
+record that are clipped as one, on the same number of rows.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=_names, default=[], help="default: the model's own; on GPU 8,32,128")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--views", type=_names, default=[], help="instead: views of a record that are clipped as one")
+    parser.add_argument("--rows", type=int, default=16, help="with --views: rows of a step; default 16")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(given)
 
@@ -73,7 +76,8 @@ def main(given: Sequence[str] | None = None) -> int:
 
 def _work(asked: argparse.Namespace, name: str, engines: list[str]) -> int:
     import clip_models
-    from clip_worker import Request, measure
+    import torch
+    from clip_worker import Request, environment, measure
 
     workloads = clip_models.QUICK if asked.quick else clip_models.SMOKE if asked.smoke else clip_models.FULL
     sizes = [int(size) for size in asked.micro_batches] or ([8, 32, 128] if asked.device == "cuda" else [])
@@ -81,6 +85,13 @@ def _work(asked: argparse.Namespace, name: str, engines: list[str]) -> int:
     workload = workloads[name]
     engines = asked.engines or [*engines, *workload.also]
     request = Request(name, engines, rounds, asked.device, asked.precision == "bf16", sizes)
+    if asked.views:
+        from clip_views import measure_views
+
+        views, device = [int(each) for each in asked.views], torch.device(asked.device)
+        found = measure_views(name, workload, views, asked.rows, rounds, device, request.bf16)
+        asked.worker.write_text(json.dumps(found | {"environment": environment(request)}))
+        return 0
     asked.worker.write_text(json.dumps(measure(name, workload, request)))
     return 0
 
@@ -101,11 +112,14 @@ def _in_own_process(given: list[str], name: str) -> dict[str, Any] | None:
 
 def _publish(results: list[dict[str, Any]], asked: argparse.Namespace) -> None:
     from clip_report import plot, table
+    from clip_views import views_table
 
+    if asked.views:
+        table = views_table
     everything = {"rows": [row for result in results for row in result["rows"]], "models": results}
     if asked.save:
         asked.save.write_text(json.dumps(everything, indent=1) + "\n")
-    if asked.plot and results:
+    if asked.plot and results and not asked.views:
         plot(results, asked.plot)
     print(json.dumps(everything, indent=1) if asked.json else table(results))
 

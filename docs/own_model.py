@@ -13,7 +13,7 @@ class Regression(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
 
-    def forward(self, inputs):  # one loss per record
+    def forward(self, inputs):  # one loss per record; with `views=K`, one for each of its rows
         return (self.layers(inputs["x"]).squeeze(1) - inputs["y"]).square()
 
 

@@ -19,27 +19,18 @@ HEAD_STD = 2e-5
 
 
 @dataclass(frozen=True)
-class FineTuneSettings:
-    """The defaults are ViP's; a set smaller than a batch is one batch, with the rate for its size."""
+class TrainingSettings:
+    """What all trainings of whole encoders share."""
 
     epochs: int = 100
     warmup: int = 5
+    """Epochs."""
     batch: int = 1024
     base_rate: float = 5e-4
     """Of a batch of 256."""
     layer_decay: float = 0.65
     weight_decay: float = 0.05
-    drop_path: float = 0.1
-    mixup: float = 0.8
-    cutmix: float = 1.0
-    erase: float = 0.25
-    smoothing: float = 0.1
-    rand_augment: str = "rand-m9-mstd0.5-inc1"
     seed: int = 0
-
-    def batch_of(self, records: int) -> int:
-        """Even, because mixing pairs each picture with another one."""
-        return max(2, min(self.batch, records) // 2 * 2)
 
     def rate(self, epoch: float, batch: int) -> float:
         """Of the uppermost layer, at a moment of the training, counted in epochs."""
@@ -53,6 +44,33 @@ class FineTuneSettings:
         return np.random.default_rng([self.seed, epoch]).permutation(records)
 
 
+@dataclass(frozen=True)
+class FineTuneSettings(TrainingSettings):
+    """The defaults are ViP's; a set smaller than a batch is one batch, with the rate for its size."""
+
+    drop_path: float = 0.1
+    mixup: float = 0.8
+    cutmix: float = 1.0
+    erase: float = 0.25
+    smoothing: float = 0.1
+    rand_augment: str = "rand-m9-mstd0.5-inc1"
+
+    def batch_of(self, records: int) -> int:
+        """Even, because mixing pairs each picture with another one."""
+        return max(2, min(self.batch, records) // 2 * 2)
+
+
+@dataclass(frozen=True)
+class DenseSettings(TrainingSettings):
+    """For detectors and segmenters, whose published trainings differ: the command has a default for each."""
+
+    channels: int = 256
+    """Of the pyramid's maps, and of what reads them."""
+
+    def batch_of(self, records: int) -> int:
+        return max(2, min(self.batch, records))
+
+
 def layer_of(name: str, depth: int) -> int:
     """0 for what comes before the first block, then the blocks, then what follows the last one."""
     if name.startswith("blocks."):
@@ -60,7 +78,7 @@ def layer_of(name: str, depth: int) -> int:
     return 0 if name.startswith(("cls_token", "pos_embed", "patch_embed.")) else depth + 1
 
 
-def groups_of(model: nn.Module, depth: int, settings: FineTuneSettings) -> list[dict[str, Any]]:
+def groups_of(model: nn.Module, depth: int, settings: TrainingSettings) -> list[dict[str, Any]]:
     """Parameter groups with the part `scale` of the rate and their decay."""
     found: dict[tuple[int, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():

@@ -31,7 +31,8 @@ class Rows:
     def take(self, places: np.ndarray) -> tuple[Tensor, Tensor]:
         """Features and labels of some of the rows. They are read in the order of the file, which is much faster."""
         ids = np.sort(self.ids[places])
-        return torch.from_numpy(np.array(self.features[ids])), torch.from_numpy(np.array(self.labels[ids]))
+        # A list of rows is a copy already; a second one would double what a batch takes.
+        return torch.from_numpy(np.asarray(self.features[ids])), torch.from_numpy(np.asarray(self.labels[ids]))
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """All rows in order, a bounded number at a time."""

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 MOST = 5
 """Places that are counted: top-1 to top-5."""
 TOP_1, TOP_5, REAL = "top_1", "top_5", "real"
-TITLES = {TOP_1: "top-1", TOP_5: "top-5", REAL: "ReaL"}
+MEAN_PRECISION = "mean_average_precision"
+"""Where a record may have any number of classes; see average_precision.py."""
+TITLES = {TOP_1: "top-1", TOP_5: "top-5", REAL: "ReaL", MEAN_PRECISION: "mean average precision"}
 """What people call them."""
 
 

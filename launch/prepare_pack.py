@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from murmuration.data.progress import Progress
 
 if TYPE_CHECKING:
-    from murmuration.data.pack.write import Packed
+    from murmuration.data.pack.write import Packed, Request
 
 
 def declare(commands: Any) -> None:
@@ -42,6 +42,14 @@ def declare(commands: Any) -> None:
     table.add_argument("--image", metavar="COLUMN", help="names of the images, below SOURCE (default: recognise)")
     table.add_argument("--caption", metavar="COLUMN", help="captions (default: recognise)")
     table.add_argument("--label", metavar="COLUMN", help="class names or numbers, which become .cls")
+    table.add_argument(
+        "--separator", metavar="TEXT",
+        help="an image may have any number of classes: what divides them in the cells of --label, such as '|' (those "
+        "of JSON and parquet may be lists); the list goes into the .json",
+    )  # fmt: skip
+    table.add_argument(
+        "--no-class", metavar="TEXT", help="with --separator: the cell that stands for no class, such as 'No Finding'"
+    )
     table.add_argument("--unit", metavar="COLUMN", help="whose image it is; stored in each record's .json")
     pack.add_argument(
         "--classes", type=Path, metavar="FILE",
@@ -51,6 +59,10 @@ def declare(commands: Any) -> None:
         "--hold-out", type=float, default=0.0, metavar="SHARE",
         help="put this share of the units (without --unit, of the images) into OUT-held-out",
     )  # fmt: skip
+    pack.add_argument(
+        "--window", nargs=2, type=float, metavar=("CENTRE", "WIDTH"),
+        help="which values of grey DICOM files are shown (default: each file's own first window)",
+    )  # fmt: skip
     pack.add_argument("--per-shard", type=int, default=1000, help="images in one tar file")
     pack.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="decoding processes (default: all cores)"
@@ -59,27 +71,34 @@ def declare(commands: Any) -> None:
 
 def _pack(arguments: argparse.Namespace) -> int:
     from murmuration.data.decode.class_list import ClassList
-    from murmuration.data.pack.columns import Columns
+    from murmuration.data.pack.columns import Columns, Several
+    from murmuration.data.pack.dicom import Window
     from murmuration.data.pack.layouts import LAYOUTS, Source, open_layout
     from murmuration.data.pack.row import PackError
     from murmuration.data.pack.write import Request, pack
 
     if arguments.layout not in ("auto", *LAYOUTS):
         raise PackError(f"--layout {arguments.layout}: choose one of {', '.join(LAYOUTS)}")
-    columns = Columns(arguments.image, arguments.caption, arguments.label, arguments.unit)
+    if arguments.separator is None and arguments.no_class is not None:
+        raise PackError("--no-class goes with --separator; name the text between two classes, such as '|'")
+    if arguments.separator is not None and not (arguments.separator and arguments.label):
+        raise PackError("--separator: name the text between two classes, such as '|', and their column with --label")
+    several = None if arguments.separator is None else Several(arguments.separator, arguments.no_class)
+    columns = Columns(arguments.image, arguments.caption, arguments.label, arguments.unit, several)
     source = Source(arguments.source, arguments.table, arguments.layout, arguments.split, columns)
     classes = ClassList.read(arguments.classes) if arguments.classes is not None else None
     request = Request(
-        arguments.out.absolute(), arguments.unit, arguments.hold_out, classes, arguments.per_shard, arguments.workers
-    )
+        arguments.out.absolute(), arguments.unit, arguments.hold_out, classes, arguments.per_shard, arguments.workers,
+        None if several is None else arguments.label, None if arguments.window is None else Window(*arguments.window),
+    )  # fmt: skip
     layout = open_layout(source)
     print(layout.told)
-    for line in _told(pack(layout, request, Progress("packing", "shards")), request.unit):
+    for line in _told(pack(layout, request, Progress("packing", "shards")), request):
         print(line)
     return 0
 
 
-def _told(packed: Packed, unit: str | None) -> list[str]:
+def _told(packed: Packed, request: Request) -> list[str]:
     from murmuration.data.pack.write import CLASSES, LEFT_OUT
 
     index, labels = packed.index, packed.labels
@@ -93,6 +112,11 @@ def _told(packed: Packed, unit: str | None) -> list[str]:
         lines.append(f"{packed.several} images have several captions; each step takes one of them by key")
     if labels.names:
         lines.append(f"{len(labels.names)} classes in {index.folder.parent / CLASSES}: name it as data.classes")
+    if request.listed is not None:
+        lines.append(
+            f"each .json lists its classes as {request.listed!r}: name it as data.label, with data.multi_label (init: "
+            "--label and --multi-label)"
+        )
     if labels.from_rows:
         lines.append(
             "these class names were taken from the records; if the records are private, give a public list with "
@@ -102,9 +126,10 @@ def _told(packed: Packed, unit: str | None) -> list[str]:
         lines.append(
             f"labels outside the list of classes: {labels.outside}; where a run needs one they are bad records"
         )
-    if unit is not None:
+    if request.unit is not None:
         lines.append(
-            f"{packed.units} units, each record's in its .json as {unit!r}; n and ε still count records, not units"
+            f"{packed.units} units, each record's in its .json as {request.unit!r}; n and ε still count records, not "
+            "units"
         )
     if packed.left_out:
         counted = ", ".join(f"{count} × {reason}" for reason, count in packed.left_out.most_common())

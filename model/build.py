@@ -18,13 +18,14 @@ from murmuration.model.body import Body
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier, TransformerClassifier
 from murmuration.model.encoder import Encoder, PatchProjection
+from murmuration.model.language_model import LanguageModel
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.named_models import NamedCaptioner, NamedClassifier
 from murmuration.model.settings import ModelSettings, SettingsError, Shape
 
-Objective = Literal["mae", "caption", "classify"]
-Model = Encoder | Classifier
-ENCODER_PREFIXES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.", "body.")
+Objective = Literal["mae", "caption", "classify", "text"]
+Model = Encoder | Classifier | LanguageModel
+ENCODER_PREFIXES = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.", "body.", "transformer.")
 TYPE_TOKEN = "encoder_image_type_embedding"  # in captioners: a vector added to all tokens of the encoder
 
 
@@ -37,6 +38,8 @@ def build(settings: ModelSettings | Shape, objective: Literal["mae"], device: De
 def build(settings: ModelSettings | Shape, objective: Literal["caption"], device: Device = ...) -> Captioner: ...
 @overload
 def build(settings: ModelSettings | Shape, objective: Literal["classify"], device: Device = ...) -> Classifier: ...
+@overload
+def build(settings: ModelSettings | Shape, objective: Literal["text"], device: Device = ...) -> LanguageModel: ...
 @overload
 def build(settings: ModelSettings | Shape, objective: Objective, device: Device = ...) -> Model: ...
 def build(settings: ModelSettings | Shape, objective: Objective, device: Device = "cpu") -> Model:
@@ -65,11 +68,17 @@ def _kind(shape: Shape, objective: str) -> Callable[[Shape], Model]:
         "mae": MaskedAutoencoder,
         "caption": Captioner,
         "classify": TransformerClassifier if shape.resnet is None else _resnet,
+        "text": LanguageModel,
     }
     if shape.named is not None:
         kinds = {"mae": _no_autoencoder, "caption": NamedCaptioner, "classify": NamedClassifier}
+    if (shape.family == "gpt2") != (objective == "text"):
+        raise SettingsError(
+            f'model.family "{shape.family}" cannot be trained with objective "{objective}"; family "gpt2" and '
+            'objective "text" belong together.'
+        )
     if objective not in kinds:
-        raise ValueError(f'there is no objective "{objective}"; choose "mae", "caption" or "classify".')
+        raise ValueError(f'there is no objective "{objective}"; choose "mae", "caption", "classify" or "text".')
     if shape.named is None and objective != "classify" and (shape.resnet is not None or shape.positions == "learned"):
         body = "a ResNet" if shape.resnet is not None else "an encoder with learned positions"
         raise SettingsError(

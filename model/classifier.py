@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from murmuration.model.encoder import Encoder, Inputs
 from murmuration.model.record_weight import weighted
 from murmuration.model.settings import Loss, Shape
+from murmuration.model.statistics_head import StatisticsHead
 
 
 def classification_loss(logits: Tensor, labels: Tensor, kind: Loss) -> Tensor:
@@ -57,8 +58,16 @@ class Classifier(nn.Module, ABC):
     def forward(self, inputs: Inputs) -> Tensor:
         """Per-image losses [B]."""
         features = inputs["features"] if "features" in inputs else self.features(inputs["images"])
-        losses = classification_loss(self.head(features), inputs["labels"], self.shape.head.loss)
-        return weighted(losses, inputs)
+        return weighted(self._losses(features, inputs["labels"]), inputs)
+
+    def _losses(self, features: Tensor, labels: Tensor) -> Tensor:
+        if not isinstance(self.head, StatisticsHead):
+            return classification_loss(self.head(features), labels, self.shape.head.loss)
+        losses = self.head(features, labels)
+        if not self.training:
+            with torch.no_grad():  # whoever measures listens to what the head says last
+                self.head(features)
+        return losses
 
 
 class TransformerClassifier(Classifier, Encoder):

@@ -122,7 +122,8 @@ class ModelSettings(BaseModel):
 
     family: Family = Field(
         description="Kind of model. timm: any image encoder of timm, by its `name`. hf: a model of Hugging Face, in a "
-        "folder. Both train as a classifier or as a captioner's encoder, and nothing is downloaded."
+        "folder. Both train as a classifier or as a captioner's encoder, and nothing is downloaded. gpt2: a language "
+        "model that reads texts without pictures."
     )
     name: str | None = Field(
         default=None,
@@ -182,7 +183,7 @@ class ModelSettings(BaseModel):
     mae_decoder_heads: int | None = Field(
         default=None, gt=0, le=MOST_WIDTH, description="Attention heads of the pixel decoder; null: that of the size."
     )
-    text_length: int = Field(default=40, ge=2, le=MOST_WIDTH, description="Tokens of a caption.")
+    text_length: int = Field(default=40, ge=2, le=MOST_WIDTH, description="Tokens of a caption, or of a text.")
     vocabulary: int = Field(
         default=32768, ge=4, le=MOST_WORDS, description="Number of tokens in the captions' vocabulary."
     )
@@ -265,6 +266,8 @@ class ModelSettings(BaseModel):
         """Fill every number from the size table and the overrides, then check that they fit together."""
         if self.family in LIBRARIES:
             return self._named(self.family)
+        if self.family == "gpt2":
+            return self._language_model()
         if self.name is not None or self.model_args is not None:
             key = "name" if self.name is not None else "model_args"
             raise SettingsError(f'family "{self.family}" has no model.{key}; omit it, or set model.family to "timm".')
@@ -353,6 +356,17 @@ class ModelSettings(BaseModel):
         near = 64 * math.ceil(width / 64)
         preset = Preset(Stack(near, 1, 1), Stack(near, 6, near // 64), Stack(512, 4, 16))
         return replace(self._shape(preset, resnet=None), encoder=Stack(width, 1, 1), named=named)
+
+    def _language_model(self) -> Shape:
+        if self.size not in (*TABLES["gpt2"], "custom"):
+            raise SettingsError(f'family "gpt2" has no model.size "{self.size}"; choose small or custom.')
+        known = {"family", "size", "width", "depth", "heads", "text_length", "vocabulary", "init_seed"}
+        fields = type(self).model_fields
+        if given := [name for name in fields if name not in known and getattr(self, name) != fields[name].default]:
+            raise SettingsError(f'family "gpt2" has no model.{given[0]}, since it reads text alone; omit it.')
+        shape = self._shape(TABLES["gpt2"].get(self.size), resnet=None)
+        # What stands for a picture in its records is one black pixel, which the model does not look at.
+        return replace(shape, image_size=1, patch_size=1, text=shape.encoder)
 
     def _resnet(self) -> ResNet:
         preset = RESNETS.get(self.size)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-Family = Literal["mae", "captioner", "classifier", "timm", "hf"]
+Family = Literal["mae", "captioner", "classifier", "timm", "hf", "gpt2"]
 Size = Literal[
     "nano", "tiny", "small", "base", "large", "huge",
     "r50x1", "r50x3", "r50x4", "r101x1", "r101x3", "r152x2", "r152x4", "custom",
@@ -98,4 +98,9 @@ RESNETS: dict[str, ResNet] = {
     "r152x4": ResNet(256, (3, 8, 36, 3)),
 }
 
-TABLES: dict[str, dict[str, Preset]] = {"mae": MAE, "captioner": CAPTIONER, "classifier": CLASSIFIER}
+# The smallest published GPT-2. It sees no pictures; encoder and text decoder are one stack.
+GPT2: dict[str, Preset] = {"small": Preset(Stack(768, 12, 12), Stack(768, 12, 12), _PIXELS, patch_size=1)}
+
+TABLES: dict[str, dict[str, Preset]] = {
+    "mae": MAE, "captioner": CAPTIONER, "classifier": CLASSIFIER, "gpt2": GPT2,
+}  # fmt: skip

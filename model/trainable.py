@@ -1,4 +1,5 @@
-"""Which parameters a phase trains: all, the head, the biases, or low-rank adapters beside frozen layers.
+"""Which parameters a phase trains: all, the head, the biases, low-rank adapters beside frozen layers, or the sums from
+which a head is solved.
 
 The order is: `model = build(shape, objective)`, then loading the weights of an earlier phase or of a file, then
 `select(model, trainable, rank=…)`, then the engine. A checkpoint of the phase itself is loaded after `select`, since
@@ -20,8 +21,9 @@ from murmuration.model.classifier import Classifier
 from murmuration.model.encoder import Encoder
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.named_models import NamedCaptioner, NamedClassifier
+from murmuration.model.statistics_head import StatisticsHead, solved_state
 
-Trainable = Literal["all", "head", "bias", "lora"]
+Trainable = Literal["all", "head", "bias", "lora", "statistics"]
 DOWN, UP = "lora_down", "lora_up"
 
 
@@ -47,6 +49,7 @@ def select(model: nn.Module, trainable: Trainable, *, rank: int = 8) -> list[str
     - "bias": every bias; a classifier's whole head as well, because its weights start at zero.
     - "lora": adapters of `rank` on every linear layer in the encoder's blocks, or in a named encoder; a classifier's
       whole head as well.
+    - "statistics": two sums over the features, from which a classifier's head is solved (`statistics_head.py`).
 
     Parameters that `build` fixed stay fixed.
     """
@@ -62,8 +65,12 @@ def select(model: nn.Module, trainable: Trainable, *, rank: int = 8) -> list[str
         case "lora":
             adapters = add_adapters(model, rank)
             keep = {name for name in trained(model) if name in adapters or name.startswith(extra)}
+        case "statistics":
+            keep = add_statistics(model)
         case _:
-            raise ValueError(f'there is no trainable "{trainable}"; choose "all", "head", "bias" or "lora".')
+            raise ValueError(
+                f'there is no trainable "{trainable}"; choose "all", "head", "bias", "lora" or "statistics".'
+            )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in keep)
     return trained(model)
@@ -113,9 +120,20 @@ def add_adapters(model: nn.Module, rank: int) -> set[str]:
     return names
 
 
+def add_statistics(model: nn.Module) -> set[str]:
+    """Replaces a classifier's head by one that is solved from sums; returns the names of the sums."""
+    if not isinstance(model, Classifier):
+        raise ValueError(f"{type(model).__name__} predicts no classes; only a classifier's head is solved from sums.")
+    if not isinstance(model.head, StatisticsHead):
+        model.head = StatisticsHead(model.head)
+    return {"head.gram", "head.cross"}
+
+
 @torch.no_grad()
 def merged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An equivalent state dict without adapters: weight + up·down. If there are none, the tensors stay unchanged."""
+    """An equivalent state dict without adapters (weight + up·down) and with a solved head. If there are none, the
+    tensors stay unchanged."""
+    state = solved_state(state)
     plain = {name: tensor for name, tensor in state.items() if not name.endswith((f".{DOWN}", f".{UP}"))}
     for name in state:
         if name.endswith(f".{DOWN}"):

@@ -20,7 +20,7 @@ def tracked() -> list[Path]:
 
 
 def test_files_that_the_documents_link_to_exist() -> None:
-    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "tests" / "README.md"):
+    for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "README.md"):
         text = document.read_text()
         for link in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (document.parent / link).exists(), f"{document.name} links to {link}"

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from murmuration.accounting.banded import best_banded
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, enlarged
@@ -35,6 +36,7 @@ from murmuration.accounting.plan import (
 )
 from murmuration.data.batch.function_reader import FunctionReader, Read
 from murmuration.data.batch.loader import Loader
+from murmuration.data.draw.micro_batch import ROW_SHARE
 from murmuration.data.draw.poisson import Draw, PoissonSampler, Sampler
 from murmuration.data.draw.shared_draw import SHARED_FROM, SharedSampler
 from murmuration.train.clip.check import check_gradients
@@ -54,6 +56,7 @@ from murmuration.train.engines.held_out import HeldOutAccuracy
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.aes import Noise, NoiseMechanism
 from murmuration.train.noise.chacha import ChaChaNoise
+from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.noise.exact import ExactNoise
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.prefetch import NoiseAhead
@@ -116,18 +119,19 @@ class PrivateCore:
 
     def __init__(
         self, plan: PrivacyPlan, clip: ClipEngine, engine: ShardedEngine, derive: Derive, ranks: Ranks,
-        noise: NoiseKind = "aes",
+        noise: NoiseKind = "aes", begun_after: int = 0,
     ) -> None:  # fmt: skip
+        """`begun_after`: the step after which the segment of the keys begins."""
         self.plan, self.clip, self.engine, self.ranks = plan, clip, engine, ranks
         if noise not in GENERATORS:
             raise PlanError(f"noise {noise!r} is none of {', '.join(GENERATORS)}")
         if (noise == "exact") != (plan.grid_growth > 0):
             raise PlanError("the noise is exact if and only if the plan charges for its grid (`grid_growth`)")
-        self._derive, self._noise = derive, noise
+        self._derive, self._noise, self._begun_after = derive, noise, begun_after
         self._ahead: NoiseAhead | None = None
 
     def prove(self, synthetic: SyntheticRecords, replicated: bool, micro_batch: int) -> SelfTestReport:
-        noise = self.noise("self-test")
+        noise = self.noise("self-test", begun_after=0)
         if self.engine.device.type == "cuda":
             require_room(self.engine, synthetic, micro_batch, self.ranks)
         try:
@@ -135,11 +139,15 @@ class PrivateCore:
         except torch.OutOfMemoryError:  # the optimizer's state and the sums that are compared come on top
             raise too_large(micro_batch, self.engine.device) from None
 
-    def noise(self, purpose: Purpose) -> Noise:
+    def noise(self, purpose: Purpose, begun_after: int | None = None) -> Noise:
         key = self._derive(purpose)
         if self._noise == "exact":
             return ExactNoise.of(key, self.plan, self.engine.trainable_elements)
-        return (ChaChaNoise if self._noise == "chacha20" else NoiseMechanism).of(key, self.plan)
+        draws = (ChaChaNoise if self._noise == "chacha20" else NoiseMechanism).of(key, self.plan)
+        if self.plan.banded is None:
+            return draws
+        first = (self._begun_after if begun_after is None else begun_after) + 1
+        return CorrelatedNoise(draws, self.plan.banded, first)
 
     @property
     def generator(self) -> str:
@@ -147,7 +155,7 @@ class PrivateCore:
 
     def sampler(self) -> PoissonSampler:
         keys = self._derive("sampling"), self._derive("sampling-digest")
-        return PoissonSampler(*keys, self.plan.records, self.plan.threshold)
+        return PoissonSampler(*keys, self.plan.records, self.plan.threshold, self.plan.bands)
 
     def shared_sampler(self) -> Sampler[Draw]:
         """The same draws; among many records, each rank draws a part. All ranks call this together."""
@@ -164,7 +172,7 @@ class PrivateCore:
         adapts; an audit may give a `noise` of its own."""
         if noise is None:
             noise = self.noise("noise")
-            if isinstance(noise, NoiseMechanism):
+            if isinstance(noise, NoiseMechanism) or (isinstance(noise, CorrelatedNoise) and self._noise == "aes"):
                 fragments = [fragment for shard in self.engine.shards() for fragment in shard.fragments]
                 noise = self._ahead = NoiseAhead(noise, fragments)
         metrics = norm = None
@@ -215,7 +223,8 @@ class PrivateTraining:
     """Trains `model` with (ε, δ)-DP for one record, from the run directory's last checkpoint on.
 
     `model(inputs)` returns one loss per record; `read(number)` returns the inputs of one of the records
-    0 … records - 1, whose number is given as an array of one, by one thread at a time.
+    0 … records - 1, whose number is given as an array of one, by one thread at a time. With `views`, it may return
+    several rows for a record, and the model returns one loss per row.
 
         with PrivateTraining(model, read, ...) as training:
             training.prove()
@@ -237,19 +246,23 @@ class PrivateTraining:
         engine: Literal["deepspeed", "fsdp2", "local"] = "local", zero: ZeroOptimization | None = None,
         computation: Computation | None = None, keep_checkpoints: int = 2, keep_key: bool = False,
         debug_seed: int | None = None, new_segment: str | None = None, ranks: Ranks | None = None,
-        about_data: str | None = None, about_owner: str | None = None,
+        about_data: str | None = None, about_owner: str | None = None, bands: int | None = None, views: int = 1,
     ) -> None:  # fmt: skip
         """`synthetic(size, seed)`: random inputs of the right form, for the self-test. `dataset`: a name and version of
         the records; a run is continued with records of the same name alone. `delta`: None is 1/(2n). `clip_norm`: C.
         `noise_multiplier`: None calibrates it to `epsilon`. `ranks`: None joins those that a launcher started.
-        `about_data`, `about_owner`: what the records are and who is responsible, for the certificate."""
+        `about_data`, `about_owner`: what the records are and who is responsible, for the certificate. `bands`: steps of
+        a block whose noise is correlated (docs/privacy.md); None is independent noise. `views`: the most rows that
+        `read` returns for a record; the mean gradient of those that it returns is clipped as one."""
+        if bands is not None and optimizer is not None and optimizer.params.noise_floor is not None:
+            raise PlanError("noise_floor needs the same independent noise at all steps; drop it, or bands")
         quiet_libraries()
         trained = sum(each.numel() for each in model.parameters())
         self._described = {
             "about": {"data": about_data, "owner": about_owner},
             "model": f"{type(model).__qualname__}, {trained:,} parameters",
         }
-        self._read, self._synthetic = read, SyntheticRecords(synthetic)
+        self._read, self._views, self._synthetic = read, views, SyntheticRecords(synthetic, rows=views)
         self._micro_batch, self._keep_key = micro_batch, keep_key
         self._engine_settings = EngineSettings(engine, micro_batch, zero or ZeroOptimization())
         self._computation = computation or Computation()
@@ -266,9 +279,8 @@ class PrivateTraining:
         self._step: PrivateStep | None = None
         self._failed: int | None = None
         try:
-            self.plan: PrivacyPlan = self.ranks.on_main(
-                lambda: self._declared(records, expected_batch, steps, epsilon, delta, noise_multiplier, clip_norm)
-            )
+            asked = records, expected_batch, steps, epsilon, delta, noise_multiplier, clip_norm, bands
+            self.plan: PrivacyPlan = self.ranks.on_main(lambda: self._declared(*asked))
             if self._run.secret is not None:  # else finished: nothing is drawn any more
                 self._build(model, clip, optimizer or Optimizer())
         except BaseException:
@@ -292,29 +304,38 @@ class PrivateTraining:
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self.ranks.require_same("the model and the arguments of the training", digest)
         segment = self.ranks.on_main(
-            lambda: self._run.segment(PHASE, NAME, digest, self._data, self.done, replay=False)
+            lambda: self._run.segment(PHASE, NAME, digest, self._data, self.done, "their weights may have been seen")
         )
         derive = self._run.derive(PHASE, segment, self.done)
-        core = PrivateCore(self.plan, built.clip, built.engine, derive, self.ranks, self._computation.noise)
+        core = PrivateCore(
+            self.plan, built.clip, built.engine, derive, self.ranks, self._computation.noise, segment.from_step
+        )
         self.ranks.on_main(lambda: self._run.require_generator(segment, core.generator))
         self._core = core
 
     def _declared(
         self, records: int, expected_batch: float, steps: int, epsilon: float, delta: float | str | None,
-        sigma: float | None, clip_norm: float,
+        sigma: float | None, clip_norm: float, bands: int | None,
     ) -> PrivacyPlan:  # fmt: skip
-        """On the main rank: the plan, frozen in the ledger; its σ is not calibrated again when a run is continued."""
+        """On the main rank: the plan, frozen in the ledger; its σ and its matrix are not computed again when a run is
+        continued."""
         writer = self._run.writer
-        fixed: dict[str, Any] = dict(
-            records=records, threshold=threshold_for(records, expected_batch), clip_norm=clip_norm, steps=steps,
-            delta=parse_delta(delta, records), epsilon_budget=epsilon,
-            grid_growth=GRID_GROWTH if self._computation.noise == "exact" else 0.0,
-        )  # fmt: skip
         known = writer.history.plans.get(PHASE)
+        banded = None
+        if bands is not None:
+            same = known is not None and (known.bands, known.steps) == (bands, steps)
+            banded = known.banded if known is not None and same else best_banded(bands, steps)
+        fixed: dict[str, Any] = dict(
+            records=records, threshold=threshold_for(records, expected_batch, bands or 1), clip_norm=clip_norm,
+            steps=steps, banded=banded,
+            delta=parse_delta(delta, records), epsilon_budget=epsilon,
+            grid_growth=GRID_GROWTH if self._computation.noise == "exact" else 0.0, views=self._views,
+        )  # fmt: skip
         if sigma is None and known is not None and all(getattr(known, name) == value for name, value in fixed.items()):
             sigma = known.noise_multiplier
         if sigma is None:
-            sigma = calibrate_sigma(fixed["threshold"] / RATE_DENOMINATOR, steps, epsilon, fixed["delta"])
+            turns = -(-steps // (bands or 1))
+            sigma = calibrate_sigma(fixed["threshold"] / RATE_DENOMINATOR, turns, epsilon, fixed["delta"])
             sigma = enlarged(sigma, fixed["grid_growth"])
         plan = PrivacyPlan(noise_multiplier=sigma, **fixed)
         writer.declare_plan(PHASE, NAME, plan, describe("pld"))
@@ -337,7 +358,7 @@ class PrivateTraining:
         self._modes, self._buffers = modes_of(self._model), self._buffers_of_model()
         if self._loaded is not None:
             self._loaded.restore_optimizer(core.engine)
-        reader = FunctionReader(self._read, self._synthetic.make(1, 0))
+        reader = FunctionReader(self._read, self._synthetic.make(1, 0), self._views)
         self._loader = Loader(
             reader, core.shared_sampler(), self.ranks.rank, self.ranks.world, self._micro_batch, last=self.plan.steps
         )
@@ -352,8 +373,8 @@ class PrivateTraining:
         batch = self._synthetic.batch(3, seed=1).to(self.core.engine.device)
         for empty in range(3):
             inputs = {name: tensor.clone() for name, tensor in batch.inputs.items()}
-            for tensor in inputs.values():
-                tensor[empty] = 0
+            for tensor in (tensor for name, tensor in inputs.items() if name != ROW_SHARE):
+                tensor[empty * self._views] = 0  # of several rows the first
             try:
                 check_gradients(self.core.clip, self.core.engine.model, inputs, batch.present)
             except ClipError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from murmuration.accounting.certificate.composition import total
+from murmuration.accounting.certificate.composition import SUMS, total
 from murmuration.accounting.certificate.limits import claimed_events
 from murmuration.accounting.certificate.statement import compose
 from murmuration.accounting.ledger.chain import LedgerEntry
@@ -58,9 +58,11 @@ def fault_of_amendment(certificate: dict[str, Any], history: History, entries: l
         return "claims less than the signed one that it amends"
     expected = _composition(earlier, history, entries, now) if "composition" in earlier else {}
     stated = certificate.get("composition", {})
-    if any(stated.get(name) != expected.get(name) for name in ("runs", "events", "because")):
+    # The sums themselves, which processors round, are compared where every certificate's are.
+    given, asked = ({key: value for key, value in found.items() if key not in SUMS} for found in (stated, expected))
+    if given != asked or stated.keys() != expected.keys():
         return "adds up different runs or steps from the signed one that it amends"
-    return None
+    return "carries a signature, which can only be that of another one" if "signature" in certificate else None
 
 
 def _composition(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.certificate.pages import html_page, html_sections, markdown
+from murmuration.accounting.certificate.pages import html_page, html_sections, markdown, pages
 from murmuration.accounting.certificate.statement import EARLIER_FORMAT, FORMAT, compose
 from murmuration.accounting.certificate.verify import CertificateError, Verdict, verify
 from murmuration.accounting.durable import atomic
@@ -19,11 +19,8 @@ __all__ = [
 
 def write(certificate: dict[str, Any], run_dir: Path) -> None:
     """Writes each file atomically and durably. JSON comes last: its presence means that all of them are there."""
-    for name, text in (
-        ("certificate.html", html_page(certificate)),
-        ("certificate.md", markdown(certificate)),
-        ("certificate.json", json.dumps(certificate, indent=2, ensure_ascii=False) + "\n"),
-    ):
+    document = json.dumps(certificate, indent=2, ensure_ascii=False) + "\n"
+    files = pages(certificate) | {"certificate.json": document.encode("utf-8", "backslashreplace")}
+    for name, content in files.items():
         with atomic(run_dir / name, one_writer=True) as file:
-            # Lone surrogates, which file names may contain, are written as JSON writes them.
-            file.write(text.encode("utf-8", "backslashreplace"))
+            file.write(content)

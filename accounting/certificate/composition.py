@@ -21,6 +21,8 @@ from murmuration.accounting.epsilon.accountant import Event, epsilon, merge
 from murmuration.accounting.ledger.chain import LedgerEntry, LedgerError
 from murmuration.accounting.ledger.history import History
 
+SUMS = ("epsilon_sum", "delta_sum", "epsilon_together", "delta_together")
+
 
 @dataclass(frozen=True)
 class Known:
@@ -49,10 +51,11 @@ def known_runs(logged: Iterable[dict[str, Any]]) -> list[Known]:
 
 def _known(lines: list[dict[str, Any]]) -> Known:
     first = lines[0]
-    budgets = [line.get("epsilon_budget") for line in lines]
-    private = all(isinstance(budget, int | float) for budget in budgets)
+    budgets, deltas = ([line.get(name) for line in lines] for name in ("epsilon_budget", "delta"))
+    # A line without both states no promise that could be added.
+    private = all(isinstance(number, int | float) for number in (*budgets, *deltas))
     claim = math.fsum(budget for budget in budgets if isinstance(budget, int | float)) if private else math.inf
-    delta = max((line["delta"] for line in lines if isinstance(line.get("delta"), float)), default=0.0)
+    delta = max((float(each) for each in deltas if isinstance(each, int | float)), default=0.0)
     ledger = _ledger(first.get("folder"), first["id"])
     if ledger is None:
         # A run that was chosen among several claims more than the budgets of its phases.
@@ -119,7 +122,7 @@ def _all_events(ledgers: list[tuple[History, Sequence[LedgerEntry]]]) -> list[Ev
     events: list[Event] = []
     for history, entries in ledgers:
         shared = max((_common(entries, other) for other in counted), default=0)
-        before = Counter({(e.rate, e.sigma): e.count for e in History.of(entries[:shared]).charged()})
+        before = Counter({(e.rate, e.sigma): e.count for e in History.of(entries[:shared]).charged(fewest=True)})
         claimed, _ = claimed_events(history, history.finished)  # an unfinished run counts up to its whole budget
         own = Counter({(e.rate, e.sigma): e.count for e in claimed or ()})
         events += [Event(rate, sigma, count) for (rate, sigma), count in (own - before).items()]

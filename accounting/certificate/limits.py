@@ -3,7 +3,8 @@
 All of it follows from the ledger. If the claim is what was spent, the opened steps are composed. If it is the budget,
 because somebody may have chosen by outputs, all steps that the budget would have allowed are composed, and one more:
 choosing when to stop is then post-processing, and no row is better than the headline. If only one (ε, δ) is proved, no
-row for groups is.
+row for groups is; nor where noise is correlated: several records of a person may then be drawn in different steps of
+one block, whose releases depend on each other.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def limits(history: History, claimed: float) -> dict[str, Any]:
     events, holds_for = claimed_events(history)
     delta = history.claimed_delta()
     curve = trade_off.of_point(claimed, delta) if events is None else trade_off.of_events(events, delta)
-    rows = [{"records": k, **row(lambda k=k: _known(events, group_epsilon, delta, k))} for k in GROUPS]
+    rows = [{"records": k, **group_row(history, events, delta, k)} for k in GROUPS]
     others = [{"delta": d, **row(lambda d=d: _known(events, epsilon, d))} for d in DELTAS]
     return {
         "holds_for": holds_for,
@@ -83,6 +84,17 @@ def row(compute: Callable[[], float]) -> dict[str, Any]:
         return {"epsilon": None, "reason": str(error)}
 
 
+def group_row(history: History, events: Sequence[Event] | None, delta: float, records: int) -> dict[str, Any]:
+    """The row for a person with several records."""
+
+    def compute() -> float:
+        if any(plan.bands > 1 for plan in history.plans.values()):
+            raise AccountingError("with correlated noise nothing is proved for several records of one person")
+        return _known(events, group_epsilon, delta, records)
+
+    return row(compute)
+
+
 def curve_of(certificate: dict[str, Any]) -> TradeOff:
     """The trade-off curve that follows from a certificate's claim alone, without its limits."""
     claim = certificate["claim"]
@@ -101,7 +113,7 @@ def _allowed(history: History, phase: int) -> list[Event]:
     kind = Event(plan.sampling_rate, plan.effective_noise_multiplier, 0)
     opened = history.charged(phase)
     others = [event for event in opened if replace(event, count=0) != kind]
-    least = max(plan.steps, sum(event.count for event in opened if replace(event, count=0) == kind))
+    least = max(plan.participations, sum(event.count for event in opened if replace(event, count=0) == kind))
 
     def passes(count: int) -> bool:
         try:

@@ -55,6 +55,12 @@ def html_page(certificate: dict[str, Any]) -> str:
     return template.html_page(HERE / "certificate.html.jinja", sections=_sections(printable_leaves(certificate)))
 
 
+def pages(certificate: dict[str, Any]) -> dict[str, bytes]:
+    """The files for people, by name. Lone surrogates, which file names may contain, are written as JSON writes them."""
+    texts = {"certificate.html": html_page(certificate), "certificate.md": markdown(certificate)}
+    return {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()}
+
+
 def html_sections(certificate: dict[str, Any]) -> str:
     """The same content as part of another page, which has its own title above it."""
     sections = _sections(printable_leaves(certificate))
@@ -119,12 +125,22 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
                 f"held out in {phase['name']}: {share:.3%} of the records, drawn like all others, not trained on in "
                 "it; of them, the accuracy of each step is released with noise, charged as one event with the gradient"
             )
+        if views := (phase.get("plan") or {}).get("views"):
+            lines.append(
+                f"views in {phase['name']}: each drawn record is seen {views} times in a step, and the mean of these "
+                "gradients is clipped as one, so that a record counts once"
+            )
     if certificate.get("model"):
         lines.append(f"model: {certificate['model']}")
-    if certificate.get("dates"):
-        lines.append(f"date: the run was last started on {certificate['dates']['last_start']} (UTC)")
+    lines += _dates(certificate.get("dates") or {})
     lines += [f"unit: {certificate['unit']}", f"neighbours: {certificate['adjacency']}"]
     return [*lines, f"mechanism: {certificate['mechanism']}"]
+
+
+def _dates(dates: dict[str, Any]) -> list[str]:
+    told = [f"{name} started on {dates[key]}" for name, key in (("first", "first_start"), ("last", "last_start"))
+            if key in dates]  # fmt: skip
+    return [f"date: the run was {', '.join(told)} (UTC)"] if told else []
 
 
 def _phase_table(certificate: dict[str, Any]) -> list[list[str]]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.certificate.explain import ASSUMPTION
 from murmuration.accounting.certificate.limits import limits
+from murmuration.accounting.days import stated as stated_days
 from murmuration.accounting.epsilon.accountant import AccountingError, describe, epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.tuning import tuned_epsilon
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.facts import EXACT
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import ADJACENCY, UNIT
+from murmuration.accounting.plan import ADJACENCY, UNIT, PrivacyPlan
 
 FORMAT = "murmuration-certificate/2"
 # The earlier format has no limits and no assumption; its pages said more than it proved.
@@ -26,6 +28,12 @@ EXACT_MECHANISM = (
     "Poisson sample, the sum rounded to a grid (which enlarges what one record does by the share `grid_growth` of the "
     "plan at most, for which the noise is charged), Gaussian noise rounded to that grid added once in whole numbers, "
     "drawn exactly, divided by the constant q·n"
+)
+# Appended where the noise of some phase is correlated.
+BANDED_MECHANISM = (
+    "; where a plan has the matrix `banded`: records take turns by their number, each step draws from one part, and "
+    "its noise is the matrix' weighted sum of keyed Gaussian draws of the steps of its block so far, so that a block "
+    "is one Poisson-sampled Gaussian step for each record"
 )
 DEVIATIONS = [
     "Noise and sums are floating-point numbers (64-bit draws and totals, 32-bit products and results), not samples of "
@@ -50,6 +58,12 @@ RATCHETED = (
     "who was drawn for them, so against them the claim covers the steps before alone. It does not cover even those if "
     "the storage kept an older state of the secret file: in a snapshot, a backup, or flash memory that was not really "
     "overwritten."
+)
+# Stated in addition where the noise of some phase is correlated.
+RATCHETED_BLOCKS = (
+    "Where noise is correlated, the keys of a block's earlier steps are kept as long as later ones of the block need "
+    "them: a checkpoint within a block leaves those of its block in the secret file, and whoever copied that file then "
+    "has them, too."
 )
 # Stated in addition where one ledger has segments of both kinds.
 NOT_RATCHETED = (
@@ -84,7 +98,8 @@ def compose(
 ) -> dict[str, Any]:  # fmt: skip
     """Everything a reader needs to recompute the claim. `extra` is what the ledger does not contain: hashes, the
     deviations of this trainer, `about` (a description of the data, who is responsible), `model`, `siblings` (other runs
-    on the same records). The epsilon is computed unless `epsilon_found` gives the one that another method found."""
+    on the same records), `dates` but for the first start. The epsilon is computed unless `epsilon_found` gives the one
+    that another method found."""
     added = dict(extra)
     deviations = added.pop("known_deviations", [])
     private = bool(history.plans)
@@ -107,7 +122,10 @@ def compose(
         "method": describe("pld"),
         **({"stands_for": objection} if _simulated(history, objection) else {}),
     }
+    banded = any(plan.banded is not None for plan in history.plans.values())
     stated: dict[str, Any] = {}
+    if dates := stated_days(history.run["started"], added.pop("dates", {})):
+        added = {"dates": dates, **added}
     if form == FORMAT:
         stated = {
             "limits": limits(history, claimed) if claimed is not None else None,
@@ -121,7 +139,7 @@ def compose(
         **stated,
         "unit": UNIT,
         "adjacency": ADJACENCY,
-        "mechanism": EXACT_MECHANISM if _all_exact(history) else MECHANISM,
+        "mechanism": (EXACT_MECHANISM if _all_exact(history) else MECHANISM) + (BANDED_MECHANISM if banded else ""),
         "phases": [_phase(history, index) for index in sorted(history.phase_names)],
         "segments": [segment.as_dict() for segment in history.segments],
         "tuned_on_private_data": tunings,
@@ -159,6 +177,7 @@ def deviations_of(history: History, form: str = FORMAT) -> list[str]:
     forms = {segment.keys for segment in history.segments}
     if "ratchet" in forms and form == FORMAT:
         found += [RATCHETED] if None not in forms else [RATCHETED, NOT_RATCHETED]
+        found += [RATCHETED_BLOCKS] if any(plan.banded is not None for plan in history.plans.values()) else []
     if lost := sum(charge.count for charge in history.lost):
         found.append(
             f"The ledger was restored from a backup; {lost} steps that its lost part had charged are charged here, and "
@@ -197,6 +216,7 @@ def _phase(history: History, index: int) -> dict[str, Any]:
         "private": True,
         "plan": plan.as_dict(),
         "sampling_rate": plan.sampling_rate,
+        **({} if plan.banded is None else {"banded": _banded(plan, plan.banded)}),
         "steps_opened": sum(1 for s in history.opened if s.phase == index),
         "steps_committed": sum(1 for s in history.committed if s.phase == index),
         "segments": len(history.segments_of(index)),
@@ -206,6 +226,15 @@ def _phase(history: History, index: int) -> dict[str, Any]:
         ],
         **({"clip_norms": norms} if (norms := _clip_norms(history, index)) else {}),
         **({"faults": history.faults} if faulty else {}),
+    }
+
+
+def _banded(plan: PrivacyPlan, matrix: BandedNoise) -> dict[str, Any]:
+    """What a reader wants to know of the matrix, which is in the plan."""
+    return {
+        "bands": matrix.bands,
+        "matrix": matrix.digest,
+        "noise_of_a_block": [plan.noise_std * matrix.spread(step) for step in range(1, matrix.bands + 1)],
     }
 
 

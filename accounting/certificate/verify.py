@@ -11,13 +11,15 @@ from typing import Any
 from murmuration.accounting.certificate.amended import KEY as AMENDS
 from murmuration.accounting.certificate.amended import fault_of_amendment, uncovered
 from murmuration.accounting.certificate.attached import Attached, CertificateError, check_attached
-from murmuration.accounting.certificate.composition import total
+from murmuration.accounting.certificate.composition import SUMS, total
 from murmuration.accounting.certificate.limits import claimed_events
+from murmuration.accounting.certificate.pages import pages
 from murmuration.accounting.certificate.statement import EARLIER_FORMAT, FORMAT, compose, deviations_of
+from murmuration.accounting.days import fault_of as fault_of_dates
 from murmuration.accounting.epsilon.accountant import Accountant, AccountingError
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.heads import NAME as HEADS
-from murmuration.accounting.ledger.heads import contains, lost_charges, read_heads
+from murmuration.accounting.ledger.heads import lost_charges, read_heads, uncharged, unknown
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import JsonError, parse
 
@@ -76,7 +78,7 @@ def verify(
     named = target if target.is_file() and target.suffix == ".json" else None
     certificate_path = named or run_dir / "certificate.json"
     history, entries = History.read(run_dir / "ledger.jsonl")
-    _require_newest(run_dir, entries)
+    _require_newest(run_dir, history, entries)
     if witness is not None:
         _check_witness(witness, history, entries)
     checkpoints = _check_checkpoints(run_dir, entries)
@@ -92,6 +94,8 @@ def verify(
             certified = _compare(certificate, history, entries)
             claimed, because = certificate["claim"]["epsilon_claimed"], certificate["claim"]["claimed_because"]
             attached = check_attached(run_dir, certificate, history, signer)
+            if certificate_path.name == "certificate.json":
+                _check_pages(run_dir, certificate, attached)
             earlier = EARLIER_FORM if certificate["format"] == EARLIER_FORMAT else None
         except (CertificateError, AccountingError):
             raise
@@ -108,7 +112,7 @@ def verify(
     )  # fmt: skip
 
 
-def _require_newest(run_dir: Path, entries: list[LedgerEntry]) -> None:
+def _require_newest(run_dir: Path, history: History, entries: list[LedgerEntry]) -> None:
     """Checks against the secret folder, if there is one: exports and copies of the public files have none."""
     try:
         noted = read_heads(run_dir / "secret" / HEADS)
@@ -119,18 +123,26 @@ def _require_newest(run_dir: Path, entries: list[LedgerEntry]) -> None:
             f"the ledger has {len(entries)} lines, but this run is known to have had another line {lost[0].length}: it "
             "was restored from a backup; restore the newest one"
         )
+    if (head := uncharged(history.charges(), noted)) is not None:
+        raise CertificateError(
+            f"this run is known to have charged more by its line {head.length} than the whole ledger does; restore it"
+        )
 
 
 def _check_witness(witness: Path, history: History, entries: list[LedgerEntry]) -> None:
     told = [head for head in read_heads(witness) if head.ledger_of in history.ids]
     if not told:
         raise CertificateError(f"{witness} has no head of this run; give the file that its witness recorded")
-    for head in told:
-        if not contains(entries, head):
-            raise CertificateError(
-                f"ledger line {head.length} is not the one that the witness recorded, so the ledger was rewritten "
-                "or restored"
-            )
+    if strange := unknown(entries, told):
+        raise CertificateError(
+            f"ledger line {told[strange[0]].length} is not the one that the witness recorded, so the ledger was "
+            "rewritten or restored"
+        )
+    if (head := uncharged(history.charges(), told)) is not None:
+        raise CertificateError(
+            f"the witness recorded that more had been charged by line {head.length} than the whole ledger charges, so "
+            "it was rewritten"
+        )
 
 
 def _check_checkpoints(run_dir: Path, entries: list[LedgerEntry]) -> int:
@@ -144,6 +156,21 @@ def _check_checkpoints(run_dir: Path, entries: list[LedgerEntry]) -> int:
             raise CertificateError(f"{manifest} is damaged, so it cannot vouch for the ledger; restore it") from None
         _require_line(entries, length, head, f"the checkpoint {manifest.parent.name}")
     return len(manifests)
+
+
+def _check_pages(run_dir: Path, certificate: dict[str, Any], found: Attached) -> None:
+    """People read the pages, which nobody signs: they must follow from the certificate."""
+    for name, content in pages(certificate).items():
+        path = run_dir / name
+        if not path.is_file():
+            continue
+        if path.read_bytes() == content:
+            found.checked.append(f"{name} shows what the certificate says")
+        else:
+            found.unchecked.append(
+                f"{name}: differs from the page that this version makes of certificate.json; another version may have "
+                "written it, or somebody changed it, so believe certificate.json alone"
+            )
 
 
 def _require_line(entries: list[LedgerEntry], length: int, head: str, witness: str) -> None:
@@ -192,6 +219,8 @@ def _check_other_words(
     left_out = set(deviations_of(history, certificate["format"])) - set(certificate["known_deviations"])
     if left_out:
         raise CertificateError(f"the certificate leaves out a known deviation: {left_out.pop()}")
+    if (fault := fault_of_dates(certificate.get("dates", {}), history.run["started"])) is not None:
+        raise CertificateError(f"the certificate's dates {fault}")
     if AMENDS in certificate:
         signed_one = certificate[AMENDS]["ledger"]
         _require_line(entries, signed_one["length"], signed_one["head"], "the certificate that this one amends")
@@ -235,7 +264,7 @@ def _check_composition(certificate: dict[str, Any], history: History, claimed: f
     ):
         raise CertificateError("the certificate's composition of several runs leaves out steps of this run")
     again = total(stated["runs"], stated["events"], history.delta())
-    for name in ("epsilon_sum", "delta_sum", "epsilon_together", "delta_together"):
+    for name in SUMS:
         if not _same(stated[name], again[name]):
             raise CertificateError(
                 f"the certificate says composition.{name} = {stated[name]!s:.50}, but its own events give {again[name]}"

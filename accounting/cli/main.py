@@ -20,12 +20,13 @@ Command = Callable[[argparse.Namespace], tuple[dict[str, Any], str]]
 
 def _command(name: str) -> Command:
     """Imported when one is called: SciPy takes seconds, and `--help` needs none of it."""
-    from murmuration.accounting.cli import epsilon, run
+    from murmuration.accounting.cli import compare, epsilon, run
 
     return {
         "epsilon": epsilon.epsilon_command,
         "calibrate": epsilon.calibrate,
         "plan": epsilon.plan_command,
+        "compare": compare.compare_command,
         "verify": run.verify_command,
         "explain": run.explain_command,
         "retire": run.retire_command,
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     _epsilon_options(commands.add_parser("epsilon", help="epsilon of Poisson-sampled Gaussian steps"))
     _calibrate_options(commands.add_parser("calibrate", help="the sigma, steps or batch that reaches an epsilon"))
     _plan_options(commands.add_parser("plan", help="tables and plots: epsilon over steps, sigma over batch"))
+    _compare_options(commands.add_parser("compare", help="independent against correlated noise at one epsilon"))
     _verify_options(commands.add_parser("verify", help="recompute a run's epsilon from its ledger alone"))
     _retire_options(commands.add_parser("retire", help="destroy the key of a run that will not be continued"))
     _explain_options(commands.add_parser("explain", help="what a run or an epsilon promises, in plain words"))
@@ -105,6 +107,18 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--steps", type=int, required=True)
     command.add_argument("--sigma", type=float, help="noise multiplier of the first table; calibrated if left out")
     command.add_argument("--plot", type=Path, metavar="FILE.png|FILE.svg", help="both tables as a picture")
+
+
+def _compare_options(command: argparse.ArgumentParser) -> None:
+    command.epilog = "Accumulated noise is not accuracy: which noise trains best is an experiment."
+    _common(command, required=False)
+    command.add_argument("--config", type=Path, metavar="FILE.json", help="take the numbers of its private phase")
+    command.add_argument("--phase", metavar="NAME", help="of that config, if it has several private phases")
+    command.add_argument("--epsilon", type=float, help="what each of them may spend")
+    command.add_argument("--batch", type=float, help="expected batch, q·n")
+    command.add_argument("--steps", type=int)
+    command.add_argument("--horizon", type=int, help="steps over which the matrices are best; default: all steps")
+    command.add_argument("--plot", type=Path, metavar="FILE.png|FILE.svg", help="the table as a picture")
 
 
 def _verify_options(command: argparse.ArgumentParser) -> None:

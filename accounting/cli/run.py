@@ -51,7 +51,7 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     elif verdict.delta is not None:
         lines.append("there is no certificate yet")
     if arguments.witness is not None:
-        lines.append("every head that the witness recorded is a line of this ledger")
+        lines.append("every head that the witness recorded is a line of this ledger, or lost, declared and charged")
     if verdict.attached is not None:
         lines += verdict.attached.checked
         lines += [f"not checked: {sentence}" for sentence in verdict.attached.unchecked]
@@ -110,6 +110,8 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
     }
     if (records := arguments.records_per_person) is None or not private:
         return values, text
+    if asked.correlated:
+        raise PlanError("--records-per-person: with correlated noise nothing is proved for several records of a person")
     if asked.events is None:
         raise PlanError(f"--records-per-person needs the steps that were made, but was given {asked.holds_for}")
     events, delta = asked.events, asked.delta
@@ -133,6 +135,7 @@ class Asked(NamedTuple):
     objection: str | None
     events: list[Event] | None
     holds_for: str
+    correlated: bool = False
 
 
 def _asked(arguments: argparse.Namespace) -> Asked:
@@ -164,7 +167,8 @@ def _of_run(arguments: argparse.Namespace) -> Asked:
     history, _ = History.read(folder / "ledger.jsonl")
     events, holds_for = claimed_events(history, finished=verdict.claimed is not None)
     objection = printable(verdict.objection) if verdict.objection else None
-    return Asked(spent, history.claimed_delta(), objection, events, holds_for)
+    correlated = any(plan.bands > 1 for plan in history.plans.values())
+    return Asked(spent, history.claimed_delta(), objection, events, holds_for, correlated)
 
 
 def _shown(found: dict[str, Any], delta: float) -> str:

@@ -33,6 +33,8 @@ class SamplingFact:
     threshold: int
     records: int
     digest: str
+    parts: int = 1
+    """Into how many parts the records are dealt; the step drew from the one whose turn it was."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,20 @@ class ClippingFact:
 
 
 @dataclass(frozen=True)
+class CorrelationFact:
+    """Reported by correlated noise: the digest of its matrix, and the standard deviation of what it added at the step,
+    which is a weighted sum of draws."""
+
+    __pydantic_config__ = CLOSED
+    matrix: str
+    added: float
+
+
+@dataclass(frozen=True)
 class NoiseFact:
     """Reported by the noise mechanism: the standard deviation of its draws and the source of their random bits, the
-    number of elements that got a draw, the constant it divided by, and the grid of exact noise (0 for any other)."""
+    number of elements that got a draw, the constant it divided by, the grid of exact noise (0 for any other), and how
+    draws of several steps were combined (None if they were not)."""
 
     __pydantic_config__ = CLOSED
     std: float
@@ -55,6 +68,7 @@ class NoiseFact:
     elements: int
     generator: str = "aes-256-ctr"
     grid: float = 0.0
+    correlation: CorrelationFact | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,10 @@ class StepFacts:
         for part in (value["noise"], *metrics):
             if not part["grid"]:  # as in ledgers from before there were grids
                 del part["grid"]
+        if self.noise.correlation is None:
+            del value["noise"]["correlation"]
+        if self.sampling.parts == 1:
+            del value["sampling"]["parts"]
         return {**value, "metrics": metrics} if metrics else value
 
     def event(self) -> Event:
@@ -104,6 +122,7 @@ class StepFacts:
         fixed: list[tuple[str, float, float]] = [
             ("K", self.sampling.threshold, plan.threshold),
             ("n", self.sampling.records, plan.records),
+            ("the number of parts", self.sampling.parts, plan.bands),
             ("the divisor", self.noise.divisor, plan.divisor),
         ]
         if plan.adaptive is None:
@@ -145,6 +164,8 @@ class StepFacts:
             return "was divided by another number than was announced"
         if (done.clipping.rule, done.noise.generator) != (self.clipping.rule, self.noise.generator):
             return "used another clipping rule or source of noise than was announced"
+        if done.noise.correlation != self.noise.correlation:
+            return "had noise of another matrix than was announced"
         if [done.noise.grid, *(m.grid for m in done.metrics)] != [self.noise.grid, *(m.grid for m in self.metrics)]:
             return "was rounded to another grid than was announced"
         try:

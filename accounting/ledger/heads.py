@@ -59,9 +59,7 @@ def lost_charges(entries: Sequence[LedgerEntry], noted: Sequence[Head]) -> tuple
 
     All heads are checked, not just the last: two ledgers of one run (a cloned machine) may note theirs alternately.
     """
-    taken_over = {entry.fields.get("head") for entry in entries if entry.kind == "lost"}
-    since = max((place for place, head in enumerate(noted, 1) if head.head in taken_over), default=0)
-    strange = [place for place, head in enumerate(noted) if place >= since and not contains(entries, head)]
+    strange = unknown(entries, noted)
     if not strange:
         return None
     newest = noted[strange[-1]]
@@ -75,6 +73,32 @@ def lost_charges(entries: Sequence[LedgerEntry], noted: Sequence[Head]) -> tuple
         if (count := each.count - before.get((each.phase, each.rate, each.sigma), 0)) > 0
     ]
     return newest, lost
+
+
+def unknown(entries: Sequence[LedgerEntry], noted: Sequence[Head]) -> list[int]:
+    """Places of the heads that this ledger does not contain, after the last one whose charges it took over."""
+    taken_over = {entry.fields.get("head") for entry in entries if entry.kind == "lost"}
+    since = max((place for place, head in enumerate(noted, 1) if head.head in taken_over), default=0)
+    return [place for place, head in enumerate(noted) if place >= since and not contains(entries, head)]
+
+
+def uncharged(charged: Sequence[Charge], noted: Sequence[Head]) -> Head | None:
+    """The first head that had charged more than `charged`, a whole ledger's charges; None if there is none. A ledger
+    only ever charges more, also where it took over what it lost, so such a one was rewritten. A step that turned out to
+    have less noise than announced moves to a smaller sigma, so steps count wherever they have at most as much noise."""
+    for head in noted:
+        for asked in head.charged:
+            count, known = (
+                sum(
+                    each.count
+                    for each in found
+                    if (each.phase, each.rate) == (asked.phase, asked.rate) and each.sigma <= asked.sigma * (1 + 1e-9)
+                )
+                for found in (head.charged, charged)
+            )
+            if count > known:
+                return head
+    return None
 
 
 def contains(entries: Sequence[LedgerEntry], head: Head) -> bool:

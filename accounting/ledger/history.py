@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ from murmuration.accounting.adaptive import ROUNDING
 from murmuration.accounting.epsilon.accountant import Accountant, AccountingError, Event, epsilon, merge
 from murmuration.accounting.epsilon.tuning import Declared
 from murmuration.accounting.ledger.chain import FORMAT, LedgerEntry, LedgerError, parse
-from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Segment, StepFacts, StepId
+from murmuration.accounting.ledger.facts import (
+    Charge,
+    CheckpointMark,
+    CorrelationFact,
+    Segment,
+    StepFacts,
+    StepId,
+)  # fmt: skip
 from murmuration.accounting.ledger.lines import (
     KEYED,
     LINES,
@@ -75,6 +83,10 @@ class History:
     _line: int = 0
     _charged: dict[StepId, tuple[StepFacts, StepFacts, Event]] = field(default_factory=dict, compare=False, repr=False)
     """What was last charged for each step, and the facts that this follows from."""
+    _turns: dict[tuple[int, Event], Counter[int]] = field(default_factory=dict, compare=False, repr=False)
+    """Where records take turns: how often steps of the same kind were opened for each part."""
+    _uneven: set[int] = field(default_factory=set, compare=False, repr=False)
+    """Phases of which some step did something else than it had announced."""
     _acting: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     """Clipping rule and trained elements of each segment, which its config fixes."""
     segment_lines: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -124,6 +136,8 @@ class History:
     def _run(self, line: RunLine) -> None:
         if line.format != FORMAT:
             raise ValueError(f"format {line.format!r} is not {FORMAT!r}")
+        if line.started is not None and date.fromisoformat(line.started).isoformat() != line.started:
+            raise ValueError(f"{line.started} is not a day, YYYY-MM-DD")
         self.run = asdict(line)
 
     def _plan(self, line: PlanLine) -> None:
@@ -134,7 +148,7 @@ class History:
             raise ValueError(f"phase {phase} was non-private before, so it cannot become private")
         if (plan.unit, plan.adjacency) != (UNIT, ADJACENCY):
             raise ValueError(f"the plan promises something for {plan.unit!r} and neighbours {plan.adjacency!r}")
-        Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.steps)  # refused if it is no mechanism
+        Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.participations)  # refused if it is no mechanism
         if self.opened:
             self.late_plans.append(phase)
         self.plans[phase] = plan
@@ -170,7 +184,7 @@ class History:
         plan = self.plans[step_id.phase]
         if not segment.from_step < step_id.step <= plan.steps:
             raise ValueError(f"{step_id} is outside the steps {segment.from_step + 1} to {plan.steps} of its segment")
-        if (departure := facts.departure_from(plan)) is not None:
+        if (departure := self.departure(step_id, facts)) is not None:
             raise ValueError(f"step {step_id.step} of phase {step_id.phase} {departure}")
         acting = (facts.clipping.rule, facts.noise.elements)
         if self._acting.setdefault((segment.phase, segment.number), acting) != acting:
@@ -181,6 +195,9 @@ class History:
         if (trail := self.trails.get(step_id.phase)) is not None:
             trail.opened(step_id.segment, step_id.step, segment.from_step, plan.noise_multiplier, facts)
         self.opened[step_id] = facts
+        if plan.banded is not None:
+            turns = self._turns.setdefault((step_id.phase, self.event(step_id.phase, facts)), Counter())
+            turns[self._turn(step_id)] += 1
 
     def _commit(self, line: StepLine) -> None:
         step_id, facts = line.step_id, line.facts
@@ -191,6 +208,8 @@ class History:
             self.trails[step_id.phase].committed(step_id.segment, step_id.step, line.share)
             self.shares[step_id] = line.share
         self.committed[step_id] = facts
+        if facts != self.opened[step_id]:
+            self._uneven.add(step_id.phase)
         if (fault := self.opened[step_id].fault_of(facts)) is not None:
             self.faults.append(f"step {step_id.step} of phase {step_id.phase} {fault}")
 
@@ -312,16 +331,62 @@ class History:
             return f"the plan of phase {self.phase_names[self.late_plans[0]]} was declared after private steps had run"
         return None
 
-    def charged(self, phase: int | None = None) -> list[Event]:
-        """Each opened step at the weaker of what was announced and what was done."""
+    def charged(self, phase: int | None = None, fewest: bool = False) -> list[Event]:
+        """Each opened step at the weaker of what was announced and what was done; of steps that take turns with the
+        records, those that one record may have been drawn in. That is the most for any record, or the fewest."""
         counts = Counter(
-            self._charge(step_id, announced)
+            (step_id.phase, self._charge(step_id, announced), self._turn(step_id))
             for step_id, announced in self.opened.items()
             if phase in (None, step_id.phase)
         )
-        events = [replace(event, count=count) for event, count in counts.items()]
+        by_turn: dict[tuple[int, Event], list[int]] = {}
+        for (number, event, _), count in counts.items():
+            by_turn.setdefault((number, event), []).append(count)
+        events = []
+        for (number, event), found in by_turn.items():
+            least = min(found) if len(found) == self.plans[number].bands else 0
+            events.append(replace(event, count=least if fewest else max(found)))
         events += [charge.event() for charge in self.lost if phase in (None, charge.phase)]
         return merge(events)
+
+    def _turn(self, step_id: StepId) -> int:
+        """Which part of the records the step draws from."""
+        return step_id.step % self.plans[step_id.phase].bands
+
+    def charges_more(self, step_id: StepId, event: Event) -> bool:
+        """Whether opening this step adds to what is charged: where records take turns, only if no other part has been
+        drawn from more often."""
+        if self.plans[step_id.phase].bands == 1:
+            return True
+        if step_id.phase in self._uneven:  # what was announced is not what is charged
+            return True
+        counts = self._turns.get((step_id.phase, event), Counter())
+        return counts[self._turn(step_id)] >= max(counts.values(), default=0)
+
+    def charges_of_next(self, steps: int) -> int:
+        """How many of the next steps will add to what is charged, if they follow the step that was opened last and are
+        of its kind."""
+        last = next(reversed(self.opened))
+        bands, kind = self.plans[last.phase].bands, (last.phase, self._charge(last, self.opened[last]))
+        if bands == 1:
+            return steps
+        counts = Counter(self._turns.get(kind, Counter()))
+        before = max(counts.values(), default=0)
+        counts.update((last.step + ahead) % bands for ahead in range(1, steps + 1))
+        return max(counts.values()) - before
+
+    def departure(self, step_id: StepId, facts: StepFacts) -> str | None:
+        """How a step of the current segment contradicts its frozen plan; None if it does not."""
+        plan, segment = self.plans[step_id.phase], self.segments[-1]
+        if (departure := facts.departure_from(plan)) is not None:
+            return departure
+        expected = None
+        if plan.banded is not None:
+            spread = plan.banded.spread(step_id.step, segment.from_step + 1)
+            expected = CorrelationFact(plan.banded.digest, facts.noise.std * spread)
+        if facts.noise.correlation != expected:
+            return "states noise of another matrix than its plan's, or with another deviation than that gives"
+        return None
 
     def _charge(self, step_id: StepId, announced: StepFacts) -> Event:
         """Remembered: log lines ask for the charges of tens of thousands of steps again and again."""
@@ -358,7 +423,9 @@ class History:
 
     def planned(self) -> list[Event]:
         """All steps of all plans, as they were planned."""
-        return merge(Event(p.sampling_rate, p.effective_noise_multiplier, p.steps) for p in self.plans.values())
+        return merge(
+            Event(p.sampling_rate, p.effective_noise_multiplier, p.participations) for p in self.plans.values()
+        )
 
     def delta(self) -> float:
         deltas = {plan.delta for plan in self.plans.values()}

@@ -57,10 +57,23 @@ class Journal:
                 f"{newest.length}: it was restored from a backup; restore the newest ledger and checkpoints, or "
                 "declare --new-segment 'why' (everything that is known to have been opened stays charged)"
             )
+        lost = [*lost, *self._uneven_turns(newest)]
         charged = [{"phase": c.phase, "rate": c.rate, "sigma": c.sigma, "count": c.count} for c in lost]
         self._append("lost", length=newest.length, head=newest.head, charged=charged)
         self._credit.clear()
         self.tell_witnesses()
+
+    def _uneven_turns(self, newest: Head) -> list[Charge]:
+        """Where records take turns, a head tells the steps of the part that was drawn from most. Others may be behind
+        by one step for each segment, so that more of their steps were lost than the heads' difference."""
+        phases = {charge.phase for charge in newest.charged}
+        return [
+            Charge(
+                phase, plan.sampling_rate, plan.effective_noise_multiplier, max(1, len(self.history.segments_of(phase)))
+            )
+            for phase, plan in self.history.plans.items()
+            if plan.bands > 1 and phase in phases
+        ]
 
     def declare_choice(self, by: str) -> None:
         """Checkpoints are kept by a public metric: whichever is released, the planned budget is claimed."""
@@ -103,10 +116,11 @@ class Journal:
 
     def start_run(
         self, name: str, key_check: str, debug: bool, versions: dict[str, str], record_digests: RecordDigests = UNKEYED,
-        signer: str | None = None,
+        signer: str | None = None, started: str | None = None,
     ) -> None:  # fmt: skip
         more = {} if record_digests == UNKEYED else {"record_digests": record_digests}
         more |= {} if signer is None else {"signer": signer}
+        more |= {} if started is None else {"started": started}
         self._append("run", format=FORMAT, name=name, key_check=key_check, debug=debug, versions=versions, **more)
 
     def declare_plan(self, phase: int, name: str, plan: PrivacyPlan, method: dict[str, object]) -> None:
@@ -189,16 +203,19 @@ class Journal:
                 f"step {step} of phase {phase} cannot begin while step {unfinished[0].step} is open; finish that first"
             )
         plan = self.history.plans[phase]
-        if (departure := facts.departure_from(plan)) is not None:
+        if (departure := self.history.departure(step_id, facts)) is not None:
             raise LedgerError(f"step {step} of phase {phase} {departure}")
         event = self.history.event(phase, facts)
+        more = self.history.charges_more(step_id, event)
         key = (event.rate, event.sigma)
-        if self._credit.get(key, 0) < 1:
-            self._credit = {key: self._affordable(phase, event, max(1, plan.steps - step + 1))}
-        if self._credit[key] < 1:
+        if more and self._credit.get(key, 0) < 1:
+            wanted = max(1, -(-(plan.steps - step + 1) // plan.bands))
+            self._credit = {key: self._affordable(phase, event, wanted)}
+        if more and self._credit[key] < 1:
             raise BudgetSpent(f"step {step} would pass epsilon = {self._budget(phase):g}; the run ends here")
         self._append_soon("open", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict())
-        self._credit[key] -= 1
+        if more:
+            self._credit[key] -= 1
 
     def commit_step(self, phase: int, step: int, facts: StepFacts, share: float | None = None) -> float | None:
         """`share`: what is released for the next clipping norm. Returns the share in the ledger: on a replay, which may

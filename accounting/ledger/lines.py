@@ -29,6 +29,8 @@ class RunLine:
     signer: str | None = None
     """Public half of the key that signs the certificate; version 0.1 did not sign."""
     record_digests: RecordDigests = UNKEYED
+    started: str | None = None
+    """The day on which the run began, in UTC; earlier versions did not record it, and debug runs do not."""
 
 
 @dataclass(frozen=True)

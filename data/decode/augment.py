@@ -1,8 +1,8 @@
-"""Image augmentation keyed by (key, step, record id), so that pixels never depend on who computes them.
+"""Image augmentation keyed by (key, step, record id, view), so that pixels never depend on who computes them.
 
-The random numbers of a record come straight from a keyed hash of (step, record): the crop is the same at any world
-size, worker count, batch composition or restart, which makes a replayed step identical. Integers become uniforms by
-one exact division, so nothing depends on the promises of a random-number library.
+The random numbers of a record come straight from a keyed hash of (step, record, view): the crop is the same at any
+world size, worker count, batch composition or restart, which makes a replayed step identical. Integers become uniforms
+by one exact division, so nothing depends on the promises of a random-number library.
 """
 
 from __future__ import annotations
@@ -84,24 +84,32 @@ def _cut_from_resized(pixels: np.ndarray, size: int, wide: int, high: int, left:
     return np.asarray(whole.crop((left, top, left + size, top + size)))
 
 
-class Uniforms:
-    """An endless stream of uniform numbers in [0, 1) that belongs to one (key, step, record)."""
+def _further(view: int) -> bytes:
+    """What a keyed name ends with. The first view's ends with nothing: it is what a record has that is seen once, and
+    has its random numbers. Names of other views are longer, so that none is another's."""
+    return struct.pack("<Q", view) if view else b""
 
-    def __init__(self, key: bytes, step: int, record: int) -> None:
-        self._key, self._step, self._record = key, step, record
+
+class Uniforms:
+    """An endless stream of uniform numbers in [0, 1) that belongs to one (key, step, record, view)."""
+
+    def __init__(self, key: bytes, step: int, record: int, view: int = 0) -> None:
+        self._key, self._step, self._record, self._view = key, step, record, view
         self._block = 0
         self._left: list[int] = []
 
     def next(self) -> float:
         if not self._left:
-            name = struct.pack("<QQQ", self._step, self._record, self._block)
+            name = struct.pack("<QQQ", self._step, self._record, self._block) + _further(self._view)
             digest = hashlib.blake2b(name, key=self._key[:64], person=b"mur-augment").digest()
             self._left = list(struct.unpack("<8Q", digest))
             self._block += 1
         return (self._left.pop() >> 11) * 2.0**-53
 
 
-def choose_view(kind: Augment, width: int, height: int, size: int, key: bytes, step: int, record: int) -> View:
+def choose_view(
+    kind: Augment, width: int, height: int, size: int, key: bytes, step: int, record: int, view: int = 0
+) -> View:  # fmt: skip
     if isinstance(kind, ResizeCrop):
         return _resized_crop(kind, width, height, size)
     if kind == "none":
@@ -111,7 +119,7 @@ def choose_view(kind: Augment, width: int, height: int, size: int, key: bytes, s
         left, top = (width - side) / 2, (height - side) / 2
         return View((left, top, left + side, top + side))
     if kind in AREAS:
-        uniforms = Uniforms(key, step, record)
+        uniforms = Uniforms(key, step, record, view)
         flip = uniforms.next() < 0.5
         return View(_crop_box(width, height, AREAS[kind], uniforms), flip)
     raise ValueError(f"augment '{kind}' is unknown; choose one of {', '.join(KINDS)}")
@@ -150,22 +158,23 @@ def _crop_box(
     return left, top, left + wide, top + high
 
 
-def caption_choice(key: bytes, step: int, record: int, count: int) -> int:
-    """Which of a record's captions this step uses: one of 0..count-1."""
-    name = struct.pack("<QQ", step, record)
+def caption_choice(key: bytes, step: int, record: int, count: int, view: int = 0) -> int:
+    """Which of a record's captions a view uses in this step: one of 0..count-1."""
+    name = struct.pack("<QQ", step, record) + _further(view)
     raw = hashlib.blake2b(name, key=key[:64], person=b"mur-caption", digest_size=16).digest()
     return int.from_bytes(raw, "little") * count >> 128
 
 
-def drop_key(key: bytes, step: int, record: int) -> int:
-    """An int64 from which a model that drops units derives this record's masks for this step."""
-    raw = hashlib.shake_128(b"mur-drop-key" + struct.pack("<QQQ", len(key), step, record) + key).digest(8)
+def drop_key(key: bytes, step: int, record: int, view: int = 0) -> int:
+    """An int64 from which a model that drops units derives the masks of this record's view for this step."""
+    name = struct.pack("<QQQ", len(key), step, record) + key + _further(view)
+    raw = hashlib.shake_128(b"mur-drop-key" + name).digest(8)
     return int.from_bytes(raw, "little", signed=True)
 
 
-def mask_noise(key: bytes, step: int, record: int, patches: int) -> np.ndarray:
+def mask_noise(key: bytes, step: int, record: int, patches: int, view: int = 0) -> np.ndarray:
     """float32 uniforms in [0, 1), one per patch; an MAE keeps the patches with the smallest values."""
-    name = struct.pack("<QQ", step, record)
+    name = struct.pack("<QQ", step, record) + _further(view)
     raw = hashlib.shake_128(b"mur-mask-noise" + struct.pack("<Q", len(key)) + key + name).digest(4 * patches)
     # 24 bits, the most that float32 holds exactly: a value rounded up to 1.0 would leave the interval.
     return (np.frombuffer(raw, dtype="<u4") >> 8).astype(np.float32) * np.float32(2.0**-24)

@@ -50,6 +50,36 @@ def right_classes(members: Mapping[str, bytes]) -> list[int]:
     return [int(number) for number in members.get(RIGHT, b"").split()]
 
 
+def classes_listed(
+    members: Mapping[str, bytes], name: str, classes: int, class_list: ClassList | None
+) -> list[int]:  # fmt: skip
+    """The outputs of all classes that a field lists by their names or numbers. An empty list is an answer, too."""
+    fields = _fields(members, [name])
+    try:
+        listed = fields[name]
+    except (KeyError, TypeError) as error:
+        raise BadRecord(f"no labels {name} in the record ({type(error).__name__})") from error
+    if not isinstance(listed, list):
+        raise BadRecord(f"the record's {name} is not a list of classes")
+    names = class_list.numbers_in_files if class_list is not None else {}
+    found = {_listed_class(each, name, names) for each in listed}
+    if class_list is not None:
+        found = {_output(number, class_list) for number in found}
+    if any(not 0 <= number < classes for number in found):
+        raise BadRecord(f"the record's {name} lists what is not the number of a class")
+    return sorted(found)
+
+
+def _listed_class(value: Any, name: str, names: Mapping[str, int]) -> int:
+    if isinstance(value, str) and (number := names.get(value.strip())) is not None:
+        return number
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
+        return int(value)
+    raise BadRecord(f"the record's {name} lists what is neither a name on the class list nor a number")
+
+
 def class_in_file(members: Mapping[str, bytes], label: str, class_list: ClassList) -> int:
     """The number that a file gives the class of its record, which may be on no list."""
     if label == "cls":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import mmap
 import os
 import queue
@@ -60,16 +61,15 @@ class OutOfMemory(Exception):
 class DecodeProcess:
     """For use by one thread at a time. Pixels come through memory that both ends map, never through the socket.
 
-    That memory holds one picture, which the parent copies to where it belongs. A process that could write into a whole
-    micro-batch would save that copy, which costs a few thousandths of the decoding; but a file that takes its decoder
-    over could then change the pictures of other records.
+    That memory holds what is made of one record, which the parent copies to where it belongs. A process that could
+    write into a whole micro-batch would save that copy, which costs a few thousandths of the decoding; but a file that
+    takes its decoder over could then change the pictures of other records.
     """
 
     def __init__(self, pictures: PictureMaker, program: str, address_bytes: int) -> None:
         self.jobs = 0
         self._key_of = pictures.key_of
-        self._shape = (pictures.size, pictures.size, 3)
-        room = pictures.size * pictures.size * 3
+        room = math.prod(pictures.shape)
         module, _, function = program.partition(":")
         code = f"import sys; sys.path[:0] = {[_ROOT, *sys.path]!r}; from {module} import {function}; {function}()"
         ours, theirs = socket.socketpair()
@@ -90,7 +90,8 @@ class DecodeProcess:
         self._ours, self._patience = ours, 0.0
         self._control = Connection(os.dup(ours.fileno()))
         setup = {
-            "size": pictures.size, "augment": pictures.augment, "room": room, "address_bytes": address_bytes,
+            "size": pictures.size, "augment": pictures.augment, "views": pictures.views, "room": room,
+            "address_bytes": address_bytes,
         }  # fmt: skip
         if self._ask(json.dumps(setup).encode(), _START_SECONDS) != READY:
             raise ProcessDied(self._ended())
@@ -109,7 +110,7 @@ class DecodeProcess:
         job = JOB.pack(step, record, cpu_seconds, wall_seconds, len(key)) + key + data
         answer = self._ask(job, wall_seconds * _GRACE)
         if answer == MADE:
-            np.copyto(into, self._pixels.reshape(self._shape))
+            np.copyto(into, self._pixels.reshape(into.shape))
             return
         if answer == NO_MEMORY:
             raise OutOfMemory
@@ -168,7 +169,7 @@ _OUTSIDE_TRIES = 3  # tries that end by a signal no decoder sends itself
 class Limits:
     """What one record may use. These are constants, not options, because they decide which records are bad."""
 
-    cpu_seconds: float = 10.0  # the largest images that are decoded at all take about a second
+    cpu_seconds: float = 10.0  # for each view; the largest images that are decoded at all take about a second
     wall_seconds: float = 120.0
     patience: float = 10.0  # the factor by which both grow for the second try, alone in its process
     address_bytes: int = 4 << 30
@@ -205,8 +206,8 @@ class DecodePool:
         self._all: set[DecodeProcess] = set()
 
     def make(self, data: bytes, step: int, record: int, into: np.ndarray | None = None) -> np.ndarray:
-        """uint8 [size, size, 3], in the memory `into` if it is given, which is written only if all went well; raises
-        BadRecord if the content is at fault, DecoderError if the machine is."""
+        """uint8 of `PictureMaker.shape`, in the memory `into` if it is given, which is written only if all went well;
+        raises BadRecord if the content is at fault, DecoderError if the machine is."""
         into = self._anywhere() if into is None else into
         process = self._idle.get()
         try:
@@ -214,7 +215,8 @@ class DecodePool:
                 self._drop(process)
                 process = None
                 process = self._start()
-            process.make(data, step, record, self.limits.cpu_seconds, self.limits.wall_seconds, into)
+            cpu, wall = self._seconds
+            process.make(data, step, record, cpu, wall, into)
             return into
         except (ProcessDied, OutOfMemory):
             self._drop(process)
@@ -225,7 +227,7 @@ class DecodePool:
         return into
 
     def _again(self, data: bytes, step: int, record: int, into: np.ndarray) -> None:
-        cpu, wall = self.limits.cpu_seconds * self.limits.patience, self.limits.wall_seconds * self.limits.patience
+        cpu, wall = (seconds * self.limits.patience for seconds in self._seconds)
         with self._alone:
             for _ in range(_OUTSIDE_TRIES):
                 process = self._start()
@@ -261,8 +263,13 @@ class DecodePool:
         finally:
             self._drop(process)
 
+    @property
+    def _seconds(self) -> tuple[float, float]:
+        """CPU and wall time of one record."""
+        return self.limits.cpu_seconds * self._pictures.views, self.limits.wall_seconds * self._pictures.views
+
     def _anywhere(self) -> np.ndarray:
-        return np.empty((self._pictures.size, self._pictures.size, 3), np.uint8)
+        return np.empty(self._pictures.shape, np.uint8)
 
     def _start(self) -> DecodeProcess:
         try:

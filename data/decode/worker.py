@@ -80,7 +80,7 @@ def _picture_maker(setup: dict[str, Any]) -> Make:
     augment: Any = given if isinstance(given, str) else ResizeCrop(*given)
 
     def make(data: bytes, step: int, record: int, key: bytes) -> np.ndarray:
-        return PictureMaker(setup["size"], augment, key).make(data, step, record)
+        return PictureMaker(setup["size"], augment, key, setup["views"]).make(data, step, record)
 
     return make
 

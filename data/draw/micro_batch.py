@@ -15,6 +15,9 @@ from torch import Tensor
 
 EMPTY = -1
 IMAGES = "images"
+ROW_SHARE = "row_share"
+"""The share with which a row's loss enters the loss of its slot, fp32 [B·R]; only where a slot has several rows. 0: the
+row holds nothing, and its other inputs are zero."""
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5)
@@ -74,7 +77,7 @@ class Normalisation:
         return (-np.asarray(self.mean, dtype=np.float32) / np.asarray(self.std, dtype=np.float32)).reshape(3, 1, 1)
 
     def of(self, pixels: Tensor, present: Tensor) -> Tensor:
-        """fp32 [B, 3, H, W] from uint8 [B, H, W, 3] on the same device; exactly zero where no record is present."""
+        """fp32 [B, 3, H, W] from uint8 [B, H, W, 3] on the same device; exactly zero in rows that hold nothing."""
         return self._on_host(pixels, present) if pixels.device.type == "cpu" else self._by_kernels(pixels, present)
 
     def _on_host(self, pixels: Tensor, present: Tensor) -> Tensor:
@@ -115,7 +118,10 @@ class Pixels:
 
 @dataclass
 class MicroBatch:
-    """Model inputs by name, each with first dimension B, and which of the B slots hold a record.
+    """Model inputs by name, and which of the B slots hold a record.
+
+    The first dimension of an input is B; where a slot has R rows (views of a record, records of a unit), it is B·R, and
+    the rows of a slot follow one another.
 
     Pictures may still be pixels. Then there is no input IMAGES, and `to` makes it: a caller who forgets that gets an
     error and not other numbers.
@@ -125,12 +131,22 @@ class MicroBatch:
     present: Tensor
     pixels: Pixels | None = None
 
+    @property
+    def rows(self) -> int:
+        """R, the number of rows of every slot."""
+        return len(self.inputs[ROW_SHARE]) // max(1, len(self.present)) if ROW_SHARE in self.inputs else 1
+
+    @property
+    def filled(self) -> Tensor:
+        """Which of the rows hold something."""
+        return self.inputs[ROW_SHARE] > 0 if ROW_SHARE in self.inputs else self.present
+
     def to(self, device: torch.device | str) -> MicroBatch:
         """The model's inputs on a device; of pixels, a quarter of the bytes of the input is transferred."""
         there = self.copied(device)
         if there.pixels is None:
             return there
-        images = there.pixels.normalisation.of(there.pixels.values, there.present)
+        images = there.pixels.normalisation.of(there.pixels.values, there.filled)
         return MicroBatch({IMAGES: images, **there.inputs}, there.present)
 
     def copied(self, device: torch.device | str) -> MicroBatch:

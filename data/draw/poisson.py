@@ -5,6 +5,10 @@ q = K / 2^32 exactly, and that q is the one accounted. Only integers take part: 
 that differs between two processors would shift the draw, and ranks would sample a record twice. Nothing
 depends on world size, workers or restarts, and the sampler holds no state, so a resumed run needs no seek.
 
+Where records take turns (`parts` above 1), step t draws from the records whose number is t modulo `parts`, and lane i
+is of the i-th of those. Which record belongs to which part is public and the same in every segment, because the
+accounting counts the turns of each part (docs/privacy.md).
+
 The draw must stay secret (amplification assumes it), hence a cipher under a secret key, not a seeded PRNG.
 """
 
@@ -42,6 +46,7 @@ class Draw:
     records: int
     digest: str
     ids: np.ndarray
+    parts: int = 1
 
 
 class Ids(Protocol):
@@ -59,9 +64,12 @@ class Sampler(Protocol[Drawn]):
 
 
 class PoissonSampler:
-    """Draws each of `records` records independently with probability threshold / 2^32."""
+    """Draws each of `records` records independently with probability threshold / 2^32, or, with `parts` above 1, each
+    of those whose turn it is."""
 
-    def __init__(self, key: bytes | StepKey, digest_key: bytes | StepKey, records: int, threshold: int) -> None:
+    def __init__(
+        self, key: bytes | StepKey, digest_key: bytes | StepKey, records: int, threshold: int, parts: int = 1
+    ) -> None:
         """A key given as bytes is the key of all steps."""
         if (isinstance(key, bytes) and len(key) != 32) or (isinstance(digest_key, bytes) and len(digest_key) < 32):
             raise ValueError("the sampler needs a 32-byte key and a digest key of at least 32 bytes; derive both")
@@ -69,8 +77,10 @@ class PoissonSampler:
             raise ValueError(f"{records} records: nothing to sample from; index the shards first")
         if not 1 <= threshold <= LANES:
             raise ValueError(f"threshold {threshold} is outside 1..2**32; q = threshold / 2**32")
+        if not 1 <= parts <= records:
+            raise ValueError(f"{records} records cannot be dealt into {parts} parts; each part needs one")
         self._key, self._digest_key = by_step(key), by_step(digest_key)
-        self.records, self.threshold = records, threshold
+        self.records, self.threshold, self.parts = records, threshold, parts
 
     @property
     def q(self) -> float:
@@ -78,19 +88,25 @@ class PoissonSampler:
 
     def draw(self, step: int) -> Draw:
         """The records of one step, sorted; the same on any rank, at any time."""
-        return self.whole(step, self.part(step, 0, self.records))
+        return self.whole(step, self.part(step, 0, self.candidates(step)))
+
+    def candidates(self, step: int) -> int:
+        """The number of records that the step draws from."""
+        return -(-(self.records - step % self.parts) // self.parts)
 
     def whole(self, step: int, ids: np.ndarray) -> Draw:
         """The draw whose records are `ids`, put together from its parts."""
         ids.flags.writeable = False
-        return Draw(step, self.threshold, self.records, self._digest(step, self.threshold, self.records, ids), ids)
+        return Draw(step, self.threshold, self.records, self._digest(step, ids), ids, self.parts)
 
     def part(self, step: int, first: int, stop: int) -> np.ndarray:
-        """The records from `first`, a multiple of 4, up to `stop` that one step draws."""
+        """The records that one step draws from its candidates, of those from `first`, a multiple of 4, up to `stop`."""
         if not 0 <= step < 1 << 64:
             raise ValueError(f"step {step} is outside 0..2**64-1")
-        if first % 4 or not 0 <= first <= stop <= self.records:
-            raise ValueError(f"records {first} to {stop} of {self.records} are no part that begins with a cipher block")
+        if first % 4 or not 0 <= first <= stop <= self.candidates(step):
+            raise ValueError(
+                f"records {first} to {stop} of {self.candidates(step)} are no part that begins with a cipher block"
+            )
         # An unsigned 64-bit K: as a 32-bit number 2**32 would wrap to 0 and q = 1 would draw nobody.
         limit = np.uint64(self.threshold)
         counter = (step << 64) + first // 4
@@ -103,10 +119,12 @@ class PoissonSampler:
             stream.update_into(memoryview(_ZEROS)[: 4 * count], buffer)
             lanes = np.frombuffer(buffer, dtype="<u4", count=count)
             found.append(np.flatnonzero(np.less(lanes, limit)) + start)
-        return np.concatenate(found).astype(np.int64, copy=False)
+        drawn = np.concatenate(found).astype(np.int64, copy=False)
+        return drawn if self.parts == 1 else drawn * self.parts + step % self.parts
 
-    def _digest(self, step: int, threshold: int, records: int, ids: np.ndarray) -> str:
+    def _digest(self, step: int, ids: np.ndarray) -> str:
         """Keyed, because a bare hash of the ids would let anyone test a guess about who took part."""
-        mac = hmac.new(self._digest_key(step), struct.pack("<QQQ", step, threshold, records), hashlib.sha256)
+        numbers = (step, self.threshold, self.records, *([] if self.parts == 1 else [self.parts]))
+        mac = hmac.new(self._digest_key(step), struct.pack(f"<{len(numbers)}Q", *numbers), hashlib.sha256)
         mac.update(np.ascontiguousarray(ids, dtype="<i8").tobytes())
         return mac.hexdigest()

@@ -46,6 +46,7 @@ class SharedSampler:
 
     def _part(self, step: int, rank: int) -> np.ndarray:
         # In blocks of four records, which one block of the cipher decides.
-        blocks = -(-self._sampler.records // 4)
+        candidates = self._sampler.candidates(step)
+        blocks = -(-candidates // 4)
         first, stop = (4 * (each * blocks // self._world) for each in (rank, rank + 1))
-        return self._sampler.part(step, first, min(stop, self._sampler.records))
+        return self._sampler.part(step, first, min(stop, candidates))

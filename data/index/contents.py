@@ -13,12 +13,27 @@ from pathlib import Path
 
 import numpy as np
 
+from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.store.cache import Copies
 from murmuration.data.store.place import RecordIndex
 
 # This many of the shards without a drawn record are compared as well; the choice is random each time.
 SAMPLED = 2
+
+
+def pins_contents(index: RecordIndex) -> bool:
+    """Whether a record that changed under an equal size is noticed. If not, steps are never repeated under their old
+    keys. Sizes alone are known of images without `--contents`, of shards that were indexed by their sidecars, and of
+    remote shards whose server sends no ETags."""
+    whole = index.whole if isinstance(index, SplitIndex) else index
+    if isinstance(whole, FolderIndex):
+        return whole.pinned
+    if isinstance(whole, ShardIndex):
+        local = isinstance(whole.root, Path)
+        return all(shard.sha256 if local else shard.etag for shard in whole.shards)
+    return True
 
 
 def shards_of(index: RecordIndex, ids: np.ndarray) -> list[int]:
@@ -30,6 +45,28 @@ def shards_of(index: RecordIndex, ids: np.ndarray) -> list[int]:
     numbers = index.originals(ids) if isinstance(index, SplitIndex) else ids
     found: list[int] = np.unique(np.searchsorted(whole.shard_ends, numbers, side="right")).tolist()
     return found
+
+
+def forget_cached(index: RecordIndex, ids: np.ndarray | None, folder: Path, beat: Callable[[], None]) -> None:
+    """Makes sure that these records of a remote index (None: all) come from its store, or from a cached shard that is
+    the indexed one."""
+    whole = index.whole if isinstance(index, SplitIndex) else index
+    if not isinstance(whole, ShardIndex) or isinstance(whole.root, Path) or not folder.is_dir():
+        return
+    places = {str(whole.place(number)): shard for number, shard in enumerate(whole.shards)}
+    copies, drawn = Copies(folder), set[str]()
+    if ids is None:
+        copies.drop_all_records()
+        drawn.update(places)
+    for number, record in enumerate(() if ids is None else ids):
+        place, start, end = index.locate(int(record))
+        copies.drop_record(place, places[str(place)], start, end)
+        drawn.add(str(place))
+        if number % 1000 == 0:
+            beat()
+    for place in sorted(drawn):
+        copies.drop_changed_shard(place, places[place])
+        beat()
 
 
 def with_sample(index: RecordIndex, shards: Collection[int]) -> list[int]:

@@ -330,6 +330,11 @@ class FolderIndex:
         """SHA-256 of the list of excluded records; empty if none is excluded. Private."""
         return self._kept.excluded_digest
 
+    @property
+    def pinned(self) -> bool:
+        """Whether contents are compared at every read, and not sizes alone."""
+        return self._digests is not None
+
     def left_out(self, record: int) -> bool:
         return self._kept.left_out(record)
 

@@ -130,9 +130,9 @@ class Pictures:
     def _label(self, cells: dict[str, Any]) -> str | None:
         if self._columns.label is None:
             return None
+        if not self.classes or self._columns.several is not None:
+            return self._columns.label_in(cells)
         label = word(cells[self._columns.label])
-        if not self.classes:
-            return label
         return self.classes[int(label)] if label.isdecimal() and int(label) < len(self.classes) else ""
 
     def identity(self, row: Row) -> tuple[str, int]:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,15 +59,18 @@ class Planned:
 
 
 class Plan:
-    def __init__(self, path: Path, layout: Layout, unit: str | None, hold_out: float) -> None:
+    def __init__(
+        self, path: Path, layout: Layout, unit: str | None, hold_out: float, listed: str | None = None
+    ) -> None:  # fmt: skip
         """`unit` is the name under which records keep their unit; `hold_out` the share of units, or else of images,
-        that goes into a second folder."""
+        that goes into a second folder. `listed` is the name under which records keep the list of their classes, where
+        they may have any number; labels are then JSON lists."""
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600)  # captions are private
         os.close(descriptor)
         self._table = sqlite3.connect(path, isolation_level=None)
         self._table.executescript(f"pragma journal_mode=off; pragma synchronous=off; {_TABLES} begin;")
-        self._layout, self._unit, self._hold_out = layout, unit, hold_out
+        self._layout, self._unit, self._hold_out, self._listed = layout, unit, hold_out, listed
         self.rows = 0
         for each in layout.rows():
             self.rows += 1
@@ -88,7 +92,10 @@ class Plan:
         label, unit, fields, bad = self._table.execute(query, (number,)).fetchone()
         if bad:
             return
-        pairs = (("label", label, row.label), ("unit", unit, row.unit), ("fields", fields, _written(row.fields)))
+        if self._listed is not None and label and row.label:
+            label = _both(label, row.label)  # tables with one row per finding are common
+        new_label = None if self._listed is not None else row.label
+        pairs = (("label", label, new_label), ("unit", unit, row.unit), ("fields", fields, _written(row.fields)))
         for name, known, new in pairs:
             if known and new and known != new:
                 detail = f"{shown(known)} and {shown(new)}"
@@ -194,7 +201,13 @@ class Plan:
     def labels(self) -> dict[str, int]:
         """How many images have which label, sorted by label."""
         query = "select label, count(*) from images where bad is null and label is not null group by label"
-        return dict(sorted(self._table.execute(query).fetchall()))
+        found: list[tuple[str, int]] = self._table.execute(query).fetchall()
+        if self._listed is None:
+            return dict(sorted(found))
+        counts = Counter[str]()
+        for listed, count in found:
+            counts.update(dict.fromkeys(json.loads(listed), count))
+        return dict(sorted(counts.items()))
 
     def records(self, part: int, first: int = 0, count: int = -1) -> Iterator[Planned]:
         """In the order in which images are first named. `first` and `count` number the records of a part."""
@@ -225,6 +238,10 @@ def _point(name: bytes) -> float:
     return int.from_bytes(hashlib.sha256(_SPLIT + name).digest()[:7], "big") / (1 << 56)
 
 
+def _both(one: str, other: str) -> str:
+    return json.dumps(sorted({*json.loads(one), *json.loads(other)}), ensure_ascii=False)
+
+
 def _written(fields: Mapping[str, int | str]) -> str:
     return json.dumps(dict(fields), sort_keys=True)
 
@@ -251,6 +268,10 @@ class Labels:
         if self.numbers and (found := _WHOLE.fullmatch(label)):
             return found[1].encode()
         return label.encode()
+
+    def values(self, listed: str) -> list[str | int]:
+        """A list of classes as the .json keeps it."""
+        return [int(self.member(label)) if self.numbers else label for label in json.loads(listed)]
 
 
 def settle(found: dict[str, int], published: tuple[str, ...], given: ClassList | None) -> Labels:

@@ -30,6 +30,7 @@ from murmuration.data.decode.fields import CAPTIONS
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
 from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.pack.dicom import Window, as_png, is_dicom
 from murmuration.data.pack.plan import Labels, Plan, Planned, settle
 from murmuration.data.pack.row import MISSING, UNDECODABLE, BadPicture, Fault, Layout, PackError
 from murmuration.data.store.index_files import index_file, make_folder, read_json
@@ -52,6 +53,10 @@ class Request:
     classes: ClassList | None = None
     per_shard: int = 1000
     workers: int = 1
+    listed: str | None = None
+    """The field of the .json for the list of a record's classes, where it may have any number."""
+    window: Window | None = None
+    """Of grey DICOM files; None: each file's own."""
 
     def __post_init__(self) -> None:
         if self.per_shard < 1 or self.workers < 1:
@@ -85,7 +90,7 @@ def pack(layout: Layout, request: Request, progress: Callable[[int, int], None])
     with _only_one(work):
         path = work / "plan.sqlite"
         try:
-            with closing(Plan(path, layout, request.unit, request.hold_out)) as plan:
+            with closing(Plan(path, layout, request.unit, request.hold_out, request.listed)) as plan:
                 found = _Packer(layout, request, plan, work, progress).pack()
         except PackError:
             path.unlink(missing_ok=True)
@@ -123,7 +128,9 @@ class _Packer:
         if not self._counts[0]:
             raise PackError(f"--hold-out {request.hold_out:g}: holds out all records; name a smaller share")
         self._labels = settle(plan.labels(), layout.classes, request.classes)
-        self._digest = plan.digest({"per_shard": request.per_shard, "classes": self._labels.names})
+        more: dict[str, Any] = {} if request.listed is None else {"listed": request.listed}
+        more |= {} if request.window is None else {"window": [request.window.centre, request.window.width]}
+        self._digest = plan.digest({"per_shard": request.per_shard, "classes": self._labels.names, **more})
 
     def pack(self) -> Packed:
         self._begin()
@@ -174,18 +181,33 @@ class _Packer:
 
     def _write(self, part: int, done: int, total: int) -> int:
         records = self._plan.records(part)
-        with closing(_Pictures(self._layout, self._request.workers)) as pictures:
+        with closing(_Pictures(self._layout, self._request)) as pictures:
             for number in range(self._shards(part)):
                 chunk = list(islice(records, self._request.per_shard))
                 if self._made(part, number):
                     continue
                 with index_file(self._shard(part, number)) as file:
-                    faults = _write_shard(file, chunk, pictures, self._labels)
+                    faults = _write_shard(file, chunk, pictures, self._members)
                     # Before the shard gets its name: what a finished shard leaves out is known.
                     _write_json(self._notes(part, number), [asdict(fault) for fault in faults], 0o600)
                 done += 1
                 self._progress(done, total)
         return done
+
+    def _members(self, record: Planned, raw: bytes) -> dict[str, bytes]:
+        found = {_suffix(raw): raw}
+        fields = dict(record.fields)
+        if len(record.captions) == 1:
+            found["txt"] = record.captions[0].encode()
+        elif record.captions:
+            fields[CAPTIONS] = record.captions
+        if record.label and self._request.listed is not None:
+            fields[self._request.listed] = self._labels.values(record.label)
+        elif record.label:
+            found["cls"] = self._labels.member(record.label)
+        if fields:
+            found["json"] = json.dumps(fields, ensure_ascii=False, sort_keys=True).encode()
+        return found
 
     def _finish(self, part: int) -> None:
         folder, target = self._work / _PARTS[part], self._request.targets[part]
@@ -249,10 +271,10 @@ class _Pictures:
     """Reads and decodes pictures several at a time. They are decoded by other processes, which a hostile file may end;
     whether it decodes is all that is used."""
 
-    def __init__(self, layout: Layout, workers: int) -> None:
-        self._layout = layout
-        self._decoders = DecodePool(PictureMaker(8), workers)
-        self._threads = ThreadPoolExecutor(workers + 2)
+    def __init__(self, layout: Layout, request: Request) -> None:
+        self._layout, self._window = layout, request.window
+        self._decoders = DecodePool(PictureMaker(8), request.workers)
+        self._threads = ThreadPoolExecutor(request.workers + 2)
 
     def each(self, records: list[Planned]) -> Iterator[tuple[Planned, bytes | Fault]]:
         for start in range(0, len(records), _AT_ONCE):
@@ -262,6 +284,8 @@ class _Pictures:
     def _one(self, record: Planned) -> bytes | Fault:
         try:
             raw = self._layout.picture(record.at)
+            if is_dicom(raw):
+                raw = as_png(raw, self._window)
             self._decoders.make(raw, 0, 0)
             return raw
         except BadPicture as error:
@@ -274,33 +298,21 @@ class _Pictures:
         self._decoders.close()
 
 
-def _write_shard(file: IO[bytes], records: list[Planned], pictures: _Pictures, labels: Labels) -> list[Fault]:
+def _write_shard(
+    file: IO[bytes], records: list[Planned], pictures: _Pictures, members: Callable[[Planned, bytes], dict[str, bytes]]
+) -> list[Fault]:  # fmt: skip
     faults: list[Fault] = []
     with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for record, raw in pictures.each(records):
             if isinstance(raw, Fault):
                 faults.append(raw)
                 continue
-            for suffix, content in _members(record, raw, labels).items():
+            for suffix, content in members(record, raw).items():
                 # All that tarfile would take from a file or a clock stays at its default of nothing.
                 member = tarfile.TarInfo(f"{key_of(record.image)}.{suffix}")
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
     return faults
-
-
-def _members(record: Planned, raw: bytes, labels: Labels) -> dict[str, bytes]:
-    found = {_suffix(raw): raw}
-    fields = dict(record.fields)
-    if len(record.captions) == 1:
-        found["txt"] = record.captions[0].encode()
-    elif record.captions:
-        fields[CAPTIONS] = record.captions
-    if record.label:
-        found["cls"] = labels.member(record.label)
-    if fields:
-        found["json"] = json.dumps(fields, ensure_ascii=False, sort_keys=True).encode()
-    return found
 
 
 def _suffix(raw: bytes) -> str:

@@ -23,7 +23,7 @@ from typing import Literal
 
 from murmuration.accounting.durable import try_lock
 from murmuration.data.store.local import RangeSource
-from murmuration.data.store.place import Place, Shard
+from murmuration.data.store.place import Place, Shard, ShardError
 
 _HEAD = 8 + 32  # length and SHA-256 before the bytes of a kept range
 _CHUNK = 8 << 20
@@ -108,9 +108,47 @@ class CachedRanges:
             raise OSError("the fetched shard is not the indexed one")
 
     def _file(self, name: str, shard: Shard, ending: str) -> Path:
-        """A file named by its expected content: another version of the shard is another file."""
-        key = hashlib.sha256(f"{name}\n{shard.bytes} {shard.sha256} {shard.etag}".encode()).hexdigest()[:40]
-        return self._cache.folder / key[:2] / f"{key[2:]}.{ending}"
+        return _file(self._cache.folder, name, shard, ending)
+
+
+def _file(folder: Path, name: str, shard: Shard, ending: str) -> Path:
+    """A file named by its expected content: another version of the shard is another file."""
+    key = hashlib.sha256(f"{name}\n{shard.bytes} {shard.sha256} {shard.etag}".encode()).hexdigest()[:40]
+    return folder / key[:2] / f"{key[2:]}.{ending}"
+
+
+class Copies:
+    """Removes cached copies that may differ from what was indexed, so that they are fetched again.
+
+    What reading checks finds accidents: a record carries its own hash, a shard its length. Somebody who changed a copy
+    could have changed those, too.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._folder, self._room = folder, _Room(folder, 0)
+        except OSError as error:
+            raise ShardError(f"{folder}: copies of records cannot be removed ({error.strerror}); remove it") from error
+
+    def drop_record(self, place: Place, shard: Shard, start: int, end: int) -> None:
+        """No index has a hash of a single record."""
+        self._remove(_file(self._folder, f"{place} {start} {end}", shard, "part"))
+
+    def drop_all_records(self) -> None:
+        for kept in self._folder.rglob("*.part"):
+            self._remove(kept)
+
+    def drop_changed_shard(self, place: Place, shard: Shard) -> None:
+        kept = _file(self._folder, str(place), shard, "tar")
+        with contextlib.suppress(OSError), kept.open("rb") as file:
+            if shard.sha256 and hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
+                return
+        self._remove(kept)
+
+    def _remove(self, kept: Path) -> None:
+        self._room.remove(kept)
+        if kept.exists():
+            raise ShardError(f"{self._folder}: copies of records cannot be removed; remove it")
 
 
 def _head(raw: bytes) -> bytes:

@@ -104,6 +104,9 @@ def without_the_other_runs(document: dict[str, Any]) -> None:
         (of_fewer_steps, "adds up different runs or steps"),
         (of_a_cheaper_run, "adds up different runs or steps"),
         (without_the_other_runs, "adds up different runs or steps"),
+        (lambda document: document["composition"].update(note="ε = 0.01"), "adds up different runs or steps"),
+        (lambda document: document["composition"].update(delta=1e-30), "adds up different runs or steps"),
+        (lambda document: document.update(signature=document["amends"]["signature"]), "carries a signature"),
     ],
 )  # fmt: skip
 def test_an_amendment_changes_nothing_else(finished: Path, forge: Callable[[dict[str, Any]], Any], fault: str) -> None:

@@ -77,6 +77,22 @@ def test_no_word_of_it_can_be_improved(tmp_path: Path, where: tuple, value: obje
         verify(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["certificate.html", "certificate.md"])
+def test_pages_that_say_something_else_are_named(tmp_path: Path, name: str) -> None:
+    """Nobody signs them, and they are what people read."""
+    document = certified(tmp_path, {"about": {"owner": "a name with \udcff in it"}})
+    told = f"{name} shows what the certificate says"
+    found = verify(tmp_path).attached
+    assert found is not None and told in found.checked
+    page = (tmp_path / name).read_text()
+    claimed = f"{document['claim']['epsilon_claimed']}"
+    assert claimed in page
+    (tmp_path / name).write_text(page.replace(claimed, "0.01"))
+    found = verify(tmp_path).attached
+    assert found is not None and told not in found.checked
+    assert [sentence for sentence in found.unchecked if sentence.startswith(f"{name}: differs from the page")]
+
+
 def test_a_certificate_does_not_cover_later_steps(tmp_path: Path) -> None:
     journal = begin(tmp_path)
     train(journal, range(1, 3))

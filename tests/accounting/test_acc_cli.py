@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from murmuration.accounting.banded import best_banded
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.cli.main import main
+from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from tests.support.acc_world import rewritten, whole_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,9 +120,52 @@ def test_verify_and_explain_a_run(run_dir: Path) -> None:
         assert done.returncode == 5 and "ledger.jsonl line " in done.stderr and done.stdout == ""
 
 
+def test_compare_names_what_adds_up_to_least(tmp_path: Path) -> None:
+    """At q = 1 per turn everything has a closed form: with b bands each record takes part in T / b steps."""
+    picture = tmp_path / "compare.svg"
+    asked = "compare --n 4000 --batch 500 --steps 64 --epsilon 2 --delta 1e-4"
+    found = answer(f"{asked} --plot {picture}")
+    rows = {row["bands"]: row for row in found["rows"]}
+    assert list(rows) == [1, 2, 4, 8] and picture.read_text().startswith("<?xml")
+    assert rows[8]["rate"] == 1 and rows[8]["turns"] == 8
+    assert gaussian_epsilon(rows[8]["sigma"] / math.sqrt(8), 1e-4) == pytest.approx(2, rel=1e-4)
+    for bands, row in rows.items():
+        matrix = best_banded(bands, 64) if bands > 1 else None
+        added_up = math.sqrt(65 / 2) if matrix is None else matrix.accumulated(64)
+        assert row["accumulated"] == pytest.approx(row["sigma"] * added_up, rel=1e-12)
+        assert row["accumulated_ratio"] == pytest.approx(row["accumulated"] / rows[1]["accumulated"])
+        assert row["sigma"] == answer(
+            f"calibrate --n 4000 --batch {500 * bands} --steps {row['turns']} --epsilon 2 --delta 1e-4"
+        )["sigma"], "a turn is a Poisson-sampled step of the part's rate"  # fmt: skip
+    best = min(rows.values(), key=lambda row: row["accumulated"])
+    assert (
+        found["best"] == best["noise"] and "not accuracy" in found["caution"] and "not accuracy" in here(asked).stdout
+    )
+    shorter = {row["bands"]: row for row in answer(f"{asked} --horizon 16")["rows"]}
+    assert shorter[8]["per_step"] < rows[8]["per_step"] and shorter[8]["accumulated"] > rows[8]["accumulated"]
+
+
+def test_compare_reads_a_config(tmp_path: Path) -> None:
+    privacy = {"epsilon": 2, "delta": 1e-4, "expected_batch": 500}
+    phase = {"name": "p", "privacy": privacy, "data": {"expected_records": 4000}, "epochs": 8}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"phases": [{"name": "warm", "privacy": None}, phase]}))
+    found = answer(f"compare --config {config}")
+    assert [found[name] for name in ("n", "batch", "steps", "epsilon", "delta")] == [4000, 500, 64, 2, 1e-4]
+    assert answer(f"compare --config {config} --steps 32")["steps"] == 32
+    config.write_text(json.dumps({"phases": [phase, {**phase, "name": "q", "steps": 16, "epochs": None}]}))
+    assert "p, q; choose by --phase" in here(f"compare --config {config}").stderr
+    assert answer(f"compare --config {config} --phase q")["steps"] == 16
+    config.write_text("{")
+    assert "no config in plain JSON" in here(f"compare --config {config}").stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
+        ("compare --n 10 --batch 4", 2, "compare needs --steps, --epsilon"),
+        ("compare --n 10 --batch 40 --steps 4 --epsilon 1", 2, "expected_batch must lie"),
+        ("compare --n 10 --batch 4 --steps 4 --epsilon 1 --phase p", 2, "give that, too"),
         ("verify /nowhere", 5, "there is no ledger"),
         ("explain", 2, "explain needs a RUN_DIR"),
         ("explain --epsilon 3", 2, "--delta"),

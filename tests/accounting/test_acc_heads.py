@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import Event, describe, epsilon
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.facts import Head
-from murmuration.accounting.ledger.heads import NAME, append, contains, lost_charges, read_heads
+from murmuration.accounting.ledger.facts import Charge, Head
+from murmuration.accounting.ledger.heads import NAME, append, contains, lost_charges, read_heads, uncharged
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.train.engines.local import start_ranks
@@ -150,3 +151,60 @@ def test_a_note_that_a_kill_prevented_is_made_up_for_at_the_next_start(tmp_path:
         run.writer.ledger.close()
         [head] = read_heads(tmp_path / "secret" / NAME)
         assert head.charged[0].count == 3 and contains(run.writer.ledger.entries, head)
+
+
+def test_a_declared_loss_of_several_checkpoints_agrees_with_whoever_recorded_them_all(tmp_path: Path) -> None:
+    """Only the newest of them is named in the line that takes their charges over."""
+    backup = tmp_path / "backup.jsonl"
+    journal = watched(begin(tmp_path), tmp_path)
+    trained(journal, 1, 4)
+    journal.ledger.close()
+    shutil.copy(tmp_path / "ledger.jsonl", backup)
+    journal = watched(reopen(tmp_path), tmp_path)
+    for first, last in ((5, 8), (9, 12), (13, 16)):
+        trained(journal, first, last)
+    journal.ledger.close()
+    journal = restored(tmp_path, backup)
+    with pytest.raises(CertificateError, match="is not the one that the witness recorded"):
+        verify(tmp_path, witness=tmp_path / NAME)
+    journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(tmp_path / NAME)), "the disk failed")
+    journal.begin_segment(0, CONFIG, DATA, 4, "the disk failed")
+    trained(journal, 5, 7)
+    journal.ledger.close()
+    assert verify(tmp_path, witness=tmp_path / NAME).opened == 7
+
+
+@pytest.mark.parametrize("place", ["witness", "secret"])
+def test_a_loss_that_charges_less_than_was_recorded_is_found(tmp_path: Path, place: str) -> None:
+    """Whoever has the run's key can rewrite its ledger, and say of everything after step 4 that it was lost."""
+    run = tmp_path / "run"
+    (run / "secret").mkdir(parents=True)
+    log = run / "secret" if place == "secret" else tmp_path
+    journal = watched(begin(run), log)
+    trained(journal, 1, 4)
+    backup = (run / "ledger.jsonl").read_bytes()
+    trained(journal, 5, 16)
+    journal.ledger.close()
+    noted = read_heads(log / NAME)[-1]
+    for count in (0, 11, 12):
+        (run / "ledger.jsonl").write_bytes(backup)
+        journal = reopen(run)
+        charged = [Charge(0, 1.0, PLAN.noise_multiplier, count)] if count else []
+        journal.admit_lost((noted, charged), "the disk failed, they say")
+        journal.ledger.close()
+        witness = log / NAME if place == "witness" else None
+        if count == 12:
+            assert verify(run, witness=witness).epsilon == epsilon([Event(1.0, PLAN.noise_multiplier, 16)], PLAN.delta)
+        else:
+            with pytest.raises(CertificateError, match=r"(more had been charged by|charged more by its) line"):
+                verify(run, witness=witness)
+
+
+def test_a_step_whose_noise_turned_out_weaker_still_counts_as_charged() -> None:
+    head = Head("run", 9, "f" * 64, (Charge(0, 0.5, 2.0, 7), Charge(1, 0.5, 3.0, 2)))
+    weaker = (Charge(0, 0.5, 1.5, 1), Charge(0, 0.5, 2.0, 6), Charge(1, 0.5, 3.0, 2))
+    assert uncharged(weaker, [head]) is None and uncharged(head.charged, [head]) is None
+    for less in (
+        (Charge(0, 0.5, 2.5, 1), *weaker[1:]), weaker[1:], weaker[:2], (*weaker[:2], Charge(1, 0.25, 3.0, 2)), (),
+    ):  # fmt: skip
+        assert uncharged(less, [Head("run", 1, "e" * 64, ()), head]) == head

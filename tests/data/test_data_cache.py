@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source
+from murmuration.data.index.contents import forget_cached
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.cache import Cache
+from murmuration.data.store.place import ShardError
 from murmuration.data.store.remote import RemoteRanges
 from tests.support.range_server import Fault, RangeServer
 
@@ -154,3 +156,47 @@ def test_ranges_are_never_mixed_up(remote: ShardIndex, server: RangeServer, tmp_
         end = int(rng.integers(start + 1, len(whole)))
         digest = hashlib.sha256(whole[start:end]).digest()
         assert {hashlib.sha256(s.read(place, start, end)).digest() for s in (source, plain, source)} == {digest}
+
+
+@pytest.mark.parametrize("drawn", [[3, 7], None])
+@pytest.mark.parametrize("keep", ["records", "shards"])
+def test_a_copy_that_somebody_changed_is_no_record_of_a_repeated_step(
+    keep, drawn: list[int] | None, small_set: ShardIndex, remote: ShardIndex, server: RangeServer, tmp_path: Path
+) -> None:
+    """With its length, and its hash where it carries one: only the index, or the store, can tell."""
+    folder = tmp_path / "cache"
+    expected = [ShardReader(small_set).read(i) for i in range(25)]
+    assert [_cached(remote, folder, keep=keep).read(i) for i in range(25)] == expected
+    for path in folder.rglob("*"):
+        if path.suffix in (".part", ".tar"):
+            head = 40 if path.suffix == ".part" else 0
+            changed = path.read_bytes()[head:].replace(b"a red", b"a ref")
+            own = len(changed).to_bytes(8, "little") + hashlib.sha256(changed).digest()
+            path.write_bytes(own[:head] + changed)
+    assert _cached(remote, folder, keep=keep).read(3) != expected[3], "nothing notices"
+    forget_cached(remote, None if drawn is None else np.array(drawn), folder, lambda: None)
+    again = _cached(remote, folder, keep=keep)
+    for record in range(25) if drawn is None else drawn:
+        assert again.read(record) == expected[record]
+    if drawn and keep == "records":
+        assert again.read(9) != expected[9], "the others stay; nobody repeats their steps"
+
+
+def test_a_cached_shard_that_is_the_indexed_one_is_not_fetched_again(
+    remote: ShardIndex, server: RangeServer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache"
+    whole = [_cached(remote, folder, keep="shards").read(i) for i in range(25)]
+    server.fault = _failing("500")
+    forget_cached(remote, None, folder, lambda: None)
+    assert [_cached(remote, folder, keep="shards").read(i) for i in range(25)] == whole
+
+
+def test_a_copy_that_cannot_be_removed_stops_the_run(
+    remote: ShardIndex, server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cache"
+    _cached(remote, folder).read(3)
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: (_ for _ in ()).throw(PermissionError(path)))
+    with pytest.raises(ShardError, match="cannot be removed; remove it"):
+        forget_cached(remote, np.array([3]), folder, lambda: None)

@@ -7,11 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from murmuration.data.index.contents import SAMPLED, require_contents, shards_of, with_sample
+from murmuration.data.index.build import Wanted
+from murmuration.data.index.contents import SAMPLED, pins_contents, require_contents, shards_of, with_sample
+from murmuration.data.index.folders import build_folder
 from murmuration.data.index.public_split import SplitIndex
-from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.data.synthetic.index import SyntheticIndex
+from tests.support.evaluation_world import class_folders
+from tests.support.range_server import RangeServer, serving
 
 
 def one_by_one(index: RecordIndex, ids: np.ndarray) -> list[int]:
@@ -47,3 +51,33 @@ def test_others_are_sampled_anew_each_time(small_set: ShardIndex) -> None:
     assert with_sample(small_set, []) == [], "nothing is made again"
     found = with_sample(small_set, {1})
     assert 1 in found and len(found) == min(len(small_set.shards), 1 + SAMPLED)
+
+
+def test_what_is_indexed_by_size_alone_says_so(small_set: ShardIndex, tmp_path: Path) -> None:
+    assert pins_contents(small_set) and pins_contents(SplitIndex(small_set, 0.3, public=False))
+    assert pins_contents(SyntheticIndex("shapes", 10, 1, 8))
+    pictures = class_folders(tmp_path / "pictures", 2)
+    for contents in (False, True):
+        index = build_folder(pictures, contents=contents)
+        assert pins_contents(index) == pins_contents(SplitIndex(index, 0.5, public=False)) == contents
+        victim, _, size = index.locate(0)
+        assert isinstance(victim, Path)
+        raw = victim.read_bytes()
+        if contents:
+            with pytest.raises(ShardError, match="a file changed"):
+                index.members(0, bytes(size))
+        else:
+            assert index.members(0, bytes(size)), "nothing notices"
+        assert index.members(0, raw)
+
+
+def test_shards_by_their_sidecars_and_servers_without_etags_pin_no_contents(small_set: ShardIndex) -> None:
+    folder = small_set.folder.parent
+    build(folder, wanted=Wanted(write_sidecars=True))
+    trusted = build(folder, folder / "trusted", wanted=Wanted(trust_sidecars=True, rescan=True))
+    assert not any(shard.sha256 for shard in trusted.shards) and not pins_contents(trusted)
+    with serving(RangeServer(folder)) as server:
+        for etags in (True, False):
+            server.etags = etags
+            remote = build(f"{server.url}/{{000000..{len(small_set.shards) - 1:06d}}}.tar", folder / f"etags-{etags}")
+            assert pins_contents(remote) == etags

@@ -410,3 +410,48 @@ def test_a_full_disk_is_told_and_the_command_goes_on(pictures: Path, tmp_path: P
     assert not (tmp_path / "out").exists()
     assert subprocess.run(command, capture_output=True).returncode == 0
     assert len(records(tmp_path / "out")) == 42
+
+
+def test_cells_that_list_classes_become_lists_and_rows_of_one_image_add_up(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = names(pictures)
+    cells = ["mass|effusion", "No Finding", "", " mass | mass ", "nodule", "mass||nodule", "oedema"]
+    rows = [["file_name", "findings"], *map(list, zip(files, cells, strict=False)), [files[0], "nodule"]]
+    (tmp_path / "list.txt").write_text("mass\nnodule\neffusion\n")
+    asked = ["--label", "findings", "--separator", "|", "--no-class", "No Finding", "--classes", tmp_path / "list.txt"]
+    table = write_csv(tmp_path / "findings.csv", rows)
+    pack(pictures, "--csv", table, *asked, "--out", tmp_path / "out")
+    said = capsys.readouterr().out
+    expected = [["effusion", "mass", "nodule"], [], ["mass"], ["nodule"], ["oedema"]]
+    found = records(tmp_path / "out")
+    assert [json.loads(each["json"]) for each in found] == [{"findings": listed} for listed in expected]
+    assert all("cls" not in each for each in found)
+    assert [(each["image"], each["reason"]) for each in left_out(tmp_path / "out")] == [
+        (files[2], "no label"), (files[5], "no label")
+    ]  # fmt: skip
+    assert "lists its classes as 'findings'" in said and "labels outside the list of classes: 1;" in said
+    with (tmp_path / "findings.jsonl").open("w") as file:
+        for name, listed in zip(files, ([2, 0], [], ["1"]), strict=False):
+            file.write(json.dumps({"image": name, "findings": listed}) + "\n")
+    again = ["--label", "findings", "--separator", "|", "--out", tmp_path / "numbers"]
+    pack(pictures, "--csv", tmp_path / "findings.jsonl", *again)
+    assert [json.loads(each["json"])["findings"] for each in records(tmp_path / "numbers")] == [[0, 2], [], [1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--no-class", "none"], "--no-class goes with --separator"),
+        (["--separator", "|"], "their column with --label"),
+        (["--separator", "", "--label", "a"], "name the text between two classes"),
+        (["--separator", "|", "--label", "a", "--unit", "a"], "'a' cannot be"),
+        (["--separator", "|", "--label", "captions"], "'captions' cannot be"),
+    ],
+)  # fmt: skip
+def test_options_of_lists_that_mean_nothing_are_refused(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    table = write_csv(tmp_path / "a.csv", [["file_name", "a", "captions"], [names(pictures)[0], "x", "y"]])
+    assert main(["pack", str(pictures), "--csv", str(table), "--out", str(tmp_path / "out"), *options]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()

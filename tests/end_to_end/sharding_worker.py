@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,19 +34,26 @@ from tests.support.sharded_engines import (
     LAYOUTS,
     LONG,
     MICRO_BATCH,
+    MOST_ROWS,
     NOISE_KEY,
     OPTIMIZERS,
     RATES,
+    RULE,
     SHAPE,
     STEPS,
+    UNITS,
     C,
     Layout,
     Teacher,
+    distance,
     drawn,
     engine_of,
+    length,
     noise,
     rows_of,
     settings_of,
+    sum_of_units,
+    units_of,
 )
 
 
@@ -113,6 +121,22 @@ def error_of_a_long_sum(ranks, layout: Layout) -> float:
     return float((found + exact).norm()) / C
 
 
+def error_of_units(ranks, layout: Layout, precision: Precision) -> float:
+    """Of the sum by which the weights moved, at rate and divisor 1: units of 1 to 9 rows over all ranks, against the
+    rows' own gradients, weighed and added up, then clipped. In bf16 against the clip engine's own sums, as above."""
+    model, sizes = build(SHAPE, "caption"), [1 + unit % MOST_ROWS for unit in range(UNITS)]
+    engine = engine_of(ranks, settings_of(layout), model, Optimizer.model_validate({"type": "SGD"}), RULE, precision)
+    before = {name: tensor.double() for name, tensor in engine.engine.whole_weights().items()}
+    for row in slots(np.arange(UNITS), ranks.rank, ranks.world, MICRO_BATCH):
+        engine.engine.accumulate(units_of(row, sizes))
+    engine.engine.update(NoisyUpdate(NoiseMechanism(NOISE_KEY, 1e-9, 1.0), 1), 1.0)
+    after = {name: tensor.double() for name, tensor in engine.engine.whole_weights().items()}
+    engine.engine.close()
+    expected = sum_of_units(build(SHAPE, "caption"), sizes, precision, ranks.world)
+    moved = {name: before[name] - after[name] for name in expected}
+    return distance(moved, expected) / length(expected)
+
+
 def main() -> None:
     ranks = start_ranks()
     results = []
@@ -135,8 +159,12 @@ def main() -> None:
         [int((slots(drawn(s), r, ranks.world, MICRO_BATCH) >= 0).sum()) for r in range(ranks.world)] for s in STEPS
     ]
     errors = {str(layout): error_of_a_long_sum(ranks, layout) for layout in LAYOUTS}
+    units = {
+        f"{layout} {precision}": error_of_units(ranks, layout, precision)
+        for layout in LAYOUTS for precision in ("fp32", "bf16")
+    }  # fmt: skip
     answer(ranks, {"results": results, "records_per_rank": counts, "errors_of_long_sums": errors,
-                   "planted": planted})  # fmt: skip
+                   "errors_of_units": units, "planted": planted})  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.ledger.heads import NAME, read_heads
 from murmuration.accounting.ledger.history import History
 from murmuration.train.storage.sibling_runs import LOG
+from tests.support.evaluation_world import class_folders
 from tests.support.hostile_files import blank_a_picture
 from tests.support.launching import ROOT, TIMEOUT, Launch, environment, opened_steps, wait_for
 from tests.support.runs import SMALL_STEPS, account
@@ -137,3 +138,39 @@ def test_a_record_that_was_blanked_meets_no_old_noise(launch: Make, own_data: An
     assert code == 0 and f"steps 1 to {max(opened)} are made again with the same noise" in output, output
     history, _ = History.read(run_dir / "ledger.jsonl")
     assert sum(event.count for event in history.charged()) == SMALL_STEPS, "each step is charged once"
+
+
+def test_steps_on_pictures_of_which_only_sizes_are_known_are_charged_twice(
+    launch: Make, own_data: Any, tmp_path: Path
+) -> None:
+    """Nothing could tell that a picture was blanked before its steps are made again, so they get other keys."""
+    pictures = class_folders(tmp_path / "pictures", 40)
+    command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index", str(pictures)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def late(config: dict[str, Any]) -> None:
+        own_data(config)
+        config["run"]["checkpoint_every"] = 100
+        private = config["phases"][0]
+        private["objective"] = "mae"
+        private["data"] = {"path": str(pictures), "augment": "random_resized_crop", "reading": {"workers": 0}}
+
+    job, run_dir = launch("sizes", late, launcher="python", arguments=LOCAL)
+    process = job.start()
+    wait_for(lambda: max(opened_steps(run_dir), default=0) >= 3, process)
+    process.kill()
+    process.communicate(timeout=TIMEOUT)
+    before, _ = History.read(run_dir / "ledger.jsonl")
+
+    victim = sorted(pictures.rglob("*.png"))[0]
+    victim.write_bytes(bytes(victim.stat().st_size))
+    code, output = job.run()
+    assert code in (0, 3) and "compares records by size alone" in output, output
+    history, _ = History.read(run_dir / "ledger.jsonl")
+    assert [segment.number for segment in history.segments] == [0, 1]
+    assert "cannot tell whether their records changed" in history.segments[1].reason
+    assert {at for at in history.opened if at.segment == 0} == set(before.opened), "no old key was used again"
+    assert sum(event.count for event in history.charged()) == len(history.opened) > len(before.opened)
+    assert "the index cannot tell" in (history.why_budget_is_claimed() or "")
+    assert account("verify", str(run_dir)).returncode == 0

@@ -26,6 +26,7 @@ from tests.support.launching import (
     run_worker,
     wait_for,
 )
+from tests.support.texts import write_texts
 
 CONFIGS = ROOT / "ds_configs"
 FILES = {path.stem: path for path in sorted(CONFIGS.rglob("*.json")) if path.stem != "schema"}
@@ -63,6 +64,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (group / f"{sample.key}.jpg").write_bytes(sample.jpg)
             names.add(group.name)
         subprocess.run([*prepare, "index", str(folder / name)], check=True, env=environment())
+    write_texts(folder / "texts", [str(sample.caption) for sample in shape_samples(8, 600, 32)])
     (folder / "classes.txt").write_text("\n".join(sorted(names)) + "\n")
     (folder / "excluded.txt").write_text(min(names) + "\n")
     return folder

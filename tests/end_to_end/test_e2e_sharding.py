@@ -53,3 +53,6 @@ def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> 
     # Two thousand micro-batches: from the clipped sums to the weights, in units of C.
     errors = found["errors_of_long_sums"]
     assert len(errors) == 5 and all(error <= 1e-3 for error in errors.values()), errors
+    # Units of 1 to 9 rows, from the rows to the weights, in units of the whole sum.
+    units = found["errors_of_units"]
+    assert len(units) == 5 * 2 and all(error <= 1e-6 for error in units.values()), units

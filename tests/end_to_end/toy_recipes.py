@@ -15,7 +15,10 @@ TINY_MAE = {"model.mae_decoder_width": 16, "model.mae_decoder_depth": 1, "model.
 TINY_TEXT = {"model.decoder_width": 32, "model.decoder_depth": 1, "model.decoder_heads": 2, "model.vocabulary": 64,
              "model.text_length": 16}  # fmt: skip
 TINY_BIT = {"model.width": 8, "model.stages": [1, 1]}
-RECORDS = {"private": 600, "held_out": 64, "protected": 300, "open": 300, "divided": 300}
+TINY_GPT2 = {key: value for key, value in TINY.items() if key not in ("model.image_size", "model.patch_size")} | {
+    "model.vocabulary": 64, "model.text_length": 16,
+}  # fmt: skip
+RECORDS = {"private": 600, "texts": 600, "held_out": 64, "protected": 300, "open": 300, "divided": 300}
 """Of the sets that the tests prepare; the last three are single images in class folders."""
 PUBLIC_STEPS, PRIVATE_STEPS, EXPECTED = 6, 12, 60
 PEAKS = {"AdamW": 5e-3, "LAMB": 2e-2}
@@ -31,6 +34,8 @@ def overrides(recipe: Path, data: Path, runs: Path) -> dict[str, Any]:
 
 
 def _model(model: dict[str, Any]) -> dict[str, Any]:
+    if model["family"] == "gpt2":
+        return TINY_GPT2
     if model["family"] == "classifier":
         if model["size"].startswith("r"):
             bit = {
@@ -65,7 +70,11 @@ def _phase(recipe: str, phase: dict[str, Any], data: Path, runs: Path) -> dict[s
         held = "held_classes" if phase["objective"] == "classify" else "held_out"
         found |= {"evaluation": {"path": str(data / held), "public": True, "records": 64}}
     if "mixing" in phase:
-        found |= {"mixing.data.path": str(data / "open"), "mixing.data.expected_records": 300, "mixing.batch": 32}
+        other = "texts" if phase["objective"] == "text" else "open"
+        found |= {"mixing.data.path": str(data / other), "mixing.data.expected_records": RECORDS[other]}
+        found |= {"mixing.batch": 32}
+        if other == "texts":
+            found |= {"mixing.data.tokenizer": str(data / "tokenizer.json")}
         found |= {"mixing.data.classes": str(data / "classes.txt")} if "classes" in phase["data"] else {}
     once = phase.get("steps") == 1
     found |= {"epochs": None, "steps": 1 if once else PRIVATE_STEPS if private else PUBLIC_STEPS}
@@ -89,6 +98,8 @@ def _starts_from(recipe: str) -> str:
 def _records_for(phase: dict[str, Any]) -> str:
     # A public part of a set that is otherwise private lies in that set, and the cut is made once and for all.
     public = phase["data"].get("public", False)
+    if phase["objective"] == "text":
+        return "texts"
     if "public_fraction" in phase["data"]:
         return "divided"
     if phase["objective"] == "classify":

@@ -195,6 +195,9 @@ PRINTED: list[Fact] = [
     *facts(BU, "continual_base", last__optimizer__carry="second-moment", phases__0__data__expected_records=1_281_167),
     *facts(BU, "continual_fraction", last__optimizer__carry="second-moment", phases__0__data__public_fraction=0.1),
     *facts(BU, "continual_base", millions_of_parameters=94.4),
+    *facts(BU, "gpt2_*", model__family="gpt2", last__privacy__clip__kind="automatic", last__privacy__clip__gamma=0.01),
+    *facts(BU, "gpt2_1pct", phases__0__data__public_fraction=0.01),
+    *facts(BU, "gpt2_10pct", phases__0__data__public_fraction=0.1),
     *facts(
         BU_CODE, "finetune_*",
         last__privacy__epsilon=8, last__privacy__delta="1/n", last__privacy__expected_batch=1000, last__epochs=5,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from murmuration.accounting.plan import PrivacyPlan, threshold_for
-from murmuration.data.draw.micro_batch import MicroBatch, slots
+from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch, slots
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.model.build import build
 from murmuration.model.settings import ModelSettings
@@ -24,6 +25,7 @@ from murmuration.train.noise.aes import NoiseMechanism
 from murmuration.train.private import ClippingEngine, Computation, clipping_engine
 
 RECORDS, MICRO_BATCH, C, STEPS = 48, 4, 3.0, (1, 2, 3)
+UNITS, MOST_ROWS = 11, 9
 EMPTY_STEP = 2
 LONG = 2004  # as many for each of 1, 2 or 3 ranks, which a stage needs that gathers weights
 NOISE_KEY = b"n" * 32
@@ -90,6 +92,43 @@ def brute_force(model: nn.Module, ids) -> dict[str, Tensor]:
         norm = float(torch.sqrt(sum((g.double() ** 2).sum() for g in gradients)))
         for name, gradient in zip(named, gradients, strict=True):
             total[name] += min(1.0, C / norm) * gradient.double()
+    return total
+
+
+def units_of(ids, sizes: list[int]) -> MicroBatch:
+    """Units by number: the rows of unit u are those of the records 100·u, 100·u + 1 …, as many as its size says."""
+    inputs: dict[str, list[Tensor]] = {"images": [], "tokens": [], ROW_SHARE: []}
+    for unit in ids.tolist():
+        size = sizes[unit] if unit >= 0 else 0
+        own = rows_of(np.arange(MOST_ROWS) + 100 * max(unit, 0)).inputs
+        for name, rows in own.items():
+            inputs[name].append(
+                torch.where((torch.arange(MOST_ROWS) < size).view(-1, *[1] * (rows.dim() - 1)), rows, 0)
+            )
+        inputs[ROW_SHARE].append((torch.arange(MOST_ROWS) < size).float() / max(1, size))
+    return MicroBatch({name: torch.cat(rows) for name, rows in inputs.items()}, torch.from_numpy(ids >= 0))
+
+
+def sum_of_units(model: nn.Module, sizes: list[int], precision: Precision, world: int) -> dict[str, Tensor]:
+    named = trainable(model)
+    if precision != "fp32":
+        clip = BookKeepingClip(RULE, precision)
+        clip.prepare(model)
+        sums = ExactSums({name: p.shape for name, p in named.items()}, torch.device("cpu"))
+        for row in (row for rank in range(world) for row in slots(np.arange(UNITS), rank, world, MICRO_BATCH)):
+            batch = units_of(row, sizes)
+            clip.add_clipped(model, batch.inputs, batch.present, sums)
+        return sums.totals
+    total = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in named.items()}
+    for unit, size in enumerate(sizes):
+        mean = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in named.items()}
+        for row in range(size):
+            loss = model(rows_of(np.array([100 * unit + row])).inputs).sum()
+            for name, gradient in zip(named, torch.autograd.grad(loss, list(named.values())), strict=True):
+                mean[name] += gradient.double() / size
+        factor = min(1.0, C / length(mean))
+        for name in total:
+            total[name] += factor * mean[name]
     return total
 
 

@@ -34,6 +34,8 @@ PLANS: dict[str, tuple[int, int, int, float, float]] = {
     **{name: (12_000_000, 131_072, 3663, 8.0, 0.81296) for name in ("continual_base", "mixed_base")},
     **{f"finetune_cifar{classes}": (50_000, 1000, 250, 8.0, 0.58438) for classes in (10, 100)},
     "finetune_food101": (75_750, 1000, 379, 8.0, 0.55754), "finetune_svhn": (73_257, 1000, 367, 8.0, 0.55965),
+    "gpt2_1pct": (5_247_000, 16_384, 3203, 8.0, 0.55234),
+    **{f"gpt2_{kind}": (4_770_000, 16_384, 2912, 8.0, 0.55764) for kind in ("10pct", "mixed")},
     "continual_fraction": (10_800_000, 131_072, 3296, 8.0, 0.83206),
     **{
         f"transfer_{body}_{part}": (IMAGENET, 2**20, 13, 10.0, 1.70266)
@@ -48,6 +50,7 @@ COUNTS: dict[str, int] = {
     "vip_large": 316_629_760, "vip_huge": 656_613_964, "continual_base": 94_427_605,
     "vip_init_random_nano": 18_590_464, "vip_init_random_tiny": 34_792_192, "vip_init_random_small": 61_610_752,
     "vip_init_random_large": 316_629_760, "vip_imagenet": 99_046_144, "vip_batch_82k": 99_046_144,
+    **{f"gpt2_{kind}": 111_008_256 for kind in ("1pct", "10pct", "mixed")},
     "transfer_vitb_full": 86_859_496, "transfer_vitl_full": 304_715_752, "transfer_vith_full": 632_132_840,
     "transfer_r50x4_full": 383_540_456, "transfer_r152x4_full": 936_533_224, "transfer_vith_last": 1_281_000,
     "transfer_vith_onestep": 1_281_000, "transfer_vith_full_384": 632_651_240, "transfer_vith_last_384": 1_281_000,

@@ -18,6 +18,7 @@ from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
 from murmuration.model.build import build
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import Observation
+from murmuration.train.clip.rule import ClipError
 from murmuration.train.config.phase import Phase
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.aes import NoiseMechanism
@@ -274,3 +275,8 @@ def test_what_is_measured_at_a_checkpoint_is_measured_at_the_norm_of_the_next_st
             return seen if isinstance(seen, dict) else seen.values
 
         assert found(clip, moved) == pytest.approx(found(there, None), rel=1e-6) != pytest.approx(found(clip, None))
+
+
+def test_a_norm_that_is_fixed_does_not_adapt() -> None:
+    with pytest.raises(ClipError, match="is fixed"):
+        AdaptiveNorm(plan_for(), 1.0)

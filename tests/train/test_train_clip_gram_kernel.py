@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import murmuration.train.clip
 from tests.support.interpreted import results_of
 
 pytest.importorskip("triton", reason="this build of PyTorch comes without Triton")
@@ -14,6 +17,7 @@ ROUNDING = 1e-6
 HALF = 2.0**-11
 # What a program may share on the smallest of the cards that bf16 runs on (compute capability 8.6).
 MOST_SHARED = 99 << 10
+ADDING = Path(murmuration.train.clip.__file__).with_name("add_parts_triton.py")
 
 
 @pytest.fixture(scope="module")
@@ -115,23 +119,49 @@ def test_what_makes_one_number_of_the_tiles_compiles_too() -> None:
     assert "fma.rn.f64" in compiled.asm["ptx"] or "mul.rn.f64" in compiled.asm["ptx"], "in fp64"
 
 
-@pytest.mark.parametrize("total", ["*fp64", "*fp32"])
-@pytest.mark.parametrize("asked", [True, False])
-def test_what_adds_parts_compiles_to_fp64_without_spilling(asked: bool, total: str) -> None:
+def adding_kernel(source: Path, asked: bool, total: str = "*fp64") -> dict[str, str]:
+    """The kernel of a file like add_parts_triton.py, compiled for a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from murmuration.train.clip.add_parts_triton import BLOCK, _add_parts
-
-    names: list[str] = _add_parts.arg_names
-    constants = {"ASKED": asked, "BLOCK": BLOCK}
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    names: list[str] = found._add_parts.arg_names
+    constants = {"ASKED": asked, "BLOCK": found.BLOCK}
     pointers = {"total": total, "found": "*fp32", "only_if": "*i1" if asked else total}
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    compiled = triton.compile(ASTSource(_add_parts, signature, values), target=GPUTarget("cuda", 80, 32))
-    assert "add.f64" in compiled.asm["ptx"] or "add.rn.f64" in compiled.asm["ptx"]
-    assert ".local" not in compiled.asm["ptx"]
+    return triton.compile(ASTSource(found._add_parts, signature, values), target=GPUTarget("cuda", 80, 32)).asm
+
+
+@pytest.mark.parametrize("total", ["*fp64", "*fp32"])
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_adds_parts_compiles_to_fp64_without_spilling(asked: bool, total: str) -> None:
+    code = adding_kernel(ADDING, asked, total)["ptx"]
+    assert "add.f64" in code or "add.rn.f64" in code
+    assert ".local" not in code
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "fault"),
+    [
+        ("", "", False),
+        ("tl.program_id(0).to(tl.int64)", "tl.program_id(0)", True),
+        ("row += stride", "row = found + (_ + 1) * stride", True),
+    ],
+)  # fmt: skip
+def test_no_place_is_computed_in_32_bits(tmp_path: Path, written: str, instead: str, fault: bool) -> None:
+    """Totals and parts may have more than 2^31 elements, which no test can hold; a place that overflowed would add one
+    record's gradient to another weight."""
+    source = tmp_path / "adding.py"
+    source.write_text(ADDING.read_text().replace(written, instead) if written else ADDING.read_text())
+    assert source.read_text() != ADDING.read_text() or not written
+    found = adding_kernel(source, True)["ttir"]
+    narrow = re.findall(r"arith\.(?:muli|addi|shli) .* : (?:tensor<\w+xi32>|i32)\b", found)
+    assert bool(narrow) == fault, narrow
 
 
 @pytest.mark.parametrize("wanted", [True, False])

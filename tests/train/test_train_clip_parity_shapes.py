@@ -111,6 +111,32 @@ def test_any_layer_of_any_shape(
     assert seen.factors.tolist() == pytest.approx(factors, rel=1e-6)
 
 
+class InPlace(nn.Module):
+    """Changes what a linear layer returned in the same memory, as NaFlexViT and NFNets do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.positions = nn.Linear(5, 4), nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        x = self.layer(inputs["x"].tanh())
+        x.add_(self.positions)
+        return x.mul_(0.7).tanh_().square().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5)])
+def test_what_a_layer_returns_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(3)
+    model, inputs = InPlace().double(), {"x": torch.randn(4, *shape).double()}
+    records = brute_force.records_of(model, inputs)
+    bound = sum(r.norm() for r in records) / len(records)
+    factors = brute_force.factors_of(records, torch.ones(4, dtype=torch.bool), brute_force.flat(bound))
+    clip = prepared("book-keeping", ClipRule("flat", bound, 0.0), model)
+    totals, _ = summed(clip, model, [(inputs, torch.ones(4, dtype=torch.bool))], double=True)
+    assert min(factors) < 1 == max(factors)
+    assert brute_force.relative_error(totals, brute_force.clipped_sum(records, factors)) <= 1e-10
+
+
 # Opacus refuses or miscounts the others: tied tables, free parameters, 4-D inputs, layers under a custom forward.
 SEEN_BY_OPACUS = ("hf_conv1d", "norms", "one_token", "many_tokens", "low_rank", "last_layer", "some_frozen")
 

@@ -204,6 +204,9 @@ def test_what_is_missing_is_named(loaded: Callable[..., Config], key: str, messa
     assert message in refusal(loaded, drop(key))
 
 
+BANDED = put("phases.1.privacy.noise", {"kind": "banded", "bands": 2})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -225,6 +228,12 @@ def test_what_is_missing_is_named(loaded: Callable[..., Config], key: str, messa
         (
             [put("phases.0.evaluation", {"path": "x", "public": True, "zero_shot": {"axes": {"a": ["b"]}}})],
             "phase 'warm' writes no captions, so it has no zero-shot labels to score",
+        ),
+        ([BANDED, put("phases.1.privacy.tan", {"scale": 2})], "has privacy.noise and privacy.tan, which"),
+        ([BANDED, put("phases.1.monitor", {"path": "x", "public": True})], "has privacy.noise and `monitor`"),
+        (
+            [BANDED, put("phases.1.optimizer.params.noise_floor", 1e-6)],
+            "has privacy.noise and optimizer.params.noise_floor",
         ),
     ],
 )  # fmt: skip

@@ -19,10 +19,12 @@ from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Norma
 from murmuration.data.index.folders import FolderIndex, build_folder
 from murmuration.data.index.public_split import Cut
 from murmuration.data.text.encoder import word_tokenizer
+from murmuration.evaluation.caption_metrics import caption_metrics
 from murmuration.evaluation.logistic import normalised
 from murmuration.model.released import read_dpcap, read_vip_mae
 from murmuration.model.weight_files import read_weights
 from murmuration.train.evaluate.answers import Answers, MicroBatchAnswers
+from murmuration.train.evaluate.compare import lines_of
 from murmuration.train.evaluate.features import features_of
 from murmuration.train.evaluate.weights import Evaluated
 from murmuration.train.storage.feature_store import PRESENT
@@ -273,7 +275,10 @@ def classified(world: Path, tmp_path: Path, name: str, form: str, theirs: Any) -
     rows = table(out / "predictions.csv")
     assert [row["record"] for row in rows] == [str(path.relative_to(world / "test")) for path in pictures]
     for row, values in zip(rows, likely, strict=True):
-        assert float(row["probability_1"]) == pytest.approx(float(values.max()), abs=1e-4)
+        told = {row[f"class_{place}"]: float(row[f"probability_{place}"]) for place in range(1, 6)}
+        # Their logarithms are the logits, but for a number that is the same for all classes.
+        logits = torch.tensor([told[name] for name in COLOURS_LIST]).log()
+        torch.testing.assert_close(logits, values.log(), rtol=0, atol=1e-5)
     assert (out / "result.html").read_text().count("data:image/png") == 3
 
 
@@ -314,7 +319,20 @@ def test_captions_of_shards_come_with_a_loss_and_those_of_folders_without(world:
         rows = table(out / "captions.csv")
         assert len(rows) == 20 and rows[1]["true caption"] == "a photo of a green square"
     losses = [result(tmp_path / decode)["numbers"] for decode in ("greedy", "beam", "nucleus")]
-    assert losses[0] == losses[1] == losses[2] and losses[0]["loss per token of the true captions"]["n"] == 20
+    true = [found.pop("loss per token of the true captions") for found in losses]
+    assert true[0] == true[1] == true[2] and true[0]["n"] == 20
+    for decode, found in zip(("greedy", "beam", "nucleus"), losses, strict=True):
+        rows = table(tmp_path / decode / "captions.csv")
+        expected = caption_metrics([row["caption"] for row in rows], [[row["true caption"]] for row in rows])
+        assert {name: number["value"] for name, number in found.items()} == {
+            name: pytest.approx(number.value) for name, number in expected.items()
+        }
+    listed = [{"image": f"red/{number:03}.png", "caption": ["a red square", "red"]} for number in (3, 1)]
+    (tmp_path / "captions.json").write_text(json.dumps(listed))
+    more = ["--data", world / "test", "--captions", tmp_path / "captions.json", "--out", tmp_path / "listed"]
+    assert evaluate("caption", *common, *more) == 0
+    assert [row["record"] for row in table(tmp_path / "listed" / "captions.csv")] == ["red/001.png", "red/003.png"]
+    assert set(result(tmp_path / "listed")["numbers"]) == {"BLEU-4", "ROUGE-L", "CIDEr-D"}
     assert evaluate("caption", *common, "--data", world / "test", "--records", 7, "--out", tmp_path / "folder") == 0
     assert result(tmp_path / "folder")["numbers"] == {} and len(table(tmp_path / "folder" / "captions.csv")) == 7
     assert (tmp_path / "folder" / "result.html").read_text().count("data:image/png") == 7
@@ -335,12 +353,13 @@ def test_compare_prints_a_table_and_warns_of_different_records(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, epsilon, digest in (("one", 8.0, "a"), ("two", None, "b")):
-        certificate = None if epsilon is None else {"private": True, "epsilon": epsilon, "delta": 1e-6}
+        planned = {"batch": 512, "records": 20_000}
+        certificate = None if epsilon is None else {"private": True, "epsilon": epsilon, "delta": 1e-6, **planned}
         number = {"value": 0.5, "n": 100, "low": 0.4, "high": 0.6}
         content = {
             "format": "murmuration-evaluation/1", "protocol": "probe", "settings": {"way": "dpcap"},
-            "model": {"what": f"model-{name}"}, "certificate": certificate, "data": {"test": {"digest": digest}},
-            "numbers": {"top-1": number},
+            "model": {"what": f"model-{name}", "parameters": 1000 if name == "one" else 2000},
+            "certificate": certificate, "data": {"test": {"digest": digest}}, "numbers": {"top-1": number},
         }  # fmt: skip
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(json.dumps(content))
@@ -352,6 +371,12 @@ def test_compare_prints_a_table_and_warns_of_different_records(
     assert "probe (dpcap) were measured on different records" in said
     drawn = plot.read_text()
     assert "model-one" in drawn and "model-two" in drawn
+    for axis, words in (("parameters", "parameters of the model"), ("batch", "expected batch")):
+        assert evaluate("compare", tmp_path / "one", tmp_path / "two", "--plot", plot, "--by", axis) == 0
+        assert words in plot.read_text()
+    places = {line.model: line.places for line in lines_of([tmp_path / "one", tmp_path / "two"])}
+    assert places["model-one"] == {"epsilon": 8, "parameters": 1000, "batch": 512, "records": 20_000}
+    assert places["model-two"] == {"epsilon": None, "parameters": 2000, "batch": None, "records": None}
     (tmp_path / "two" / "result.json").write_text("{}")
     assert evaluate("compare", tmp_path / "two") == 2
     assert "no result of an evaluation" in capsys.readouterr().err

@@ -167,3 +167,36 @@ def test_with_another_deviation_the_draws_are_the_same_ones_scaled(ahead: NoiseA
     before = len(watched.drawn)
     assert same(taken(wider, 4), taken(NoiseMechanism(KEY, 4.5, 10.0), 4))
     assert len(watched.drawn) == before, "this one draws ahead, too"
+
+
+def test_a_step_given_up_in_the_middle_leaves_nothing_to_draw_for_the_next(watched: Watched) -> None:
+    """Pieces that still waited would be drawn twice, and their room would never come back."""
+    ahead = NoiseAhead(watched, FRAGMENTS, threads=1, most_bytes=8 * NOISE_CHUNK)
+    ahead.prepare(1)
+    next(ahead.chunks(1, FRAGMENTS, CPU))
+    for step in (2, 3):
+        ahead.prepare(step)
+        assert same(taken(ahead, step), taken(NoiseMechanism(KEY, 1.5, 10.0), step))
+        of_step = [each for each in watched.drawn if each[0] == step]
+        assert len(of_step) == len(set(of_step)) == 6
+    ahead.prepare(4)
+    assert same(taken(ahead, 4, FRAGMENTS[::-1]), taken(NoiseMechanism(KEY, 1.5, 10.0), 4, FRAGMENTS[::-1]))
+    assert ahead._room == 8 * NOISE_CHUNK and not ahead._drawing and not ahead._waiting, "in whatever order"
+    ahead.close()
+
+
+def test_what_does_not_fit_is_not_drawn_ahead_because_a_later_piece_would(watched: Watched) -> None:
+    ahead = NoiseAhead(watched, [FRAGMENTS[2], FRAGMENTS[1]], threads=1, most_bytes=8 * 100)
+    ahead.prepare(1)
+    assert not ahead._drawing and ahead._room == 8 * 100, "the first of the two has 3,000 elements"
+    ahead.close()
+
+
+def test_closing_ends_the_threads(watched: Watched) -> None:
+    before = set(threading.enumerate())
+    ahead = NoiseAhead(watched, FRAGMENTS, threads=2)
+    ahead.prepare(1)
+    own = set(threading.enumerate()) - before
+    assert own
+    ahead.close()
+    assert not any(thread.is_alive() for thread in own)

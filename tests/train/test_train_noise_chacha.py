@@ -273,3 +273,8 @@ def test_a_generator_that_is_not_known_is_refused_before_anything_is_drawn() -> 
     unused: Any = None
     with pytest.raises(PlanError, match="noise 'philox' is none of aes, chacha20, exact"):
         PrivateCore(plan_for(), unused, unused, unused, unused, noise="philox")  # pyright: ignore[reportArgumentType]
+
+
+def test_it_is_on_no_grid() -> None:
+    """A grid of exact noise would be charged for."""
+    assert ChaChaNoise(KEY, 1.0, 1.0).grid == 0.0

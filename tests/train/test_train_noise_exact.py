@@ -186,6 +186,19 @@ def test_without_any_trust_in_fp64_the_same_numbers_come_out(monkeypatch: pytest
     assert np.array_equal(noise.draw(5, 2, 3, 3000), quick)
 
 
+@pytest.mark.parametrize("start", [0, 3])
+def test_where_fp64_does_not_decide_its_number_is_not_taken(monkeypatch: pytest.MonkeyPatch, start: int) -> None:
+    noise = counted(1.5)
+    honest = noise.draw(5, 2, start, 41)
+
+    def wrong(scratch, stream, count, std):
+        whole, _ = nearly_whole(scratch, stream, count, std)
+        return whole + 5, np.arange(2 * count)
+
+    monkeypatch.setattr(exact, "nearly_whole", wrong)
+    assert np.array_equal(noise.draw(5, 2, start, 41), honest)
+
+
 def test_64_bits_may_not_be_enough_and_then_the_next_ones_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "MOST_STD", 2.0**200)
     noise = ExactNoise(KEY, 1.0, 1.0, 2.0**-150)

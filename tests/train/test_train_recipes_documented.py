@@ -97,6 +97,19 @@ def test_the_first_step_of_a_transferred_head_is_adams(name: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(*moved, strict=True))
 
 
+def test_the_printed_throughput_stands_beside_the_planned_hours() -> None:
+    """Of Mehta et al., Table 8: images per second and core, full and last layer."""
+    printed = {"vitb": (170, 900), "vitl": (25, 235), "vith": (12, 100), "r50x4": (25, 225), "r152x4": (3, 90)}
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    for body, numbers in printed.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| {body} | ")]
+        planned = [
+            re.findall(r"([\d.]+) GPU-hours", load(FILES[f"transfer_{body}_{part}"], []).about.hardware)[0]
+            for part in ("full", "last")
+        ]
+        assert row == f"| {body} | {' | '.join([*map(str, numbers), *planned])} |"
+
+
 def test_planned_hardware_is_named_and_private_recipes_say_their_epsilon() -> None:
     for name, path in FILES.items():
         about = load(path, []).about

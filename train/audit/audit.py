@@ -52,6 +52,7 @@ from murmuration.train.audit.checks import Check, check_divisor, check_sampling
 from murmuration.train.audit.result import AuditReport
 from murmuration.train.audit.setup import AuditSetup
 from murmuration.train.audit.sightings import Sightings, WatchedEngine
+from murmuration.train.clip.rows import of_slots, slot_losses
 from murmuration.train.config.root import Config
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import StopRequest
@@ -89,6 +90,9 @@ class _Audit:
         self.replicated = self.engine_settings.replicated
         self.stop = StopRequest(folder / "stop")
         self.key: RunKey = ranks.on_main(RunKey.fresh)
+        self._synthetic = SyntheticRecords.of(
+            self.phase.shape, self.settings.objective, self.settings.rows_of_a_slot
+        )  # fmt: skip
         self._journals: dict[str, Journal] = {}  # on the main rank alone
 
     def _register(self) -> None:
@@ -117,9 +121,8 @@ class _Audit:
         assert isinstance(clip, CanaryClip)
         engine = WatchedEngine(real_engine)
         try:
-            synthetic = SyntheticRecords.of(phase.shape, self.settings.objective)
             core = PrivateCore(plan, clip, engine, self._keys("audit"), ranks, self.config.run.noise)
-            tested = core.prove(synthetic, self.replicated, self.micro_batch)
+            tested = core.prove(self._synthetic, self.replicated, self.micro_batch)
             divisor = self._divisor(engine, clip)
             evidence, claim = self._train(engine, clip, included)
         finally:
@@ -143,11 +146,11 @@ class _Audit:
         plan, derive, gradient = self.plan, self._keys("audit"), self.options.kind == "gradient"
         crafted = None
         if not gradient:
-            batch = synthetic_batch(self.phase.shape, self.settings.objective, self.options.canaries, INPUT_SEED)
-            crafted = batch.inputs
+            crafted = self._synthetic.batch(self.options.canaries, INPUT_SEED).inputs
         reader = BatchReader(
             self.phase.index, self.phase.data_spec(augment=True), self.phase.text,
             augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
+            views=self.phase.views,
         )  # fmt: skip
         planted = None
         if self.options.noise_scale != 1:
@@ -219,8 +222,10 @@ class _Audit:
         found = []
         with torch.no_grad(), evaluating(engine.model):
             for start in range(0, self.options.canaries, self.micro_batch):
-                part = {name: t[start : start + self.micro_batch].to(engine.device) for name, t in crafted.items()}
-                found.append(engine.model(part).double().cpu())
+                some = torch.arange(start, min(start + self.micro_batch, self.options.canaries))
+                part = of_slots(crafted, some, self.options.canaries)
+                part = {name: tensor.to(engine.device) for name, tensor in part.items()}
+                found.append(slot_losses(engine.model, part, len(some)).double().cpu())
         return torch.cat(found).numpy()
 
     def _sampling(self) -> Check:

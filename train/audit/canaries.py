@@ -25,6 +25,7 @@ from murmuration.model.drop import DROP_KEY
 from murmuration.model.record_weight import RECORD_WEIGHT
 from murmuration.train.clip.engine import ClipEngine, Clipped, clipped_totals
 from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.rows import of_slots
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import GradientSums, trainable_shapes
 from murmuration.train.distributed.ranks import Ranks
@@ -125,7 +126,7 @@ class CanaryClip:
 class CanaryBatches:
     """Sampled ids -> micro-batches, as `data.batch.reader` makes them, with canaries at ids from `first` on.
 
-    `inputs` are the input canaries' own; None makes gradient canaries.
+    `inputs` are the input canaries' own, with as many rows as a record has; None makes gradient canaries.
     """
 
     reader: BatchReader
@@ -154,14 +155,17 @@ class CanaryBatches:
         if self.inputs is None:
             inputs[CANARY] = torch.from_numpy(np.where(canary, which, ORDINARY))
         else:
-            for name, own in self.inputs.items():
+            rows = there.repeat_interleave(batch.rows)
+            asked = torch.from_numpy(which)[there]
+            for name, own in of_slots(self.inputs, asked, len(self.included)).items():
                 inputs[name] = inputs[name].clone()
-                inputs[name][there] = own[which[there.numpy()]].to(inputs[name].dtype)
+                inputs[name][rows] = own.to(inputs[name].dtype)
             if RECORD_WEIGHT in inputs:
-                inputs[RECORD_WEIGHT][there] = 1.0
+                inputs[RECORD_WEIGHT][rows] = 1.0
             if DROP_KEY in inputs:  # its own key at each step, like a record
-                keys = [self.reader.drop_key(int(record), step) for record in row[there.numpy()]]
-                inputs[DROP_KEY][there] = torch.tensor(keys, dtype=torch.int64)
+                views = range(batch.rows)
+                keys = [self.reader.drop_key(int(one), step, view) for one in row[there.numpy()] for view in views]
+                inputs[DROP_KEY][rows] = torch.tensor(keys, dtype=torch.int64)
         return MicroBatch(inputs, batch.present | there)
 
 

@@ -32,6 +32,7 @@ from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.key_chain import KeyChain, PhaseKeys
 from murmuration.accounting.keys import Derive, RunKey
 from murmuration.accounting.ledger.chain import Ledger
+from murmuration.accounting.ledger.facts import CorrelationFact
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import KEYED
 from murmuration.accounting.plan import ACCURACY, PrivacyPlan
@@ -162,6 +163,9 @@ class RecordedNoise:
     def grid(self) -> float:
         return self._inner.grid
 
+    def correlation(self, step: int) -> CorrelationFact | None:
+        return self._inner.correlation(step)
+
     def prepare(self, step: int) -> None:
         self._inner.prepare(step)
 
@@ -185,11 +189,11 @@ class SummedEngine(EngineAround):
         self._rows: list[str] = []
 
     def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
-        self._rows += digests_of_rows(batch)
+        self._rows += digests_of_slots(batch)
         super().accumulate(batch, rule)
 
     def take_rows(self) -> list[str]:
-        """A digest of every row of the step's micro-batches, in the order of the records that were drawn."""
+        """A digest of every slot of the step's micro-batches, in the order of the records that were drawn."""
         rows, self._rows = self._rows, []
         return rows
 
@@ -198,13 +202,13 @@ class SummedEngine(EngineAround):
         return self.inner.update(_Summed(update, self.sums), learning_rate)
 
 
-def digests_of_rows(batch: MicroBatch) -> list[str]:
-    tensors = [("present", batch.present), *sorted(batch.inputs.items())]
+def digests_of_slots(batch: MicroBatch) -> list[str]:
+    slots, tensors = len(batch.present), [("present", batch.present), *sorted(batch.inputs.items())]
     found = []
-    for row in range(len(batch.present)):
+    for slot in range(slots):
         digest = hashlib.sha256()
         for name, tensor in tensors:
-            own = tensor[row].cpu().contiguous().numpy()
+            own = tensor.unflatten(0, (slots, -1))[slot].cpu().contiguous().numpy()
             digest.update(f"{name} {own.dtype} {tensor.shape} ".encode() + own.tobytes())
         found.append(digest.hexdigest())
     return found
@@ -387,6 +391,9 @@ def _audited(config: Config) -> ReadyPhase:
     if phase.settings.privacy.clip.adaptive is not None:
         where = f"phases.{phase.number}"
         raise RecipeError(f"a replay holds C fixed; give --set {where}.privacy.clip.adaptive=null")
+    if phase.settings.privacy.noise is not None:
+        where = f"phases.{phase.number}"
+        raise RecipeError(f"a replay measures independent noise alone; give --set {where}.privacy.noise=null")
     return phase
 
 
@@ -415,7 +422,7 @@ def _world(
     core = PrivateCore(plan, built.clip, engine, derive, ranks, config.run.noise)
     reader: Reader = BatchReader(
         phase.index, phase.data_spec(augment=True), phase.text, augment_key=derive("augmentation"),
-        mask_key=derive("masks"), dropout_key=derive("dropout"),
+        mask_key=derive("masks"), dropout_key=derive("dropout"), views=phase.views,
     )  # fmt: skip
     if blanked is not None:
         reader = BlankedReader(reader, blanked)

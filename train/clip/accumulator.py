@@ -87,7 +87,7 @@ class NormAccumulator:
     """`group_of` says which parameters are clipped together; `hold`, how large a per-record gradient may be, relative
     to the activations that it replaces, to be kept instead of them; `rounded`, whether weighted bf16 operands are
     rounded to bf16; `together`, whether small parameters are measured together and products of many parameters added at
-    once, which saves launches on GPUs.
+    once, which saves launches on GPUs; `rows`, how many rows of activations a record has.
 
     With `defer`, nothing is asked of the device. The sums are added only if the micro-batch is `ordinary`: every norm
     is finite, and none is in doubt.
@@ -95,8 +95,9 @@ class NormAccumulator:
 
     def __init__(
         self, group_of: Mapping[str, int], records: int, hold: float, rounded: bool, device: torch.device,
-        together: bool = False, defer: bool = False,
+        together: bool = False, defer: bool = False, rows: int = 1,
     ) -> None:  # fmt: skip
+        self._rows = rows
         self._group_of, self._hold = group_of, hold
         self._together, self._defer = together, defer
         self._small: set[str] = set()
@@ -234,7 +235,7 @@ class NormAccumulator:
             sums = OnlyIf(sums, self.ordinary)
         for name in list(self._pieces):
             for piece in self._pieces.pop(name):
-                add_in_stretches(piece, weights[self._group_of[name]], sums)
+                add_in_stretches(piece, weights[self._group_of[name]], sums, self._rows)
 
     def _join_small(self) -> None:
         """Puts small per-record gradients side by side, [B, elements of all] for each group, and measures them."""
@@ -255,7 +256,7 @@ class NormAccumulator:
     def _write_spans(self, weights: list[ClipWeights], sums: SpanSums) -> None:
         """The sums of parameters that are used once, as one product or written out; not where records cannot
         be cut into equally long stretches."""
-        parts = len(stretches(self._records))
+        parts = len(stretches(self._records, self._rows))
         if self._records % parts:
             return
         simple = [name for name, own in self._pieces.items() if len(own) == 1 and _is_product(own[0])]
@@ -308,14 +309,14 @@ def _is_product(piece: PerRecordGradient) -> bool:
     return isinstance(piece, (OuterProduct, Dense)) and wide(piece.dtype) == torch.float32
 
 
-def add_in_stretches(piece: PerRecordGradient, weights: ClipWeights, sums: GradientSums) -> None:
+def add_in_stretches(piece: PerRecordGradient, weights: ClipWeights, sums: GradientSums, rows: int = 1) -> None:
     """Adds each stretch's sum to the totals separately (`rounding_allowance`)."""
-    parts = stretches(piece.records)
+    parts = stretches(piece.records, rows)
     if len(parts) == 1:
         piece.add_weighted(weights, sums)
         return
-    for rows in parts:
-        piece.part(rows).add_weighted(weights.part(rows), sums)
+    for part in parts:
+        piece.part(part).add_weighted(weights.part(part), sums)
 
 
 def _only_written(piece: PerRecordGradient) -> bool:

@@ -24,6 +24,7 @@ from murmuration.train.clip.engine import Clipped
 from murmuration.train.clip.groups import Grouping, groups_of
 from murmuration.train.clip.layers import LAYER_RULES, fallback
 from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast
+from murmuration.train.clip.rows import rows_of, slot_losses
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.clip.sums import GradientSums
 from murmuration.train.clip.tracker import ParameterTracker
@@ -131,7 +132,7 @@ class BookKeepingClip:
         together = present.is_cuda if self.together is None else self.together
         accumulator = NormAccumulator(
             held.group_of(rule.grouping), len(present), self.hold, rounded and self.precision == "bf16", present.device,
-            together, defer,
+            together, defer, rows_of(inputs, len(present)),
         )  # fmt: skip
         tracker = ParameterTracker(
             held.parameters,
@@ -159,7 +160,7 @@ class BookKeepingClip:
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
         """Losses [B]; afterwards the book contains the pieces of every trainable parameter."""
         with _uncompiled(), tracker, torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
-            losses = model(inputs)
+            losses = slot_losses(model, inputs, tracker.records)
         if losses.shape != (tracker.records,):
             raise ClipError(
                 f"the model returned losses of shape {list(losses.shape)} for {tracker.records} records; give one each"

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from murmuration.model.safety import zeros_filled
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
 from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast
+from murmuration.train.clip.rows import of_slots, slot_losses
 from murmuration.train.clip.rule import ClipError, ClipRule
 
 EXACT = 1e-3
@@ -64,7 +65,7 @@ def check_gradients(
     if not all(p.numel() for p in reference.parameters() if p.requires_grad):
         return
     rows = present.nonzero().flatten()[:records]
-    few = {name: x[rows] for name, x in inputs.items()}, present[rows]
+    few = of_slots(inputs, rows, len(present)), present[rows]
     found: list[_Apart] = []
     with ExitStack() as meanwhile:
         if plain is None:
@@ -93,7 +94,7 @@ def _compared(
     totals, seen = clipped_totals(clip, model, inputs, only, shapes, _unclipped(clip.rule))
     own = {name: total.double() for name, total in totals.items()}
     norm = float(seen.norms[row])
-    single = {name: x[row : row + 1] for name, x in inputs.items()}, only[row : row + 1]
+    single = of_slots(inputs, only, len(present)), only[row : row + 1]
     expected = _gradient(clip.precision, reference, *(single if alone else (inputs, only)))
     size = _size(expected)
     off = max(abs(norm - _size(own)), abs(norm - size) if alone else 0.0)
@@ -110,7 +111,7 @@ def _gradient(
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     scale = LOSS_SCALE[precision]
     with torch.enable_grad(), autocast(precision, only.device):
-        losses = model(inputs)
+        losses = slot_losses(model, inputs, len(only))
         loss = torch.where(only, losses, torch.zeros_like(losses)).sum() * scale
     found = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
     return {

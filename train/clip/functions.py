@@ -33,6 +33,12 @@ class Affine:
             self.report(activation, gradient)
 
 
+def changeable(out: Tensor) -> Tensor:
+    """The same values, of which autograd does not think as a view: PyTorch makes some results as views of what nobody
+    else sees, and refuses that a model changes a view in place that a custom function returned."""
+    return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out  # pyright: ignore[reportCallIssue]
+
+
 class Linear(Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, layer: Affine) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -40,7 +46,7 @@ class Linear(Function):
         ctx.layer = layer
         ctx.save_for_backward(x)
         bias = layer.bias
-        return F.linear(x, layer.weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
+        return changeable(F.linear(x, layer.weight.to(x.dtype), bias if bias is None else bias.to(x.dtype)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

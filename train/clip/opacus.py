@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from murmuration.train.clip.engine import Clipped
 from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.rows import slot_losses
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.clip.sums import GradientSums
 
@@ -45,7 +46,7 @@ class OpacusClip:
         rule = rule or self.rule
         hooked = GradSampleModule(model, loss_reduction="sum")
         try:
-            losses = hooked(dict(inputs))
+            losses = slot_losses(hooked, inputs, len(present))
             losses.sum().backward()
             found = {n: p.grad_sample for n, p in model.named_parameters() if p.requires_grad}  # pyright: ignore[reportAttributeAccessIssue]
             with torch.no_grad():
@@ -59,7 +60,7 @@ class OpacusClip:
         self, found: Mapping[str, Tensor], losses: Tensor, present: Tensor, sums: GradientSums, rule: ClipRule
     ) -> Clipped:  # fmt: skip
         """In fp64 throughout: speed does not matter here."""
-        samples = {name: g.double() for name, g in found.items()}
+        samples = {name: g.double().unflatten(0, (len(present), -1)).sum(1) for name, g in found.items()}
         parts = [g.reshape(len(g), -1) for g in samples.values()]
         norms = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dim=1) for g in parts]), dim=0)
         keep = present & torch.isfinite(losses) & torch.isfinite(norms)

@@ -16,6 +16,7 @@ from murmuration.model.attention import use_fused
 from murmuration.train.clip.engine import Clipped
 from murmuration.train.clip.groups import groups_of
 from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.rows import slot_losses
 from murmuration.train.clip.rule import LONGEST_ROW, ClipError, ClipRule, stretches
 from murmuration.train.clip.sums import GradientSums
 
@@ -49,11 +50,14 @@ class ReferenceClip:
         buffers = dict(model.named_buffers())
 
         def loss_of_one(parameters: dict[str, Tensor], record: dict[str, Tensor]) -> Tensor:
-            alone = {name: tensor.unsqueeze(0) for name, tensor in record.items()}
-            return functional_call(model, (parameters, fixed, buffers), (alone,)).squeeze(0)
+            def run(rows: dict[str, Tensor]) -> Tensor:
+                return functional_call(model, (parameters, fixed, buffers), (rows,))
+
+            return slot_losses(run, record, 1).squeeze(0)
 
         with torch.no_grad():
-            per_record, losses = vmap(grad_and_value(loss_of_one), in_dims=(None, 0))(trainable, dict(inputs))
+            records = {name: tensor.unflatten(0, (len(present), -1)) for name, tensor in inputs.items()}
+            per_record, losses = vmap(grad_and_value(loss_of_one), in_dims=(None, 0))(trainable, records)
             group_of = groups_of(per_record, rule.grouping)
             norms = torch.stack(
                 [

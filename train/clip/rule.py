@@ -45,16 +45,18 @@ def rounding_allowance(micro_batch: int) -> float:
     kept out of the product (`accumulator`). That tokens are added to what other records have summed to is not, but
     counted as independent: by √(b·T)·u of S. At b = 128 and T = 257 that is 1.4e-3·C, or 2.0e-3·C for the two worlds
     together, where the chain allows for 1.9e-3·C and FACTOR_ROUNDING for 1e-3·C beside norms and own tokens. Half of
-    the latter, WINDOW_ROUNDING, is what fp32 windows may add where the totals themselves are sharded.
+    the latter, WINDOW_ROUNDING, is what fp32 windows may add where the totals themselves are sharded. Of records with
+    several rows, a stretch has as many fewer (`stretches`), so that b·T stays what it is for one row each.
     """
     records = min(micro_batch, RECORDS_AT_ONCE)
     relative = records * UNIT_ROUNDOFF / (1 - records * UNIT_ROUNDOFF)
     return 2 * relative * records + FACTOR_ROUNDING
 
 
-def stretches(records: int) -> list[slice]:
-    """Cuts a micro-batch into parts that may be added up in fp32."""
-    return [slice(start, min(start + RECORDS_AT_ONCE, records)) for start in range(0, records, RECORDS_AT_ONCE)]
+def stretches(records: int, rows: int = 1) -> list[slice]:
+    """Cuts a micro-batch into parts that may be added up in fp32, of records that have several rows each."""
+    at_once = max(1, RECORDS_AT_ONCE // rows)
+    return [slice(start, min(start + at_once, records)) for start in range(0, records, at_once)]
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,7 @@ class ParameterTracker(TorchFunctionMode):
             if source is None:
                 return tensor
             shape = torch.Size([1] * (len(result) - len(source.shape))) + source.shape
-            if not shape or (shape[0] != 1 and self.records > 1):
+            if not shape or (shape[0] != 1 and (self.records > 1 or times > 1)):
                 raise ClipError(
                     f"{self.names(source)} of shape {list(source.shape)} has an element for each row of the batch; "
                     "records must share their parameters"

@@ -100,8 +100,9 @@ def rows_of(phase: ReadyPhase, found: Findings) -> Iterator[tuple[str, str]]:
     out = f"; {found.left_out:,} are left out" if found.left_out else ""
     yield "looked at", f"{found.looked:,} of {found.records:,} records{how}{out}"
     yield "usable", _share(found.usable, read)
-    yield "picture", _share(found.pictures, read)
-    if found.sides:
+    if phase.settings.objective != "text":
+        yield "picture", _share(found.pictures, read)
+    if found.sides and phase.settings.objective != "text":
         size = phase.shape.image_size
         small = _share(sum(count for side, count in found.sides.items() if side < size), found.sides.total())
         yield "shorter side", f"{_range(found.sides)} pixels; {small} are smaller than the model's {size}"
@@ -111,7 +112,8 @@ def rows_of(phase: ReadyPhase, found: Findings) -> Iterator[tuple[str, str]]:
         yield "tokens", f"{_range(found.lengths)} per caption, with start and end; {cut}"
         yield "unknown", f"{_share(found.unknown, found.words)} tokens"
     if phase.settings.label is not None:
-        yield "label", f"{_share(found.labels.total(), read)} have a number under {phase.settings.label!r}"
+        what = "a list of known classes" if phase.settings.multi_label else "a number"
+        yield "label", f"{_share(found.labelled, read)} have {what} under {phase.settings.label!r}"
         yield from _histogram(phase, found)
     for number, remark in enumerate(remarks(found.census)):
         yield "" if number else "names", remark

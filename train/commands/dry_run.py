@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.epsilon.accountant import round_up
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.model.build import build
@@ -178,12 +180,23 @@ def _promised(promise: Promise) -> list[str]:
         f"sigma         {plan.noise_multiplier:g}" + (" (calibrated)" if promise.calibrated else " (given)"),
         *([f"noise         exact; charged as {plan.charged_as(1):.6f}·sigma for its grid"] if plan.grid_growth else []),
         *(f"released      {m.name}: bound {m.bound:g}, noise {m.std:g} per step" for m in plan.metrics),
+        *([] if plan.banded is None else [_correlated(plan, plan.banded)]),
         f"C             {plan.clip_norm:g} ({promise.clip})",
+        *([f"views         {plan.views} of each record, clipped as one"] if plan.views > 1 else []),
         f"T             {plan.steps}",
         f"epsilon       {promise.epsilon} of {plan.epsilon_budget:g} (PLD)",
         f"delta         {plan.delta:.6g}",
         *(f"note          {note}" for note in promise.notes),
     ]
+
+
+def _correlated(plan: PrivacyPlan, matrix: BandedNoise) -> str:
+    independent = math.sqrt((plan.steps + 1) / 2)
+    return (
+        f"noise         banded, {matrix.bands} bands: each record has that q in one of {matrix.bands} steps; "
+        f"{plan.added_noise:.4g}·C per step, adding up to {matrix.accumulated(plan.steps) / independent:.3f} of what "
+        "independent noise of this sigma would"
+    )
 
 
 def as_json(found: Meaning) -> str:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from murmuration.train.evaluate.subject import Asked
 
 RESULT = "result.json"
-LEARNING = ("probe", "few-shot", "fine-tune")
+TRAINED = ("fine-tune", "detect", "segment")
+"""Protocols that train all weights, in one process."""
+LEARNING = ("probe", "few-shot", *TRAINED)
 """Protocols that learn from --data and score --test."""
 
 
@@ -34,12 +36,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="evaluate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     protocols = parser.add_subparsers(dest="protocol", required=True)
-    learning, captioning = (_probe, _few_shot, _fine_tune), (_zero_shot, _retrieval, _aro, _caption)
+    learning = (_probe, _few_shot, _fine_tune, _detect, _segment)
+    captioning = (_zero_shot, _retrieval, _aro, _caption)
     for declare in (*learning, *captioning, _classify, _reconstruct, _attack):
         _common(declare(protocols))
     compare = protocols.add_parser("compare", help="results side by side, and accuracy against ε")
     compare.add_argument("results", type=Path, nargs="+", help="result.json, or the folder it lies in")
     compare.add_argument("--plot", type=Path, metavar="FILE", help="draw accuracy against ε (.svg, .png or .pdf)")
+    compare.add_argument("--by", choices=("epsilon", "parameters", "batch", "records"), default="epsilon",
+                         help="what the plot has accuracy against: ε (default), or the size of the model, or batch and "
+                         "number of records of the private training")  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -95,22 +101,55 @@ def _few_shot(protocols: Any) -> argparse.ArgumentParser:
 
 def _fine_tune(protocols: Any) -> argparse.ArgumentParser:
     parser = protocols.add_parser("fine-tune", help="a classifier of which all weights learn from --data")
-    parser.add_argument("--test", required=True, help="records to score, an index or a folder; public ones, too")
     _labels(parser)
-    parser.add_argument("--epochs", type=_count, default=100, help="default 100")
-    parser.add_argument("--warmup", type=_natural, default=5, help="epochs; default 5")
-    parser.add_argument("--batch", type=_count, default=1024, help="default 1024, or all records if fewer")
-    parser.add_argument("--base-rate", type=_positive, default=5e-4, help="for a batch of 256; default 5e-4")
-    parser.add_argument("--layer-decay", type=_probability, default=0.65, help="of the rate per block; default 0.65")
-    parser.add_argument("--weight-decay", type=_part, default=0.05, help="default 0.05")
+    _training(parser, warmup=5, batch=1024, base_rate=5e-4, layer_decay=0.65, weight_decay=0.05)
     parser.add_argument("--drop-path", type=_part, default=0.1, help="of the last block; default 0.1")
     parser.add_argument("--mixup", type=_part, default=0.8, help="its α; 0: none; default 0.8")
     parser.add_argument("--cutmix", type=_part, default=1.0, help="its α; 0: none; default 1")
     parser.add_argument("--erase", type=_part, default=0.25, help="probability; default 0.25")
     parser.add_argument("--smoothing", type=_part, default=0.1, help="of labels; default 0.1")
     parser.add_argument("--rand-augment", default="rand-m9-mstd0.5-inc1", help="as timm writes it; empty: none")
-    parser.add_argument("--seed", type=_natural, default=0, help="of order, augmentation and dropped paths")
     return parser
+
+
+def _detect(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser("detect", help="Mask R-CNN on the encoder, trained on --data, laid out as COCO is")
+    parser.add_argument("--objects", type=Path, metavar="JSON", help="COCO's instances for --data; default: "
+                        "../annotations/instances_FOLDER.json beside it")  # fmt: skip
+    parser.add_argument("--test-objects", type=Path, metavar="JSON", help="the same for --test")
+    _training(parser, warmup=1, batch=64, base_rate=4e-4, layer_decay=0.7, weight_decay=0.1)
+    parser.add_argument("--channels", type=_count, default=256, help="of the pyramid; default 256")
+    return parser
+
+
+def _segment(protocols: Any) -> argparse.ArgumentParser:
+    parser = protocols.add_parser("segment", help="UPerNet on the encoder, trained on --data, laid out as ADE20K is")
+    parser.add_argument("--marks", type=Path, metavar="FOLDER", help="PNG files with a class for each pixel of --data; "
+                        "default: ../../annotations/FOLDER beside it")  # fmt: skip
+    parser.add_argument("--test-marks", type=Path, metavar="FOLDER", help="the same for --test")
+    parser.add_argument("--class-names", type=Path, metavar="FILE", help="one per line, or ADE20K's objectInfo150.txt, "
+                        "which is found two folders above --data")  # fmt: skip
+    _training(parser, warmup=1, batch=16, base_rate=1.6e-3, layer_decay=0.65, weight_decay=0.05)
+    parser.add_argument("--channels", type=_count, default=512, help="of pyramid and UPerNet; default 512")
+    return parser
+
+
+def _training(
+    parser: argparse.ArgumentParser, warmup: int, batch: int, base_rate: float, layer_decay: float, weight_decay: float
+) -> None:
+    """Of all weights; the numbers are the protocol's defaults."""
+    parser.add_argument("--test", required=True, help="records to score, an index or a folder; public ones, too")
+    parser.add_argument("--epochs", type=_count, default=100, help="default 100")
+    parser.add_argument("--warmup", type=_natural, default=warmup, help=f"epochs; default {warmup}")
+    parser.add_argument("--batch", type=_count, default=batch, help=f"default {batch}, or all records if fewer")
+    parser.add_argument(
+        "--base-rate", type=_positive, default=base_rate, help=f"for a batch of 256; default {base_rate:g}"
+    )
+    parser.add_argument(
+        "--layer-decay", type=_probability, default=layer_decay, help=f"of the rate per block; default {layer_decay}"
+    )
+    parser.add_argument("--weight-decay", type=_part, default=weight_decay, help=f"default {weight_decay}")
+    parser.add_argument("--seed", type=_natural, default=0, help="of order, augmentation and everything else drawn")
 
 
 def _linear(parser: argparse.ArgumentParser) -> None:
@@ -149,12 +188,7 @@ def _zero_shot(protocols: Any) -> argparse.ArgumentParser:
 
 def _retrieval(protocols: Any) -> argparse.ArgumentParser:
     parser = protocols.add_parser("retrieval", help="captions for pictures and pictures for captions, by likelihood")
-    parser.add_argument(
-        "--captions", type=Path, metavar="JSON",
-        help="pictures of --data with their captions: a Karpathy split or [{image, caption}]; default: the .txt beside "
-        "each picture",
-    )  # fmt: skip
-    parser.add_argument("--split", help="of a Karpathy file; default: all of it")
+    _references(parser)
     _text(parser)
     _some(parser, "default: all; not with --captions")
     return parser
@@ -186,8 +220,9 @@ def _caption(protocols: Any) -> argparse.ArgumentParser:
     parser.add_argument("--beams", type=_count, default=5, help="of a beam search; default 5")
     parser.add_argument("--p", type=_probability, default=0.9, help="of the nucleus; default 0.9")
     parser.add_argument("--seed", type=_natural, default=0, help="of the nucleus' draws")
+    _references(parser)
     _text(parser)
-    _some(parser, "default: all")
+    _some(parser, "default: all; not with --captions")
     _gallery(parser)
     return parser
 
@@ -218,6 +253,15 @@ def _attack(protocols: Any) -> argparse.ArgumentParser:
     _text(parser)
     _some(parser, "of each kind; default: as many as there are of the fewer")
     return parser
+
+
+def _references(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--captions", type=Path, metavar="JSON",
+        help="pictures of --data with their captions: a Karpathy split or [{image, caption}]; default: the .txt beside "
+        "each picture",
+    )  # fmt: skip
+    parser.add_argument("--split", help="of a Karpathy file; default: all of it")
 
 
 def _labels(parser: argparse.ArgumentParser, default: str | None = "cls") -> None:
@@ -342,19 +386,20 @@ def _places(arguments: argparse.Namespace) -> dict[str, RecordsPlace]:
 def _check_options(arguments: argparse.Namespace) -> None:
     from murmuration.train.evaluate.errors import EvaluationError
 
-    for name in ("classes", "names", "real", "list", "captions", "cases"):
+    files = ("classes", "names", "real", "list", "captions", "cases", "objects", "test_objects", "class_names")
+    for name in files:
         given = getattr(arguments, name, None) or []
         for path in given if isinstance(given, list) else [given]:
             if not path.is_file():
-                raise EvaluationError(f"--{name} {path} does not exist; name a file")
+                raise EvaluationError(f"--{name.replace('_', '-')} {path} does not exist; name a file")
     if arguments.protocol == "few-shot" and not (arguments.shots or arguments.percent or arguments.list):
         raise EvaluationError(
             "few-shot needs to know from how many records to learn; pass --shots, --percent or --list"
         )
     if getattr(arguments, "captions", None) is not None and arguments.records is not None:
         raise EvaluationError("--records draws from --data, and --captions lists the pictures; pass one of them")
-    if arguments.protocol == "fine-tune" and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise EvaluationError("fine-tune is one process; start it with plain python")
+    if arguments.protocol in TRAINED and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise EvaluationError(f"{arguments.protocol} is one process; start it with plain python")
     if wrong := next((each for each in getattr(arguments, "shadow", []) if len(each) > 2), None):
         raise EvaluationError(f"--shadow takes a model and a list, but was given {len(wrong)} names; repeat it")
 
@@ -367,6 +412,6 @@ def _compare(arguments: argparse.Namespace) -> int:
     for protocol in different_records(lines):
         print(f"note: the results of {protocol} were measured on different records, and do not compare")
     if arguments.plot is not None:
-        plot(lines, arguments.plot)
+        plot(lines, arguments.plot, arguments.by)
         print(arguments.plot)
     return DONE

@@ -36,6 +36,8 @@ from murmuration.train.recipe.labels import FOLDERS, read_list
 from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import make_plan
 from murmuration.train.recipe.record_names import shared_names
+from murmuration.train.recipe.warm_start import EXPORTED
+from murmuration.train.storage.run_dir import RunDir
 
 TEMPLATE = Path(__file__).parent / "first_config.json.jinja"
 CLASSES = "classes.txt"  # beside the shards, where prepare.py pack writes it
@@ -54,6 +56,7 @@ class Wish:
     size: str | None
     image_size: int | None
     label: str | None
+    multi_label: bool
     classes: str | None
     tokenizer: str | None
     out: Path
@@ -109,7 +112,7 @@ def compose(wish: Wish) -> str:
     return json_text(
         TEMPLATE, n=f"{index.records:,}", model=_model(wish, rule, start, outputs),
         model_from="of the size of the weights" if start else "docs/models.md lists the sizes",
-        start=_path(str(wish.start), wish.out) if wish.start else None, data=data, data_means=means,
+        start=_path(str(_to_start_from(wish.start)), wish.out) if wish.start else None, data=data, data_means=means,
         objective=wish.goal, epsilon=wish.epsilon, parts=rule.parts, batch_from=rule.batch_from,
         batch=rule.batch(index.records), params=rule.params, schedule=rule.schedule, rate_from=rule.rate_from,
         passes=rule.passes, steps=steps, held_out=_path(wish.held_out, wish.out) if wish.held_out else None,
@@ -162,7 +165,7 @@ def _data(wish: Wish, rule: Rule, index: RecordIndex, start: Evaluated | None) -
     section = {"source": "shards", "path": _path(wish.data, wish.out), "augment": rule.augment}
     if wish.goal == "classify":
         named, outputs = _classes(wish, index)
-        section |= {"label": _label(wish, index), **named}
+        section |= {"label": _label(wish, index), **({"multi_label": True} if wish.multi_label else {}), **named}
         means = "; the list of classes must be public knowledge and not made of them" if named else ""
         return section, means, outputs
     if wish.goal == "caption":
@@ -229,6 +232,13 @@ def _weights(path: Path) -> Evaluated:
         raise RecipeError(f"--start: {error}") from None
 
 
+def _to_start_from(path: Path) -> Path:
+    """Training takes a folder if it is a run or holds model.safetensors; of another package's, its file of weights."""
+    if not path.is_dir() or (path / EXPORTED).is_file() or RunDir(path).checkpoints.is_dir():
+        return path
+    return next((path / name for name in WEIGHT_FILES if (path / name).is_file()), path)
+
+
 def _model(wish: Wish, rule: Rule, start: Evaluated | None, outputs: int) -> dict[str, Any]:
     if start is not None and wish.size is not None:
         raise RecipeError("--size is that of the weights that --start names; leave it out")
@@ -238,7 +248,7 @@ def _model(wish: Wish, rule: Rule, start: Evaluated | None, outputs: int) -> dic
         image_size = wish.image_size or ModelSettings.model_fields["image_size"].default
         section = {"family": rule.family, **_of_size(rule.family, wish.size or "small", image_size)}
     if rule.family == "classifier":
-        section["classes"] = outputs
+        section |= {"classes": outputs, **({"classify_loss": "sigmoid"} if wish.multi_label else {})}
     elif outputs:
         section["vocabulary"] = max(outputs, start.shape.vocabulary if start and start.objective == "caption" else 0)
     return section

@@ -43,6 +43,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--label", metavar="FIELD", help="classify: 'cls', or a field of the records' .json")
     parser.add_argument(
+        "--multi-label", action="store_true",
+        help="classify: --label is a field of the .json that lists any number of classes",
+    )  # fmt: skip
+    parser.add_argument(
         "--classes", metavar="FILE|N",
         help="classify: public list of the class names, one per line, or the number of classes if labels are numbers "
         "(default: classes.txt beside the shards)",
@@ -61,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.out.exists():
             raise RecipeError(f"{arguments.out} exists, and nothing is overwritten; name another file with --out")
+        if arguments.multi_label and (arguments.goal != "classify" or arguments.label is None):
+            raise RecipeError("--multi-label is for classify, and needs --label, the field that lists the classes")
         named = [f"--{name}" for name in ("held-out", "start") if getattr(arguments, name.replace("-", "_"))]
         if named and not arguments.public:
             raise RecipeError(

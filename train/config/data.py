@@ -27,6 +27,11 @@ _LOOKS_AT_LABELS = (
     "depend on it; leave these classes off the list of `classes`, and private records of them keep their slots and "
     "contribute nothing"
 )
+_LABEL = "For classifiers: integer field of a record's .json, or 'cls' for its .cls file or class folder."
+_MULTI_LABEL = (
+    "A record may have any number of classes: `label` names a field of its .json that lists names of `classes`, or "
+    "numbers; [] is none. Needs model.classify_loss 'sigmoid'."
+)
 _READING = "How records are fetched and decoded."
 _PUBLIC = "Your word that nobody's privacy depends on these records."
 
@@ -75,10 +80,8 @@ class ShardData(Section):
         default="none", description=_AUGMENT
     )
     tokenizer: str | None = Field(default=None, description=_TOKENIZER)
-    label: str | None = Field(
-        default=None,
-        description="For classifiers: integer field of a record's .json, or 'cls' for its .cls file or class folder.",
-    )
+    label: str | None = Field(default=None, description=_LABEL)
+    multi_label: bool = Field(default=False, description=_MULTI_LABEL)
     classes: str | None = Field(default=None, description=_CLASSES)
     exclude_classes: str | None = Field(default=None, description=_EXCLUDE_CLASSES)
     weight: str | None = Field(
@@ -177,10 +180,8 @@ class StreamData(Section):
         default="none", description=_AUGMENT
     )
     tokenizer: str | None = Field(default=None, description=_TOKENIZER)
-    label: str | None = Field(
-        default=None,
-        description="For classifiers: integer field of a record's .json, or 'cls' for its .cls file or class folder.",
-    )
+    label: str | None = Field(default=None, description=_LABEL)
+    multi_label: bool = Field(default=False, description=_MULTI_LABEL)
     classes: str | None = Field(default=None, description=_CLASSES)
     exclude_classes: str | None = Field(default=None, description=_EXCLUDE_CLASSES)
     weight: str | None = Field(

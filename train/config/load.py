@@ -18,6 +18,8 @@ from murmuration.data.text.built_in import is_built_in
 from murmuration.train.config.comments import parse_with_comments
 from murmuration.train.config.data import DATA_SECTIONS
 from murmuration.train.config.habits import HABITS
+from murmuration.train.config.phase import ONE_STEP, PLAIN_DESCENT, STATISTICS
+from murmuration.train.config.privacy import ALL
 from murmuration.train.config.refused import find_refusals, short, without_harmless
 from murmuration.train.config.root import AUTO, GIVEN, Config
 
@@ -25,6 +27,10 @@ PATH_KEYS = {"path", "tokenizer", "folder", "dir", "classes", "exclude_classes",
 NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
 """Numbers that JSON does not accept, such as `.48` and `1.`"""
 UNUSABLE = re.compile("[\0\ud800-\udfff]")
+
+
+HEAD = "head"
+"""An objective that stands for classify with trainable statistics."""
 
 
 class ConfigError(RunError, ValueError):
@@ -51,6 +57,7 @@ def load(path: Path, overrides: list[str]) -> Config:
     except JsonError as error:
         raise ConfigError(f"{path} with the --set overrides {error}") from None
     _require_text(raw)
+    _heads_in_one_pass(raw.get("phases"))
     _objectives_of_starts(raw.get("phases"))
     refused = find_refusals(raw)
     if refused:
@@ -100,6 +107,26 @@ def _objectives_of_starts(phases: Any) -> None:
             phase |= {"objective": after[0]} if after else {}
 
 
+def _heads_in_one_pass(phases: Any) -> None:
+    """A head that is solved from sums over all records needs no settings of a step, which it takes one of."""
+    for phase in phases if isinstance(phases, list) else []:
+        if not isinstance(phase, dict):
+            continue
+        if phase.get("objective") == HEAD:
+            phase["objective"] = "classify"
+            phase.setdefault("trainable", STATISTICS)
+        if phase.get("trainable") != STATISTICS:
+            continue
+        settings = {"schedule": ONE_STEP, "optimizer": PLAIN_DESCENT}
+        for name, value in settings.items():
+            phase.setdefault(name, value.model_dump(mode="json", exclude_unset=True))
+        if not any(name in phase for name in ("steps", "epochs", "until_budget")):
+            phase["steps"] = 1
+        phase.setdefault("features", {})
+        if isinstance(phase.get("privacy"), dict):
+            phase["privacy"].setdefault("expected_batch", ALL)
+
+
 def _names_folder(section: dict[str, Any], key: str, value: Any) -> bool:
     """A model of Hugging Face is named by its folder."""
     return key == "name" and section.get("family") == "hf" and isinstance(value, str)
@@ -134,10 +161,14 @@ def _override(raw: dict[str, Any], text: str) -> None:
     if (parts[-1] in PATH_KEYS and _is_path(parts[-1], new)) or _names_folder(holder, parts[-1], new):
         new = str(Path.cwd() / new)
     if parts[-1] == "privacy" and new is None and isinstance(holder.get("privacy"), dict):
-        # The non-private variant of a recipe keeps its batch size.
-        expected = holder["privacy"].get("expected_batch")
-        holder.setdefault("batch", round(expected) if isinstance(expected, int | float) else expected)
+        _keep_batch(holder, holder["privacy"].get("expected_batch"))
     holder[parts[-1]] = new
+
+
+def _keep_batch(phase: dict[str, Any], expected: Any) -> None:
+    """The non-private variant of a recipe keeps its batch size."""
+    if phase.get("trainable") != STATISTICS and phase.get("objective") != HEAD:
+        phase.setdefault("batch", round(expected) if isinstance(expected, int | float) else expected)
 
 
 def _sentence(fault: Any) -> str:

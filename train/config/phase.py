@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from murmuration.data.decode.augment import ResizeCrop, require_known
+from murmuration.data.decode.augment import AREAS, ResizeCrop, require_known
 from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
-from murmuration.train.config.optimizer import Optimizer, Schedule
-from murmuration.train.config.privacy import Privacy
+from murmuration.train.config.optimizer import Optimizer, OptimizerParams, Schedule
+from murmuration.train.config.privacy import Clip, Privacy
 from murmuration.train.config.section import Section, word_given
 
 # The config section of the loss-improvement monitor.
@@ -180,17 +181,57 @@ class Features(Section):
     )
 
 
+class SolvedHead(Section):
+    """Least squares on clipped and noised sums (trainable statistics)."""
+
+    ridge: float | None = Field(
+        default=None,
+        gt=0,
+        description="Added to every eigenvalue of the mean of z·zᵀ, whose largest is at most 1; null: the largest "
+        "eigenvalue that noise alone is expected to have.",
+    )
+    feature_norm: float | None = Field(
+        default=None,
+        gt=0,
+        description="Features are divided by this public number and cut to length 1, and classes have biases. null: "
+        "every record's features are scaled to length 1, and classes have none.",
+    )
+    balanced: bool = Field(
+        default=False,
+        description="Answers as if all classes were equally common: by linear discriminant analysis with equal priors "
+        "in place of least squares, from the same sums. Needs feature_norm.",
+    )
+
+    @model_validator(mode="after")
+    def _knows_the_shares(self) -> SolvedHead:
+        if self.balanced and self.feature_norm is None:
+            raise ValueError("head.balanced needs head.feature_norm, with which the sums count the classes")
+        return self
+
+
+STATISTICS = "statistics"
+ONE_STEP = Schedule(peak=1.0, shape="constant")
+PLAIN_DESCENT = Optimizer(type="SGD", params=OptimizerParams(momentum=0.0))
+TEXTUAL = ("caption", "text")
+"""Objectives that read a record's text."""
+
+
 class Phase(Section):
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9-]*$", description="Name in ledger, logs and plots; unique among the phases."
     )
     data: Data = Field(description="Which records the phase reads.")
-    objective: Literal["mae", "caption", "classify"] = Field(
-        description="Loss of a record. A phase that only loads weights may leave it out; the next one names it."
+    objective: Literal["mae", "caption", "classify", "text"] = Field(
+        description="Loss of a record. text: the next token of its .txt, without a picture; of family gpt2 alone. A "
+        "phase that only loads weights may leave it out; the next one names it."
     )
-    trainable: Literal["all", "head", "bias", "lora"] = Field(
-        default="all", description="Which parameters are trained; the others stay as they are."
+    trainable: Literal["all", "head", "bias", "lora", "statistics"] = Field(
+        default="all",
+        description="Which parameters are trained; the others stay as they are. statistics: a classifier's head is "
+        "solved by least squares from two sums over its features, in one step; objective head stands for classify "
+        "with this, and the step needs no settings.",
     )
+    head: SolvedHead | None = Field(default=None, description="How that head is solved; only with statistics.")
     features: Features | None = Field(
         default=None,
         description="Features of a frozen body, computed once; only with objective classify, trainable head and no "
@@ -225,6 +266,17 @@ class Phase(Section):
         return not isinstance(self.data, CheckpointData | HeldOutData)
 
     @property
+    def rows_of_a_slot(self) -> int:
+        """How many rows a micro-batch computes for each of its records."""
+        return 1 if self.privacy is None else self.privacy.views
+
+    @property
+    def random_inputs(self) -> bool:
+        """Whether what the model gets of a record is, or may be, another one each time that it is read."""
+        augments = getattr(self.data, "augment", "none") in AREAS
+        return augments or self.objective in ("mae", "caption")  # masks; one of several captions
+
+    @property
     def tokenizer(self) -> str | None:
         return None if isinstance(self.data, CheckpointData) else self.data.tokenizer
 
@@ -248,7 +300,7 @@ class Phase(Section):
             return f"{had}; give one of steps, epochs and until_budget"
         if "schedule" not in self.model_fields_set:
             return "needs `schedule`, its learning rates"
-        if self.privacy is None and self.batch is None:
+        if self.privacy is None and self.batch is None and self.trainable != STATISTICS:
             return "is non-private and needs `batch`, its records per step"
         if self.privacy is not None and self.batch is not None:
             return "has both `batch` and `privacy.expected_batch`; a private phase takes the latter"
@@ -263,11 +315,43 @@ class Phase(Section):
             )
         if self.until_budget and self.privacy is not None and self.privacy.tan is not None:
             return "simulates another run with privacy.tan, so it needs that run's number of `steps`"
+        if self.privacy is not None and self.privacy.noise is not None and (other := self._of_independent_noise()):
+            return f"has privacy.noise and {other}, which needs the same independent noise at all steps; drop one"
         if self.mixing is not None and self.optimizer.params.noise_floor is not None:
             return "has `mixing`, which weakens the noise that noise_floor subtracts; drop one of them"
         if self.plateau is not None and self.evaluation is None:
             return "ends at a plateau of the public loss and needs `evaluation`, which measures it"
-        return self._of_features()
+        return self._of_statistics() or self._of_features()
+
+    def _of_statistics(self) -> str | None:
+        if self.trainable != STATISTICS:
+            return "has `head`, which says how sums are solved; use trainable 'statistics'" if self.head else None
+        if self.objective != "classify":
+            return "solves a classifier's head, and needs objective 'classify'"
+        if self.steps != 1 or self.schedule != ONE_STEP or self.optimizer != PLAIN_DESCENT:
+            return "solves its head from one pass over all records; leave steps, epochs, schedule and optimizer out"
+        if self.batch is not None:
+            return "takes all records in its one step; leave `batch` out"
+        watched = [name for name in ("mixing", "monitor", "plateau") if getattr(self, name) is not None]
+        if watched:
+            return f"adds up sums that are no model's gradients, so {watched[0]} has no meaning; leave it out"
+        return None if self.privacy is None else self._of_private_statistics(self.privacy)
+
+    def _of_private_statistics(self, privacy: Privacy) -> str | None:
+        if not math.isinf(privacy.expected_batch):
+            return "takes all records in its one step; leave privacy.expected_batch out, or set it to 'all'"
+        if privacy.clip != Clip():
+            return "has sums to which no record adds more than 1; leave privacy.clip out"
+        if privacy.release or privacy.tan is not None:
+            return "is one step before which there is no model; leave privacy.release and privacy.tan out"
+        return None
+
+    def _of_independent_noise(self) -> str | None:
+        if self.privacy is not None and self.privacy.tan is not None:
+            return "privacy.tan"
+        if self.monitor is not None:
+            return "`monitor`"
+        return "optimizer.params.noise_floor" if self.optimizer.params.noise_floor is not None else None
 
     def _of_streams(self) -> str | None:
         if self.privacy is not None:
@@ -275,6 +359,8 @@ class Phase(Section):
                 "has `privacy`, but a stream is shuffled, and the accounting holds only for Poisson samples; index "
                 "the shards (launch/prepare.py index) and use source 'shards'"
             )
+        if self.trainable == STATISTICS:
+            return "solves its head from one pass over numbered records, and a stream has none; use source 'shards'"
         if self.epochs is not None or self.schedule.warmup_epochs is not None:
             return "counts in epochs, but the number of records in a stream is not known; give steps and warmup"
         if self.features is not None:
@@ -284,12 +370,14 @@ class Phase(Section):
     def _of_features(self) -> str | None:
         if self.features is None:
             return None
-        if self.trainable != "head" or self.objective != "classify":
+        if self.trainable not in ("head", STATISTICS) or self.objective != "classify":
             return "keeps features, which stay the same only with objective 'classify' and trainable 'head'"
         if getattr(self.data, "augment", "none") not in ("none", "center"):
             return "keeps features and augments its pictures, which change from step to step; drop one of them"
         if isinstance(self.data, ShardData) and self.data.reading.node_shards is not None:
             return "keeps features, for which every rank reads every record; leave data.reading.node_shards out"
+        if self.rows_of_a_slot > 1:
+            return "keeps features, which are one row for each record; set privacy.views to 1, or leave features out"
         if self.weight is not None:
             return "keeps features and has data.weight, but no record weights are stored with features; drop one"
         if self.mixing is not None:
@@ -301,13 +389,34 @@ class Phase(Section):
     def _of_standing_still(self) -> str | None:
         forbidden = {
             "steps", "epochs", "until_budget", "batch", "privacy", "mixing", "plateau", "features", "optimizer",
-            "schedule", "trainable", "monitor",
+            "schedule", "trainable", "monitor", "head",
         }  # fmt: skip
         odd = sorted(name for name in self.model_fields_set & forbidden if getattr(self, name))
         if odd:
             return f"trains nothing, so {', '.join(odd)} would have no effect; leave them out"
         if isinstance(self.data, HeldOutData) and self.evaluation is None:
             return "only evaluates and needs `evaluation`"
+        return None
+
+    def _of_texts(self) -> str | None:
+        if (self.trains and self.tokenizer is None) or (self.evaluation is not None and self.tokenizer is None):
+            return "reads texts and needs data.tokenizer"
+        if self.trainable != "all":
+            return f"trains a language model, of which no part is called {self.trainable!r}; set trainable to 'all'"
+        if self.monitor is not None:
+            return "trains a language model, whose curvature is not measured; leave monitor out"
+        if self.privacy is not None and self.privacy.held_out is not None:
+            return "does not predict labels, so it has no accuracy to release; use objective 'classify'"
+        if self.evaluation is not None and (self.evaluation.zero_shot is not None or self.evaluation.real is not None):
+            return "names no classes, so evaluation.zero_shot and evaluation.real have nothing to score; leave them out"
+        data = [self.data] + ([self.mixing.data] if self.mixing is not None else [])
+        if any(isinstance(each, SyntheticData) for each in data):
+            return "reads texts, and synthetic records are pictures; name tar shards"
+        odd = ("label", "classes", "exclude_classes")
+        if given := [name for each in data for name in odd if getattr(each, name, None) is not None]:
+            return f"does not train on labels, so data.{given[0]} would have no effect; leave it out"
+        if any(getattr(each, "augment", "none") != "none" for each in data):
+            return "sees no picture that data.augment could change; leave it out"
         return None
 
     @property
@@ -321,11 +430,18 @@ class Phase(Section):
         return "cls" if self.evaluation is not None else None
 
     @property
+    def multi_label(self) -> bool:
+        """Whether the field lists any number of classes."""
+        return isinstance(self.data, ShardData | StreamData) and self.data.multi_label
+
+    @property
     def weight(self) -> str | None:
         """The number in a record's .json that multiplies its loss."""
         return self.data.weight if isinstance(self.data, ShardData | StreamData) else None
 
     def _of_objective(self) -> str | None:
+        if self.objective == "text":
+            return self._of_texts()
         if self.objective == "classify" and self.trains and self.label is None:
             return "trains on labels and needs data.label, the field of a record that contains them"
         if self.label is None and getattr(self.data, "classes", None) is not None:
@@ -342,4 +458,24 @@ class Phase(Section):
             return "writes no captions, so it has no zero-shot labels to score; leave evaluation.zero_shot out"
         if self.objective == "mae" and self.evaluation is not None and self.evaluation.real is not None:
             return "names no classes, so none can be right; leave evaluation.real out"
+        return self._of_several_labels()
+
+    def _of_several_labels(self) -> str | None:
+        mixed = self.mixing.data if self.mixing is not None else None
+        if isinstance(mixed, ShardData) and mixed.multi_label:
+            return "reads mixed-in records as its own; set multi_label in data, and leave it out of mixing.data"
+        if not self.multi_label:
+            return None
+        if self.label is None:
+            return "does not train on labels, so data.multi_label would have no effect; leave it out"
+        if self.label == "cls":
+            return "has data.multi_label, and a .cls names one class; name a field of the .json that lists classes"
+        if any(getattr(data, "exclude_classes", None) is not None for data in (self.data, mixed)):
+            return "has data.multi_label, so a record has no one class to leave it out by; drop exclude_classes"
+        if self.features is not None:
+            return "keeps features, with which one class per record is stored; leave data.multi_label out, or features"
+        if self.privacy is not None and self.privacy.held_out is not None:
+            return "releases an accuracy, which needs one class per record; leave data.multi_label out, or the release"
+        if self.evaluation is not None and self.evaluation.real is not None:
+            return "has data.multi_label, by which every record lists all of its classes; leave evaluation.real out"
         return None

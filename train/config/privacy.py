@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
+from murmuration.accounting.banded import MOST_BANDS
 from murmuration.train.clip.groups import Grouping
 from murmuration.train.config.section import Section
 
@@ -88,6 +90,25 @@ class ReleasedMetric(Section):
     )
 
 
+class BandedNoise(Section):
+    """Correlated noise: what is added to a step is partly taken back within its block of `bands` steps. The records are
+    dealt into as many parts, whose turns follow each other."""
+
+    kind: Literal["banded"] = Field(description="The only kind; null means independent noise.")
+    bands: int = Field(
+        ge=2,
+        le=MOST_BANDS,
+        description="Steps of a block, and parts of the records; expected_batch may be at most n / bands. Each step "
+        "draws noise for up to this many steps. `account.py compare` shows what each number gives.",
+    )
+    horizon: int | None = Field(
+        default=None,
+        ge=2,
+        description="Number of steps over which the noise that adds up is made least; null: all steps of the phase. "
+        "Fewer: each step has less noise, and more of it adds up.",
+    )
+
+
 class Tan(Section):
     """Tune at low cost: batch and noise are divided by the same number. The ε reported is that of this run itself,
     which is far larger."""
@@ -95,26 +116,65 @@ class Tan(Section):
     scale: float = Field(gt=1, description="Number by which expected_batch and the noise multiplier are divided.")
 
 
+MOST_VIEWS = 1024
+ALL = "all"
+
+
+def _or_all(schema: dict[str, Any]) -> None:
+    schema["anyOf"] = [{"type": schema.pop("type"), "exclusiveMinimum": schema.pop("exclusiveMinimum")}, {"const": ALL}]
+
+
+def _every_record(given: object) -> object:
+    """ "all" stands for n, which a config need not know."""
+    if given == ALL:
+        return math.inf
+    if isinstance(given, float) and math.isinf(given):
+        raise ValueError('give a number, or "all"')
+    return given
+
+
 class Privacy(Section):
     epsilon: float = Field(gt=0, description="Privacy budget of the phase; training stops before it is exceeded.")
     delta: float | str | None = Field(default=None, description="A number, '1/n' or '1/(2n)'; null: 1/(2n).")
-    expected_batch: float = Field(
+    expected_batch: Annotated[float, BeforeValidator(_every_record)] = Field(
         gt=0,
-        description="q·n, the expected number of records per step: the constant by which every noised sum is divided.",
+        allow_inf_nan=True,
+        json_schema_extra=_or_all,
+        description="q·n, the expected number of records per step: the constant by which every noised sum is divided. "
+        "all: every record in every step.",
     )
     clip: Clip = Field(default=Clip(), description="How each record's gradient is bounded.")
     noise_multiplier: float | None = Field(
         default=None, ge=0.1, description="σ; null: calibrated to epsilon by PLD and rounded up."
+    )
+    noise: BandedNoise | None = Field(
+        default=None, description="null: each step has noise of its own; otherwise it is correlated over steps."
+    )
+    views: int = Field(
+        default=1,
+        ge=1,
+        le=MOST_VIEWS,
+        description="K: how often each drawn record is seen in a step, with a crop, mask, caption and dropout of its "
+        "own each time. The mean of these K gradients is clipped as one, so that C and epsilon stay what they are; a "
+        "micro-batch computes K rows for each of its records.",
     )
     tan: Tan | None = Field(default=None, description="Simulates this phase at low cost; NOT PRIVATE at `epsilon`.")
     release: list[ReleasedMetric] = Field(
         default=[], description="Metrics of private records that are published with noise, at most one of each."
     )
 
+    @field_serializer("expected_batch")
+    def _as_written(self, batch: float) -> float | str:
+        return ALL if math.isinf(batch) else batch
+
     @property
     def held_out(self) -> float | None:
         """Share of the records whose accuracy is released."""
         return next((metric.share for metric in self.release if metric.share is not None), None)
+
+    @property
+    def bands(self) -> int:
+        return 1 if self.noise is None else self.noise.bands
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Privacy:

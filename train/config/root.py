@@ -178,6 +178,22 @@ class Config(Section):
         return given
 
     @model_validator(mode="after")
+    def _texts_and_language_models(self) -> Config:
+        reads_texts = self.model.family == "gpt2"
+        for phase in self.phases:
+            if (phase.objective == "text") != reads_texts:
+                raise ValueError(
+                    f'phase {phase.name!r} has objective "{phase.objective}" and model.family is '
+                    f'"{self.model.family}"; family "gpt2" and objective "text" belong together'
+                )
+        if reads_texts and self._shards_weights():
+            raise ValueError(
+                "a language model uses one table as embedding and as head, which was not tried on weights that ZeRO-3 "
+                "and FSDP2 shard; use DeepSpeed at another stage, or the local engine"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _phases_fit(self) -> Config:
         names = [phase.name for phase in self.phases]
         if len(set(names)) != len(names):
@@ -226,8 +242,30 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _several_labels_fit(self) -> Config:
+        several = next((phase.name for phase in self.phases if phase.multi_label), None)
+        if several is not None and self.model.classify_loss != "sigmoid":
+            raise ValueError(
+                f"phase {several!r} has data.multi_label, and the softmax loss takes one class per record; set "
+                "model.classify_loss to 'sigmoid'"
+            )
+        return self
+
     def _shards_weights(self) -> bool:
         return self.run.engine == "fsdp2" or (self.run.engine == "deepspeed" and self.zero_optimization.stage == 3)
+
+    @model_validator(mode="after")
+    def _views_differ(self) -> Config:
+        for phase in self.phases:
+            views = 1 if phase.privacy is None else phase.privacy.views
+            if views > 1 and not (phase.random_inputs or self.model.drop_path or self.model.dropout):
+                raise ValueError(
+                    f"phase {phase.name!r} has privacy.views = {views}, but nothing about a record is random, so that "
+                    "all its views are the same; set data.augment to 'random_resized_crop' or 'inception_crop', or "
+                    "privacy.views to 1"
+                )
+        return self
 
     @model_validator(mode="after")
     def _kernel_fits(self) -> Config:
@@ -256,16 +294,14 @@ class Config(Section):
             watched |= {"resize": True, "crop": True}
         out["evaluation"] = watched if watches else True
         out["monitor"] = True
-        # A run that began before these settings existed has no weight, no bound, no share and rates of 0: unset, they
-        # are left out, so that such a run can continue.
-        if self.phases[phase].optimizer.params.gradient_norm is None:
-            out["optimizer"] = {"params": {"gradient_norm"}}
-        if (privacy := self.phases[phase].privacy) is not None and privacy.held_out is None:
-            out["privacy"] = {"release": {"__all__": {"share"}}}
+        out |= _unset(self.phases[phase])
         data = self.phases[phase].data
         out["data"] = places | {name: True for name in ("weight", "take_head") if getattr(data, name, None) is None}
-        if (mixing := self.phases[phase].mixing) is not None and mixing.weight is None:
-            out["mixing"] = {"data": places | {"weight": True}}
+        if not self.phases[phase].multi_label:
+            out["data"] |= {"multi_label": True}
+        if (mixing := self.phases[phase].mixing) is not None:
+            unset = {"multi_label": True, **({"weight": True} if mixing.weight is None else {})}
+            out["mixing"] = {"data": places | unset}
         own = self.phases[phase].model_dump(exclude=out)
         without = {name for name in ("drop_path", "dropout") if not getattr(self.model, name)}
         # Of earlier versions, that had only encoders of ours; and a folder's path says nothing beside its config.
@@ -285,6 +321,21 @@ class Config(Section):
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
+def _unset(phase: Phase) -> dict[str, Any]:
+    """Settings that a run from before they existed does not have: unset, they are left out of a phase's identity, so
+    that such a run can continue."""
+    out: dict[str, Any] = {}
+    if phase.optimizer.params.gradient_norm is None:
+        out["optimizer"] = {"params": {"gradient_norm"}}
+    if (privacy := phase.privacy) is not None:
+        out["privacy"] = {"release": {"__all__": {"share"}}} if privacy.held_out is None else {}
+        out["privacy"] |= {"views": True} if privacy.views == 1 else {}
+        out["privacy"] |= {"noise": True} if privacy.noise is None else {}
+    if phase.head is None:
+        out["head"] = True
+    return out
+
+
 def json_schema() -> dict[str, Any]:
     """For editors; checked in as ds_configs/schema.json, which a test compares with this."""
     schema = Config.model_json_schema(by_alias=True)
@@ -295,6 +346,8 @@ def json_schema() -> dict[str, Any]:
         sources = {schema["$defs"][ref.rpartition("/")[2]]["properties"]["source"]["const"]: ref for ref in named}
         data["discriminator"] = {"propertyName": "source", "mapping": sources}
     phase = schema["$defs"]["Phase"]
+    # Which load.py takes for classify with trainable statistics.
+    phase["properties"]["objective"]["enum"].append("head")
     # A phase that only loads weights takes the objective of the next one (load.py).
     phase["required"].remove("objective")
     phase["if"] = {"properties": {"data": {"properties": {"source": {"const": "checkpoint"}}, "required": ["source"]}}}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from murmuration.train.clip.engine import ClipEngine, Clipped, DeferringClip, Observation
 from murmuration.train.clip.precision import Precision, autocast
+from murmuration.train.clip.rows import slot_losses
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.engines.base import evaluating
@@ -145,7 +146,7 @@ class PlainForward(nn.Module):
     def forward(self, inputs: dict[str, Tensor], present: Tensor, rule: ClipRule | None = None) -> Tensor:
         """Nothing is clipped, whatever the rule."""
         with autocast(self.precision, present.device):
-            losses = self.model(inputs)
+            losses = slot_losses(self.model, inputs, len(present))
         kept = torch.where(present, losses, torch.zeros_like(losses))
         self.observed = kept.detach()
         return kept.sum()

@@ -17,6 +17,7 @@ from torch import Tensor
 from murmuration.data.batch.held_out import HELD_OUT
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.model.classifier import Classifier
+from murmuration.train.clip.rows import slot_mean
 from murmuration.train.config.section import RecipeError
 from murmuration.train.engines.base import ShardedEngine, evaluating
 from murmuration.train.noise.metrics import MetricRelease
@@ -48,10 +49,10 @@ class HeldOutAccuracy:
         inputs = dict(batch.inputs)
         held = inputs.pop(HELD_OUT).to(batch.present.device)
         asked = batch.present & held
-        right = self._right(inputs)
-        self._release.count_right((right & asked.to(right.device)).sum())
+        self._release.count_right(slot_mean(self._right(inputs), inputs, len(asked)), asked)
         # From here on a held-out record is like an empty slot: the inputs contain nothing of it.
-        rest = {name: torch.where(_along(held.to(t.device), t), torch.zeros_like(t), t) for name, t in inputs.items()}
+        gone = held.repeat_interleave(batch.rows)
+        rest = {name: torch.where(_along(gone.to(t.device), t), torch.zeros_like(t), t) for name, t in inputs.items()}
         return MicroBatch(rest, batch.present & ~held)
 
     @torch.no_grad()

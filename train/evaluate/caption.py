@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -12,13 +14,15 @@ from torch import Tensor
 
 from murmuration.accounting.durable import atomic
 from murmuration.data.batch.shard_reader import ShardReader, open_source
-from murmuration.data.decode.fields import has_caption
+from murmuration.data.decode.fields import captions_of, has_caption
 from murmuration.data.text.encoder import TextEncoder
+from murmuration.evaluation.caption_metrics import caption_metrics
 from murmuration.evaluation.captions import beam, greedy, nucleus
 from murmuration.evaluation.interval import mean
 from murmuration.model.captioner import Captioner
+from murmuration.train.evaluate.caption_files import numbers_of, read_captions
 from murmuration.train.evaluate.errors import EvaluationError
-from murmuration.train.evaluate.result import Outcome, Tile
+from murmuration.train.evaluate.result import Outcome, Result, Tile
 from murmuration.train.evaluate.session import Chosen, Session
 from murmuration.train.run.report_pictures import pixels, png
 
@@ -33,6 +37,9 @@ class CaptionSettings:
     p: float = 0.9
     seed: int = 0
     gallery: int = 48
+    captions: Path | None = None
+    """A JSON file of pictures and their captions; None: what lies beside the pictures, if anything does."""
+    split: str | None = None
 
     def told(self) -> dict[str, object]:
         more = {"greedy": {}, "beam": {"beams": self.beams}, "nucleus": {"p": self.p, "seed": self.seed}}
@@ -44,7 +51,10 @@ def run_caption(session: Session, chosen: Chosen, settings: CaptionSettings, tex
     if not isinstance(model, Captioner):
         raise EvaluationError("this model writes no captions; name a captioner")
     spec = session.spec()
-    captioned = _has_captions(session, chosen)
+    listed: dict[int, tuple[str, ...]] | None = None
+    if settings.captions is not None:
+        chosen, listed = _listed(chosen, settings.captions, settings.split)
+    captioned = listed is None and _has_captions(session, chosen)
 
     def act(ids: np.ndarray, inputs: dict[str, Tensor], before: int) -> list[Any]:
         written = [text.decode(words) for words in _decoded(model, inputs["images"], ids, settings, text)]
@@ -56,6 +66,8 @@ def run_caption(session: Session, chosen: Chosen, settings: CaptionSettings, tex
         return list(zip(written, truths, losses, shown, strict=True))
 
     told = {**settings.told(), "tokenizer": text.digest, "length": model.shape.text_length}
+    if listed is not None:
+        told |= {"captions_sha256": hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest()}
     result = session.result("caption", told, {"test": chosen})
     read_by = text if captioned else None
     answers = session.answers(result, chosen, spec, act, read_by, (captioned, text.digest, settings.gallery))
@@ -64,8 +76,36 @@ def run_caption(session: Session, chosen: Chosen, settings: CaptionSettings, tex
     if captioned:
         result.add("loss per token of the true captions", mean([loss for _, (_, _, loss, _) in answers]))
         result.notes.append("Below each picture: the caption that was written, and in small print its own one.")
+    if captioned or listed is not None:
+        _add_metrics(session, result, chosen, [(record, caption) for record, (caption, *_) in answers], listed)
     _write(session, rows)
     return Outcome(result, tiles)
+
+
+def _listed(chosen: Chosen, path: Path, split: str | None) -> tuple[Chosen, dict[int, tuple[str, ...]]]:
+    """The pictures that the file lists, and their captions."""
+    captioned = read_captions(path, split)
+    names = [chosen.name(int(record)) for record in chosen.ids]
+    places = numbers_of([each.picture for each in captioned], names, f"--captions {path}")
+    found = {int(chosen.ids[place]): each.captions for place, each in zip(places, captioned, strict=True)}
+    if len(found) < len(captioned):
+        raise EvaluationError(f"--captions {path} lists a picture twice; join its captions")
+    return Chosen(chosen.index, np.array(sorted(found))), found
+
+
+def _add_metrics(
+    session: Session, result: Result, chosen: Chosen, written: list[tuple[int, str]],
+    listed: dict[int, tuple[str, ...]] | None,
+) -> None:  # fmt: skip
+    """Against all captions of each picture, not the one alone whose loss is measured."""
+    if listed is None:
+        reader = ShardReader(chosen.index, open_source(chosen.index, session.computing.reading()))
+        references = [captions_of(reader.read(record), TEXT) for record, _ in written]
+    else:
+        references = [list(listed[record]) for record, _ in written]
+    for name, found in caption_metrics([caption for _, caption in written], references).items():
+        result.add(name, found)
+    result.notes.append("Words are cut without Stanford's tokenizer, by which published BLEU, ROUGE and CIDEr are.")
 
 
 def _decoded(

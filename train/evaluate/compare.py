@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from murmuration.accounting.escaping import printable
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.result import read, shown
 
-SHARES = ("top-1", "accuracy")
+SHARES = ("top-1", "accuracy", "mIoU", "box AP", "mask AP")
 PLOT = "compare.svg"
+Axis = Literal["epsilon", "parameters", "batch", "records"]
+AXES: dict[Axis, str] = {
+    "epsilon": "ε", "parameters": "parameters of the model", "batch": "expected batch of its private training",
+    "records": "private records that it was trained on",
+}  # fmt: skip
 BLUE, GREY = "#2563a8", "#8a8f98"
 
 
@@ -26,6 +31,8 @@ class Line:
     """None without a certificate."""
     records: str
     """Which records were scored, as far as a digest says."""
+    places: dict[str, float | None] = field(default_factory=dict)
+    """Where it stands on each axis of a plot; None where nothing says."""
 
     @property
     def privacy(self) -> str:
@@ -46,6 +53,8 @@ def _lines(path: Path) -> list[Line]:
         certificate, way = found["certificate"] or {}, found["settings"].get("way")
         protocol = found["protocol"] + (f" ({way})" if way else "")
         scored = found["data"]["test"]["digest"]
+        places = {**certificate, "parameters": found["model"].get("parameters")}
+        places = {axis: places.get(axis) for axis in get_args(Axis)}
         return [
             Line(
                 found["model"]["what"],
@@ -55,6 +64,7 @@ def _lines(path: Path) -> list[Line]:
                 certificate.get("epsilon"),
                 certificate.get("private"),
                 scored,
+                places,
             )
             for name, number in found["numbers"].items()
         ]
@@ -80,8 +90,9 @@ def different_records(lines: list[Line]) -> list[str]:
     return [protocol for protocol, records in seen.items() if len(records) > 1]
 
 
-def plot(lines: list[Line], path: Path) -> None:
-    """Shares against ε; those without a certificate as dashed lines."""
+def plot(lines: list[Line], path: Path, by: Axis = "epsilon") -> None:
+    """Shares against ε or what else `by` names, in which the papers' figures put them; those that have none as dashed
+    lines."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -94,19 +105,22 @@ def plot(lines: list[Line], path: Path) -> None:
         figure = Figure(figsize=(6, 4), layout="constrained")
         axis: Any = figure.subplots()
         for line in shares:
-            _draw(axis, line)
-        axis.set(xlabel="ε", ylabel="accuracy, with 95 % interval", ylim=(0, 1))
-        axis.set_xlim(left=0)
+            _draw(axis, line, line.places.get(by))
+        axis.set(xlabel=AXES[by], ylabel="accuracy, with 95 % interval", ylim=(0, 1))
+        if by == "epsilon":
+            axis.set_xlim(left=0)
+        elif any(line.places.get(by) for line in shares):
+            axis.set_xscale("log")
         figure.savefig(path, metadata={"Date": None})
 
 
-def _draw(axis: Any, line: Line) -> None:
+def _draw(axis: Any, line: Line, place: float | None) -> None:
     value, of = line.number["value"], line.measure.partition(", ")[2]
     name = printable(", ".join(filter(None, (line.model, line.protocol, of))))
-    if line.epsilon is None:
+    if place is None:
         axis.axhline(value, color=GREY, linestyle="--", linewidth=1)
         axis.text(1, value, name, transform=axis.get_yaxis_transform(), ha="right", va="bottom", parse_math=False)
         return
     error = [[value - line.number["low"]], [line.number["high"] - value]]
-    axis.errorbar([line.epsilon], [value], yerr=error, fmt="o", color=BLUE, capsize=3)
-    axis.annotate(name, (line.epsilon, value), (4, 4), textcoords="offset points", parse_math=False)
+    axis.errorbar([place], [value], yerr=error, fmt="o", color=BLUE, capsize=3)
+    axis.annotate(name, (place, value), (4, 4), textcoords="offset points", parse_math=False)

@@ -28,20 +28,20 @@ from murmuration.model.build import build, take_encoder
 from murmuration.model.classifier import TransformerClassifier
 from murmuration.model.drop import DROP_KEY
 from murmuration.model.settings import ModelSettings, SettingsError
-from murmuration.model.weight_files import load_plain
 from murmuration.train.clip.precision import autocast
 from murmuration.train.evaluate.augmented import AugmentedPictures, mixed_batches
 from murmuration.train.evaluate.classify import places_of
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.result import Outcome
 from murmuration.train.evaluate.session import Chosen, Session, by_list, numbered
+from murmuration.train.evaluate.training_state import STATE, restored, save_state
 from murmuration.train.evaluate.weights import Evaluated, digest_of_model
 from murmuration.train.recipe.pixels import as_json, metadata
 from murmuration.train.recipe.warm_start import WarmStart
 from murmuration.train.storage.model_note import MODEL
 from murmuration.train.storage.provenance import Provenance
 
-STATE, WEIGHTS, NOTE = "fine_tune.pt", "model.safetensors", "export.json"
+WEIGHTS, NOTE = "model.safetensors", "export.json"
 
 
 def settings_of(arguments: Namespace) -> FineTuneSettings:
@@ -121,7 +121,7 @@ def _train(
 ) -> None:  # fmt: skip
     optimizer = torch.optim.AdamW(groups_of(model, model.shape.encoder.depth, settings), lr=0.0)
     path = session.out / STATE
-    done = _restored(path, identity, model, optimizer)
+    done = restored(path, identity, model, optimizer)
     batch = settings.batch_of(len(train.ids))
     steps = len(train.ids) // batch
     progress = Progress("fine-tune", "steps")
@@ -142,7 +142,7 @@ def _train(
                 raise EvaluationError(
                     f"none of the training records can be read with a label {pictures.spec.target!r}; name others"
                 )
-            _save(path, identity, epoch + 1, model, optimizer)
+            save_state(path, identity, epoch + 1, model, optimizer)
     model.eval()
 
 
@@ -167,26 +167,6 @@ def _step(
     if not total < float("inf"):
         raise EvaluationError("the loss is not finite; lower --base-rate")
     optimizer.step()
-
-
-def _restored(path: Path, identity: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Epochs that are done."""
-    if not path.is_file():
-        return 0
-    stored = load_plain(path)
-    if stored["identity"] != identity:
-        raise EvaluationError(f"{path} was begun by a command with other settings; repeat that, or name another --out")
-    model.load_state_dict(stored["model"])
-    optimizer.load_state_dict(stored["optimizer"])
-    return int(stored["epoch"])
-
-
-def _save(path: Path, identity: str, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with atomic(path) as file:
-        torch.save(
-            {"identity": identity, "epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()},
-            file,
-        )
 
 
 def _keep(session: Session, model: TransformerClassifier, sizes: ModelSettings, out: Path) -> str:

@@ -15,17 +15,22 @@ from murmuration.train.evaluate.aro import run_aro
 from murmuration.train.evaluate.attack import AttackSettings, Shadow, log_stand_in, run_attack
 from murmuration.train.evaluate.caption import CaptionSettings, run_caption
 from murmuration.train.evaluate.classify import run_classify
+from murmuration.train.evaluate.detect import run_detect
+from murmuration.train.evaluate.detect import settings_of as detect_settings
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.features import Computing
 from murmuration.train.evaluate.few_shot import FewShotSettings, run_few_shot
-from murmuration.train.evaluate.fine_tune import STATE, run_fine_tune, settings_of
+from murmuration.train.evaluate.fine_tune import run_fine_tune, settings_of
 from murmuration.train.evaluate.probe import ProbeSettings, run_probe
 from murmuration.train.evaluate.public_records import open_public, open_stand_in, refuse_training_records
 from murmuration.train.evaluate.reconstruct import run_reconstruct
 from murmuration.train.evaluate.result import PAGE, RESULT, Outcome, shown, statement, write
 from murmuration.train.evaluate.retrieval import RetrievalSettings, run_retrieval
+from murmuration.train.evaluate.segment import run_segment
+from murmuration.train.evaluate.segment import settings_of as segment_settings
 from murmuration.train.evaluate.session import Chosen, Session
 from murmuration.train.evaluate.subject import Asked, Subject
+from murmuration.train.evaluate.training_state import STATE
 from murmuration.train.evaluate.weights import Sizes, open_model, open_text
 from murmuration.train.evaluate.zero_shot import TRIE_RECORDS, ZeroShotSettings, run_zero_shot, usual_template
 from murmuration.train.recipe.warm_start import WarmStart
@@ -34,7 +39,7 @@ DRAWN_BY = 0
 """The seed of every draw of records, so that all models are scored on the same ones."""
 SCRATCH = "index"
 MOST_RECORDS = 1 << 40
-LEARNING = ("probe", "few-shot", "fine-tune")
+LEARNING = ("probe", "few-shot", "fine-tune", "detect", "segment")
 """Protocols that learn from records and score others."""
 
 
@@ -90,7 +95,8 @@ def _measured(session: Session, asked: Asked, opened: dict[str, RecordIndex], cl
         return run_classify(session, chosen, classes, arguments.label, arguments.gallery, arguments.real)
     text = open_text(session.subject, session.model, arguments.tokenizer)
     if arguments.protocol == "caption":
-        told = CaptionSettings(arguments.decode, arguments.beams, arguments.p, arguments.seed, arguments.gallery)
+        drawn = arguments.decode, arguments.beams, arguments.p, arguments.seed
+        told = CaptionSettings(*drawn, arguments.gallery, arguments.captions, arguments.split)
         return run_caption(session, chosen, told, text)
     if arguments.protocol == "retrieval":
         return run_retrieval(session, chosen, RetrievalSettings(arguments.captions, arguments.split), text)
@@ -112,6 +118,10 @@ def _learnt(
     train, test = (Chosen.of(opened[name], None, DRAWN_BY) for name in ("train", "test"))
     if arguments.protocol == "fine-tune":
         return run_fine_tune(session, train, test, classes, arguments.label, settings_of(arguments))
+    if arguments.protocol == "detect":
+        return run_detect(session, train, test, detect_settings(arguments))
+    if arguments.protocol == "segment":
+        return run_segment(session, train, test, segment_settings(arguments))
     if arguments.protocol == "few-shot":
         return run_few_shot(session, train, test, classes, _few_shot_settings(arguments))
     return run_probe(session, train, test, classes, _probe_settings(arguments))

@@ -15,6 +15,7 @@ from typing import Any
 
 from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.durable import atomic
+from murmuration.accounting.ledger.history import History
 from murmuration.accounting.template import html_page
 from murmuration.evaluation.interval import Estimate, mean, spread
 from murmuration.train.evaluate.errors import EvaluationError
@@ -22,7 +23,10 @@ from murmuration.train.evaluate.subject import Subject
 
 RESULT, PAGE = "result.json", "result.html"
 FORMAT = "murmuration-evaluation/1"
-PACKAGES = ("murmuration", "torch", "numpy", "scipy", "pillow", "timm", "tokenizers")
+PACKAGES = (
+    "murmuration", "torch", "numpy", "scipy", "pillow", "timm", "tokenizers", "torchvision", "transformers",
+    "pycocotools",
+)  # fmt: skip
 
 
 @dataclass
@@ -133,7 +137,16 @@ def certificate_of(subject: Subject, certified: bool) -> tuple[dict[str, Any] | 
     claimed = verdict.certified if verdict.claimed is None else verdict.claimed
     private = verdict.objection is None
     told = {"private": private, "epsilon": claimed if private else None, "delta": verdict.delta, "run": verdict.run}
-    return told | {"objection": verdict.objection}, []
+    return told | {"objection": verdict.objection, **_planned(folder)}, []
+
+
+def _planned(folder: Path) -> dict[str, Any]:
+    """Of the last private phase, as the ledger beside the certificate states them: both are public constants."""
+    plans = History.read(folder / "ledger.jsonl")[0].plans
+    if not plans:
+        return {}
+    plan = plans[max(plans)]
+    return {"batch": round(plan.sampling_rate * plan.records), "records": plan.records}
 
 
 def statement(result: Result) -> str:

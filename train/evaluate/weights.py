@@ -18,6 +18,7 @@ from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.build import Objective, build
 from murmuration.model.classifier import Classifier
 from murmuration.model.encoder import Encoder
+from murmuration.model.language_model import LanguageModel
 from murmuration.model.load_report import LoadReport, WeightsError
 from murmuration.model.released import TEXT_EMBEDDING, read_dpcap, read_vip_mae
 from murmuration.model.settings import ModelSettings, NamedPixels, PixelSettings, SettingsError, Shape
@@ -224,6 +225,7 @@ def _filled(
     note: Mapping[str, Any] | None = None,
 ) -> Evaluated:  # fmt: skip
     model = build(settings, objective)
+    assert not isinstance(model, LanguageModel), "an objective that is not among ours to evaluate"
     return Evaluated(model, objective, digest, initialise_with(model, state, note, take_head=True))
 
 

@@ -30,6 +30,7 @@ from murmuration.model.foreign_config import (
     timm_arguments,
     timm_config,
 )
+from murmuration.model.language_model import LanguageModel
 from murmuration.model.load_report import WeightsError
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.released import CAUSAL_MASK_SIDE, to_dpcap, to_vip_mae
@@ -197,6 +198,8 @@ FORMS: dict[str, Form] = {"timm": write_timm, "hf": write_hugging_face, "vip": w
 
 
 def write_form(form: str, finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
+    if isinstance(finished.model, LanguageModel):
+        raise ExportError(f"{form} is a form of image models, and this is a language model; export it as safetensors")
     try:
         return FORMS[form](finished, out, metadata)
     except WeightsError as error:

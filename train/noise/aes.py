@@ -16,6 +16,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
+from murmuration.accounting.ledger.facts import CorrelationFact
 from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
 from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.train.distributed.shards import Fragment
@@ -52,6 +53,10 @@ class Noise(Protocol):
         """The grid of exact noise, which is counted in multiples of it; 0 for noise that is added as it is."""
         ...
 
+    def correlation(self, step: int) -> CorrelationFact | None:
+        """How draws of several steps make this step's noise; None if it is one draw."""
+        ...
+
     def prepare(self, step: int) -> None:
         """Announces that this step's noise is needed next: it may be drawn in advance."""
         ...
@@ -78,6 +83,9 @@ class NoiseMechanism:
         other = copy(self)
         other.std = std
         return other
+
+    def correlation(self, step: int) -> None:
+        """Draws of different steps are independent."""
 
     def prepare(self, step: int) -> None:
         """Does nothing: noise is drawn when it is needed."""

@@ -58,6 +58,9 @@ class ChaChaNoise:
     def at(self, std: float) -> ChaChaNoise:
         return ChaChaNoise(self._key_of, std, self.divisor)
 
+    def correlation(self, step: int) -> None:
+        """Draws of different steps are independent."""
+
     def prepare(self, step: int) -> None:
         """Does nothing: noise is drawn when it is needed."""
 
@@ -82,7 +85,7 @@ class ChaChaNoise:
         self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64
     ) -> Iterator[tuple[Fragment, Tensor]]:
         """Draws small neighbours together: a launch per parameter would cost more than the numbers."""
-        for group in _groups(in_chunks(fragments)):
+        for group in in_groups(in_chunks(fragments)):
             normals = self._normals(step, group, device).to(dtype)
             begin = 0
             for chunk in group:
@@ -177,7 +180,8 @@ def _unsigned(words: Tensor) -> Tensor:
     return (words.long() & HALF).double()
 
 
-def _groups(chunks: Iterator[Fragment]) -> Iterator[list[Fragment]]:
+def in_groups(chunks: Iterator[Fragment]) -> Iterator[list[Fragment]]:
+    """Neighbours together, of which at most NOISE_CHUNK elements are drawn at once."""
     group, drawn = list[Fragment](), 0
     for chunk in chunks:
         cost = PER_BLOCK * _blocks(chunk)

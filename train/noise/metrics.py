@@ -62,9 +62,11 @@ class MetricRelease:
             lowest = -metric.bound if metric.name == METRIC else 0.0
             self._sums[index] += _bounded_sum(self._values(metric, observed, bound), present, lowest, metric.bound)
 
-    def count_right(self, right: Tensor) -> None:
-        """Adds the number of this rank's held-out records that the model classified correctly; each counts once."""
-        self._sums[[metric.name for metric in self._planned].index(ACCURACY)] += right
+    def count_right(self, right: Tensor, asked: Tensor) -> None:
+        """Adds this rank's held-out records that the model classified correctly: each of those `asked` counts as the
+        share of its rows that are right, which is 0 or 1 where it has one row."""
+        index = [metric.name for metric in self._planned].index(ACCURACY)
+        self._sums[index] += _bounded_sum(right, asked, 0.0, 1.0)
 
     def _of_expected(self, metric: PlannedMetric) -> float:
         """How many of a step's records a metric is expected to cover: a public constant, like q·n."""

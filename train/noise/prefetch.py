@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from murmuration.accounting.ledger.facts import CorrelationFact
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import NoiseMechanism, in_chunks
+from murmuration.train.noise.correlated import CorrelatedNoise
 
 MOST_BYTES = 1 << 30
 
@@ -28,8 +30,8 @@ class NoiseAhead:
     """
 
     def __init__(
-        self, mechanism: NoiseMechanism, fragments: Sequence[Fragment], threads: int = 1, most_bytes: int = MOST_BYTES,
-        pool: ThreadPoolExecutor | None = None,
+        self, mechanism: NoiseMechanism | CorrelatedNoise, fragments: Sequence[Fragment], threads: int = 1,
+        most_bytes: int = MOST_BYTES, pool: ThreadPoolExecutor | None = None,
     ) -> None:  # fmt: skip
         self._mechanism, self._fragments = mechanism, fragments
         self._plan = list(in_chunks(fragments))
@@ -61,6 +63,9 @@ class NoiseAhead:
     @property
     def divisor(self) -> float:
         return self._mechanism.divisor
+
+    def correlation(self, step: int) -> CorrelationFact | None:
+        return self._mechanism.correlation(step)
 
     def prepare(self, step: int) -> None:
         """Starts drawing the noise of this step, and discards any other."""

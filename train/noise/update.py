@@ -70,7 +70,10 @@ class NoisyUpdate:
 
     def fact(self, elements: int) -> NoiseFact:
         mechanism = self.mechanism
-        return NoiseFact(mechanism.std, mechanism.divisor, elements, mechanism.generator, mechanism.grid)
+        return NoiseFact(
+            mechanism.std, mechanism.divisor, elements, mechanism.generator, mechanism.grid,
+            mechanism.correlation(self.step),
+        )  # fmt: skip
 
 
 def sum_on_grid(total: Tensor, noise: Tensor, grid: float) -> Tensor:

@@ -52,9 +52,9 @@ class RecordCost:
         return self.kept_bytes + self.working_bytes
 
 
-def count(model: nn.Module, inputs: Inputs, precision: Precision) -> RecordCost:
-    """`model` may lie on the meta device."""
-    small, large = (_pass(model, inputs, precision, size) for size in SIZES)
+def count(model: nn.Module, inputs: Inputs, precision: Precision, rows: int = 1) -> RecordCost:
+    """`model` may lie on the meta device; a record has `rows` rows."""
+    small, large = (_pass(model, inputs, precision, size, rows) for size in SIZES)
     more = SIZES[1] - SIZES[0]
     return RecordCost(
         forward_flops=(large.forward - small.forward) / more,
@@ -75,7 +75,7 @@ class _Pass:
     scratch: float
 
 
-def _pass(model: nn.Module, inputs: Inputs, precision: Precision, size: int) -> _Pass:
+def _pass(model: nn.Module, inputs: Inputs, precision: Precision, size: int, rows: int) -> _Pass:
     with FakeTensorMode(allow_non_fake_inputs=True):
         states = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -83,7 +83,7 @@ def _pass(model: nn.Module, inputs: Inputs, precision: Precision, size: int) -> 
         }
         for name, parameter in model.named_parameters():
             states[name].requires_grad_(parameter.requires_grad)
-        batch = {name: torch.zeros((size, *shape), dtype=dtype) for name, (shape, dtype) in inputs.items()}
+        batch = {name: torch.zeros((size * rows, *shape), dtype=dtype) for name, (shape, dtype) in inputs.items()}
         kept, norms = _Kept([*states.values(), *batch.values()]), _Norms(size)
         forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
         with forward, kept.watching(), norms.watching(model), autocast(precision, torch.device("cpu")):

@@ -27,7 +27,14 @@ USEFUL = 1.0
 
 def noise_over_signal(plan: PrivacyPlan, weights: int) -> float:
     """How far noise moves `weights` trainable weights, over how far gradients can."""
-    return plan.noise_multiplier * math.sqrt(weights) / (plan.divisor * math.sqrt(plan.steps))
+    return plan.noise_multiplier * math.sqrt(weights) / (plan.divisor * _agreeing_steps(plan))
+
+
+def _agreeing_steps(plan: PrivacyPlan) -> float:
+    """T steps in one direction over what their noise adds up to, in units of one draw: √T if noise is independent."""
+    if plan.banded is None:
+        return math.sqrt(plan.steps)
+    return plan.steps / (math.sqrt(2) * plan.banded.accumulated(plan.steps))
 
 
 def drowned(plan: PrivacyPlan, weights: int, calibrated: bool) -> str | None:
@@ -48,7 +55,7 @@ def drowned(plan: PrivacyPlan, weights: int, calibrated: bool) -> str | None:
 
 
 def _largest_useful_sigma(plan: PrivacyPlan, weights: int) -> float:
-    return math.floor(1e5 * USEFUL * plan.divisor * math.sqrt(plan.steps / weights)) / 1e5
+    return math.floor(1e5 * USEFUL * plan.divisor * _agreeing_steps(plan) / math.sqrt(weights)) / 1e5
 
 
 def _spent(plan: PrivacyPlan, weights: int) -> float:
@@ -56,7 +63,7 @@ def _spent(plan: PrivacyPlan, weights: int) -> float:
     try:
         useful = replace(plan, noise_multiplier=_largest_useful_sigma(plan, weights))
         return quick_epsilon(
-            [Event(plan.sampling_rate, useful.effective_noise_multiplier, plan.steps)], plan.delta
+            [Event(plan.sampling_rate, useful.effective_noise_multiplier, plan.participations)], plan.delta
         )  # fmt: skip
     except (AccountingError, ZeroDivisionError, ValueError):
         return math.inf
@@ -78,9 +85,10 @@ def _larger_batch(plan: PrivacyPlan, weights: int) -> str | None:
     if plan.metrics:
         return None  # their noise follows the batch
     batch = plan.divisor
-    while batch < plan.records:
-        batch = min(2 * batch, float(plan.records))
-        larger = replace(plan, threshold=threshold_for(plan.records, batch))
+    largest = plan.records / plan.bands
+    while batch < largest:
+        batch = min(2 * batch, largest)
+        larger = replace(plan, threshold=threshold_for(plan.records, batch, plan.bands))
         if _spent(larger, weights) <= plan.epsilon_budget:
             return f"privacy.expected_batch = {min(math.ceil(batch), plan.records)}"
     return None

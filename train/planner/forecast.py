@@ -95,6 +95,8 @@ def _of_phase(
     plan = make_plan(phase, phase.privacy, records, where, noise=config.run.noise) if phase.privacy else None
     batch = Batch.drawn(plan) if plan else Batch(float(phase.batch or 1))
     mixed = phase.mixing.batch if phase.mixing else 0
+    if plan is not None and plan.banded is not None:
+        cluster = replace(cluster, noise_per_second=cluster.noise_per_second / plan.banded.draws)
     cost, weights = counted(config, phase)
     per_record = 4.0 * weights.trainable if plan and config.run.clip_engine != "book-keeping" else 0.0
     # At most a rank's share of nearly every draw; a micro-batch of its mean share would need two rows in half of them.
@@ -128,13 +130,13 @@ def counted(config: Config, phase: Phase) -> tuple[RecordCost, WeightCounts]:
     select(model, phase.trainable)
     example = synthetic_batch(shape, phase.objective, 1, 0).inputs
     inputs = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in example.items()}
-    return count(model, inputs, config.run.precision), weights_of(model, phase)
+    return count(model, inputs, config.run.precision, phase.rows_of_a_slot), weights_of(model, phase)
 
 
 def _epsilons(plan: PrivacyPlan) -> list[tuple[int, float]]:
     marks = sorted({max(1, round(plan.steps * part / MARKS)) for part in range(1, MARKS + 1)})
     sigma = plan.effective_noise_multiplier
-    return [(t, epsilon([Event(plan.sampling_rate, sigma, t)], plan.delta)) for t in marks]
+    return [(t, epsilon([Event(plan.sampling_rate, sigma, -(-t // plan.bands))], plan.delta)) for t in marks]
 
 
 # What to change where a phase does not fit a cluster, or wastes its time there.

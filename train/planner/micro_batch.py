@@ -70,7 +70,8 @@ def largest(config: Config, world: int, room: float, gpus: bool) -> int:
         )
     if not phases:
         return MOST_ON_PROCESSORS
-    most = min(*fits, math.inf if gpus else MOST_ON_PROCESSORS, key=float)
+    rows = max(phase.rows_of_a_slot for phase in phases)
+    most = min(*fits, math.inf if gpus else max(1, MOST_ON_PROCESSORS // rows), key=float)
     # Of several phases, the last is the private one of every recipe.
     return _drawn(phases[-1]).even(world, int(most))
 

@@ -14,11 +14,13 @@ from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.reader import RIGHT_CLASSES, TARGET, BatchReader, iterate
 from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.data.text.encoder import TextEncoder
+from murmuration.evaluation.average_precision import mean_average_precision
 from murmuration.evaluation.ranking import Tally
-from murmuration.evaluation.shares import shares
+from murmuration.evaluation.shares import MEAN_PRECISION, shares
 from murmuration.evaluation.text import CaptionModel
 from murmuration.evaluation.zero_shot import class_scores, zero_shot
 from murmuration.model.build import build
+from murmuration.model.classifier import classification_loss
 from murmuration.model.trainable import select
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
 from murmuration.train.clip.precision import Precision, autocast
@@ -92,7 +94,9 @@ class PublicEvaluator:
         """Measures in the precision of training, and without dropout, even where training uses it."""
         found: dict[str, float] = {}
         with evaluating(self.engine.model), autocast(self.precision, self.engine.device):
-            if self.phase.settings.objective == "classify":
+            if self.held.spec.listed is not None:
+                found |= self._listed()
+            elif self.phase.settings.objective == "classify":
                 found |= self._classified()
             elif self.held.has_loss:
                 found |= {LOSS: public_loss(self._batches(self.held.ids), self._losses, self.ranks)}
@@ -122,13 +126,32 @@ class PublicEvaluator:
         tally = Tally(self.held.classes)
 
         def losses(batch: MicroBatch) -> torch.Tensor:
-            found = self._losses(batch)
+            self._losses(batch)
             self._count(tally, batch, head.output.float()[batch.present])
-            return found
+            # Of what the head says, since what trains it need not be a loss of its answers (trainable statistics).
+            return classification_loss(head.output, batch.inputs[TARGET], self.phase.shape.head.loss)
 
         with Heard(self.engine.model, "head") as head:
             found = {LOSS: public_loss(self._batches(self.held.ids), losses, self.ranks)}
         return found | self._shares(tally)
+
+    def _listed(self) -> dict[str, float]:
+        """The loss and how well each class is ranked, where a record may have any number of classes."""
+        scores: list[np.ndarray] = []
+        right: list[np.ndarray] = []
+
+        def losses(batch: MicroBatch) -> torch.Tensor:
+            found = self._losses(batch)
+            scores.append(head.output.float()[batch.present].cpu().numpy())
+            right.append(batch.inputs[TARGET][batch.present].cpu().numpy())
+            return found
+
+        with Heard(self.engine.model, "head") as head:
+            found = {LOSS: public_loss(self._batches(self.held.ids), losses, self.ranks)}
+        parts = self.ranks.gather((scores, right))  # a rank without records has none of either
+        every = [np.concatenate([rows for part in parts for rows in part[which]]) for which in (0, 1)]
+        precision = mean_average_precision(*every)
+        return found if precision is None else found | {MEAN_PRECISION: precision}
 
     def _zero_shot(self, settings: ZeroShot) -> dict[str, float]:
         model = cast(CaptionModel, whole_model(self.phase, self.engine))
@@ -191,7 +214,7 @@ class PublicEvaluator:
         for gradient in sums.values():
             squares += float(self.ranks.add(gradient).double().square().sum())
         signal = math.sqrt(squares) / records
-        noise = plan.noise_multiplier * rule.sensitivity * math.sqrt(self.engine.trainable_elements) / plan.divisor
+        noise = plan.added_noise * rule.sensitivity * math.sqrt(self.engine.trainable_elements) / plan.divisor
         return signal / noise
 
     def _batches(self, ids: np.ndarray) -> Iterator[MicroBatch]:

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from murmuration.accounting.errors import BAD_INPUT
-from murmuration.data.batch.reader import RIGHT_CLASSES, BatchReader, DataSpec
+from murmuration.data.batch.reader import RIGHT_CLASSES, TARGET, BatchReader, DataSpec
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.right_labels import RightLabels, RightlyLabelled
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.evaluation.class_names import ClassNames, ClassNamesError, read_class_names, require_room, tokens_of
-from murmuration.evaluation.shares import share_names
+from murmuration.evaluation.shares import MEAN_PRECISION, share_names
 from murmuration.model.settings import Shape
 from murmuration.train.config.phase import Evaluation, Phase, ZeroShot
 from murmuration.train.config.section import RecipeError
@@ -113,6 +113,8 @@ class HeldOut:
     @property
     def shares(self) -> list[str]:
         """The shares of right answers among the classes."""
+        if self.reading.listed is not None:
+            return [MEAN_PRECISION]
         return share_names(self.classes, self.evaluation.real is not None) if self.classes else []
 
     def metrics(self) -> list[str]:
@@ -160,15 +162,17 @@ def _first_usable(held: HeldOut, where: str) -> tuple[bool, str]:
     if held.evaluation.real is not None and not held.classes:
         raise RecipeError(f"{where}.real has right classes, but no class of these records is measured; leave it out")
     reader = BatchReader(held.index, replace(held.spec, mask_patches=0), held.text)
+    asked = RIGHT_CLASSES if held.evaluation.real is not None else TARGET if held.spec.listed is not None else None
     readable = False
     with closing(reader):
         for record in held.ids:
             batch = reader.read(np.array([record]), 0)
             readable = readable or bool(batch.present.any())
-            if readable and (held.evaluation.real is None or bool(batch.inputs[RIGHT_CLASSES].any())):
+            if readable and (asked is None or bool(batch.inputs[asked].any())):
                 return True, ""
     if readable:
-        return False, f"{held.evaluation.real} has right classes for none of them"
+        whose = held.evaluation.real or f"the field {held.spec.listed}"
+        return False, f"{whose} has right classes for none of them"
     return False, next(iter(reader.bad_reasons.values()), "there is none")
 
 

@@ -19,6 +19,7 @@ from murmuration.data.synthetic.index import SyntheticIndex
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.settings import Shape
 from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
+from murmuration.train.config.phase import TEXTUAL
 from murmuration.train.config.root import Phase
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.labels import class_filter, leave_out
@@ -65,6 +66,10 @@ def open_records(
     handling: Handling = "skipped" if dense else "absent"
     index = _open_index(data.path, f"{where}.path", handling, classes, data.reading.node_shards, left_out)
     _check_expected(index, data, where)
+    if phase.objective == "text" and isinstance(index, FolderIndex):
+        raise RecipeError(
+            f"{where}.path has single images, and objective 'text' reads texts; put these into tar shards, as .txt"
+        )
     if phase.objective == "caption" and isinstance(index, FolderIndex):
         raise RecipeError(
             f"{where}.path has single images, which have no captions; train with objective 'mae', or put images "
@@ -127,7 +132,7 @@ def refuse_plain_http(index: RecordIndex, where: str) -> None:
 
 def open_text(phase: Phase, shape: Shape, where: str) -> TextEncoder | None:
     tokenizer = phase.tokenizer
-    if phase.objective != "caption" or tokenizer is None:
+    if phase.objective not in TEXTUAL or tokenizer is None:
         return None
     try:
         text = TextEncoder(tokenizer, shape.text_length)

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveError, AdaptiveRule
+from murmuration.accounting.banded import BandedError, BandedNoise, best_banded
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps, enlarged
 from murmuration.accounting.plan import (
@@ -37,6 +38,7 @@ from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.settings import SettingsError, Shape
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.config.data import CheckpointData, ReadingSettings, ShardData, StreamData, SyntheticData
+from murmuration.train.config.phase import STATISTICS
 from murmuration.train.config.privacy import AdaptiveClip, Privacy
 from murmuration.train.config.root import Config, NoiseKind, Phase
 from murmuration.train.config.section import RecipeError
@@ -105,6 +107,11 @@ class ReadyPhase:
     def private(self) -> bool:
         return self.settings.privacy is not None
 
+    @property
+    def views(self) -> int:
+        """How often a record is seen in a step."""
+        return 1 if self.settings.privacy is None else self.settings.privacy.views
+
     def contents(self, keyed: bool = True) -> dict[str, str]:
         """Digests of everything that a path in the config names and that shapes the training; `keyed` as in
         `ledger_digests`. Called on the main rank, which may have to make a salt."""
@@ -153,12 +160,13 @@ class ReadyPhase:
         kind = data.augment if augment and isinstance(data, READ) else "center"
         label = self.settings.label
         outputs = self.shape.head.classes if self.label_list is None else len(self.label_list.names)
-        labels = () if label is None else (label,)
+        one, several = (None, label) if self.settings.multi_label else (label, None)
         return DataSpec(
             self.shape.image_size, augment=kind, mask_patches=masks, drop_keys=augment and self.shape.drops,
-            labels=labels, target=label, weight=self.settings.weight if augment else None,
+            labels=() if one is None else (one,), target=one, listed=several,
+            weight=self.settings.weight if augment else None,
             classes=outputs if label is not None else 0, class_list=self.label_list,
-            mean=self.pixels.mean, std=self.pixels.std,
+            mean=self.pixels.mean, std=self.pixels.std, pictures=self.settings.objective != "text",
         )  # fmt: skip
 
     def evaluation_spec(self) -> DataSpec:
@@ -324,15 +332,21 @@ def _left_out(phase: Phase, where: str) -> dict[str, str]:
 
 
 def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes") -> Phase:
-    """The phase with its steps and warm-up as numbers of steps, however the config gives them."""
+    """The phase with its batch, steps and warm-up as numbers, however the config gives them."""
+    if phase.privacy is not None and math.isinf(phase.privacy.expected_batch):
+        every = phase.privacy.model_copy(update={"expected_batch": float(records)})
+        phase = phase.model_copy(update={"privacy": every})
+    if phase.trainable == STATISTICS and phase.privacy is None:
+        phase = phase.model_copy(update={"batch": records})
     steps, schedule = phase.steps, phase.schedule
     batch = phase.batch or (phase.privacy.expected_batch if phase.privacy else 1)
     if phase.epochs is not None:
         steps = math.ceil(phase.epochs * records / batch)
     elif phase.until_budget and phase.privacy is not None:
-        plan = make_plan(phase.model_copy(update={"steps": 1}), phase.privacy, records, where, noise=noise)
+        bands = phase.privacy.bands
+        plan = make_plan(phase.model_copy(update={"steps": bands}), phase.privacy, records, where, noise=noise)
         try:
-            steps = calibrate_steps(
+            steps = bands * calibrate_steps(
                 plan.sampling_rate, plan.effective_noise_multiplier, plan.epsilon_budget, plan.delta
             )
         except AccountingError as error:
@@ -350,7 +364,7 @@ def make_plan(
     """Freezes n, q, C, sigma, T and delta; `known` is the ledger's plan, whose sigma need not be calibrated again."""
     growth = GRID_GROWTH if noise == "exact" else 0.0
     try:
-        threshold = threshold_for(records, privacy.expected_batch)
+        threshold = threshold_for(records, privacy.expected_batch, privacy.bands)
         delta = parse_delta(privacy.delta, records)
         metrics = tuple(PlannedMetric(m.name, m.bound, m.bound * m.noise_multiplier) for m in privacy.release)
         adaptive = None
@@ -361,18 +375,30 @@ def make_plan(
         fixed = dict(
             records=records, threshold=threshold, clip_norm=privacy.clip.norm, steps=phase.steps, delta=delta,
             epsilon_budget=privacy.epsilon, metrics=metrics, adaptive=adaptive, held_out=privacy.held_out,
-            grid_growth=growth,
+            grid_growth=growth, banded=_banded(phase, privacy, known), views=privacy.views,
         )  # fmt: skip
         sigma = privacy.noise_multiplier
         if sigma is None and known is not None and all(getattr(known, k) == v for k, v in fixed.items()):
             sigma = known.noise_multiplier
         if sigma is None:
-            together = calibrate_sigma(threshold / 2**32, phase.steps, privacy.epsilon, delta)
+            turns = -(-phase.steps // privacy.bands)
+            together = calibrate_sigma(threshold / 2**32, turns, privacy.epsilon, delta)
             sigma = _share_of_gradient(enlarged(together, growth), metrics)
         plan = PrivacyPlan(noise_multiplier=sigma, **fixed)  # pyright: ignore[reportArgumentType]
         return stand_in(plan, privacy.tan.scale) if privacy.tan else plan
-    except (PlanError, AdaptiveError, AccountingError) as error:
+    except (PlanError, AdaptiveError, BandedError, AccountingError) as error:
         raise RecipeError(f"{where}.privacy: {error}") from None
+
+
+def _banded(phase: Phase, privacy: Privacy, known: PrivacyPlan | None) -> BandedNoise | None:
+    """The ledger's matrix is kept: another processor may find one that differs in the last digit."""
+    if privacy.noise is None:
+        return None
+    horizon = privacy.noise.horizon or phase.steps
+    kept = known.banded if known is not None else None
+    if kept is not None and (kept.bands, kept.horizon) == (privacy.bands, horizon):
+        return kept
+    return best_banded(privacy.bands, horizon)
 
 
 def _adaptive(phase: Phase, privacy: Privacy, settings: AdaptiveClip, where: str) -> AdaptiveRule:
@@ -398,7 +424,7 @@ def _share_of_gradient(together: float, metrics: tuple[PlannedMetric, ...]) -> f
 
 @lru_cache(maxsize=256)
 def planned_epsilon(plan: PrivacyPlan) -> float:
-    return epsilon([Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.steps)], plan.delta)
+    return epsilon([Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.participations)], plan.delta)
 
 
 def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int) -> ClipRule:

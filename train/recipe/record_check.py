@@ -24,7 +24,7 @@ from murmuration.data.batch.reader import TARGET, BatchReader
 from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, ShardReader, open_source
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.decode import FORMATS, SUFFIXES, BadRecord, parsing
-from murmuration.data.decode.fields import captions_of, class_in_file
+from murmuration.data.decode.fields import captions_of, class_in_file, classes_listed
 from murmuration.data.draw.micro_batch import Fetched
 from murmuration.data.index.census import Census
 from murmuration.data.index.folders import FolderIndex
@@ -59,8 +59,10 @@ class Findings:
     usable: int = 0
     pictures: int = 0
     captions: int = 0
+    labelled: int = 0
+    """Records with a label, or with a list of classes."""
     labels: Counter[int] = field(default_factory=Counter)
-    """By the number in the file, usable or not."""
+    """By the number in the file, usable or not; of a list every class that is on it."""
     sides: Counter[int] = field(default_factory=Counter)
     """Records by their picture's shorter side."""
     lengths: Counter[int] = field(default_factory=Counter)
@@ -148,10 +150,18 @@ def _count(found: Findings, phase: ReadyPhase, members: Mapping[str, bytes]) -> 
             _count_tokens(found, phase.text, caption)
     if (label := phase.settings.label) is not None:
         try:
-            number = class_in_file(members, label, phase.label_list or ClassList(()))
+            numbers = _classes(phase, label, members)
         except BadRecord:
             return
-        _add(found.labels, number)
+        found.labelled += 1
+        for number in numbers:
+            _add(found.labels, number)
+
+
+def _classes(phase: ReadyPhase, label: str, members: Mapping[str, bytes]) -> list[int]:
+    if phase.settings.multi_label:
+        return classes_listed(members, label, phase.data_spec(augment=False).classes, phase.label_list)
+    return [class_in_file(members, label, phase.label_list or ClassList(()))]
 
 
 def _count_side(found: Findings, picture: bytes) -> None:
@@ -203,8 +213,9 @@ def _seen(phase: ReadyPhase, row: int, fetched: Fetched) -> tuple[str, str]:
     if phase.text is not None:
         said = phase.text.decode(inputs["tokens"][row].tolist())
     elif TARGET in inputs:
-        number = int(inputs[TARGET][row])
-        said = f"class {number}{name_of(phase, number, outputs=True)}"
+        label = inputs[TARGET][row]
+        numbers = label.nonzero().flatten().tolist() if phase.settings.multi_label else [int(label)]
+        said = ", ".join(f"class {number}{name_of(phase, number, outputs=True)}" for number in numbers) or "no class"
     return base64.b64encode(file.getvalue()).decode(), said
 
 

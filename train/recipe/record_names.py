@@ -28,6 +28,7 @@ from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.data.store.tar import shown
 from murmuration.train.config.data import ShardData
+from murmuration.train.config.phase import TEXTUAL
 from murmuration.train.config.root import Phase
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.labels import FOLDERS
@@ -67,24 +68,24 @@ def parts_of(number: int, phase: Phase) -> Iterator[Part]:
     where = f"phases.{number}"
     given = f"{where}.data.label" if phase.trains else f"{where}.evaluation.path"
     label = [] if phase.label is None else [Asked(given, phase.label)]
-    told = phase.objective == "caption"
-    picture = Asked("", None)
+    told = phase.objective in TEXTUAL
+    picture = [] if phase.objective == "text" else [Asked("", None)]
     if isinstance(phase.data, ShardData):
         weight = [] if phase.weight is None else [Asked(f"{where}.data.weight", phase.weight)]
-        names, data = [picture, *label, *weight], phase.data
+        names, data = [*picture, *label, *weight], phase.data
         yield Part("data", f"{where}.data.path", data.path, data.public, names, told, _cut(data))
     if (measured := phase.evaluation) is not None:
         scored = measured.zero_shot
         axes = [Asked(f"{where}.evaluation.zero_shot.axes", name) for name in (scored and scored.axes) or {}]
         # Without captions a captioner's labels are still scored.
         needed = told and scored is None
-        yield Part("evaluation", f"{where}.evaluation.path", measured.path, True, [picture, *label, *axes], needed)
+        yield Part("evaluation", f"{where}.evaluation.path", measured.path, True, [*picture, *label, *axes], needed)
     if (monitor := phase.monitor) is not None:
-        yield Part("monitor", f"{where}.monitor.path", monitor.path, True, [picture, *label], told)
+        yield Part("monitor", f"{where}.monitor.path", monitor.path, True, [*picture, *label], told)
     if phase.mixing is not None and isinstance(mixed := phase.mixing.data, ShardData):
         key = f"{where}.mixing.data"
         weight = [] if mixed.weight is None else [Asked(f"{key}.weight", mixed.weight)]
-        yield Part("mixing", f"{key}.path", mixed.path, True, [picture, *label, *weight], told, _cut(mixed))
+        yield Part("mixing", f"{key}.path", mixed.path, True, [*picture, *label, *weight], told, _cut(mixed))
 
 
 def _cut(data: ShardData) -> bool:

@@ -9,6 +9,7 @@ from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.ledger.heads import lost_charges
 from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.data.index.contents import pins_contents
 from murmuration.data.index.keyed_digest import ledger_digests
 from murmuration.data.store.place import RecordIndex
 from murmuration.train.config.data import CheckpointData
@@ -90,7 +91,13 @@ def segment_of(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
     """The segment whose keys the next step uses."""
     contents = run.contents(phase)
     digest = run.config.digest(phase.number, contents)
-    return run.segment(phase.number, phase.name, digest, contents["data"], done)
+    never_again = None if pins_contents(phase.index) else "the index cannot tell whether their records changed since"
+    if never_again is not None:
+        run.board.say(
+            f"{phase.name}  the index compares records by size alone, so steps that a kill interrupts are charged "
+            "twice; before another run begins, index images with --contents, and shards without --trust-idx"
+        )
+    return run.segment(phase.number, phase.name, digest, contents["data"], done, never_again)
 
 
 def header(run: RunContext, phase: ReadyPhase) -> dict[str, Any]:

@@ -17,9 +17,11 @@ from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import even_width
 from murmuration.data.draw.poisson import Sampler
 from murmuration.model.build import build
+from murmuration.model.statistics_head import StatisticsHead
 from murmuration.model.trainable import select
 from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.config.optimizer import Carry
+from murmuration.train.config.phase import SolvedHead
 from murmuration.train.config.privacy import Privacy
 from murmuration.train.distributed.cores import own_cores
 from murmuration.train.distributed.memory import forbid_dumps, keep_from_swap
@@ -56,6 +58,8 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     resumed = loaded is not None and loaded.position.phase == phase.number
     model = initial_model(phase, loaded, resumed)
     plan = run.ranks.on_main(lambda: declare(run, phase))
+    if plan is not None and not resumed:
+        settle(model, phase.settings.head, plan.noise_std / plan.divisor)
     if plan is not None and phase.settings.privacy is not None:
         train_privately(run, phase, model, plan, phase.settings.privacy, loaded, resumed)
     else:
@@ -80,7 +84,7 @@ def train_privately(
         )
         at_end.callback(built.engine.close)
         _note_memory(run, phase, built.forward.kept_from_swap)
-        core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise)
+        core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise, segment.from_step)
         proved = _prove(run, phase, core, segment)
         loader = _private_loader(run, phase, marking(reader, plan.held_out), core, segment, done, at_end)
         mixing = None
@@ -154,6 +158,7 @@ def _reader(
         phase.index, phase.data_spec(augment=True), phase.text,
         augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
         reading=reading_options(phase.reading, phase.index, run.ranks), pin_memory=run.ranks.device.type == "cuda",
+        views=phase.views,
     )  # fmt: skip
     if phase.settings.features is not None:
         reader = feature_reader(run, phase, model, reader)
@@ -198,7 +203,7 @@ def _private_loader(
 def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segment) -> float:
     """Runs the self-test before anything else touches the engine; returns its speed on synthetic records."""
     run.ranks.on_main(lambda: run.require_generator(segment, core.generator))
-    synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective)
+    synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective, phase.settings.rows_of_a_slot)
     replicated = EngineSettings.of(run.config).replicated
     report = core.prove(synthetic, replicated, run.config.micro_batch)
     run.board.say(
@@ -254,9 +259,18 @@ def initial_model(phase: ReadyPhase, loaded: Loaded | None, resumed: bool) -> nn
     if loaded is not None and not resumed:
         hand_over(loaded.weights(), model)
     select(model, settings.trainable)
+    settle(model, settings.head)
     if loaded is not None and resumed:
         model.load_state_dict(loaded.state_dict(model.state_dict()))
     return model
+
+
+def settle(model: nn.Module, settings: SolvedHead | None, noise: float = 0.0) -> None:
+    """Tells a head that is solved from sums how; `noise` is the deviation in an element of their mean."""
+    head = getattr(model, "head", None)
+    if isinstance(head, StatisticsHead):
+        given = settings or SolvedHead()
+        head.settle(noise, given.ridge, given.feature_norm, given.balanced)
 
 
 def _restore(loaded: Loaded | None, resumed: bool, engine: ShardedEngine, carry: Carry) -> None:

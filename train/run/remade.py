@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.data.draw.node_placement import Placement
 from murmuration.data.draw.poisson import Sampler
-from murmuration.data.index.contents import require_contents, shards_of, with_sample
+from murmuration.data.index.contents import forget_cached, require_contents, shards_of, with_sample
 from murmuration.data.store.place import ShardError
 from murmuration.train.distributed.ranks import Ranks, on_all
 from murmuration.train.recipe.ready_phase import ReadyPhase
@@ -25,11 +26,11 @@ def require_same_records(
     ranks = run.ranks
     steps = ranks.on_main(lambda: _opened_behind(run, phase, segment, done))
     everyone = np.arange(phase.index.records if sampler is None else 0)
-    drawn = {
-        shard
-        for step in steps
-        for shard in shards_of(phase.index, everyone if sampler is None else sampler.draw(step).ids)
-    }
+    drawn: set[int] = set()
+    for step in steps:
+        ids = None if sampler is None else sampler.draw(step).ids
+        drawn.update(shards_of(phase.index, everyone if ids is None else ids))
+        _forget_cached(phase, ids, ranks)
     shards = ranks.on_main(lambda: with_sample(phase.index, drawn))
     if not shards:
         return
@@ -39,6 +40,13 @@ def require_same_records(
     )
     own = _share(shards, phase.placement, ranks)
     on_all(ranks, lambda: require_contents(phase.index, own, ranks.pulse.beat), ShardError)
+
+
+def _forget_cached(phase: ReadyPhase, ids: np.ndarray | None, ranks: Ranks) -> None:
+    """On every rank, because each node has a cache of its own."""
+    cache = phase.reading.cache_dir
+    if cache is not None:
+        on_all(ranks, lambda: forget_cached(phase.index, ids, Path(cache), ranks.pulse.beat), ShardError)
 
 
 def _opened_behind(run: RunContext, phase: ReadyPhase, segment: Segment, done: int) -> list[int]:

@@ -66,11 +66,13 @@ def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], s
 def facts(certificate: dict[str, Any]) -> list[tuple[str, str]]:
     """What a reader asks first. How long the run took is not among it: private steps take as long as their records
     make them."""
+    dates = certificate.get("dates") or {}
     told = {
         "model": certificate.get("model"),
         "trained by": certificate.get("engine"),
         "on": certificate.get("machine"),
-        "last start": (certificate.get("dates") or {}).get("last_start"),
+        "first start": dates.get("first_start"),
+        "last start": dates.get("last_start"),
         "versions": ", ".join(f"{name} {version}" for name, version in (certificate.get("versions") or {}).items()),
     }
     for phase in certificate["phases"]:
@@ -142,6 +144,11 @@ DEVIATIONS = [
     WATCHED,
     SECRET_FOLDER,
 ]
+# Ledgers name the unit in the words of images, so that those of all versions can be compared.
+TEXTS = (
+    "The records of this run are texts without images: its unit is one record's text, whatever of it the model reads, "
+    "where the claim says an image."
+)
 
 
 def write_certificate(
@@ -175,7 +182,7 @@ def _composed(
     logs = _logs(config, phases)
     siblings = _siblings(logs, journal)
     extra: dict[str, Any] = {
-        "known_deviations": DEVIATIONS,
+        "known_deviations": [*DEVIATIONS, TEXTS] if config.model.family == "gpt2" else DEVIATIONS,
         # Where a sibling's folder lies is not published.
         "siblings": [{key: value for key, value in other.items() if key != "folder"} for other in siblings],
         "about": {"data": config.about.data, "owner": config.about.owner},
@@ -202,7 +209,8 @@ def _composed(
 
 def _model(config: Config, latest: Loaded) -> str:
     parameters = sum(math.prod(each) for each in latest.manifest["shapes"].values())
-    return f"{config.model.title}, pictures of {config.model.image_size} px, {parameters:,} parameters"
+    sees = "texts" if config.model.family == "gpt2" else f"pictures of {config.model.image_size} px"
+    return f"{config.model.title}, {sees}, {parameters:,} parameters"
 
 
 def _best(config: Config, run_dir: RunDir, journal: Journal, latest: Loaded) -> list[Loaded]:

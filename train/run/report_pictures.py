@@ -34,7 +34,7 @@ def samples(phases: list[ReadyPhase], latest: Loaded) -> list[dict[str, str]]:
     """One PNG per image with the text below it; empty where the last phase has no public held-out images to show."""
     phase = phases[latest.position.phase]
     held = phase.measured
-    if held is None or phase.settings.objective == "classify" or not (held.has_loss or held.classes):
+    if held is None or phase.settings.objective in ("classify", "text") or not (held.has_loss or held.classes):
         return []
     model = build(phase.shape, phase.settings.objective)
     select(model, phase.settings.trainable)

@@ -33,6 +33,6 @@ class Spent:
         else:
             found = history.epsilon()
         if (last := history.last_charge()) is not None:
-            expected = merge([*charged, replace(last, count=self._every)])
+            expected = merge([*charged, replace(last, count=history.charges_of_next(self._every))])
             self._ahead = (expected, self._thread.submit(epsilon, expected, history.delta()))
         return found

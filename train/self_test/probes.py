@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch
 from murmuration.model.drop import DROP_KEY
+from murmuration.model.record_weight import RECORD_WEIGHT
 from murmuration.model.settings import Shape
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.base import OptimizerShard
@@ -69,21 +70,41 @@ class SyntheticRecords:
     """Takes a number of records and a seed; returns the model's inputs, each with one row per record."""
     hostile: tuple[str, ...] | None = None
     """Inputs in which a record may contain any number; None: all that are floating-point."""
+    rows: int = 1
+    """Of each record: it is a slot of this many."""
 
     @staticmethod
-    def of(shape: Shape, objective: str) -> SyntheticRecords:
-        return SyntheticRecords(lambda size, seed: synthetic_batch(shape, objective, size, seed).inputs, ("images",))
+    def of(shape: Shape, objective: str, rows: int = 1) -> SyntheticRecords:
+        # A text is whole numbers; what can make its loss hostile is the number that multiplies it.
+        hostile = RECORD_WEIGHT if objective == "text" else "images"
+        made = lambda size, seed: synthetic_batch(shape, objective, size, seed).inputs  # noqa: E731
+        return SyntheticRecords(made, (hostile,), rows)
+
+    @property
+    def alone(self) -> SyntheticRecords:
+        """The same with one row each."""
+        return replace(self, rows=1)
 
     def batch(self, size: int, seed: int) -> MicroBatch:
-        return MicroBatch(self.make(size, seed), torch.ones(size, dtype=torch.bool))
+        inputs, present = self.make(size * self.rows, seed), torch.ones(size, dtype=torch.bool)
+        if self.rows > 1:
+            inputs = {**inputs, ROW_SHARE: torch.full((size * self.rows,), 1 / self.rows)}
+        return MicroBatch(inputs, present)
 
-    def scaled(self, inputs: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-        """The inputs, with those of the first record multiplied by the factor."""
-        names = self.hostile if self.hostile is not None else [k for k, t in inputs.items() if t.is_floating_point()]
-        scaled = {name: inputs[name].clone() for name in names}
-        for tensor in scaled.values():
-            tensor[0] = tensor[0] * factor
-        return {**inputs, **scaled}
+    def scaled(self, inputs: dict[str, Tensor], factor: float) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """The inputs, with those of the first record multiplied by the factor: in all of its rows; and, where it has
+        several, in its last row alone. With words for which of them."""
+        names = self.hostile
+        if names is None:
+            names = [name for name, tensor in inputs.items() if tensor.is_floating_point() and name != ROW_SHARE]
+        places = {"": slice(0, self.rows)}
+        if self.rows > 1:
+            places[", in one row"] = slice(self.rows - 1, self.rows)
+        for where, rows in places.items():
+            scaled = {name: inputs[name].clone() for name in names}
+            for tensor in scaled.values():
+                tensor[rows] = tensor[rows] * factor
+            yield where, {**inputs, **scaled}
 
 
 def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> MicroBatch:
@@ -96,6 +117,8 @@ def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> Micro
         inputs["labels"] = torch.randint(0, shape.head.classes, (size,), generator=draw)
     else:
         inputs["tokens"] = torch.randint(1, shape.vocabulary, (size, shape.text_length), generator=draw)
+    if objective == "text":
+        inputs[RECORD_WEIGHT] = torch.ones(size)
     if shape.drops:
         inputs[DROP_KEY] = torch.randint(-(1 << 63), (1 << 63) - 1, (size,), generator=draw)
     return MicroBatch(inputs, torch.ones(size, dtype=torch.bool))

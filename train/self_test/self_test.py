@@ -93,7 +93,7 @@ def _records_are_bounded(
 ) -> float:
     """Checks that records do not affect one another and that none moves the sum by more than C; returns how far the
     worst one moves it."""
-    few = records.batch(3, seed=ranks.rank).to(engine.device)
+    few = records.alone.batch(3, seed=ranks.rank).to(engine.device)
     _agree(ranks, lambda: _coupling(engine, few))
     _agree(ranks, lambda: _clipping_binds(engine, clip, batch))
     largest = max(ranks.gather(_agree(ranks, lambda: _hostile(engine, clip, batch, records))))
@@ -194,9 +194,10 @@ def _hostile(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, records
     base, _ = clipped_totals(clip, engine.model, batch.inputs, without, engine.shapes)
     moves = {}
     for name, value in HOSTILE.items():
-        inputs = records.scaled(batch.inputs, value)
-        moved, _ = clipped_totals(clip, engine.model, inputs, batch.present, engine.shapes)
-        moves[name] = _norm(moved[k].double() - base[k].double() for k in base) / clip.rule.sensitivity
+        for where, inputs in records.scaled(batch.inputs, value):
+            moved, _ = clipped_totals(clip, engine.model, inputs, batch.present, engine.shapes)
+            distance = _norm(moved[k].double() - base[k].double() for k in base) / clip.rule.sensitivity
+            moves[name + where] = distance
     for name, distance in moves.items():
         if not distance <= 1.0:
             raise SelfTestError(f"a hostile record ({name}) moved the sum by {distance:.3f}·C; clipping does not hold")
@@ -235,10 +236,17 @@ def _measured_sigma(drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks:
     parts = ranks.gather((sum(v.numel() for v in values), sum(float(v.square().sum()) for v in values)))
     count, squares = sum(part[0] for part in parts), sum(part[1] for part in parts)
     measured = math.sqrt(squares / max(1, count)) * noise.divisor / clip.rule.sensitivity
+    measured *= noise.std / _added_std(noise, len(drawn))
     planned = noise.std / clip.rule.sensitivity
     if not abs(measured - planned) <= SIGMA_TOLERANCE * planned:
         raise SelfTestError(f"the noise has sigma = {measured:.4f} where {planned:.4f} is planned")
     return measured
+
+
+def _added_std(noise: Noise, steps: int) -> float:
+    """The planned deviation of what the empty steps add: that of single draws, unless draws are combined."""
+    facts = [noise.correlation(step) for step in range(1, steps + 1)]
+    return math.sqrt(sum((noise.std if fact is None else fact.added) ** 2 for fact in facts) / steps)
 
 
 def _streams_differ(drawn: list[Capture], replicated: bool, ranks: Ranks) -> None:

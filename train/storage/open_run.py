@@ -7,6 +7,7 @@ lost. A checkpoint older than the newest one is used only if a new segment was d
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 
 from murmuration.accounting import key_chain
 from murmuration.accounting.certificate.signature import public_key
+from murmuration.accounting.days import day_of
 from murmuration.accounting.escaping import printable_lines
 from murmuration.accounting.keys import KeyFileError, Link, Purpose, RunKey, load
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
@@ -56,6 +58,8 @@ class OpenRun:
     """The user's declared reason for a new segment (--new-segment)."""
     chain: key_chain.KeyChain | None = field(default=None, init=False, repr=False)
     """The keys of the private steps that are being made; None in a segment without a key chain."""
+    _together: int = field(default=1, init=False, repr=False)
+    """How many steps use each other's keys."""
     _continues: int | None = field(default=None, init=False, repr=False)
     """The phase of the checkpoint that this start continues from."""
 
@@ -80,19 +84,30 @@ class OpenRun:
             self.chain.close()
         self.chain = None
         if segment is not None and segment.keys is not None:
+            self._together = self.ranks.on_main(lambda: self._together_in(phase))
             link = self.ranks.on_main(lambda: self._enter(segment, done))
-            self.chain = key_chain.KeyChain(link, guard=keep_from_swap)
+            self.chain = key_chain.KeyChain(link, guard=keep_from_swap, together=self._together)
         return key_chain.PhaseKeys(partial(derive_key, self.key, phase, segment), self.chain)
 
     def _enter(self, segment: Segment, done: int) -> Link:
         """On the main rank: the link of the segment's chain to continue from."""
-        begun = self._opened_in(segment)
-        return key_chain.enter(self.folder.key, segment.chain_name, segment.from_step + 1, done, begun)
+        begun, before = self._opened_in(segment), self._needs_after(segment, done)
+        return key_chain.enter(self.folder.key, segment.chain_name, segment.from_step + 1, before, begun)
+
+    def _together_in(self, phase: int) -> int:
+        plan = self.writer.history.plans.get(phase)
+        return 1 if plan is None else plan.bands
+
+    def _needs_after(self, segment: Segment, done: int) -> int:
+        """The step after which the segment's keys are needed to go on after `done`."""
+        return max(segment.from_step, key_chain.forgettable(done, self._together_in(segment.phase)))
 
     def forget(self, done: int) -> None:
         """Forgets the keys of the steps up to `done`, on all ranks together and for good. Called only once a checkpoint
-        of `done` is durable and in the ledger, so that no step up to it is ever made again in this segment."""
+        of `done` is durable and in the ledger, so that no step up to it is ever made again in this segment. Keys that
+        later steps of the same block need are kept with it."""
         if (chain := self.chain) is not None:
+            done = key_chain.forgettable(done, self._together)
             self.ranks.on_main(lambda: key_chain.forget(self.folder.key, chain.segment, done))
             chain.forget(done)
 
@@ -101,7 +116,8 @@ class OpenRun:
         last = self.writer.history.last_checkpoint()
         if self.secret is not None and last is not None and last.digest == found.digest:
             for segment in self.writer.history.segments_of(last.phase)[last.segment :]:
-                key_chain.forget(self.folder.key, segment.chain_name, last.step)
+                done = key_chain.forgettable(last.step, self._together_in(last.phase))
+                key_chain.forget(self.folder.key, segment.chain_name, done)
 
     def header(self, phase: int, manifest_digest: str, objective: str) -> dict[str, Any]:
         """What ties a checkpoint to its run: ledger head and length, plan, data. Never a key."""
@@ -115,17 +131,17 @@ class OpenRun:
         }
 
     def segment(
-        self, phase: int, name: str, config_digest: str, manifest_digest: str, done: int, replay: bool = True
-    ) -> Segment:
+        self, phase: int, name: str, config_digest: str, manifest_digest: str, done: int,
+        never_again: str | None = None,
+    ) -> Segment:  # fmt: skip
         """On the main rank: the segment whose keys the next step uses; a new one where the old keys must not be used.
 
-        Without `replay`, opened steps after the checkpoint are never made again under their old keys: somebody may have
-        seen their results.
+        `never_again`: why opened steps after the checkpoint must not be made again under their old keys.
         """
         reason = self.writer.new_segment_reason(phase, done, config_digest)
         known = self.writer.history.segments_of(phase)
-        if reason is None and not replay and self._opened_behind(phase, done):
-            reason = f"steps after step {done} were opened, and their weights may have been seen"
+        if reason is None and never_again is not None and self._opened_behind(phase, done):
+            reason = f"steps after step {done} were opened, and {never_again}"
         if reason is None and self._continues not in (None, phase) and self._opened_behind(phase, done):
             # The phase had a checkpoint before its first step. Where processors add in another order, its weights are
             # not found again, and noise that is drawn twice must meet the same sum twice.
@@ -154,7 +170,8 @@ class OpenRun:
         if segment.keys is None:
             return None
         key = load(self.folder.key)
-        fault = key_chain.why_unusable(key, segment.chain_name, done, self._opened_in(segment))
+        before = self._needs_after(segment, done)
+        fault = key_chain.why_unusable(key, segment.chain_name, before, self._opened_in(segment))
         if fault is not None and self.new_segment is None:
             raise KeyFileError(
                 f"{fault}; restore the run key, the ledger and the checkpoints as they last were, or declare "
@@ -289,7 +306,8 @@ def _key_of(
     fresh = journal.ledger.length == 0
     key = run_dir.run_key(fresh, debug_seed)
     if fresh:
-        journal.start_run(name, key.check_value(), key.debug, versions, record_digests, public_key(key))
+        started = None if key.debug else day_of(time.time())  # a debug run gives the same bytes on every day
+        journal.start_run(name, key.check_value(), key.debug, versions, record_digests, public_key(key), started)
         run_dir.adopt_key()
     elif journal.history.run["key_check"] != key.check_value():
         raise LedgerError(f"{run_dir.key} is not the key of this ledger; restore the right one or start a new run")

@@ -12,6 +12,8 @@ import os
 import time
 from pathlib import Path
 
+from murmuration.accounting.days import day_of
+
 
 class PublicTimes:
     """One time for everything written until the next checkpoint; it counts checkpoints and reads no clock."""
@@ -23,7 +25,7 @@ class PublicTimes:
     @property
     def day(self) -> str:
         """The day of the start, in UTC."""
-        return time.strftime("%Y-%m-%d", time.gmtime(self.started))
+        return day_of(self.started)
 
     def advance(self) -> None:
         self.at += 1

@@ -1,0 +1,173 @@
+"""What pages, picture and registry entry say is what the certificate says, with bounds rounded up."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from murmuration.accounting.certificate import certificate, picture
+from murmuration.accounting.certificate.certificate import compose, html_page, markdown
+from murmuration.accounting.certificate.explain import ASSUMPTION, Attacks, explain, percent
+from murmuration.accounting.certificate.pages import percent_of
+from murmuration.accounting.certificate.picture import trade_off_svg
+from murmuration.accounting.certificate.registry import registry_entry
+from murmuration.accounting.cli.epsilon import SAFE_SPREADS, _cap_note
+from murmuration.accounting.cli.main import main
+from murmuration.accounting.epsilon.trade_off import GRID, of_point
+from murmuration.accounting.epsilon.tuning import Declared, Tuning
+from tests.support.acc_world import begin, train, whole_run
+
+PROVED = [(alpha, of_point(1.0, 1e-6).power(alpha)) for alpha in GRID]
+ALONE = [(alpha, of_point(2.0, 1e-6).power(alpha)) for alpha in GRID]
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> dict[str, Any]:
+    journal = whole_run(tmp_path)
+    about = {"data": "Scans of one hospital", "owner": "Its data office"}
+    return compose(journal.history, journal.ledger.entries, {"about": about})
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-9, 0.5, 0.1234, 0.12341, 0.668499, 0.99991, 0.999999, 1.0])
+def test_shares_that_are_limits_are_rounded_up(share: float) -> None:
+    told = float(percent(share).removesuffix(" %"))
+    assert 100 * share <= told + 1e-12 and told < 100 * share + 0.0100001 and told <= 100
+
+
+def test_the_verdict_follows_the_epsilon() -> None:
+    attacks = Attacks.of_curve(of_point(1.0, 1e-6))
+    words = [
+        next(
+            each for each in ("strong", "moderate", "weak") if f"promise is {each}" in explain(value, 1e-6, "", attacks)
+        )
+        for value in (0.0, 0.5, 1.0, 1.001, 10.0, 10.001, 400.0)
+    ]
+    assert words == ["strong"] * 3 + ["moderate"] * 2 + ["weak"] * 2
+    assert f"rests on: {ASSUMPTION[0].lower()}{ASSUMPTION[1:]}" in explain(1.0, 1e-6, "one", attacks)
+    assert ASSUMPTION not in explain(1.0, 1e-6, "one", attacks)
+
+
+def test_the_false_alarms_of_the_table_are_those_of_the_limits() -> None:
+    assert [percent_of(share) for share in (1e-4, 1e-3, 0.01, 0.1)] == ["0.01 %", "0.1 %", "1 %", "10 %"]
+
+
+def numbers(line: ElementTree.Element) -> list[tuple[float, float]]:
+    pairs = [pair.split(",") for pair in line.attrib["points"].split()]
+    return [(float(x), float(y)) for x, y in pairs]
+
+
+def place(alpha: float, found: float) -> tuple[float, float]:
+    """By the ticks of the axes, six decades wide and from 0 to 100 % high."""
+    left, right, top, bottom = picture.LEFT, picture.WIDTH - picture.RIGHT, picture.TOP, picture.HEIGHT - picture.BOTTOM
+    return (
+        left + (right - left) * max(0.0, (math.log10(alpha) + 6) / 6),
+        bottom - (bottom - top) * found,
+    )
+
+
+def test_the_picture_draws_every_curve_where_its_numbers_are() -> None:
+    drawn = ElementTree.fromstring(trade_off_svg(PROVED, ALONE))
+    diagonal, alone, proved = (each for each in drawn.iter() if each.tag.endswith("polyline"))
+    expected = [place(*point) for point in [*PROVED, (1.0, 1.0)]]
+    assert numbers(proved) == [pytest.approx(point, abs=0.06) for point in expected]
+    assert numbers(alone) == [pytest.approx(place(*point), abs=0.06) for point in ALONE]
+    shares = [10.0 ** (-6 + step / 10) for step in range(61)]
+    assert numbers(diagonal) == [pytest.approx(place(share, share), abs=0.06) for share in shares]
+    circles = [
+        (float(each.attrib["cx"]), float(each.attrib["cy"])) for each in drawn.iter() if each.tag.endswith("circle")
+    ]
+    assert circles == [pytest.approx(place(*point), abs=0.06) for point in PROVED if point[0] in (1e-3, 1e-2)]
+
+
+def test_every_tick_and_word_of_the_picture_is_inside_it_and_says_where_it_is() -> None:
+    drawn = ElementTree.fromstring(trade_off_svg(PROVED, ALONE))
+    texts = [each for each in drawn.iter() if each.tag.endswith("text")]
+    for each in texts:
+        assert 0 < float(each.attrib["x"]) < picture.WIDTH and 0 < float(each.attrib["y"]) < picture.HEIGHT
+    ends = {each.text: each for each in texts}
+    for share in (0, 25, 50, 75, 100):
+        label = ends[f"{share} %"]
+        if label.attrib["text-anchor"] == "end":
+            assert float(label.attrib["y"]) - 4 == pytest.approx(place(1e-6, share / 100)[1], abs=0.06)
+    for power, told in ((-6, "0.0001 %"), (-4, "0.01 %"), (-2, "1 %")):
+        assert float(ends[told].attrib["x"]) == pytest.approx(place(10.0**power, 0)[0], abs=0.06)
+
+
+def test_pages_name_data_and_owner_and_held_out_records(document: dict[str, Any]) -> None:
+    document["phases"][0]["plan"]["held_out"] = 0.125
+    for page in (markdown(document), html_page(document)):
+        assert page.count("Scans of one hospital") >= 3, "claim, NIST and registry"
+        assert "held out in private: 12.500" in page
+    del document["about"]
+    for page in (markdown(document), html_page(document)):
+        assert "Scans" not in page and page.count("not stated") >= 4
+
+
+def test_the_registry_entry_promises_what_the_certificate_promises(document: dict[str, Any], tmp_path: Path) -> None:
+    entry = registry_entry(document)["deployment"]
+    assert entry["dp_flavor"]["name"] == "Approximate DP" and entry["dp_flavor"]["bound_on_input_distance"] == 1
+    loss = entry["privacy_loss"]
+    assert loss["privacy_parameters"]["epsilon"] == document["claim"]["epsilon_claimed"]
+    assert loss["privacy_parameters"]["delta"] >= document["claim"]["delta"]
+    assert loss["privacy_parameters_description"] == document["claim"]["statement"]
+    tuning = "pre_processing_eda_hyperparameter_tuning"
+    assert entry["implementation"][tuning] == "Nothing was declared as chosen by private outputs."
+    journal = begin(tmp_path / "debug", debug=True)
+    journal.declare_tuning(Declared("rates by hand", Tuning(2, fixed=True)))
+    train(journal, range(1, 3))
+    without = registry_entry(compose(journal.history, journal.ledger.entries, {}))["deployment"]
+    assert without["dp_flavor"]["name"] == "none" and "privacy_parameters" not in without["privacy_loss"]
+    assert without["privacy_loss"]["privacy_parameters_description"].startswith("NOT PRIVATE")
+    assert without["implementation"][tuning] == "rates by hand"
+
+
+def test_the_file_is_json_that_people_can_read(document: dict[str, Any], tmp_path: Path) -> None:
+    certificate.write(document, tmp_path)
+    text = (tmp_path / "certificate.json").read_text()
+    assert json.loads(text) == json.loads(json.dumps(document)) and re.search(r'^  "run": "tiny"', text, re.MULTILINE)
+    assert "q·n" in text and text.endswith("}\n")
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main([*arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_what_is_not_private_leaves_an_attacker_every_power(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = begin(tmp_path, debug=True)
+    train(journal, range(1, 3))
+    journal.ledger.close()
+    found = asked(capsys, "explain", str(tmp_path))
+    powers = [found[name] for name in ("best_guess", "attack_power_at_1_percent", "attack_power_at_0.1_percent")]
+    assert (found["private"], found["epsilon"], found["delta"], powers) == (False, None, None, [1.0] * 3)
+
+
+def test_the_plan_lists_ten_points_up_to_the_last_step_and_a_noise_for_each_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = asked(capsys, "plan", "--n", "1000", "--batch", "1000", "--steps", "40", "--epsilon", "2", "--sigma", "20")
+    assert [row["steps"] for row in found["epsilon_over_steps"]] == list(range(4, 41, 4))
+    assert [row["batch"] for row in found["sigma_over_batch"]] == [250.0, 500.0, 1000.0]
+    for row in found["sigma_over_batch"]:
+        assert row["noise_per_record"] == row["sigma"] / row["batch"]
+
+
+@pytest.mark.parametrize(("n", "rate"), [(10_000, 0.5), (1_000_000, 0.01)])
+def test_a_cap_is_called_harmless_from_eight_deviations_on(n: int, rate: float) -> None:
+    least = math.ceil(n * rate + SAFE_SPREADS * math.sqrt(n * rate * (1 - rate)))
+    assert "harmless" in _cap_note(n, rate, least) and f"a cap of {least} or more" in _cap_note(n, rate, least - 1)
+
+
+def test_a_set_of_one_record_can_be_calibrated_and_an_empty_one_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    one = ("--batch", "1", "--steps", "1", "--epsilon", "1", "--delta", "1e-3")
+    assert asked(capsys, "calibrate", "--n", "1", *one)["sigma"] > 0
+    assert main(["calibrate", "--n", "0", *one]) == 2 and "must be at least 1" in capsys.readouterr().err
+    assert main(["epsilon", "--n", "10", "--batch", "1", "--steps", "5", "--sigma", "0", "--sampling", "shuffled"]) == 2
+    assert "noise multiplier" in capsys.readouterr().err

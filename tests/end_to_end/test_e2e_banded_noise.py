@@ -1,0 +1,62 @@
+"""Banded noise through real launches: the same noise wherever the weights lie, and after a stop within a block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.ledger.history import History
+from tests.end_to_end.test_e2e_exact_noise import LAYOUTS
+from tests.support.launching import TIMEOUT, Launch, ledger_lines, opened_steps, wait_for
+from tests.support.runs import SMALL_STEPS, final_weights
+
+Make = Callable[..., tuple[Launch, Path]]
+BANDS = 4
+BANDED = ["--set", f'phases.1.privacy.noise={{"kind": "banded", "bands": {BANDS}}}', "--set", "run.checkpoint_every=5"]
+
+
+def committed(run_dir: Path) -> list[dict[str, Any]]:
+    return [line["facts"] for line in ledger_lines(run_dir) if line["kind"] == "commit"]
+
+
+@pytest.fixture
+def alone(launch: Make) -> Path:
+    """By one process, in plain PyTorch."""
+    job, run_dir = launch("alone", launcher="python", arguments=[*BANDED, "--set", 'run.engine="local"'])
+    code, output = job.run()
+    assert code == 0, output
+    return run_dir
+
+
+@pytest.mark.parametrize("layout", ["ZeRO-1", *(pytest.param(n, marks=pytest.mark.slow) for n in list(LAYOUTS)[1:])])
+def test_two_processes_that_stop_in_a_block_add_what_one_adds(launch: Make, alone: Path, layout: str) -> None:
+    launcher, more = LAYOUTS[layout]
+    job, run_dir = launch("two", launcher=launcher, arguments=[*BANDED, *more])
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
+    (run_dir / "stop").touch()  # and is continued
+    output, _ = process.communicate(timeout=TIMEOUT)
+    assert "stopped by the file stop" in output, output
+    code, output = job.run()
+    assert code == 0, output
+
+    assert committed(run_dir) == committed(alone) and len(committed(run_dir)) == SMALL_STEPS
+    history, _ = History.read(run_dir / "ledger.jsonl")
+    (plan,) = history.plans.values()
+    assert plan.banded is not None and plan.bands == BANDS and len(history.segments) == 1
+    for step, facts in enumerate(committed(run_dir), 1):
+        added = plan.noise_std * plan.banded.spread(step)
+        assert facts["noise"]["correlation"] == {"matrix": plan.banded.digest, "added": added}
+        assert facts["sampling"]["parts"] == BANDS and len(facts["metrics"]) == 2
+    assert [event.count for event in history.charged()] == [SMALL_STEPS // BANDS]
+    found, expected = final_weights(run_dir), final_weights(alone)
+    # The same noise to the last bit; sums of two processes round otherwise than those of one.
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected)
+    assert verify(run_dir).epsilon == verify(alone).epsilon <= 8.0
+    assert "take turns" in json.loads((run_dir / "certificate.json").read_text())["mechanism"]

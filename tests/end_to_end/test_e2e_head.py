@@ -1,0 +1,126 @@
+"""A head from one pass over private features: two processes, a certificate, an export that answers, and its twin."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
+from murmuration.data.synthetic.index import shape_samples
+from murmuration.model.build import build
+from murmuration.model.classifier import Classifier
+from murmuration.model.settings import ModelSettings
+from murmuration.model.statistics_head import StatisticsHead
+from murmuration.model.trainable import merged, select
+from tests.support.launching import ROOT, Launch, environment, ledger_lines
+from tests.support.runs import final_weights
+
+RECORDS, EPSILON, CLASSES = 300, 8.0, 8
+MODEL: dict[str, Any] = {
+    "family": "classifier", "size": "custom", "image_size": 32, "patch_size": 8, "width": 32, "depth": 1, "heads": 2,
+    "classes": CLASSES, "positions": "sincos",
+}  # fmt: skip
+
+
+def folders(root: Path, name: str, seed: int, count: int) -> Path:
+    for sample in shape_samples(seed, count, 32, labels=True):
+        assert sample.labels is not None
+        group = root / name / f"{sample.labels['colour']:02d}"
+        group.mkdir(parents=True, exist_ok=True)
+        (group / f"{sample.key}.jpg").write_bytes(sample.jpg)
+    index = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index", str(root / name)]
+    subprocess.run(index, check=True, env=environment(), capture_output=True)
+    return root / name
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launch, Path]:
+    root = tmp_path_factory.mktemp("head")
+    private, held = folders(root, "private", 5, RECORDS), folders(root, "held", 9, 160)
+    (root / "classes.txt").write_text("\n".join(f"{number:02d}" for number in range(CLASSES)) + "\n")
+    data = {"source": "shards", "path": str(private), "label": "cls", "classes": str(root / "classes.txt")}
+    phase = {
+        "name": "head", "data": data, "objective": "head", "privacy": {"epsilon": EPSILON, "delta": 1e-4},
+        "evaluation": {"path": str(held), "public": True, "records": 160},
+    }  # fmt: skip
+    config = {
+        "train_micro_batch_size_per_gpu": 16, "model": MODEL, "phases": [phase], "run": {"keep_key": False},
+    }  # fmt: skip
+    return Launch.written(config, root, "head")
+
+
+@pytest.fixture(scope="module")
+def finished(job: tuple[Launch, Path]) -> Path:
+    launch, run_dir = job
+    code, output = launch.run()
+    assert code == 0, output
+    assert "300 to be computed" in output and "self-test passed" in output and "verified" in output
+    return run_dir
+
+
+def top_1(run_dir: Path) -> float:
+    lines = [json.loads(line) for line in (run_dir / "logs" / "public.jsonl").read_text().splitlines()]
+    return [line["top_1"] for line in lines if "top_1" in line][-1]
+
+
+def test_one_step_over_all_records_at_the_epsilon_of_one_gaussian(finished: Path) -> None:
+    (commit,) = [line["facts"] for line in ledger_lines(finished) if line["kind"] == "commit"]
+    assert commit["sampling"]["threshold"] == 2**32, "every record, for sure"
+    assert commit["noise"]["elements"] == 33 * 33 + CLASSES * 33, "both sums and nothing else"
+    claim = verify(finished).epsilon
+    (plan,) = [line["plan"] for line in ledger_lines(finished) if line["kind"] == "plan"]
+    exact = gaussian_epsilon(plan["noise_multiplier"], 1e-4)
+    assert exact <= claim <= EPSILON and claim == pytest.approx(exact, abs=1e-3) and claim > EPSILON - 0.01
+
+
+def test_the_sums_are_those_of_the_records_with_the_planned_noise(finished: Path, job: tuple[Launch, Path]) -> None:
+    state = final_weights(finished)
+    model = build(ModelSettings(**MODEL), "classify")
+    assert isinstance(model, Classifier)
+    select(model, "statistics")
+    head = model.head
+    assert isinstance(head, StatisticsHead)
+    (kept,) = (finished / "secret" / "features-head").iterdir()
+    features = torch.from_numpy(np.fromfile(kept / "features.f32", np.float32).reshape(RECORDS, 32).copy())
+    labels = torch.from_numpy(np.fromfile(kept / "labels.i64", np.int64).copy())
+    head.solving.copy_(state["head.solving"])
+    head(features, labels).sum().backward()
+    (plan,) = [line["plan"] for line in ledger_lines(finished) if line["kind"] == "plan"]
+    sigma = plan["noise_multiplier"]
+    for name, sums in (("head.gram", head.gram.grad), ("head.cross", head.cross.grad)):
+        assert sums is not None
+        noise = -state[name] * RECORDS - sums
+        spread = float(noise.std()) / sigma
+        # The standard error of a deviation of n numbers is 1/√(2n); a third of the noise is far outside.
+        assert abs(spread - 1) < 5 / (2 * noise.numel()) ** 0.5 + 0.01, name
+        assert abs(float(noise.mean())) < 5 * sigma / noise.numel() ** 0.5, name
+
+
+def test_it_has_learned_and_its_export_is_an_ordinary_classifier(finished: Path, tmp_path: Path) -> None:
+    assert top_1(finished) > 3 / CLASSES, "colours are told apart by their features, three times as often as by chance"
+    export = [sys.executable, str(ROOT / "launch" / "export.py"), str(finished), str(tmp_path / "out")]
+    done = subprocess.run([*export, "--form", "timm"], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain = build(ModelSettings(**MODEL), "classify")
+    plain.load_state_dict(merged(final_weights(finished)))
+    assert isinstance(plain, Classifier) and plain.head.weight.any()
+
+
+def test_without_privacy_it_is_told_so_and_is_no_worse(job: tuple[Launch, Path], finished: Path) -> None:
+    launch, run_dir = job
+    twin = run_dir.parent / "twin"
+    plain = Launch(
+        launch.config, launch.cwd, launcher="python",
+        arguments=["--set", "phases.0.privacy=null", "--set", f'run.dir="{twin}"', "--set", 'run.engine="local"'],
+    )  # fmt: skip
+    code, output = plain.run()
+    assert code == 0, output
+    assert "NOT PRIVATE" in output and top_1(twin) >= top_1(finished)

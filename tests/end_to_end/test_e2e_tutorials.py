@@ -1,0 +1,146 @@
+"""The tutorials, command by command as they stand in docs/tutorials: what a reader types works, on small pictures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from docs.tutorials.notebook import notebook
+from murmuration.accounting.certificate.certificate import verify
+from tests.support.evaluation_world import COLOURS, class_folders, class_list, picture, tokenizer
+from tests.support.launching import ROOT, environment
+
+PAGES = ROOT / "docs" / "tutorials"
+PICTURES = 121
+PACKED = PICTURES - 1
+"""Packing leaves out what is no picture, and says so."""
+# The page's names stand for what a clean process computes: nothing of ours is imported.
+CLEAN = """
+import sys, torch
+def agree(one, other):
+    assert one.isfinite().all() and torch.allclose(one, other, atol=1e-5), (one - other).abs().max()
+    assert not [name for name in sys.modules if name.split(".")[0] in ("murmuration", "deepspeed")]
+"""
+ENCODERS = """
+with torch.no_grad():
+    images = torch.zeros(1, 3, 32, 32)
+    agree(encoder(images), same(images).last_hidden_state[:, 1:].mean(1))
+"""
+CLASSIFIER = """
+agree(logits, logits)
+assert [model.config.id2label[n] for n in range(5)] == ["blue", "green", "grey", "red", "white"]
+"""
+SMALL = "img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3"
+
+
+def blocks(page: str, small: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Commands and programs in their order, with what makes them small; every replacement must find its place."""
+    text = (PAGES / page).read_text()
+    for old, new in small.items():
+        assert old in text, f"{page} no longer says {old!r}"
+        text = text.replace(old, new)
+    for found in re.finditer(
+        r"```python\n(.*?)```|^    ((?:python|deepspeed) [^\n]*)$", text, re.DOTALL | re.MULTILINE
+    ):
+        yield ("program", found[1]) if found[1] is not None else ("command", found[2])
+
+
+def run(folder: Path, command: list[str] | str, environ: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command, shell=isinstance(command, str), cwd=folder, capture_output=True, text=True, timeout=500,
+        env=environ or environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def followed(folder: Path, page: str, small: dict[str, str], check: str) -> dict[str, str]:
+    """What each command of the page said; `check` is run behind the page's last program."""
+    (folder / "launch").symlink_to(ROOT / "launch")
+    found = list(blocks(page, small))
+    last = max((number for number, (kind, _) in enumerate(found) if kind == "program"), default=-1)
+    said: dict[str, str] = {}
+    for number, (kind, text) in enumerate(found):
+        if kind == "command":
+            said[text] = run(folder, text)
+        else:
+            program = f"{CLEAN}\n{text}\n{check}" if number == last else text
+            run(folder, [sys.executable, "-I", "-c", program])
+    return said
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Pictures, one of them broken, and a table of theirs."""
+    (tmp_path / "pictures").mkdir()
+    names = list(COLOURS)
+    with (tmp_path / "captions.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["file_name", "caption"])
+        for number in range(PICTURES):
+            colour = names[number % len(names)]
+            rows.writerow([f"{number:03}.png", f"a photo of a {colour} square"])
+            content = picture(colour, number) if number else b"no picture"
+            (tmp_path / "pictures" / f"{number:03}.png").write_bytes(content)
+    tokenizer(tmp_path)
+    return tmp_path
+
+
+def test_from_a_table_of_captions_to_a_model_that_other_packages_load(table: Path) -> None:
+    small = {
+        "--epsilon 8 --size small --image-size 224 --tokenizer clip":
+        "--epsilon 20 --size nano --image-size 32 --tokenizer tokenizer.json",
+    }  # fmt: skip
+    said = followed(table, "captions.md", small, ENCODERS)
+    told = {step: next(text for command, text in said.items() if step in command)
+            for step in ("pack", "init.py", "check", "--dry-run", "deepspeed", "verify", "use.py")}  # fmt: skip
+    assert "1 × undecodable image" in told["pack"] and f"n = {PACKED}" in told["init.py"]
+    assert "private" in told["check"] and (table / "check.html").stat().st_mode & 0o077 == 0
+    epsilon = re.search(r"epsilon +(\S+) of 20", told["--dry-run"])
+    assert epsilon is not None and re.search(rf"^  n +{PACKED} ", told["--dry-run"], re.MULTILINE)
+    assert "verified" in told["deepspeed"] and "recompute ε from the ledger" in told["deepspeed"]
+    assert f"{float(epsilon[1]):g}" in told["verify"]
+    assert f"n = {PACKED}" in (table / "runs" / "my" / "report.html").read_text()
+    assert "001.png" in told["use.py"] and (table / "gallery.html").is_file()
+
+
+def test_from_class_folders_and_a_vit_of_timm_to_a_model_of_transformers(tmp_path: Path) -> None:
+    class_folders(tmp_path / "pictures", 12)
+    class_list(tmp_path)
+    small = {
+        "pretrained=True": f"pretrained=False, {SMALL}",
+        'save_for_hf(model, "vit"': f'save_for_hf(model, "vit", model_args=dict({SMALL})',
+        "deepspeed --num_gpus 2 launch/train.py --config tuned.json":
+        "python launch/train.py --config tuned.json --set run.engine=local --set phases.1.steps=4",
+    }  # fmt: skip
+    said = followed(tmp_path, "fine_tune.md", small, CLASSIFIER)
+    verdict = verify(tmp_path / "published")
+    assert verdict.committed == 4 and verdict.epsilon <= 8
+    assert f"{verdict.epsilon:.4f}"[:4] in said["python launch/account.py verify published"]
+    assert "apache-2.0" in (tmp_path / "published" / "README.md").read_text()
+
+
+def test_an_own_loop_learns_and_its_notebook_is_the_same_program(tmp_path: Path) -> None:
+    page = PAGES / "own_loop.md"
+    book = json.loads((PAGES / "own_loop.ipynb").read_text())
+    assert (PAGES / "own_loop.ipynb").read_text() == notebook(page.read_text()), "run: docs/tutorials/notebook.py"
+    assert all(cell["outputs"] == [] for cell in book["cells"] if cell["cell_type"] == "code")
+    cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    program = "\n".join(cell for cell in cells if not cell.startswith("!"))
+    assert [text for kind, text in blocks(page.name, {}) if kind == "program"] == [
+        f"{cell}\n" for cell in cells if not cell.startswith("!")
+    ]
+    environ = environment() | {"PYTHONPATH": str(ROOT)}
+    said = run(tmp_path, [sys.executable, "-c", program], environ)
+    learnt = [float(value) for value in re.findall(r"accuracy on public pictures (\S+)", said)]
+    assert len(learnt) == 4 and learnt[-1] > 0.6, "chance is a quarter"
+    (command,) = (cell.removeprefix("!") for cell in cells if cell.startswith("!"))
+    assert command == "python -m murmuration account verify runs/own"
+    assert f"{verify(tmp_path / 'runs' / 'own').epsilon:.4f}"[:5] in run(tmp_path, command, environ)

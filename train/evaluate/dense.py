@@ -1,0 +1,225 @@
+"""What detectors and segmenters share: the encoder as a backbone, pictures in their own size, the training, and answers
+that a stopped command need not compute again.
+
+After each epoch the state is on the disk. Draws belong to seed, epoch, and record or step, so a command that continues
+makes the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source
+from murmuration.data.decode.decode import SUFFIXES, BadRecord, decode
+from murmuration.data.index.folders import FolderIndex
+from murmuration.data.progress import Progress
+from murmuration.data.store.place import RecordIndex
+from murmuration.evaluation.fine_tuning import DenseSettings, groups_of
+from murmuration.evaluation.pyramid import Backbone
+from murmuration.model.encoder import Encoder
+from murmuration.train.clip.precision import autocast
+from murmuration.train.evaluate.answers import Answers, MicroBatchAnswers
+from murmuration.train.evaluate.augmented import seed_all
+from murmuration.train.evaluate.errors import EvaluationError
+from murmuration.train.evaluate.result import Result
+from murmuration.train.evaluate.session import Chosen, Session
+from murmuration.train.evaluate.training_state import STATE, restored, save_state
+from murmuration.train.evaluate.weights import digest_of_model
+
+SCORED = -1
+"""In the place of an epoch: the picture as it is scored, not changed."""
+
+
+class WholePictures(Dataset[Any], ABC):
+    """Item (epoch, record): what the task makes of a picture in its own size, or why it cannot."""
+
+    def __init__(self, index: RecordIndex, seed: int) -> None:
+        self.index, self.seed = index, seed
+        self._reader: ShardReader | None = None
+
+    @abstractmethod
+    def made(self, pixels: np.ndarray, record: int, draws: np.random.Generator | None) -> Any:
+        """`draws` is None for a picture that is scored. BadRecord if it does not fit to its annotation."""
+
+    def __getitem__(self, item: tuple[int, int]) -> tuple[int, Any, str | None]:
+        epoch, record = item
+        if self.index.left_out(record):
+            return record, None, "excluded"
+        if self._reader is None:  # made in the process that reads
+            self._reader = ShardReader(self.index, open_source(self.index, ReadOptions()))
+        try:
+            members = self._reader.read(record)
+            picture = next((members[suffix] for suffix in SUFFIXES if suffix in members), b"")
+            draws = None if epoch == SCORED else np.random.default_rng([self.seed, epoch, record])
+            return record, self.made(decode(picture), record, draws), None
+        except BadRecord as error:
+            return record, None, str(error)
+
+
+def backbone_of(session: Session, settings: DenseSettings) -> Backbone:
+    model = session.model.model
+    if not isinstance(model, Encoder) or model.shape.named is not None:
+        what = "a ResNet" if session.model.shape.named is None else str(session.model.shape.named)
+        raise EvaluationError(
+            f"{session.subject.path} is {what}, and the pyramid is built on the patches of a transformer of ours; name "
+            "a masked autoencoder, a captioner or a vision transformer"
+        )
+    if session.computing.precision == "fp16":
+        raise EvaluationError("fp16 gradients underflow without a loss scale; train with --precision bf16 or fp32")
+    seed_all([settings.seed])
+    return Backbone(model, settings.channels)
+
+
+def names_of(part: Chosen, option: str) -> list[str]:
+    """Files below the folder that was named. Annotations are found by them."""
+    if not isinstance(part.index, FolderIndex):
+        raise EvaluationError(
+            f"{option}: annotations name files, and these records are none; name a folder of pictures"
+        )
+    return [part.name(int(record)) for record in part.ids]
+
+
+def seen_whole(result: Result) -> None:
+    """Takes back that pictures were resized and cropped as classifiers see them."""
+    for name in ("view", "resize", "crop"):
+        result.settings.pop(name, None)
+
+
+def identity_of(session: Session, part: Chosen, told: object) -> str:
+    computing, index = session.computing, part.index
+    words = [
+        digest_of_model(session.model), index.manifest_digest, index.excluded_digest, part.ids.tobytes(), told,
+        computing.precision, computing.micro_batch,
+    ]  # fmt: skip
+    return hashlib.sha256(repr(words).encode()).hexdigest()
+
+
+def train(
+    session: Session, model: nn.Module, backbone: Backbone, loss_of: Callable[[Sequence[Any]], Tensor],
+    part: Chosen, pictures: WholePictures, settings: DenseSettings, identity: str,
+) -> None:  # fmt: skip
+    """`loss_of` some items is their mean loss."""
+    optimizer = torch.optim.AdamW(_groups(model, backbone, settings), lr=0.0)
+    path = session.out / STATE
+    done = restored(path, identity, model, optimizer)
+    batch = settings.batch_of(len(part.ids))
+    steps = len(part.ids) // batch
+    progress = Progress("training", "steps")
+    progress(done * steps, settings.epochs * steps)
+    model.train()
+    with torch.enable_grad():
+        for epoch in range(done, settings.epochs):
+            used = 0
+            for number, items in enumerate(_batches(session, pictures, settings, part.ids, epoch)):
+                rate = settings.rate(epoch + number / steps, batch)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * group["scale"]
+                seed_all([settings.seed, epoch, number, 1])  # torchvision samples its proposals
+                used += _step(session, optimizer, loss_of, items)
+                progress(epoch * steps + number + 1, settings.epochs * steps)
+            if not used:
+                raise EvaluationError("none of the training pictures can be read; name others")
+            save_state(path, identity, epoch + 1, model, optimizer)
+    model.eval()
+
+
+def _groups(model: nn.Module, backbone: Backbone, settings: DenseSettings) -> list[dict[str, Any]]:
+    """Layer decay for the encoder; what is new learns at the full rate."""
+    encoder = backbone.encoder
+    known = {id(parameter) for parameter in encoder.parameters()}
+    new = [parameter for parameter in model.parameters() if id(parameter) not in known and parameter.requires_grad]
+    parted = ([each for each in new if each.dim() > 1], [each for each in new if each.dim() == 1])
+    decays = (settings.weight_decay, 0.0)
+    return groups_of(encoder, encoder.shape.encoder.depth, settings) + [
+        {"params": parameters, "scale": 1.0, "weight_decay": decay}
+        for parameters, decay in zip(parted, decays, strict=True)
+    ]
+
+
+def _batches(
+    session: Session, pictures: WholePictures, settings: DenseSettings, ids: np.ndarray, epoch: int
+) -> Iterator[list[Any]]:
+    order, batch = ids[settings.order(len(ids), epoch)], settings.batch_of(len(ids))
+    whole = range(0, len(order) - batch + 1, batch)
+    rows = [[(epoch, int(record)) for record in order[at : at + batch]] for at in whole]
+    for items in _loaded(session, pictures, rows):
+        yield [item for _, item, reason in items if reason is None]
+
+
+def _loaded(
+    session: Session, pictures: WholePictures, rows: list[list[tuple[int, int]]]
+) -> Iterator[list[tuple[int, Any, str | None]]]:
+    loader: Any = DataLoader(
+        pictures, batch_sampler=rows, collate_fn=list, num_workers=session.computing.workers  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
+    yield from loader
+
+
+def _step(
+    session: Session, optimizer: torch.optim.Optimizer, loss_of: Callable[[Sequence[Any]], Tensor], items: list[Any]
+) -> int:
+    """One step, of which `--micro-batch` pictures are computed at a time. BatchNorm cannot see a single one."""
+    computing = session.computing
+    size = max(2, computing.micro_batch)
+    parts = [items[at : at + size] for at in range(0, len(items), size)]
+    parts = [part for part in parts if len(part) > 1]
+    optimizer.zero_grad(set_to_none=True)
+    count, total = sum(map(len, parts)), 0.0
+    for part in parts:
+        with autocast(computing.precision, computing.device):
+            loss = loss_of(part) * (len(part) / count)
+        loss.backward()
+        total += float(loss.detach())
+    if not total < float("inf"):
+        raise EvaluationError("the loss is not finite; lower --base-rate")
+    if count:
+        optimizer.step()
+    return count
+
+
+@torch.no_grad()
+def answers(
+    session: Session, result: Result, model: nn.Module, part: Chosen, pictures: WholePictures,
+    act: Callable[[Any], Any], identity: str,
+) -> list[tuple[int, Any]]:  # fmt: skip
+    """What `act` says of each readable picture that is scored; those of an earlier start are taken over."""
+    ids, size = part.ids, session.computing.micro_batch
+    told = hashlib.sha256(f"{identity} {_digest(model)}".encode()).hexdigest()
+    with Answers.kept(session.out, told) as kept:
+        begun = min(len(ids), size * len(kept.parts))
+        rows = [[(SCORED, int(record)) for record in ids[at : at + size]] for at in range(begun, len(ids), size)]
+        progress = Progress(result.protocol, "pictures")
+        progress(begun, len(ids))
+        for number, items in enumerate(_loaded(session, pictures, rows)):
+            with autocast(session.computing.precision, session.computing.device):
+                found = [(record, act(item)) for record, item, reason in items if reason is None]
+            kept.add(MicroBatchAnswers(found, {record: reason for record, _, reason in items if reason is not None}))
+            progress(min(len(ids), begun + (number + 1) * size), len(ids))
+        unreadable = kept.unreadable()
+        if len(unreadable) == len(ids):
+            raise EvaluationError(
+                f"none of the {len(ids)} pictures can be used ({min(unreadable.values())}); name others"
+            )
+        result.data["test"]["unreadable"] = len(unreadable)
+        return kept.all()
+
+
+def _digest(model: nn.Module) -> str:
+    told = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        told.update(name.encode() + tensor.detach().cpu().contiguous().view(-1).numpy().tobytes())
+    return told.hexdigest()
+
+
+def digest_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
