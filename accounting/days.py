@@ -23,8 +23,11 @@ def day_of(seconds: float) -> str:
 
 
 def stated(first: str | None, others: dict[str, str]) -> dict[str, str]:
-    """`dates` of a certificate: the first start, which the ledger has, before what it does not have."""
-    return ({} if first is None else {"first_start": first}) | others
+    """`dates` of a certificate: the first start, which the ledger has, before what it does not have. Where a clock was
+    set back in between, the last start was on the day of the first, as far as anyone can tell."""
+    if first is None:
+        return others
+    return {"first_start": first} | {name: max(first, each) for name, each in others.items()}
 
 
 def fault_of(dates: object, first: str | None) -> str | None:

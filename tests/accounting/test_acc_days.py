@@ -66,6 +66,12 @@ def test_days_that_the_ledger_contradicts_are_refused(tmp_path: Path, dates: Any
         verify(tmp_path)
 
 
+def test_a_clock_that_was_set_back_costs_no_certificate(tmp_path: Path) -> None:
+    document = certified(tmp_path, "2026-02-28", {"last_start": "2026-02-27"})
+    assert document["dates"] == {"first_start": "2026-02-28", "last_start": "2026-02-28"}
+    verify(tmp_path)
+
+
 def test_a_signed_day_cannot_be_moved_even_where_the_ledger_says_nothing(tmp_path: Path) -> None:
     document = certified(tmp_path, "2026-02-28", {"last_start": "2026-03-01"}, signer=True)
     document["dates"]["last_start"] = "2026-03-02"

@@ -526,6 +526,44 @@ def test_a_file_appears_whole_and_durable_with_its_mode(tmp_path: Path, monkeypa
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_file_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="full"), durable.atomic(tmp_path / "certificate.json"):
+        raise OSError("the disk is full")
+    assert list(tmp_path.iterdir()) == []
+
+
+# What is declared is told
+
+
+def test_choices_and_stores_are_told_as_they_were_declared(tmp_path: Path) -> None:
+    journal = begin(tmp_path, replace(PLAN, steps=1))
+    train(journal, range(1, 2), replace(PLAN, steps=1))
+    journal.declare_choice("public_loss")
+    journal.declare_choice("top1")
+    journal.declare_store(0, "store.example")
+    assert "checkpoints are kept by their public_loss" in (journal.history.why_budget_is_claimed() or "")
+    assert any("fetched from store.example" in told for told in deviations_of(journal.history))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"ledger": {"length": "x", "head": ""}}', '{"ledger": {}}'])
+def test_a_damaged_manifest_vouches_for_nothing(tmp_path: Path, content: str) -> None:
+    whole_run(tmp_path).ledger.close()
+    manifest = tmp_path / "checkpoints" / "phase00-step00000003" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(content)
+    with pytest.raises(CertificateError, match="is damaged, so it cannot vouch"):
+        verify(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["known_deviations", "siblings"])
+def test_lists_of_a_certificate_are_lists(tmp_path: Path, name: str) -> None:
+    journal = whole_run(tmp_path)
+    document = compose(journal.history, journal.ledger.entries, {"siblings": []})
+    (tmp_path / "certificate.json").write_text(json.dumps(document | {name: " ".join(document[name])}))
+    with pytest.raises(CertificateError, match=f"{name} are not a list"):
+        verify(tmp_path)
+
+
 # Lists of weights
 
 

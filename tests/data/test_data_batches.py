@@ -18,7 +18,15 @@ from PIL import Image
 
 from murmuration.data.batch.reader import BatchReader, DataSpec, iterate
 from murmuration.data.batch.shard_reader import ReadOptions
-from murmuration.data.draw.micro_batch import IMAGENET_MEAN, IMAGENET_STD, Fetched, MicroBatch, slots
+from murmuration.data.draw.micro_batch import (
+    HALF,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Fetched,
+    MicroBatch,
+    Normalisation,
+    slots,
+)
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.local import LocalFiles
 from murmuration.data.store.place import ShardError
@@ -248,3 +256,10 @@ def test_keys_are_demanded(small_set: ShardIndex) -> None:
         BatchReader(small_set, DataSpec(8, mask_patches=4))
     with pytest.raises(ValueError, match="unknown"):
         DataSpec(8, augment="mixup")  # pyright: ignore[reportArgumentType]
+
+
+def test_the_constants_of_imagenet_are_the_published_ones() -> None:
+    assert (IMAGENET_MEAN, IMAGENET_STD) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert HALF == (0.5, 0.5, 0.5)
+    with pytest.raises(ValueError, match="not positive"):
+        Normalisation((0.5, 0.5, 0.5), (0.5, 0.0, 0.5))

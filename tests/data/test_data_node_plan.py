@@ -152,3 +152,22 @@ def test_folders_that_hold_something_else_are_refused(
     (images / "1.jpg").write_bytes(picture(1))
     with pytest.raises(ShardError, match="not an index of whole tar shards"):
         on_this_node(build_folder(images.parent), str(folder))
+
+
+def test_a_shard_goes_where_it_makes_the_least_work_for_each_rank() -> None:
+    """One rank has the first shard alone, three have both."""
+    alone, three = np.array([True, False]), np.array([True, True])
+    placed = place(["a", "b"], np.array([6, 12]), [alone, three, three, three])
+    assert placed.owners.tolist() == [1, 1], "12 records for three are less than 6 for one"
+
+
+def test_ranges_that_do_not_rise_and_ids_outside_them_are_refused() -> None:
+    both = [np.array([True, True])]
+    for ends in ([5, 4], [5, 3], [-1, 3]):
+        with pytest.raises(ValueError, match="ends must rise"):
+            place(["a", "b"], np.array(ends), both)
+    placed = place(["a", "b"], np.array([2, 4]), both)
+    for ids in ([-1, 3], [-1], [0, 4], [4]):
+        with pytest.raises(ValueError, match="beyond the last range"):
+            placed.rows(np.array(ids), 0, 2)
+    assert placed.rows(np.array([0, 3]), 0, 2).tolist() == [[0, 3]]

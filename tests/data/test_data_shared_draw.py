@@ -78,3 +78,24 @@ def test_parts_lie_side_by_side_and_begin_with_a_block_of_the_cipher() -> None:
     for first, stop in ((2, 8), (-4, 8), (8, 4), (0, 104)):
         with pytest.raises(ValueError, match="no part"):
             own.part(9, first, stop)
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_every_part_is_drawn_by_two_ranks(world: int) -> None:
+    drawn: dict[int, set[int]] = {4 * rank: set() for rank in range(world)}
+
+    class Counting:
+        def candidates(self, step: int) -> int:
+            return 4 * world
+
+        def part(self, step: int, first: int, stop: int) -> np.ndarray:
+            drawn[first].add(now)
+            return np.arange(first, stop)
+
+        def whole(self, step: int, ids: np.ndarray) -> np.ndarray:
+            return ids
+
+    parts = [np.arange(4 * rank, 4 * rank + 4) for rank in range(world)]
+    for now in range(world):
+        SharedSampler(Counting(), now, world, lambda own: parts).draw(1)  # pyright: ignore[reportArgumentType]
+    assert all(len(ranks) == 2 for ranks in drawn.values())
