@@ -13,11 +13,11 @@ from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.errors import RunError
 from murmuration.accounting.typed import CLOSED
+from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
 RATE_DENOMINATOR = 2**32
 ACCURACY = "accuracy"
-UNIT = "one record (an image, or an image with its caption)"
-ADJACENCY = "zero-out: one record is replaced by a record that is drawn alike and contributes exactly zero"
+UNIT, ADJACENCY = unit_in_words(None), adjacency_in_words(None)
 GRID_GROWTH = 1e-6
 """With exact noise: the share of C by which rounding to a grid may at most enlarge one record's effect on a sum."""
 
@@ -67,6 +67,9 @@ class StandIn:
         return f"NOT PRIVATE at ε = {self.epsilon:g}: a TAN simulation, batch and noise divided by {self.scale:g}"
 
 
+_PARTS = {"adaptive": AdaptiveRule, "stands_for": StandIn, "units": Unit, "banded": BandedNoise}
+
+
 @dataclass(frozen=True)
 class PrivacyPlan:
     """Public constants of one private phase."""
@@ -88,6 +91,8 @@ class PrivacyPlan:
     """Set in a TAN simulation; all other numbers are those of the run itself."""
     held_out: float | None = None
     """Share of the records that are drawn but not trained on in this phase; the metric `accuracy` is about them."""
+    units: Unit | None = None
+    """Set where the unit is not a record: then `records` is the number of units, and so is every n."""
     grid_growth: float = 0.0
     """Above 0 if and only if the noise is exact: sums are rounded to a grid before the noise, which may add this share
     of C (and of a metric's bound) to one record's effect. All noise multipliers are charged as that much smaller."""
@@ -102,12 +107,9 @@ class PrivacyPlan:
         # Plans from a ledger have them as JSON.
         found = tuple(m if isinstance(m, PlannedMetric) else PlannedMetric(**m) for m in self.metrics)
         object.__setattr__(self, "metrics", found)
-        if isinstance(self.adaptive, dict):
-            object.__setattr__(self, "adaptive", AdaptiveRule(**self.adaptive))
-        if isinstance(self.stands_for, dict):
-            object.__setattr__(self, "stands_for", StandIn(**self.stands_for))
-        if isinstance(self.banded, dict):
-            object.__setattr__(self, "banded", BandedNoise(**self.banded))
+        for name, kind in _PARTS.items():
+            if isinstance(value := getattr(self, name), dict):
+                object.__setattr__(self, name, kind(**value))
         self._require_sound_holdout()
         counted = [m.bound for m in self.metrics if m.name == METRIC]
         if counted != ([SENSITIVITY] if self.adaptive else []):
@@ -140,6 +142,8 @@ class PrivacyPlan:
             raise PlanError(f"held-out records and the metric {ACCURACY!r} of bound 1 need each other")
         if self.held_out is not None and not (0 < self.held_out <= 0.5 and self.adaptive is None):
             raise PlanError(f"at most half of the records can be held out, with a fixed C: {self.held_out}")
+        if self.held_out is not None and self.units is not None:
+            raise PlanError("held_out measures single records, which a plan for units of several does not; drop one")
 
     def _require_plain_if_banded(self) -> None:
         if self.banded is None:
@@ -210,7 +214,7 @@ class PrivacyPlan:
 
     def as_dict(self) -> dict[str, object]:
         value = asdict(self)
-        names = ("metrics", "adaptive", "stands_for", "held_out", "grid_growth", "banded", "views")
+        names = ("metrics", "adaptive", "stands_for", "held_out", "units", "grid_growth", "banded", "views")
         optional = {name: value.pop(name) for name in names}
         optional["metrics"] = list(optional["metrics"])
         if self.views == 1:  # as in plans from before there was a choice

@@ -148,7 +148,7 @@ def added_later(model: str, setting: Setting) -> Found:
         for inputs in (batch.inputs, broken, batch.inputs):
             forward(inputs, batch.present)
         forward.settle()
-        totals.append(forward.sums.totals)
+        totals.append(forward.exact_sums.totals)
     apart = _apart(*totals)
     return {"holds": apart < forward.clip.rule.allowance, "apart": apart}
 

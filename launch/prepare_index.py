@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from murmuration.accounting.unit import Unit, unit_in_words
 from murmuration.data.progress import Progress
 
 if TYPE_CHECKING:
@@ -35,6 +36,15 @@ def declare(commands: Any) -> None:
     index.add_argument(
         "--registry", metavar="FOLDER",
         help="write the budget there, too: the folder that configs name as run.registry, for read-only data",
+    )  # fmt: skip
+    index.add_argument(
+        "--unit", metavar="NAME",
+        help="let units of several records be protected as one: a field of each record's .json (patient_id), or "
+        "key:PATTERN, a regular expression matched from the start of its key (key:[^_]+); kept with the index",
+    )  # fmt: skip
+    index.add_argument(
+        "--unit-missing", choices=("refuse", "own"), default="refuse",
+        help="records that name no unit: refuse them (default), or let each be a unit of its own",
     )  # fmt: skip
     shards = index.add_argument_group("tar shards")
     shards.add_argument("--workers", type=int, help="processes (default: one per core, one for less than 512 MiB)")
@@ -65,15 +75,33 @@ def _positive(text: str) -> float:
 
 def _index(arguments: argparse.Namespace) -> int:
     from murmuration.data.index.open import is_image_folder
+    from murmuration.data.store.place import ShardError
 
+    if arguments.unit is None and arguments.unit_missing != "refuse":
+        raise ShardError("--unit-missing says what becomes of records without a unit; name the unit with --unit")
     index = _images(arguments) if is_image_folder(arguments.source) else _shards(arguments)
+    unit = _told_units(index)
     if arguments.budget is not None:
         from murmuration.train.storage.sibling_runs import RunLog
 
-        for fault in RunLog.of(index, arguments.registry).set_budget(arguments.budget):
+        about = unit_in_words(None if arguments.unit is None else unit)
+        for fault in RunLog.of(index, arguments.registry).set_budget(arguments.budget, about):
             print(f"{fault}: a lower budget that was set there before still counts", file=sys.stderr)
-        print(f"all runs on these records together have a budget of ε = {arguments.budget:g}")
+        protecting = "" if arguments.unit is None else f" that protect {about}"
+        print(f"all runs on these records{protecting} together have a budget of ε = {arguments.budget:g}")
     return 0
+
+
+def _told_units(index: ShardIndex | FolderIndex) -> Unit | None:
+    """Says how many units the index has, and what they are named by."""
+    from murmuration.data.index.open import open_units
+    from murmuration.data.index.units import unit_named
+
+    if (named := unit_named(index.folder)) is None:
+        return None
+    units = open_units(index, named[0])
+    print(f"{units.count} units by {units.by!r}, of at most {int(units.sizes.max())} records: data.unit protects them")
+    return Unit(units.by)
 
 
 def _shards(arguments: argparse.Namespace) -> ShardIndex:
@@ -88,7 +116,10 @@ def _shards(arguments: argparse.Namespace) -> ShardIndex:
 
     show = Progress("indexing", "shards")
     remarks: list[str] = []
-    wanted = Wanted(arguments.trust_idx, arguments.energon, arguments.rescan, arguments.workers)
+    wanted = Wanted(
+        arguments.trust_idx, arguments.energon, arguments.rescan, arguments.workers, arguments.unit,
+        arguments.unit_missing,
+    )  # fmt: skip
     index = build(arguments.source, arguments.out, progress=progress, wanted=wanted, tell=remarks.append)
     print(f"{index.records} records in {len(index.shards)} shards, index in {index.folder}")
     print(f"scanned {len(index.shards) - known} shards, {known} were known")
@@ -109,6 +140,8 @@ def _images(arguments: argparse.Namespace) -> FolderIndex:
         rule=arguments.classes,
         contents=arguments.contents,
         refuse_twins=arguments.refuse_twins,
+        unit=arguments.unit,
+        missing=arguments.unit_missing,
         progress=Progress("hashing", "files"),
     )
     classes = f"{len(index.classes)} classes" if index.labelled else "no classes"

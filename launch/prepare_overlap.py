@@ -36,6 +36,10 @@ def declare(commands: Any) -> None:
         default=True,
         help="whether crops that leave out up to 10 %% of a side are also found (default: yes)",
     )
+    overlap.add_argument(
+        "--by-unit", action="store_true",
+        help="leave out all records of a unit of the index with any of them; only for runs whose data.unit it is",
+    )  # fmt: skip
     overlap.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
 
 
@@ -61,6 +65,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
         progress=lambda what: Progress(what, "records"),
         runs_on=protected,
         crops=arguments.crops,
+        by_unit=arguments.by_unit,
     )
     index = open_index(arguments.private)
     print(f"{len(found.ids)} of {index.records} records look like public ones and will contribute nothing")

@@ -23,6 +23,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from murmuration.accounting.unit import KEY, fault_of_name
 from murmuration.data.progress import Progress
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def declare(commands: Any) -> None:
     table.add_argument(
         "--no-class", metavar="TEXT", help="with --separator: the cell that stands for no class, such as 'No Finding'"
     )
-    table.add_argument("--unit", metavar="COLUMN", help="whose image it is; stored in each record's .json")
+    table.add_argument("--unit", metavar="COLUMN", help="whose image it is: kept in each .json and by the index")
     pack.add_argument(
         "--classes", type=Path, metavar="FILE",
         help="public list of the class names, one per line; without it, names are those that occur",
@@ -79,6 +80,8 @@ def _pack(arguments: argparse.Namespace) -> int:
 
     if arguments.layout not in ("auto", *LAYOUTS):
         raise PackError(f"--layout {arguments.layout}: choose one of {', '.join(LAYOUTS)}")
+    if arguments.unit is not None and (arguments.unit.startswith(KEY) or fault_of_name(arguments.unit) is not None):
+        raise PackError(f"--unit {arguments.unit!r}: the index cannot name units by this; rename the column")
     if arguments.separator is None and arguments.no_class is not None:
         raise PackError("--no-class goes with --separator; name the text between two classes, such as '|'")
     if arguments.separator is not None and not (arguments.separator and arguments.label):
@@ -128,8 +131,8 @@ def _told(packed: Packed, request: Request) -> list[str]:
         )
     if request.unit is not None:
         lines.append(
-            f"{packed.units} units, each record's in its .json as {request.unit!r}; n and ε still count records, not "
-            "units"
+            f"{packed.units} units, each record's in its .json as {request.unit!r}; with data.unit = {request.unit!r} "
+            "a run protects units, without it single records"
         )
     if packed.left_out:
         counted = ", ".join(f"{count} × {reason}" for reason, count in packed.left_out.most_common())

@@ -18,11 +18,12 @@ def declare(commands: Any) -> None:
                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     split.set_defaults(run=_split)
     split.add_argument("index", type=Path, help="index, or the folder that it belongs to")
-    split.add_argument("--public-fraction", type=float, required=True, help="share of the records, between 0 and 1")
+    split.add_argument("--unit", metavar="NAME", help="cut between units, as configs with this data.unit do")
+    split.add_argument("--public-fraction", type=float, required=True, help="share of them, between 0 and 1")
 
 
 def _split(arguments: argparse.Namespace) -> int:
-    from murmuration.data.index.open import open_index
+    from murmuration.data.index.open import open_index, open_units
     from murmuration.data.index.public_split import FROZEN, Cut, public_share
     from murmuration.train.storage.sibling_runs import RunLog
 
@@ -30,16 +31,17 @@ def _split(arguments: argparse.Namespace) -> int:
     if not 0 < fraction < 1:
         raise ValueError(f"--public-fraction {fraction:g}: choose a number between 0 and 1")
     index = open_index(arguments.index)
-    wanted = Cut(index.records, fraction)
-    public = public_share(index.records, fraction)
+    count = index.records if arguments.unit is None else open_units(index, arguments.unit).count
+    wanted = Cut(count, fraction, arguments.unit)
+    public = public_share(count, fraction)
     wanted.freeze(index.folder)
     if (found := Cut.frozen(index.folder)) != wanted:
         assert found is not None
         raise ValueError(
-            f"{index.folder / FROZEN}: frozen with {found.fraction!r} of {found.records} records already; records that "
-            "one run protects would be public in another"
+            f"{index.folder / FROZEN}: frozen with {found.fraction!r} of {found.records} {found.things} already; "
+            "records that one run protects would be public in another"
         )
     if runs := RunLog.beside(index.folder).siblings():
         print(f"{len(runs)} entries are in the log of runs on it; this is your word that all had this share")
-    print(f"{public} of {index.records} records are public in all runs on {index.folder}, and the rest is not")
+    print(f"{public} of {count} {wanted.things} are public in all runs on {index.folder}, and the rest is not")
     return 0

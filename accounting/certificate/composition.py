@@ -20,6 +20,7 @@ from murmuration.accounting.certificate.statement import claim_of
 from murmuration.accounting.epsilon.accountant import Event, epsilon, merge
 from murmuration.accounting.ledger.chain import LedgerEntry, LedgerError
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.unit import RECORD, unit_in_words
 
 SUMS = ("epsilon_sum", "delta_sum", "epsilon_together", "delta_together")
 
@@ -35,6 +36,8 @@ class Known:
     delta: float
     history: History | None = None
     entries: Sequence[LedgerEntry] = ()
+    unit: str = RECORD
+    """What its promise is about, in words."""
 
     def as_dict(self) -> dict[str, Any]:
         how = _by(self.history)
@@ -60,13 +63,15 @@ def _known(lines: list[dict[str, Any]]) -> Known:
     if ledger is None:
         # A run that was chosen among several claims more than the budgets of its phases.
         told = [line["claimed"] for line in lines if isinstance(line.get("claimed"), int | float)]
-        return Known(str(first.get("run")), first["id"], private, max([claim, *told]), delta)
+        unit = str(first.get("unit", RECORD))
+        return Known(str(first.get("run")), first["id"], private, max([claim, *told]), delta, unit=unit)
     history, entries = ledger
     if history.why_not_private() is not None:
         return Known(history.run["name"], first["id"], False, math.inf, delta)
     # A run that may continue may still spend its budget; a tuned one may claim more than that.
     claimed = max(history.budget(), claim_of(history, history.epsilon())[0] or 0.0)
-    return Known(history.run["name"], first["id"], True, claimed, history.claimed_delta(), history, entries)
+    unit = unit_in_words(history.unit)
+    return Known(history.run["name"], first["id"], True, claimed, history.claimed_delta(), history, entries, unit)
 
 
 def _ledger(folder: object, run: str) -> tuple[History, list[LedgerEntry]] | None:
@@ -84,6 +89,12 @@ def composed(history: History, entries: Sequence[LedgerEntry], claimed: float, o
     runs += [other.as_dict() for other in others]
     if open_runs := [other.run for other in others if not other.private]:
         because = f"{', '.join(sorted(set(open_runs)))} trained on these records without a promise"
+        return {"runs": [_shown(run) for run in runs], "epsilon_sum": None, "because": because}
+    if unlike := sorted({other.run for other in others if other.unit != unit_in_words(history.unit)}):
+        because = (
+            f"this run protects {unit_in_words(history.unit)}, and {', '.join(unlike)} something else; nobody has "
+            "proved what promises for different units come to"
+        )
         return {"runs": [_shown(run) for run in runs], "epsilon_sum": None, "because": because}
     everyone = [(history, entries), *((o.history, o.entries) for o in others)]
     at_hand = [(found, lines) for found, lines in everyone if found is not None and _by(found) == "ledger"]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from murmuration.accounting.epsilon.accountant import show_delta
 from murmuration.accounting.epsilon.trade_off import TradeOff
+from murmuration.accounting.unit import noun_of
 
 # The two shares of false alarms that the text mentions.
 ONE_PERCENT, ONE_IN_A_THOUSAND = 0.01, 0.001
@@ -36,7 +37,8 @@ class Attacks(NamedTuple):
 
 
 def explain(epsilon: float, delta: float, unit: str, attacks: Attacks, not_private: str | None = None) -> str:
-    """A few paragraphs of plain language."""
+    """A few paragraphs of plain language; `unit` as a certificate states it."""
+    one = noun_of(unit)
     if not_private is not None:
         return (
             f"{not_private}.\n\nNo promise is made about the people or things in the training data: whoever sees the "
@@ -44,22 +46,22 @@ def explain(epsilon: float, delta: float, unit: str, attacks: Attacks, not_priva
         )
     return "\n\n".join(
         (
-            f"The promise protects {unit}. Imagine that this one record had been blanked out before training. The "
+            f"The promise protects {unit}. Imagine that this one {one} had been blanked out before training. The "
             "model that came out would have been almost as likely either way, and so would everything else that the "
             "run published.",
             f"How almost: epsilon = {epsilon:g} bounds the change of every probability by a factor of "
             f"{_factor(epsilon)}, except in a share of delta = {show_delta(delta)} of all cases. Smaller is stronger; "
-            "0 would mean that nothing at all can be learned about the record.",
-            "What a spy gains at the very most: one who guesses by tossing a coin whether the record was used is right "
+            f"0 would mean that nothing at all can be learned about the {one}.",
+            f"What a spy gains at the very most: one who guesses by tossing a coin whether the {one} was used is right "
             f"in 50 % of the cases, and with the model in at most {percent(attacks.best_guess)}. One who accepts a "
-            f"false alarm in 1 % of the cases finds at most {percent(attacks.at_one_percent)} of the records that were "
+            f"false alarm in 1 % of the cases finds at most {percent(attacks.at_one_percent)} of the {one}s that were "
             f"used, and at 0.1 % false alarms at most {percent(attacks.at_one_in_a_thousand)}. These are limits on all "
-            "attacks, also on one with all the other records in hand; the attacks that people have measured usually "
+            f"attacks, also on one with all the other {one}s in hand; the attacks that people have measured usually "
             "reach less.",
             f"What that rests on: {ASSUMPTION[0].lower()}{ASSUMPTION[1:]}",
             _verdict(epsilon),
-            "What it does not promise: facts that hold for many records (a style, a language, a disease's look) can "
-            "still be learned; a person with several records is protected less, and not in proportion; and data that "
+            f"What it does not promise: facts that hold for many {one}s (a style, a language, a disease's look) can "
+            f"still be learned; a person with several {one}s is protected less, and not in proportion; and data that "
             "the model saw outside the private phases, or a stolen copy of the raw data, are not covered.",
         )
     )

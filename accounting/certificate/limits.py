@@ -24,6 +24,7 @@ from murmuration.accounting.epsilon.accountant import (
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.epsilon.trade_off import GRID, TradeOff
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.unit import noun
 
 GROUPS = (2, 5, 10)
 DELTAS = (1e-5, 1e-6, 1e-8, 1e-10)
@@ -39,7 +40,7 @@ def limits(history: History, claimed: float) -> dict[str, Any]:
     events, holds_for = claimed_events(history)
     delta = history.claimed_delta()
     curve = trade_off.of_point(claimed, delta) if events is None else trade_off.of_events(events, delta)
-    rows = [{"records": k, **group_row(history, events, delta, k)} for k in GROUPS]
+    rows = [{f"{noun(history.unit)}s": k, **group_row(history, events, delta, k)} for k in GROUPS]
     others = [{"delta": d, **row(lambda d=d: _known(events, epsilon, d))} for d in DELTAS]
     return {
         "holds_for": holds_for,

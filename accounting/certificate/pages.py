@@ -19,6 +19,7 @@ from murmuration.accounting.certificate.picture import trade_off_svg
 from murmuration.accounting.certificate.registry import registry_entry
 from murmuration.accounting.epsilon.accountant import round_up, show_delta
 from murmuration.accounting.escaping import printable_leaves
+from murmuration.accounting.unit import Unit, contribution_in_words, noun_of
 
 HERE = Path(__file__).parent
 VERIFY = "python launch/account.py verify RUN_DIR"
@@ -133,6 +134,10 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
     if certificate.get("model"):
         lines.append(f"model: {certificate['model']}")
     lines += _dates(certificate.get("dates") or {})
+    for phase in certificate["phases"]:
+        if units := (phase.get("plan") or {}).get("units"):
+            added = contribution_in_words(Unit(**units))
+            lines.append(f"n in {phase['name']} counts units; what a unit adds to a step is {added}, clipped as one")
     lines += [f"unit: {certificate['unit']}", f"neighbours: {certificate['adjacency']}"]
     return [*lines, f"mechanism: {certificate['mechanism']}"]
 
@@ -167,7 +172,7 @@ def _meaning(certificate: dict[str, Any]) -> list[str]:
 
 
 def _limits(certificate: dict[str, Any]) -> list[Section]:
-    limits, claim = certificate.get("limits"), certificate["claim"]
+    limits, claim, one = certificate.get("limits"), certificate["claim"], noun_of(certificate["unit"])
     if not limits:
         return []
     points = [(point["false_alarms"], point["at_most"]) for point in limits["true_positives"]]
@@ -177,26 +182,29 @@ def _limits(certificate: dict[str, Any]) -> list[Section]:
         [percent_of(alpha), percent(found)] for alpha, found in points if any(abs(alpha / t - 1) < 1e-9 for t in TOLD)
     ]
     attack = [
-        Block("text", f"Proved for {limits['holds_for']}, against any test by which somebody decides for one record "
+        Block("text", f"Proved for {limits['holds_for']}, against any test by which somebody decides for one {one} "
               "whether it was used."),
         Block("picture", drawn),
-        Block("table", [["false alarms", "used records found, at most"], *told]),
+        Block("table", [["false alarms", f"used {one}s found, at most"], *told]),
         Block("text", f"A guess at even odds is right in at most {percent(limits['best_guess'])} of the cases. "
               + _gaussian(limits["gaussian"])),
     ]  # fmt: skip
     delta = show_delta(limits["delta"])
+    changed, part = ("gets another label", "its label") if one == "record" else (
+        "any of whose records is added, changed or taken away", "some of its records"
+    )  # fmt: skip
     people = [
-        Block("text", "What is promised to somebody with several records, all of which are there or blank, is not so "
-              "many times the ε of one record. It is composed from its own pair of outputs, at the same δ. A record "
-              "that is exchanged for another one, or gets another label, has a row of its own."),
+        Block("text", f"What is promised to somebody with several {one}s, all of which are there or blank, is not so "
+              f"many times the ε of one {one}. It is composed from its own pair of outputs, at the same δ. A {one} "
+              f"that is exchanged for another one, or {changed}, has a row of its own."),
         Block("table", [
-            ["what may change", f"ε at δ = {delta}"], ["one record", f"{claim['epsilon_claimed']}"],
-            *([f"{each['records']} records of one person", _bound(each)] for each in limits["groups"]),
-            ["one record for another, or its label", _bound(limits["replacement"])],
+            ["what may change", f"ε at δ = {delta}"], [f"one {one}", f"{claim['epsilon_claimed']}"],
+            *([f"{each[f'{one}s']} {one}s of one person", _bound(each)] for each in limits["groups"]),
+            [f"one {one} for another, or {part}", _bound(limits["replacement"])],
         ]),
-        Block("table", [["δ", "ε of one record"], *([f"{r['delta']:g}", _bound(r)] for r in limits["other_deltas"])]),
+        Block("table", [["δ", f"ε of one {one}"], *([f"{r['delta']:g}", _bound(r)] for r in limits["other_deltas"])]),
     ]  # fmt: skip
-    return [Section("Limits on every attack", attack), Section("Several records, and other values of δ", people)]
+    return [Section("Limits on every attack", attack), Section(f"Several {one}s, and other values of δ", people)]
 
 
 def _gaussian(fit: dict[str, Any]) -> str:
@@ -265,11 +273,11 @@ def _nist(certificate: dict[str, Any]) -> list[Block]:
 
 
 def _people(certificate: dict[str, Any]) -> str:
-    limits = certificate.get("limits")
+    limits, several = certificate.get("limits"), f"{noun_of(certificate['unit'])}s"
     rows = [each for each in limits["groups"] if each["epsilon"] is not None] if limits else []
     if not rows:
-        return "what it means for a person with several records is not stated, and not in proportion"
-    told = ", ".join(f"{each['records']} records ε = {round_up(each['epsilon'])}" for each in rows)
+        return f"what it means for a person with several {several} is not stated, and not in proportion"
+    told = ", ".join(f"{each[several]} {several} ε = {round_up(each['epsilon'])}" for each in rows)
     return f"for a person with {told}, at the same δ"
 
 
@@ -325,11 +333,16 @@ def model_card(certificate: dict[str, Any]) -> str:
     lines = ["differential_privacy:", f"  private: {'true' if claim['private'] else 'false'}"]
     if claim["private"]:
         lines += [f"  epsilon: {claim['epsilon_claimed']}", f"  delta: {show_delta(_delta(claim))}"]
-        lines += ["  unit: one record", "  neighbours: zero-out", "  accountant: PLD", "  sampling: Poisson"]
+        lines += [f"  unit: {_unit_of_card(certificate)}", "  neighbours: zero-out"]
+        lines += ["  accountant: PLD", "  sampling: Poisson"]
     else:
         lines.append(f"  reason: {_quoted(claim['statement'])}")
     lines.append(f"  ledger_head: {certificate['ledger']['head']}")
     return "\n".join(lines) + "\n"
+
+
+def _unit_of_card(certificate: dict[str, Any]) -> str:
+    return "one record" if noun_of(certificate["unit"]) == "record" else _quoted(certificate["unit"])
 
 
 def _quoted(text: str) -> str:

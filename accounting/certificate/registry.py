@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from murmuration.accounting.epsilon.accountant import show_delta
+from murmuration.accounting.unit import noun_of
 
 
 def registry_entry(certificate: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def registry_entry(certificate: dict[str, Any]) -> dict[str, Any]:
     if about.get("data"):
         flavor["data_domain"] = about["data"]
     loss: dict[str, Any] = {
-        "privacy_unit": "Record-level",
+        "privacy_unit": "Record-level" if noun_of(certificate["unit"]) == "record" else "User-level",
         "privacy_unit_description": f"{certificate['unit']}; {certificate['adjacency']}",
     }
     if private:

@@ -13,7 +13,8 @@ from murmuration.accounting.epsilon.tuning import tuned_epsilon
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.facts import EXACT
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import ADJACENCY, UNIT, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
 FORMAT = "murmuration-certificate/2"
 # The earlier format has no limits and no assumption; its pages said more than it proved.
@@ -137,9 +138,10 @@ def compose(
         "run": history.run["name"],
         "claim": claim,
         **stated,
-        "unit": UNIT,
-        "adjacency": ADJACENCY,
-        "mechanism": (EXACT_MECHANISM if _all_exact(history) else MECHANISM) + (BANDED_MECHANISM if banded else ""),
+        "unit": unit_in_words(history.unit),
+        "adjacency": adjacency_in_words(history.unit),
+        "mechanism": _mechanism(EXACT_MECHANISM if _all_exact(history) else MECHANISM, history.unit)
+        + (BANDED_MECHANISM if banded else ""),
         "phases": [_phase(history, index) for index in sorted(history.phase_names)],
         "segments": [segment.as_dict() for segment in history.segments],
         "tuned_on_private_data": tunings,
@@ -191,7 +193,7 @@ def deviations_of(history: History, form: str = FORMAT) -> list[str]:
     if form == FORMAT and any(line.use == "weights" for line in history.public_uses):
         found.append(FOREIGN_WEIGHTS)
     found += [CURVES] if history.private_curves else []
-    return found + [origin.deviation() for origin in history.origins]
+    return found + [origin.deviation(unit_in_words(history.unit)) for origin in history.origins]
 
 
 def _all_exact(history: History) -> bool:
@@ -249,9 +251,9 @@ def _clip_norms(history: History, index: int) -> dict[str, float]:
 
 def _said(history: History, objection: str | None, claimed: float, delta: float) -> str:
     if objection is None:
-        return _statement(claimed, delta)
+        return _statement(history, claimed, delta)
     if _simulated(history, objection):
-        return f"{objection}; what was run has {_statement(claimed, delta)}"
+        return f"{objection}; what was run has {_statement(history, claimed, delta)}"
     return objection
 
 
@@ -260,11 +262,23 @@ def _simulated(history: History, objection: str | None) -> bool:
     return any(objection == str(plan.stands_for) for plan in history.plans.values() if plan.stands_for)
 
 
-def _statement(claimed: float, delta: float) -> str:
+def _statement(history: History, claimed: float, delta: float) -> str:
     return (
-        f"({round_up(claimed)}, {show_delta(delta)})-differential privacy for {UNIT}, "
+        f"({round_up(claimed)}, {show_delta(delta)})-differential privacy for {unit_in_words(history.unit)}, "
         "for everything that this run released"
     )
+
+
+def _mechanism(of_records: str, unit: Unit | None) -> str:
+    """The mechanism in words; of a unit, each phase's plan says how many records a step takes at most."""
+    if unit is None:
+        return of_records
+    gradients = (
+        "per-unit gradients (each of the mean or the sum of the losses of at most `units.rows` of the unit's records, "
+        "as the plan says)"
+    )
+    of_units = of_records.replace("per-record gradients", gradients)
+    return of_units.replace("what one record does", "what one unit does")
 
 
 def _second_opinion(history: History) -> float | str:

@@ -27,7 +27,8 @@ from murmuration.accounting.ledger.heads import NAME as HEADS
 from murmuration.accounting.ledger.heads import lost_charges, read_heads
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import UNIT, PlanError, parse_delta
+from murmuration.accounting.plan import PlanError, parse_delta
+from murmuration.accounting.unit import RECORD, unit_in_words
 
 RETIRED = [
     "The run was retired before its end. Nothing was exported with this certificate, and other runs on the same "
@@ -97,7 +98,7 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
         else trade_off.of_events(asked.events, asked.delta)
     )
     attacks = Attacks.of_curve(curve)
-    text = explain(round_up(asked.epsilon), asked.delta, UNIT, attacks, asked.objection)
+    text = explain(round_up(asked.epsilon), asked.delta, asked.unit, attacks, asked.objection)
     private = asked.objection is None
     values = {
         "private": private,
@@ -110,6 +111,11 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
     }
     if (records := arguments.records_per_person) is None or not private:
         return values, text
+    if asked.unit != RECORD:
+        raise PlanError(
+            f"--records-per-person counts records, but this run protects {asked.unit}, however many records that has; "
+            "its certificate has the rows for a person with several units"
+        )
     if asked.correlated:
         raise PlanError("--records-per-person: with correlated noise nothing is proved for several records of a person")
     if asked.events is None:
@@ -136,6 +142,7 @@ class Asked(NamedTuple):
     events: list[Event] | None
     holds_for: str
     correlated: bool = False
+    unit: str = RECORD
 
 
 def _asked(arguments: argparse.Namespace) -> Asked:
@@ -168,7 +175,8 @@ def _of_run(arguments: argparse.Namespace) -> Asked:
     events, holds_for = claimed_events(history, finished=verdict.claimed is not None)
     objection = printable(verdict.objection) if verdict.objection else None
     correlated = any(plan.bands > 1 for plan in history.plans.values())
-    return Asked(spent, history.claimed_delta(), objection, events, holds_for, correlated)
+    unit = unit_in_words(history.unit)
+    return Asked(spent, history.claimed_delta(), objection, events, holds_for, correlated, unit)
 
 
 def _shown(found: dict[str, Any], delta: float) -> str:

@@ -44,8 +44,9 @@ from murmuration.accounting.ledger.lines import (
 )  # fmt: skip
 from murmuration.accounting.ledger.norm_trail import NormTrail
 from murmuration.accounting.ledger.warm_start_origin import Origin
-from murmuration.accounting.plan import ADJACENCY, UNIT, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.typed import read
+from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
 NOT_AFTER_FINISH = (
     "plan", "nonprivate", "origin", "public", "store", "curves", "segment", "open", "commit", "finish",
@@ -146,8 +147,10 @@ class History:
             raise ValueError(f"phase {phase} has a plan already, and a plan is frozen")
         if phase in self.nonprivate:
             raise ValueError(f"phase {phase} was non-private before, so it cannot become private")
-        if (plan.unit, plan.adjacency) != (UNIT, ADJACENCY):
+        if (plan.unit, plan.adjacency) != (unit_in_words(plan.units), adjacency_in_words(plan.units)):
             raise ValueError(f"the plan promises something for {plan.unit!r} and neighbours {plan.adjacency!r}")
+        if other := next((known.unit for known in self.plans.values() if known.unit != plan.unit), None):
+            raise ValueError(f"the plan protects {plan.unit}, but an earlier phase protects {other}: no one claim")
         Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.participations)  # refused if it is no mechanism
         if self.opened:
             self.late_plans.append(phase)
@@ -270,6 +273,11 @@ class History:
     @property
     def run_id(self) -> str:
         return self.ids[-1]
+
+    @property
+    def unit(self) -> Unit | None:
+        """What every plan protects, with the first plan's number of rows; None: a record."""
+        return next((plan.units for plan in self.plans.values()), None)
 
     @property
     def keyed(self) -> bool:

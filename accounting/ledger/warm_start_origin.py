@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from murmuration.accounting.typed import CLOSED
+from murmuration.accounting.unit import RECORD
 
 
 @dataclass(frozen=True)
@@ -20,18 +21,29 @@ class Origin:
     """Its budget."""
     delta: float
     protected: tuple[str, ...]
+    unit: str | None = None
+    """What its promise is about, in words; None: a record."""
 
     def __post_init__(self) -> None:
         if not (self.epsilon >= 0 and 0 <= self.delta < 1):
             raise ValueError(f"epsilon = {self.epsilon} with delta = {self.delta} is no promise of an earlier run")
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"protected": list(self.protected)}
+        fields = asdict(self) | {"protected": list(self.protected)}
+        if self.unit is None:  # as in ledgers from before there were other units
+            del fields["unit"]
+        return fields
 
-    def deviation(self) -> str:
-        """The sentence that a certificate must contain about it."""
+    def deviation(self, unit: str = RECORD) -> str:
+        """The sentences that a certificate must contain about it; `unit`: what the certificate is about, in words."""
+        theirs = "" if self.unit is None else f" for {self.unit}"
+        together = (
+            "is promised no more than the sum of both"
+            if unit == (self.unit or RECORD)
+            else f"is promised nothing by both together, since this run protects {unit}"
+        )
         return (
             f"The weights began from those of run {self.run!r}, which promised (epsilon = {self.epsilon:g}, delta = "
-            f"{self.delta:.3g}) on records of its own. Whoever has records there, too, in whichever set of them, is "
-            "promised no more than the sum of both."
+            f"{self.delta:.3g}){theirs} on records of its own. Whoever has records there, too, in whichever set of "
+            f"them, {together}."
         )

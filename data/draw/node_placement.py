@@ -15,7 +15,10 @@ import numpy as np
 
 from murmuration.data.draw.micro_batch import EMPTY, row_count, slots
 from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.index.units import UnitTable
 from murmuration.data.store.place import RecordIndex, ShardError
+
+_AT_ONCE = 1 << 22  # records
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +74,28 @@ def place(names: Sequence[str], ends: np.ndarray, holdings: Sequence[np.ndarray]
         owner = min(able, key=lambda group: ((loads[group] + int(sizes[shard])) / len(ranks[group]), group))
         owners[shard], loads[owner] = owner, loads[owner] + int(sizes[shard])
     return Placement(np.asarray(ends, dtype=np.int64), owners, tuple(ranks))
+
+
+def place_units(
+    names: Sequence[str], ends: np.ndarray, holdings: Sequence[np.ndarray], units: UnitTable
+) -> Placement:  # fmt: skip
+    """The same for units of several records: a unit is computed where its first record lies, so all of its other
+    records must lie there, too. Nothing is read from another node."""
+    first = units.first_records()
+    own = place(names, np.searchsorted(first, ends), holdings)
+    held = np.array(holdings, dtype=bool)[[group[0] for group in own.groups]]
+    shards = np.searchsorted(ends, np.arange(units.records), side="right")
+    begun = shards[first]
+    for start in range(0, units.records, _AT_ONCE):
+        there = shards[start : start + _AT_ONCE]
+        at_home = own.owners[begun[units.units_at(start, len(there))]]
+        if len(lost := np.flatnonzero(~held[at_home, there])):
+            raise ShardError(
+                f"{names[int(there[lost[0]])]} holds records of a unit that begins in a shard of another node, and a "
+                "unit is computed on one node; copy the shards so that a node has all records of its units, or pack "
+                "the records in the order of their units"
+            )
+    return own
 
 
 def on_this_node(index: RecordIndex, folder: str) -> ShardIndex:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,15 @@ from murmuration.data.index.format import (
 )
 from murmuration.data.index.kept_census import Names, read_census, write_census
 from murmuration.data.index.scan import Scan, Stamp, check_stats, scan, stamp_of
+from murmuration.data.index.units import (
+    DIGEST_BYTES,
+    Missing,
+    as_rows,
+    known_digests,
+    pattern_of,
+    unit_named,
+    write_units,
+)
 from murmuration.data.store.index_files import cannot_write, index_file, make_folder, open_npy, read_json
 from murmuration.data.store.place import Place, Shard, ShardError, join
 from murmuration.data.store.retry import until_hopeless
@@ -59,6 +69,7 @@ class Noted:
     row: int | None = None
     census: Census | None = None  # set for a shard that was read since the last complete index
     names: Names | None = None  # what that index kept of the census of one that was not
+    units: bool = False  # whether the hashes of its records' units lie beside its offsets
 
     def kept(self) -> Names | None:
         return self.names if self.census is None else Names.of(self.census)
@@ -70,6 +81,8 @@ class WorkArea:
 
     folder: Path
     root: Place
+    unit: str | None = None
+    """What units are named by, if there are any."""
 
     def place(self, name: str) -> Place:
         return join(self.root, name)
@@ -83,17 +96,23 @@ class WorkArea:
         head = {"place": str(self.place(name)), "stamp": scan.stamp, "shard": asdict(shard)}
         if scan.census is not None:
             head["census"] = scan.census.facts()
+        if scan.units is not None:
+            head["units"] = {"by": self.unit, "sha256": hashlib.sha256(scan.units).hexdigest()}
         # Readable only by its owner: the names of records' members are private.
         with index_file(self._file(name), 0o600) as file:
-            file.write(json.dumps(head).encode() + b"\n" + scan.offsets.tobytes())
-        return Noted(shard, scan.stamp, census=scan.census)
+            file.write(json.dumps(head).encode() + b"\n" + scan.offsets.tobytes() + (scan.units or b""))
+        return Noted(shard, scan.stamp, census=scan.census, units=scan.units is not None)
 
-    def read(self, name: str) -> tuple[Noted, np.ndarray] | None:
-        """The noted result and its offsets; None if it is missing, incomplete or about another place."""
+    def read(self, name: str) -> tuple[Noted, np.ndarray, bytes] | None:
+        """The noted result, its offsets, and the hashes of its units; None if it is missing, incomplete, about another
+        place or about other units."""
         try:
             head, _, raw = self._file(name).read_bytes().partition(b"\n")
             facts = parse(head)
             shard = shard_of(facts["shard"])
+            raw, column = raw[: 8 * (shard.records + 1)], raw[8 * (shard.records + 1) :]
+            if not self._same_units(facts.get("units"), shard.records, column):
+                return None
             if facts["place"] != str(self.place(name)) or hashlib.sha256(raw).hexdigest() != shard.offsets_sha256:
                 return None
             offsets = np.frombuffer(raw, dtype="<u8")
@@ -101,9 +120,15 @@ class WorkArea:
                 return None
             stamp = tuple(facts["stamp"]) if facts["stamp"] else None
             census = Census.of_facts(facts["census"]) if "census" in facts else None
-            return Noted(shard, stamp, census=census), offsets
+            return Noted(shard, stamp, census=census, units=bool(column)), offsets, column
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    def _same_units(self, facts: Any, records: int, column: bytes) -> bool:
+        if self.unit is None or facts is None:
+            return self.unit is None and facts is None and not column
+        whole = len(column) == DIGEST_BYTES * records and facts["sha256"] == hashlib.sha256(column).hexdigest()
+        return whole and facts["by"] == self.unit
 
     def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -118,7 +143,9 @@ class Known:
     def __init__(self, target: Path, work: WorkArea) -> None:
         self._work = work
         self._indexed: dict[str, Noted] = {}
+        self._first_record: dict[str, int] = {}
         self._rows: np.ndarray | None = None
+        self._units: np.ndarray | None = None
         try:
             manifest = read_manifest(target)
             stamps = read_json(target / STAMPS)
@@ -128,13 +155,18 @@ class Known:
         if manifest.kind != SHARDS or rows.dtype != np.dtype("<u8") or rows.ndim != 1 or not isinstance(stamps, dict):
             return
         self._rows = rows
+        digest = digest_of(SHARDS, manifest.shards)
+        if work.unit is not None:
+            self._units = known_digests(target, digest, manifest.records, work.unit)
         root = Path(os.path.realpath(manifest.root)) if isinstance(manifest.root, Path) else manifest.root
-        names = read_census(target, digest_of(SHARDS, manifest.shards), len(manifest.shards))
+        names = read_census(target, digest, len(manifest.shards))
         row = 0
-        for shard, kept in zip(manifest.shards, names, strict=True):
+        for number, (shard, kept) in enumerate(zip(manifest.shards, names, strict=True)):
             place = str(join(root, shard.name))
             if isinstance(stamps.get(place), list):
-                self._indexed[place] = Noted(shard, tuple(stamps[place]), row, names=kept)
+                units = self._units is not None
+                self._indexed[place] = Noted(shard, tuple(stamps[place]), row, names=kept, units=units)
+                self._first_record[place] = row - number
             row += shard.records + 1
 
     def look_up(self, names: Sequence[str], *, without_content: bool) -> list[Noted | None]:
@@ -154,11 +186,23 @@ class Known:
         assert self._rows is not None
         return np.asarray(self._rows[noted.row : noted.row + noted.shard.records + 1])
 
+    def units(self, noted: Noted) -> np.ndarray:
+        """The hashes of the units of a shard's records."""
+        if noted.row is None:
+            found = self._work.read(noted.shard.name)
+            if found is None or found[0].shard != noted.shard:
+                raise ShardError(f"{self._work.folder}: changed while the index was written; repeat the command")
+            return as_rows(found[2])
+        assert self._units is not None
+        first = self._first_record[str(self._work.place(noted.shard.name))]
+        return np.asarray(self._units[first : first + noted.shard.records])
+
     def _find(self, name: str, without_content: bool) -> Noted | None:
         found = self._work.read(name)
         indexed = self._indexed.get(str(self._work.place(name)))
         candidates = [found[0] if found else None, indexed if indexed and self._whole(indexed) else None]
         usable = [each for each in candidates if each and each.stamp and (each.shard.sha256 or without_content)]
+        usable = [each for each in usable if each.units or self._work.unit is None]
         now = self._stamp(name) if usable else None
         fitting = next((each for each in usable if each.stamp == now), None)
         if fitting is None:
@@ -194,12 +238,16 @@ _NAMED = 3  # the most shards that a remark names
 
 @dataclass(frozen=True)
 class Wanted:
-    """How to index: `trust_sidecars` avoids reading the shards, `rescan` trusts no earlier result."""
+    """How to index: `trust_sidecars` avoids reading the shards, `rescan` trusts no earlier result; `unit`: what units
+    of several records are named by (units.py), and `missing` what becomes of records without that name. An index that
+    has units keeps them where none are named."""
 
     trust_sidecars: bool = False
     write_sidecars: bool = False
     rescan: bool = False
     workers: int | None = None
+    unit: str | None = None
+    missing: Missing = "refuse"
 
 
 def write_index(root: Place, names: Sequence[str], target: Path, wanted: Wanted, progress: Report, tell: Tell) -> int:
@@ -211,7 +259,8 @@ def write_index(root: Place, names: Sequence[str], target: Path, wanted: Wanted,
         raise ShardError(f"{root}: sidecars cannot be written beside remote shards; omit --energon")
     make_folder(target)
     with _only_one(target):
-        work = WorkArea(target / WORK, root)
+        wanted = _with_units(wanted, target)
+        work = WorkArea(target / WORK, root, wanted.unit)
         if wanted.rescan:
             work.clear()
             (target / STAMPS).unlink(missing_ok=True)
@@ -235,6 +284,17 @@ def write_index(root: Place, names: Sequence[str], target: Path, wanted: Wanted,
             tell(sentence)
         work.clear()
     return len(missing)
+
+
+def _with_units(wanted: Wanted, target: Path) -> Wanted:
+    """What is wanted, with the units that the index had unless others are named; refused before anything is read."""
+    if wanted.unit is None and (kept := unit_named(target)) is not None:
+        wanted = replace(wanted, unit=kept[0], missing=kept[1])
+    if wanted.unit is not None:
+        pattern_of(wanted.unit)
+        if wanted.trust_sidecars:
+            raise ShardError(f"{target}: --trust-idx reads no record, so it finds no units; leave one of them out")
+    return wanted
 
 
 @contextmanager
@@ -297,7 +357,7 @@ def _scan_one(work: WorkArea, name: str, wanted: Wanted) -> Noted | ShardError:
     place = work.place(name)
     try:
         trusting = wanted.trust_sidecars and isinstance(place, Path) and sidecar(place).is_file()
-        found = trusted_scan(place) if trusting and isinstance(place, Path) else scan(place)
+        found = trusted_scan(place) if trusting and isinstance(place, Path) else scan(place, work.unit)
         _ask_witnesses(place, found.offsets, wanted)
     except ShardError as error:
         return error
@@ -326,6 +386,9 @@ def _assemble(work: WorkArea, known: Known, found: Sequence[Noted], target: Path
     stamps = {str(work.place(noted.shard.name)): noted.stamp for noted in found if noted.stamp}
     with index_file(target / STAMPS) as file:
         file.write(json.dumps(stamps).encode())
+    if wanted.unit is not None:
+        columns, records = map(known.units, found), sum(shard.records for shard in shards)
+        write_units(target, digest_of(SHARDS, shards), wanted.unit, wanted.missing, columns, records)
     return unclear
 
 

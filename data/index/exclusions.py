@@ -36,6 +36,8 @@ class Exclusions:
     against: tuple[str, ...] = ()
     distance: int = 0
     reason: str = ""
+    unit: str = ""
+    """What the units are named by whose records are excluded together; empty if each record is on its own merits."""
 
     def __post_init__(self) -> None:
         if self.ids.dtype != np.uint64 or self.ids.ndim != 1 or np.any(self.ids[1:] <= self.ids[:-1]):
@@ -51,7 +53,7 @@ class Exclusions:
         target = Path(folder)
         with index_file(target / IDS, 0o600) as file:
             np.save(file, self.ids.astype("<u8"))
-        facts = {
+        facts: dict[str, Any] = {
             "format": FORMAT,
             "manifest_digest": self.manifest_digest,
             "records": len(self.ids),
@@ -60,6 +62,8 @@ class Exclusions:
             "distance": self.distance,
             "reason": self.reason,
         }
+        if self.unit:
+            facts["unit"] = self.unit
         with index_file(target / FACTS, 0o600) as file:
             file.write(json.dumps(facts, indent=1).encode() + b"\n")
 
@@ -81,6 +85,7 @@ class Exclusions:
                 tuple(facts["against"]),
                 int(facts["distance"]),
                 str(facts["reason"]),
+                str(facts.get("unit", "")),
             )
             damaged = facts["ids_sha256"] != found.digest or facts["format"] != FORMAT
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:

@@ -36,9 +36,10 @@ from murmuration.data.index.format import (
     write_manifest,
 )
 from murmuration.data.index.salt import SALT, make_salt
+from murmuration.data.index.units import Missing, as_rows, pattern_of, unit_named, unit_of_key, write_units
 from murmuration.data.store.index_files import cannot_write, index_file, make_folder, open_npy
 from murmuration.data.store.place import Place, Shard, ShardError
-from murmuration.data.store.tar import shown
+from murmuration.data.store.tar import shown, split_name
 
 # Which files of a folder are records, in which order, and of which class.
 #
@@ -196,38 +197,68 @@ def build_folder(
     rule: Rule = "auto",
     contents: bool = False,
     refuse_twins: bool = False,
+    unit: str | None = None,
+    missing: Missing = "refuse",
     progress: Callable[[int, int], None] | None = None,
 ) -> FolderIndex:
     """Index the images below `folder` into `target` (default: `<folder>.index`).
 
-    `refuse_twins` refuses two files of equal content and implies `contents`.
+    `refuse_twins` refuses two files of equal content and implies `contents`. `unit` and `missing` as in the index of
+    shards; a picture's key is its path below the folder.
     """
     root = Path(os.path.realpath(folder))
     out = Path(os.path.realpath(target)) if target is not None else root.with_name(root.name + BESIDE)
+    unit, missing = _unit_by_path(unit, missing, out)
     files, labelled = list_images(root, rule)
     paths = [root / os.fsdecode(file.name) for file in files]
     digests = _hash_all(paths, progress or (lambda done, total: None)) if contents or refuse_twins else None
     if refuse_twins and digests is not None:
         _refuse_twins(paths, digests)
-    rows = np.zeros(len(files), dtype=_ROW)
-    rows["end"] = np.cumsum([len(file.name) for file in files])
-    rows["size"] = [file.size for file in files]
     make_folder(out)
-    (out / DIGESTS).unlink(missing_ok=True)
-    with index_file(out / NAMES) as file:
-        file.write(b"".join(image.name for image in files))
-    with index_file(out / ROWS) as file:
-        np.save(file, rows)
-    if digests is not None:
-        with index_file(out / DIGESTS) as file:
-            np.save(file, digests)
+    _write_columns(out, files, digests)
     shards = list(_classes(files, digests))
     write_manifest(out, FILES, root, shards, {"labelled": labelled, "contents": digests is not None})
+    if unit is not None:
+        write_units(out, digest_of(FILES, shards), unit, missing, _units_of(files, unit), len(files))
     try:
         make_salt(out, root.with_name(root.name + BESIDE))
     except OSError as error:
         raise cannot_write(out / SALT, error) from error
     return FolderIndex.open(out)
+
+
+def _unit_by_path(unit: str | None, missing: Missing, out: Path) -> tuple[str | None, Missing]:
+    """The unit that is asked for, or else the one that the index had."""
+    if unit is None and (kept := unit_named(out)) is not None:
+        unit, missing = kept
+    if unit is not None and pattern_of(unit) is None:
+        raise ShardError(
+            f"--unit {unit}: single images have no .json with such a field; name a pattern of their paths, such as "
+            "--unit 'key:[^_]+', or pack them with the table that names it: prepare.py pack --unit"
+        )
+    return unit, missing
+
+
+def _write_columns(target: Path, files: list[ImageFile], digests: np.ndarray | None) -> None:
+    rows = np.zeros(len(files), dtype=_ROW)
+    rows["end"] = np.cumsum([len(file.name) for file in files])
+    rows["size"] = [file.size for file in files]
+    (target / DIGESTS).unlink(missing_ok=True)
+    with index_file(target / NAMES) as file:
+        file.write(b"".join(image.name for image in files))
+    with index_file(target / ROWS) as file:
+        np.save(file, rows)
+    if digests is not None:
+        with index_file(target / DIGESTS) as file:
+            np.save(file, digests)
+
+
+def _units_of(files: list[ImageFile], unit: str) -> Iterator[np.ndarray]:
+    pattern = pattern_of(unit)
+    assert pattern is not None
+    for file in files:
+        name = os.fsdecode(file.name)
+        yield as_rows(unit_of_key(pattern, (split_name(name) or (name, ""))[0]))
 
 
 def _classes(files: list[ImageFile], digests: np.ndarray | None) -> Iterator[Shard]:
@@ -329,6 +360,11 @@ class FolderIndex:
     def excluded_digest(self) -> str:
         """SHA-256 of the list of excluded records; empty if none is excluded. Private."""
         return self._kept.excluded_digest
+
+    @property
+    def excluded_by(self) -> str:
+        """What the units are named by whose records are excluded together; empty if records are on their own."""
+        return self._kept.excluded_by
 
     @property
     def pinned(self) -> bool:

@@ -150,6 +150,7 @@ class Kept:
         listed = excluded is not None and handling != "ignored"
         self._ids = excluded.ids.astype(np.int64) if excluded is not None and listed else np.zeros(0, dtype=np.int64)
         self.excluded_digest = excluded.digest if excluded is not None and len(self._ids) else ""
+        self.excluded_by = excluded.unit if excluded is not None and listed else ""
         self._total, self._dense = total, handling == "skipped"
         self.records = total - len(self._ids) if self._dense else total
         if not self.records:

@@ -37,6 +37,12 @@ def ledger_digests(index: RecordIndex, *, public: bool, keyed: bool = True) -> t
     return _keyed(salt, "records", index.manifest_digest), excluded
 
 
+def ledger_digest_of(index: RecordIndex, digest: str, *, public: bool, keyed: bool = True) -> str:
+    """The digest by which a ledger names the table of units of these records."""
+    salt = _salt(index, public) if keyed else None
+    return digest if salt is None else _keyed(salt, "units", digest)
+
+
 def every_ledger_digest(index: RecordIndex) -> frozenset[str]:
     """All digests by which a ledger may know these records, including those from before there were salts."""
     bare = {index.manifest_digest}

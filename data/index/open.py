@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.format import FILES, FOLDER, MANIFEST, Handling, find, mend, read_manifest
 from murmuration.data.index.shard_index import ShardIndex, expand
+from murmuration.data.index.units import UnitTable, read_units
 from murmuration.data.store.place import RecordIndex, ShardError, is_url
 
 
@@ -49,6 +51,22 @@ def _built(root: Path, pattern: str | os.PathLike[str]) -> Path:
 
 def _quoted(pattern: str | os.PathLike[str]) -> str:
     return f"'{os.fspath(pattern)}'"
+
+
+def open_units(index: RecordIndex, by: str) -> UnitTable:
+    """The table of the units of a whole index, which must be named by `by`; ShardError if it has none, or others."""
+    if not isinstance(index, ShardIndex | FolderIndex):
+        raise ShardError("only an index of tar shards or of a folder of images has units")
+    again = f"python launch/prepare.py index {index.root} --unit {shlex.quote(by)}"
+    found = read_units(index.folder, index.manifest_digest, sum(shard.records for shard in index.shards))
+    if found is None:
+        raise ShardError(f"{index.folder}: this index knows no units; make them with: {again}")
+    if found.by != by:
+        raise ShardError(f"{index.folder}: the units of this index are named by {found.by!r}, not by {by!r}; name "
+                         f"those, or make others with: {again}")  # fmt: skip
+    if index.records != found.records:
+        raise ShardError(f"{index.folder}: some records are skipped, so its units would be others; use all of them")
+    return found
 
 
 def is_image_folder(source: str) -> bool:

@@ -23,6 +23,7 @@ from murmuration.data.index.epochs import Shuffle
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.format import BESIDE, FOLDER
 from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.index.units import UnitTable
 from murmuration.data.store.index_files import read_json, write_once
 from murmuration.data.store.place import Place, RecordIndex, Shard, ShardError, join
 
@@ -32,15 +33,31 @@ _NAME = b"murmuration public fraction 1"
 
 class SplitIndex:
     """An index of one part. Record i of the public part is at place i of a shuffled order of all records; the private
-    part begins where the public one ends."""
+    part begins where the public one ends.
 
-    def __init__(self, whole: RecordIndex, fraction: float, public: bool) -> None:
-        shared = public_share(whole.records, fraction)
+    With `units`, the table of the whole index, the same is done with units, and none is cut in two: the records of a
+    part are those of its units, numbered one unit after the other, and its own `units` is the table of them.
+    """
+
+    def __init__(self, whole: RecordIndex, fraction: float, public: bool, units: UnitTable | None = None) -> None:
+        count = whole.records if units is None else units.count
+        shared = public_share(count, fraction, "record" if units is None else "unit")
         self.whole, self.fraction, self.public = whole, fraction, public
-        self.records = shared if public else whole.records - shared
+        self.cut = Cut(count, fraction, None if units is None else units.by)
+        own = shared if public else count - shared
         self._first = 0 if public else shared
-        key = hashlib.sha256(_NAME + str(whole.records).encode()).digest()
-        self._order = Shuffle(whole.records, key)
+        self._order = Shuffle(count, hashlib.sha256(_NAME + str(count).encode()).digest())
+        self._whole_units, self.units = units, None
+        self.records = own
+        if units is not None:
+            self._theirs = np.sort(self._places(np.arange(own)))
+            told = f"{units.digest} {fraction!r} {'public' if public else 'private'}"
+            self.units = units.part(self._theirs, hashlib.sha256(_NAME + told.encode()).hexdigest())
+            self.records = self.units.records
+
+    def of(self, whole: RecordIndex) -> SplitIndex:
+        """The same part of the same records, opened in another way."""
+        return SplitIndex(whole, self.fraction, self.public, self._whole_units)
 
     @property
     def folder(self) -> Path:
@@ -53,6 +70,8 @@ class SplitIndex:
     @property
     def manifest_digest(self) -> str:
         part = f"{self.whole.manifest_digest} {self.fraction!r} {'public' if self.public else 'private'}"
+        if self.units is not None:
+            part += f" {self.units.digest}"
         return hashlib.sha256(_NAME + part.encode()).hexdigest()
 
     @property
@@ -69,7 +88,13 @@ class SplitIndex:
         return int(self.originals(np.array([record]))[0])
 
     def originals(self, records: np.ndarray) -> np.ndarray:
-        return self._order.at((self._first + records).astype(np.uint64)).astype(np.int64)
+        if self.units is None or self._whole_units is None:
+            return self._places(records)
+        return self._whole_units.at(self._theirs, *self.units.within(records))
+
+    def _places(self, numbers: np.ndarray) -> np.ndarray:
+        """The records, or the units, of the whole set that these of the part are."""
+        return self._order.at((self._first + numbers).astype(np.uint64)).astype(np.int64)
 
     def locate(self, record: int) -> tuple[Place, int, int]:
         return self.whole.locate(self.original(record))
@@ -86,10 +111,15 @@ class SplitIndex:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a set is split: its number of records, and the public fraction of them."""
+    """How a set is split: its number of records, and the public fraction of them; or, with `unit`, of units."""
 
     records: int
     fraction: float
+    unit: str | None = None
+
+    @property
+    def things(self) -> str:
+        return "records" if self.unit is None else f"units by {self.unit!r}"
 
     @staticmethod
     def frozen(folder: Path) -> Cut | None:
@@ -97,7 +127,7 @@ class Cut:
         path = folder / FROZEN
         try:
             found = read_json(path)
-            cut = Cut(int(found["records"]), float(found["public_fraction"]))
+            cut = Cut(int(found["records"]), float(found["public_fraction"]), _text_or_none(found.get("unit")))
             if found["format"] != 1 or not 0 < cut.fraction < 1:
                 raise ValueError("its numbers are not a valid split")
         except (FileNotFoundError, NotADirectoryError):
@@ -110,8 +140,15 @@ class Cut:
 
     def freeze(self, folder: Path) -> None:
         """Write the split unless one is already frozen; OSError if it cannot be written."""
-        text = json.dumps({"format": 1, "records": self.records, "public_fraction": self.fraction}) + "\n"
+        facts: dict[str, object] = {"format": 1, "records": self.records, "public_fraction": self.fraction}
+        text = json.dumps(facts if self.unit is None else facts | {"unit": self.unit}) + "\n"
         write_once(folder / FROZEN, text.encode())
+
+
+def _text_or_none(value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError("its unit has no name")
+    return value
 
 
 def index_folders(index: RecordIndex) -> tuple[Path, ...]:
@@ -130,10 +167,10 @@ def _same(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
 
-def public_share(records: int, fraction: float) -> int:
-    """The number of records in the public part; each part has at least one."""
+def public_share(records: int, fraction: float, what: str = "record") -> int:
+    """The number of records, or of units, in the public part; each part has at least one."""
     if records < 2:
-        raise ValueError(f"{records} record cannot be split in two; drop public_fraction")
+        raise ValueError(f"{records} {what} cannot be split in two; drop public_fraction")
     return min(records - 1, max(1, round(records * fraction)))
 
 
@@ -149,6 +186,6 @@ def apart(one: RecordIndex, other: RecordIndex) -> bool:
         isinstance(one, SplitIndex)
         and isinstance(other, SplitIndex)
         and one.whole.manifest_digest == other.whole.manifest_digest
-        and one.fraction == other.fraction
+        and one.cut == other.cut
         and one.public != other.public
     )

@@ -13,6 +13,7 @@ import numpy as np
 
 from murmuration.accounting.strict_json import parse
 from murmuration.data.index.census import Census
+from murmuration.data.index.units import UnitColumn, column_of
 from murmuration.data.store.index_files import open_regular
 from murmuration.data.store.place import Place, ShardError
 from murmuration.data.store.tar import Member, Read, shown, split_name, walk
@@ -35,6 +36,7 @@ class Scan:
     etag: str = ""
     stamp: Stamp | None = None
     census: Census | None = None  # None if the contents were not read
+    units: bytes | None = None  # the hashes of the records' units, if they were asked for
 
     @property
     def records(self) -> int:
@@ -45,19 +47,20 @@ class Scan:
         return hashlib.sha256(self.offsets.tobytes()).hexdigest()
 
 
-def scan(place: Place) -> Scan:
-    """Read the shard once from front to back; raises ShardError on anything doubtful."""
-    return scan_file(place) if isinstance(place, Path) else scan_url(place)
+def scan(place: Place, unit: str | None = None) -> Scan:
+    """Read the shard once from front to back; raises ShardError on anything doubtful. `unit`: what units are named by,
+    if they are to be found."""
+    return scan_file(place, unit) if isinstance(place, Path) else scan_url(place, unit)
 
 
-def scan_file(path: Path) -> Scan:
+def scan_file(path: Path, unit: str | None = None) -> Scan:
     started = time.time_ns()
     try:
         with os.fdopen(open_regular(path), "rb", buffering=0) as file:
             before = os.fstat(file.fileno())
             window = _Window(file.read)
-            census = Census()
-            offsets = record_offsets(window.read, before.st_size, str(path), census)
+            census, column = Census(), column_of(unit)
+            offsets = record_offsets(window.read, before.st_size, str(path), census, column)
             window.drain(before.st_size)
             after = os.fstat(file.fileno())
     except OSError as error:
@@ -65,22 +68,26 @@ def scan_file(path: Path) -> Scan:
     if stamp_of(before) != stamp_of(after) or window.size != before.st_size:
         raise ShardError(f"{path}: changed while it was being indexed; wait until its writer is done")
     stamp = stamp_of(after) if settled(after, started) else None
-    return Scan(offsets, before.st_size, window.sha256, stamp=stamp, census=census)
+    return Scan(offsets, before.st_size, window.sha256, stamp=stamp, census=census, units=_found(column))
 
 
-def scan_url(url: str) -> Scan:
+def scan_url(url: str, unit: str | None = None) -> Scan:
     from murmuration.data.store.remote import open_shard
 
     with open_shard(url) as stream:
         window = _Window(stream.read)
-        census = Census()
-        offsets = record_offsets(window.read, stream.size, url, census)
+        census, column = Census(), column_of(unit)
+        offsets = record_offsets(window.read, stream.size, url, census, column)
         window.drain(stream.size)
     if window.size != stream.size:
         raise ShardError(f"{url}: {window.size} bytes came, {stream.size} were announced; fetch it again")
     # Without an ETag nothing reveals a later change that keeps the size.
     stamp = (stream.size, stream.etag) if stream.etag else None
-    return Scan(offsets, stream.size, window.sha256, stream.etag or "", stamp, census)
+    return Scan(offsets, stream.size, window.sha256, stream.etag or "", stamp, census, _found(column))
+
+
+def _found(column: UnitColumn | None) -> bytes | None:
+    return None if column is None else bytes(column.found)
 
 
 def stamp_of(stat: os.stat_result) -> Stamp:
@@ -133,10 +140,12 @@ class _Window:
         return bool(chunk)
 
 
-def record_offsets(read: Read, size: int, what: str, census: Census) -> np.ndarray:
+def record_offsets(
+    read: Read, size: int, what: str, census: Census, units: UnitColumn | None = None
+) -> np.ndarray:  # fmt: skip
     """The start of every record and then the end of the last member: exactly the content of Energon's .tar.idx.
 
-    `census` counts the members found.
+    `census` counts the members found; `units` notes whose records they are.
     """
     starts: list[int] = []
     key, suffixes, end = None, set[str](), 0
@@ -160,11 +169,15 @@ def record_offsets(read: Read, size: int, what: str, census: Census) -> np.ndarr
                 )
             seen.add(key)
             starts.append(member.start)
+            if units is not None:
+                units.begin(key)
         if parts[1] in suffixes:
             raise ShardError(f"{what}: '{shown(member.name)}' occurs twice; rewrite the shard")
         suffixes.add(parts[1])
         if census.wants(parts[1], member.size):
             census.look_into(read(member.data, member.size))
+        if units is not None and units.wants(parts[1], member.size):
+            units.look_into(read(member.data, member.size))
     census.count(suffixes)
     return np.array([*starts, end], dtype="<u8")
 

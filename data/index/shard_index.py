@@ -182,6 +182,11 @@ class ShardIndex:
         """SHA-256 of the list of excluded records; empty if none is excluded. Private."""
         return self._kept.excluded_digest
 
+    @property
+    def excluded_by(self) -> str:
+        """What the units are named by whose records are excluded together; empty if records are on their own."""
+        return self._kept.excluded_by
+
     def left_out(self, record: int) -> bool:
         return self._kept.left_out(record)
 

@@ -9,6 +9,10 @@ Which set may be filtered by which is a question of privacy, and most directions
   the presence of one person's record decides about another person's, so one additional record can change several, or
   replace one gradient by another: the noise is sized for one (Debenedetti et al., arXiv 2309.05610).
 
+Where the unit of the promise has several records, all of them may be excluded with any of them (`by_unit`): the
+decision about a unit then follows from that unit alone. It couples its records, so a run that protects single records
+refuses such a list.
+
 An excluded record keeps its place: it is drawn like any other and contributes nothing, so n stays that of the index.
 """
 
@@ -20,8 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from murmuration.data.index.exclusions import Exclusions
-from murmuration.data.index.open import open_index
+from murmuration.data.index.open import open_index, open_units
 from murmuration.data.index.shard_index import shared_shard
+from murmuration.data.index.units import unit_named
 from murmuration.data.overlap.hash_store import Hashes, hash_index
 from murmuration.data.overlap.phash import hamming
 from murmuration.data.store.place import RecordIndex, ShardError
@@ -46,24 +51,35 @@ def exclude_overlaps(
     progress: Callable[[str], Meter],
     runs_on: Callable[[Path], Sequence[str]],
     crops: bool = True,
+    by_unit: bool = False,
 ) -> Exclusions:
-    """Hash, compare, and write the list beside the private index. `runs_on` names the private runs on an index."""
+    """Hash, compare, and write the list beside the private index. `runs_on` names the private runs on an index.
+    `by_unit`: all records of a unit are excluded with any of them."""
     if not 0 <= distance <= MOST_DISTANCE:
         raise ValueError(f"--distance {distance}: choose 0 (equal hashes) to {MOST_DISTANCE} bits")
     ours = open_index(private, excluded="ignored")
     theirs = [open_index(each, excluded="ignored") for each in against]
     refuse_leaks(ours, theirs, runs_on)
+    units = open_units(ours, _unit_of(ours)) if by_unit else None
     known = [hash_index(each, workers, progress(f"hashing {each.folder.parent.name}")) for each in theirs]
     mine = hash_index(ours, workers, progress("hashing the private records"))
     found = overlapping(mine, known, distance, crops, progress("comparing"))
+    if units is not None:
+        found = units.records_of_all(units.units_of(found.astype(np.int64))).astype(np.uint64)
     if len(found) == ours.records:
         raise ShardError(f"{ours.folder}: every record looks like one of the others; there is nothing left to train on")
     names = tuple(f"{each.folder.parent.name} (manifest {each.manifest_digest})" for each in theirs)
     reason = "perceptual hash within the distance of a record of these sets"
     reason += ", or of a window that a crop of up to 10 % leaves" if crops else ""
-    exclusions = Exclusions(ours.manifest_digest, found, names, distance, reason)
+    exclusions = Exclusions(ours.manifest_digest, found, names, distance, reason, "" if units is None else units.by)
     exclusions.write(ours.folder)
     return exclusions
+
+
+def _unit_of(index: RecordIndex) -> str:
+    if (named := unit_named(index.folder)) is None:
+        raise ShardError(f"{index.folder}: this index knows no units; index it again with --unit, or omit --by-unit")
+    return named[0]
 
 
 def refuse_leaks(

@@ -29,7 +29,7 @@ from murmuration.data.decode.decode import BadRecord
 from murmuration.data.decode.fields import CAPTIONS
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
-from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.pack.dicom import Window, as_png, is_dicom
 from murmuration.data.pack.plan import Labels, Plan, Planned, settle
 from murmuration.data.pack.row import MISSING, UNDECODABLE, BadPicture, Fault, Layout, PackError
@@ -214,7 +214,7 @@ class _Packer:
         faults = [fault for number in range(self._shards(part)) for fault in read_json(self._notes(part, number))]
         if len(faults) == self._counts[part]:
             raise _nothing(iter([Fault(**fault) for fault in faults]))
-        index = build(folder)
+        index = build(folder, wanted=Wanted(unit=self._request.unit))
         if self._labels.names:
             with index_file(folder / CLASSES) as file:
                 file.write("".join(f"{name}\n" for name in self._labels.names).encode())

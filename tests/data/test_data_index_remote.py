@@ -15,7 +15,7 @@ from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.place import ShardError
 
 
-class _Quiet(SimpleHTTPRequestHandler):
+class Quiet(SimpleHTTPRequestHandler):
     """Serves ranges, an ETag that follows the content, and says nothing."""
 
     def log_message(self, format: str, *args: object) -> None:
@@ -44,7 +44,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 def test_remote_shards_give_the_same_index(small_set: ShardIndex, tmp_path: Path) -> None:
     folder = small_set.folder.parent
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder)))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         root = f"http://127.0.0.1:{server.server_port}"

@@ -21,6 +21,7 @@ from webdataset.writer import TarWriter
 from murmuration.data.batch.shard_reader import ShardReader
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.index.exclusions import FACTS, IDS
+from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.overlap.exclude import LeakError, exclude_overlaps, overlapping
 from murmuration.data.overlap.hash_store import FOLDER, Hashes, hash_index
@@ -333,3 +334,20 @@ def test_hashing_goes_on_after_a_kill(tmp_path: Path, write_tar: TarMaker, stran
     start: list[int] = []
     assert len(hash_index(ShardIndex.open(private), 1, lambda done, total: start.append(done)).values) == 49
     assert start[0] == 0
+
+
+def test_units_are_excluded_whole(two_sets: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Records 6 and 7 look like public ones; 4 to 7 are one unit, the others one each."""
+    private, public = two_sets
+    unit = "key:00000(?=[4567])"
+    command = ["overlap", "--private", str(private), "--against", str(public), "--workers", "1"]
+    assert prepare.main([*command, "--by-unit"]) == 2 and "knows no units" in capsys.readouterr().err
+    assert prepare.main(["index", str(private), "--unit", unit, "--unit-missing", "own"]) == 0
+    assert open_units(ShardIndex.open(private), unit).count == 5
+    assert prepare.main(command) == 0
+    index = ShardIndex.open(private)
+    assert index.excluded_by == "" and [index.left_out(n) for n in range(8)] == [False] * 6 + [True] * 2
+    assert prepare.main([*command, "--by-unit"]) == 0
+    index = ShardIndex.open(private)
+    assert index.excluded_by == unit and [index.left_out(n) for n in range(8)] == [False] * 4 + [True] * 4
+    assert open_units(index, unit).count == 5, "n stays"

@@ -24,6 +24,7 @@ import webdataset
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.pack.plan import Plan
 from murmuration.data.pack.row import BadPicture, Fault, Row
@@ -210,7 +211,9 @@ def test_units_stay_whole_when_some_are_held_out(pictures: Path, tmp_path: Path,
     ]
     assert sides[0] and sides[1] and not sides[0] & sides[1] and len(sides[0] | sides[1]) == 6
     assert len(records(tmp_path / "out")) + len(records(tmp_path / "out-held-out")) == 12
-    assert "6 units" in said and "still count records, not units" in said
+    assert "6 units" in said and "with data.unit = 'patient_id' a run protects units" in said
+    known = [open_units(ShardIndex.open(tmp_path / name), "patient_id") for name in ("out", "out-held-out")]
+    assert [units.count for units in known] == [len(side) for side in sides], "the indexes know them"
     assert {each["cls"] for each in records(tmp_path / "out")} <= {str(n).encode() for n in range(6)}
     assert not (tmp_path / "out" / "classes.txt").exists(), "numbers are kept"
     # More rows move nobody to the other side, and without a unit the images are split.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from murmuration.train.config.root import ZeroOptimization
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.deepspeed_zero import DeepSpeedEngine, start_ranks
 from murmuration.train.engines.forward import PrivateForward
+from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.private import Computation, clipping_engine
 from tests.support.answering import answer
@@ -57,9 +59,9 @@ def one_step(
         for offset in (0, MICRO_BATCH):
             engine.accumulate(rows_of(np.arange(start + offset, start + offset + MICRO_BATCH) % PLAN.records))
         if getattr(engine, "poison", False):
-            engine._forward.sums.totals["cls_token" if "cls_token" in engine.shapes else next(iter(engine.shapes))][
-                ..., 0
-            ] = float("nan")  # pyright: ignore
+            sums = engine._forward.sums
+            totals = sums._window.totals if stage == 3 else sums.totals
+            totals["cls_token" if "cls_token" in engine.shapes else next(iter(engine.shapes))][..., 0] = float("nan")
         engine.update(NoisyUpdate(noise(), 1), 1e-3)
     finally:
         engine.close()
@@ -70,6 +72,7 @@ def collectives(ranks, stage: int) -> dict[str, dict[str, int]]:
     said: Counter[str] = Counter()
     names = [
         "all_reduce",
+        "all_to_all_single",
         "reduce",
         "reduce_scatter_tensor",
         "_reduce_scatter_base",
@@ -119,6 +122,35 @@ def poisoned(engine: DeepSpeedEngine) -> None:
     engine.poison = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def in_the_other_order(engine: DeepSpeedEngine) -> None:
+    """Ranks take each other's shards for their own, and so does what proves the sums."""
+    ranks, layout = engine.ranks, {}
+    for flat, parts in engine._layout.values():
+        of_other = {part.name: part for part in ranks.gather(parts)[1 - ranks.rank]}
+        layout[id(flat)] = (flat, [replace(of_other[part.name], position=part.position) for part in parts])
+    engine._layout = layout
+    fragments = [part for _, parts in layout.values() for part in parts]
+    engine._forward.sums = ShardedSums(engine.shapes, fragments, ranks, MICRO_BATCH)
+
+
+def sent_from_elsewhere(engine: DeepSpeedEngine) -> None:
+    """Every rank sends what lies one element beside the other's shard."""
+    for parcel in engine._forward.sharded_sums._parcels:  # pyright: ignore[reportAttributeAccessIssue]
+        first, *_ = parcel.stretches
+        parcel.stretches[0] = slice(first.start + 1, first.stop + 1)
+
+
+def added_twice(engine: DeepSpeedEngine) -> None:
+    sums: Any = engine._forward.sharded_sums  # pyright: ignore[reportAttributeAccessIssue]
+    real = sums._take
+    sums._take = lambda parts, start: (real(parts, start), real(parts, start))
+
+
+def last_window_lost(engine: DeepSpeedEngine) -> None:
+    sums: Any = engine._forward.sharded_sums  # pyright: ignore[reportAttributeAccessIssue]
+    sums.send = lambda: None
+
+
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "honest at 1": (1, {}, {}),
     "honest at 3": (3, {}, {}),
@@ -136,7 +168,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "bf16 parameters": (1, {}, {"dtype": torch.bfloat16}),
     "NaN in the sum at 0": (0, {}, {"change": poisoned}),
     "NaN in the sum at 1, step skipped": (1, {}, {"change": poisoned}),
-    "NaN in the sum at 3, step skipped": (3, {}, {"change": poisoned}),
+    "NaN in the sum at 3": (3, {}, {"change": poisoned}),
+    "shards exchanged at 3": (3, {}, {"change": in_the_other_order}),
+    "wrong slices of a window at 3": (3, {}, {"change": sent_from_elsewhere}),
+    "a window added twice at 3": (3, {}, {"change": added_twice}),
+    "last window lost at 3": (3, {}, {"change": last_window_lost}),
 }  # fmt: skip
 
 

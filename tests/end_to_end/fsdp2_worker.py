@@ -7,7 +7,7 @@ two places, and frozen ones.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,26 +181,56 @@ def left_whole(engine: FSDP2Engine) -> None:
 
 
 def poisoned(engine: FSDP2Engine) -> None:
-    next(iter(engine._forward.sums.totals.values()))[..., 0] = float("nan")  # pyright: ignore[reportAttributeAccessIssue]
+    window = engine._forward.sums._window  # pyright: ignore[reportAttributeAccessIssue]
+    next(iter(window.totals.values()))[..., 0] = float("nan")
 
 
 def one_rank_lost(engine: FSDP2Engine) -> None:
     """A collective that gives every rank its own numbers back, as one over a wrong group does."""
+
+    def swap(received: Tensor, sent: Tensor, sizes: Sequence[int]) -> Callable[[], None]:
+        first, own = sum(sizes[: engine.ranks.rank]), sizes[engine.ranks.rank]
+        received.zero_()
+        received[:own] = sent[first : first + own]
+        return lambda: None
+
     sums = engine._forward.sums  # pyright: ignore[reportAttributeAccessIssue]
-    sums.reduce = lambda ranks: None  # pyright: ignore[reportAttributeAccessIssue]
+    sums._ranks = replace(engine.ranks)
+    object.__setattr__(sums._ranks, "swap", swap)
 
 
 def twice_as_much(engine: FSDP2Engine) -> None:
+    """What the last rank sent is added twice."""
     sums = engine._forward.sums  # pyright: ignore[reportAttributeAccessIssue]
-    real = sums.reduce
-    sums.reduce = lambda ranks: (real(ranks), sums._flat.mul_(2.0))  # pyright: ignore[reportAttributeAccessIssue]
+    real = sums._take
+    sums._take = lambda parts, start: (real(parts, start), real(parts[-1:], start))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def shifted(engine: FSDP2Engine) -> None:
-    """What was reduced lies by one element beside where it belongs."""
+    """What was received lies by one element beside where it belongs."""
     sums = engine._forward.sums  # pyright: ignore[reportAttributeAccessIssue]
-    real = sums.reduce
-    sums.reduce = lambda ranks: (real(ranks), sums._flat.copy_(sums._flat.roll(1)))  # pyright: ignore[reportAttributeAccessIssue]
+    real = sums._take
+    sums._take = lambda parts, start: real(parts.roll(1, 1), start)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def wrong_slices(engine: FSDP2Engine) -> None:
+    """Every rank sends what lies one element beside the other's shard."""
+    sums = engine._forward.sums  # pyright: ignore[reportAttributeAccessIssue]
+    for parcel in sums._parcels:
+        first, *_ = parcel.stretches
+        parcel.stretches[0] = slice(first.start + 1, first.stop + 1)
+
+
+def kept(engine: FSDP2Engine) -> None:
+    """A window that is sent and not emptied comes again with the next one."""
+    sums = engine._forward.sums  # pyright: ignore[reportAttributeAccessIssue]
+    sums._window.clear = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def last_lost(engine: FSDP2Engine) -> None:
+    """The last window is left where it is."""
+    sums = engine._forward.sums  # pyright: ignore[reportAttributeAccessIssue]
+    sums.send = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def no_step(engine: FSDP2Engine) -> None:
@@ -214,7 +244,8 @@ def a_shard_without_noise(engine: FSDP2Engine) -> None:
 
 FAULTS: dict[str, Callable[[FSDP2Engine], None] | None] = {
     "honest": None, "shards replaced": moved_away, "left whole": left_whole, "NaN in the sum": poisoned,
-    "not reduced": one_rank_lost, "reduced twice": twice_as_much, "shifted": shifted, "step skipped": no_step,
+    "not reduced": one_rank_lost, "reduced twice": twice_as_much, "shifted": shifted, "wrong slices": wrong_slices,
+    "window kept": kept, "last window lost": last_lost, "step skipped": no_step,
     "no noise on a shard": a_shard_without_noise,
 }  # fmt: skip
 

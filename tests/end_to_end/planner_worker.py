@@ -1,4 +1,5 @@
-"""Run under `deepspeed` with allocations.cpp preloaded: what one rank holds at each ZeRO stage."""
+"""Run under `deepspeed` with allocations.cpp preloaded: what one rank holds at each ZeRO stage; with `--sharded`, only
+where the model is sharded, FSDP2 included."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -51,18 +53,18 @@ def traced(act: Callable[[], None]) -> tuple[int, int]:
     return ALLOCATIONS.allocations_held() - before, ALLOCATIONS.allocations_most() - before
 
 
-def measured(ranks: Ranks, stage: int, offload: bool, private: bool) -> dict[str, object]:
+def measured(ranks: Ranks, stage: int | Literal["fsdp2"], offload: bool, private: bool) -> dict[str, object]:
     kept: list[ShardedEngine] = []
     noisy = partial(NoisyUpdate, NoiseMechanism(b"n" * 32, 1.0, 1.0))
     zero = ZeroOptimization(
-        stage=stage, reduce_bucket_size=BUCKET, allgather_bucket_size=BUCKET,  # pyright: ignore[reportArgumentType]
+        stage=3 if stage == "fsdp2" else stage, reduce_bucket_size=BUCKET, allgather_bucket_size=BUCKET,  # pyright: ignore[reportArgumentType]
         stage3_param_persistence_threshold=0 if stage == 3 else None,
         offload_optimizer=Offload() if offload else None,
     )  # fmt: skip
 
     def make() -> None:
         model = build(SHAPE, "caption")
-        settings = EngineSettings("deepspeed", MICRO_BATCHES[0], zero)
+        settings = EngineSettings("fsdp2" if stage == "fsdp2" else "deepspeed", MICRO_BATCHES[0], zero)
         if private:
             rule = ClipRule("flat", 1.0, 0.0)
             kept.append(clipping_engine(model, rule, Optimizer(), 0.0, settings, ranks, Computation()).engine)
@@ -93,6 +95,8 @@ def main() -> None:
     ranks = start_ranks()
     torch.set_num_threads(1)
     layouts = [(0, False), (1, False), (1, True), (2, False), (3, False), (3, True)]
+    if "--sharded" in sys.argv:
+        layouts = [(3, False), ("fsdp2", False)]
     for stage, offload in layouts:
         # What PyTorch and DeepSpeed load and keep at their first use is not a phase's.
         measured(ranks, stage, offload, private=True)

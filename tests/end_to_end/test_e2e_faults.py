@@ -24,7 +24,11 @@ STOPPED = {
     "optimizer made anew": "UpdateError: DeepSpeed replaced the optimizer",
     "NaN in the sum at 0": NOT_THE_SUM,
     "NaN in the sum at 1, step skipped": "UpdateError: 0 of",
-    "NaN in the sum at 3, step skipped": "UpdateError: 0 of",
+    "NaN in the sum at 3": "UpdateError: the sum of clipped gradients of ",
+    "shards exchanged at 3": NOT_THE_SUM,
+    "wrong slices of a window at 3": "UpdateError: what was reduced for ",
+    "a window added twice at 3": "UpdateError: what was reduced for ",
+    "last window lost at 3": "UpdateError: a window of clipped gradients was not sent",
 }
 
 
@@ -50,3 +54,6 @@ def test_ranks_talk_once_per_logical_step(found: dict[str, Any]) -> None:
         assert found["collectives"][stage]["micro-batches"] == {}
         assert found["collectives"][stage]["update"]["all_reduce"] == 2
         assert found["collectives"][stage]["update"]["checks"] == 1, "elements, step and weights in one tensor"
+    at_three = found["collectives"]["3"]
+    assert "all_to_all_single" not in at_three["micro-batches"], "both micro-batches fit into one window"
+    assert at_three["update"]["all_to_all_single"] == at_three["update"]["all_reduce"] == 1, "a window, and its proof"

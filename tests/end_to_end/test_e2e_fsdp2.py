@@ -24,6 +24,9 @@ STOPPED = {
     "not reduced": NOT_THE_SUM,
     "reduced twice": NOT_THE_SUM,
     "shifted": NOT_THE_SUM,
+    "wrong slices": NOT_THE_SUM,
+    "window kept": "UpdateError: a window of clipped gradients was not sent",
+    "last window lost": "UpdateError: a window of clipped gradients was not sent",
     "step skipped": "UpdateError: the optimizer did not take exactly one step",
     "no noise on a shard": "UpdateError: ",
     "rows swapped": "ShardMapError: blocks.0.norm1.bias: layers do not receive what the shards contain",
@@ -66,8 +69,8 @@ def test_the_dry_run_names_the_engine(launch: Make) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_stopped_under_fsdp2_goes_on_under_deepspeed_to_the_same_bits(launch: Make) -> None:
-    """Two ranks: fp64 totals of two processes do not depend on who adds them up, so neither do the weights."""
+def test_a_run_stopped_under_fsdp2_goes_on_under_deepspeed_to_the_same_weights(launch: Make) -> None:
+    """But for what FSDP2's windows round: three micro-batches of a rank are added up in fp32, here in fp64."""
     whole, whole_dir = launch("whole", launcher="torchrun", arguments=["--set", "run.engine=fsdp2"])
     code, output = whole.run()
     assert code == 0, output
@@ -88,4 +91,6 @@ def test_a_run_stopped_under_fsdp2_goes_on_under_deepspeed_to_the_same_bits(laun
     certificate = json.loads((run_dir / "certificate.json").read_text())
     assert certificate["engine"] == "DeepSpeed, ZeRO-1"
     expected, got = final_weights(whole_dir), final_weights(run_dir)
-    assert not [name for name in expected if not torch.equal(expected[name], got[name])]
+    apart = torch.stack([(expected[name].double() - got[name].double()).norm() for name in expected]).norm()
+    whole = torch.stack([weights.double().norm() for weights in expected.values()]).norm()
+    assert float(apart) <= 1e-6 * float(whole)

@@ -24,10 +24,7 @@ SCRATCH = 2.5e6
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_stays_and_what_the_update_needs_is_what_real_engines_allocate(tmp_path: Path, ranks: int) -> None:
-    counting = tmp_path / "allocations.so"
-    source = Path(__file__).with_name("allocations.cpp")
-    subprocess.run(["g++", "-O2", "-shared", "-fPIC", "-o", str(counting), str(source)], check=True)
-    rows = run_worker("planner_worker.py", ranks=ranks, seconds=4 * TIMEOUT, preload=counting)
+    rows = run_worker("planner_worker.py", ranks=ranks, seconds=4 * TIMEOUT, preload=counter(tmp_path))
     assert len(rows) == 12
     for row in rows:
         weights = WeightCounts(row["elements"], 0, row["largest"], 8, row["private"])
@@ -46,6 +43,28 @@ def test_what_stays_and_what_the_update_needs_is_what_real_engines_allocate(tmp_
         # Smaller micro-batches need less, so that the slope is one of activations.
         small, large = row["accumulate"]
         assert 0 < small < large
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
+def test_sums_of_a_sharded_model_take_four_bytes_per_weight_and_eight_of_a_shard(tmp_path: Path, ranks: int) -> None:
+    """By what a private engine holds and a public one does not."""
+    rows = run_worker("planner_worker.py", "--sharded", ranks=ranks, seconds=2 * TIMEOUT, preload=counter(tmp_path))
+    held = {(row["stage"], row["private"]): row["stays"] for row in rows}
+    assert len(held) == 4
+    weights = WeightCounts(rows[0]["elements"], 0, rows[0]["largest"], 8, True)
+    formula = (4 + 8 / ranks) * weights.trainable
+    assert memory(weights, 3, ranks, False).sums == formula
+    for layout in (3, "fsdp2"):
+        sums = held[layout, True] - held[layout, False]
+        print(f"{layout} on {ranks} ranks: {sums:,} bytes of sums, {formula:,.0f} by the formula")
+        assert formula / 1.01 < sums < formula * 1.01 + SCRATCH / 2, (layout, sums, formula)
+
+
+def counter(folder: Path) -> Path:
+    counting = folder / "allocations.so"
+    source = Path(__file__).with_name("allocations.cpp")
+    subprocess.run(["g++", "-O2", "-shared", "-fPIC", "-o", str(counting), str(source)], check=True)
+    return counting
 
 
 def _near(measured: float, planned: float, within: float) -> bool:

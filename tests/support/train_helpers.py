@@ -7,7 +7,7 @@ ranks, the update on this rank's slice, AdamW, and the weights gathered again. F
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -69,6 +69,10 @@ class ThreadRanks:
     def add(self, tensor: Tensor) -> Tensor:
         parts = self.gather(tensor.clone())
         return tensor.copy_(torch.stack(parts).sum(0))
+
+    def swap(self, received: Tensor, sent: Tensor, sizes: Sequence[int]) -> Callable[[], None]:
+        parts = [part.split(list(sizes))[self.rank] for part in self.gather(sent.clone())]
+        return lambda: (received.copy_(torch.cat(parts)), None)[1]
 
     def any(self, value: bool) -> bool:
         return self.sum(int(value)) > 0

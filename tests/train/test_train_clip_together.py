@@ -21,8 +21,10 @@ from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import SMALL, ExactSums, Float32Sums, OnlyIf, trainable_shapes
 from murmuration.train.distributed.ranks import Alone
+from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.forward import AHEAD, PrivateForward
 from murmuration.train.engines.local import LocalEngine
+from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import PlainUpdate
 from murmuration.train.optim.choose import make_optimizer
 from tests.support.train_helpers import ADAMW, SHAPE, nano_inputs
@@ -207,7 +209,8 @@ def test_the_rule_of_a_step_is_that_of_its_late_micro_batches_too() -> None:
 def test_ranks_that_must_call_the_model_together_leave_nothing_open() -> None:
     model = Mixed()
     forward = PrivateForward(model, clip_of(model), defer=True)
-    forward.begin(CPU, partitioned=True)
+    pieces = [Fragment(name, n, 0, shape.numel(), 0) for n, (name, shape) in enumerate(forward.shapes.items())]
+    forward.begin(CPU, ShardedSums(forward.shapes, pieces, Alone(CPU), micro_batch=8))
     forward(*BATCHES[1])
     assert not forward._unsettled
 

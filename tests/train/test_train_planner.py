@@ -17,6 +17,7 @@ from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.commands.forecast import main
+from murmuration.train.engines.sharded_sums import MOST_SLOTS
 from murmuration.train.planner.cluster import step_time
 from murmuration.train.planner.cost import RecordCost
 from murmuration.train.planner.memory import Memory, WeightCounts, memory
@@ -64,7 +65,11 @@ def test_time_is_arithmetic_rings_and_whole_micro_batches() -> None:
     assert found.exchange == pytest.approx(one * (2 * 8e8 + 2 * 4e8 + 4e8))
     assert found.noise == pytest.approx(0.25) and found.seconds == pytest.approx(found.exchange + found.noise)
     partitioned = step_time(cost, weights, CLUSTER, Batch(1000, public=False), 64, stage=3)
-    assert partitioned.exchange == pytest.approx(one * (2 * 8e8 + 4e8 + 4 * 4 * 4e8))
+    assert partitioned.exchange == pytest.approx(one * (4e8 + 4e8 + 4 * 4 * 4e8)), "4 rows fit into one window"
+    many = step_time(cost, weights, CLUSTER, Batch(4 * 64 * 15, public=False), 64, stage=3)
+    assert many.exchange == pytest.approx(one * (3 * 4e8 + 4e8 + 15 * 4 * 4e8)), "of 7, 7 and 1 micro-batches"
+    wide = step_time(cost, weights, CLUSTER, Batch(4 * 3000, public=False), 3000, stage=3)
+    assert wide.exchange == pytest.approx(one * (8e8 + 4e8 + 4 * 4e8)), "one window in fp64"
     assert step_time(
         cost, weights, CLUSTER, Batch(1000, public=False), 64, 1, records_per_second=64.0
     ).compute == pytest.approx(4.0)
@@ -76,7 +81,7 @@ def test_frozen_weights_are_gathered_too_and_whole_weights_get_all_their_noise_o
     weights = WeightCounts(trainable=100_000_000, frozen=100_000_000, largest=1, moments=8, private=True)
     cost, one = RecordCost(1e9, 3e9, 1e9, 1e6, 0.0), 0.75 / 5e9
     partitioned = step_time(cost, weights, CLUSTER, Batch(1000), 64, stage=3)
-    assert partitioned.exchange == pytest.approx(one * (2 * 8e8 + 4e8 + 4 * 4 * 8e8))
+    assert partitioned.exchange == pytest.approx(one * (4e8 + 4e8 + 4 * 4 * 8e8))
     assert step_time(cost, weights, CLUSTER, Batch(1000), 64, stage=0).noise == pytest.approx(1.0)
     assert CLUSTER.usable_bytes == pytest.approx(0.9 * 16 * 2**30)
 
@@ -93,7 +98,7 @@ def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
             assert need.peak(largest, cost) <= room < need.peak(largest + 1, cost)
             assert need.micro_batch(need.stays, cost) == 0
     sums = [memory(weights, stage, 8, False).sums for stage in range(4)]
-    assert sums == [8 * 50_000_000] * 4, "fp64 totals lie on every rank at every stage"
+    assert sums == [8 * 50_000_000] * 3 + [(4 + 8 / 8) * 50_000_000], "sharded only where the model is"
     stays = [memory(weights, stage, 8, False).stays for stage in (0, 1, 3)]
     assert stays == sorted(stays, reverse=True)
     assert memory(weights, 1, 8, True).stays < memory(weights, 1, 8, False).stays
@@ -112,18 +117,24 @@ def test_memory_is_what_each_stage_holds() -> None:
     assert held(1, True, ranks=2) == Memory(400, 640, 0, 480, 0, 5 * 160)
     assert held(1, False) == Memory(400, 0, 320, 120, 0, 40)
     assert held(2, False) == Memory(400, 0, 40, 120, 0, 40)
-    assert held(3, True) == Memory(50, 640, 40, 120, 400, 2 * 320)
+    assert held(3, True) == Memory(50, 320 + 80, 40, 120, 400, 2 * 320, wide=320)
     assert held(3, False) == Memory(50, 0, 40, 120, 400, 40)
     assert held(1, True, offload=True) == Memory(400, 640, 0, 0, 0, 320 + 40, 0, 120 + 80 + 240, 120)
     assert held(1, False, offload=True) == Memory(400, 0, 320, 0, 0, 0, 0, 120 + 80 + 240, 0)
-    assert held(3, True, offload=True) == Memory(50, 640, 0, 0, 400, 2 * 320, 0, 120 + 80, 120)
+    assert held(3, True, offload=True) == Memory(50, 400, 0, 0, 400, 2 * 320, 0, 120 + 80, 120, wide=320)
     few = memory(WeightCounts(trainable=80, frozen=0, largest=70, moments=8, private=True), 0, 8, False)
     assert few.update == 320 + 8 * 70
     huge = memory(WeightCounts(trainable=10**9, frozen=0, largest=70, moments=8, private=True), 0, 8, False)
     assert huge.update == 4e9 + 2e9
     cost = RecordCost(1.0, 1.0, 1.0, 7.0, 3.0)
-    assert held(3, True).peak(2, cost) == 850 + 640 and held(3, True).peak(90, cost, 1.0) == 850 + 400 + 990
-    assert held(3, True).micro_batch(850 + 400 + 990, cost, 1.0) == 90 and held(3, True).stays == 850
+    assert held(3, True).peak(2, cost) == 610 + 640 and held(3, True).peak(90, cost, 1.0) == 610 + 400 + 990
+    assert held(3, True).micro_batch(610 + 400 + 990, cost, 1.0) == 90 and held(3, True).stays == 610
+    widest = 610 + 400 + 11 * MOST_SLOTS
+    assert held(3, True).micro_batch(widest, cost, 1.0) == MOST_SLOTS
+    assert held(3, True).micro_batch(widest + 11 + 319, cost, 1.0) == MOST_SLOTS, "one more needs fp64 windows"
+    assert held(3, True).micro_batch(widest + 11 + 320, cost, 1.0) == MOST_SLOTS + 1
+    assert held(3, True).peak(MOST_SLOTS, cost, 1.0) == widest
+    assert held(3, True).peak(MOST_SLOTS + 1, cost, 1.0) == widest + 11 + 320
 
 
 def test_a_plan_without_data_and_without_the_model_in_memory(

@@ -187,3 +187,44 @@ def test_a_sibling_that_claimed_more_than_its_budget_counts_with_its_claim(tmp_p
     assert [known.epsilon for known in known_runs(log.siblings({"b"}))] == [11.0]
     log.claim("a", 3.0)
     assert [known.epsilon for known in known_runs(log.siblings({"b"}))] == [8.0], "no ledger shows that it was less"
+
+
+PATIENTS, PLACES = "one unit (all records that have the same 'patient_id')", "one unit (by place)"
+
+
+def test_each_kind_of_unit_has_a_budget_of_its_own(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    log.register("p", "private", "on patients", 3.0, 1e-5, PATIENTS)
+    log.set_budget(10.0)
+    assert log.siblings()[0]["unit"] == PATIENTS and (log.budget(), log.budget(PATIENTS)) == (10.0, None)
+    with pytest.raises(DataBudgetError, match="take inf"):
+        log.require_budget({"r"}, 1.0)  # nobody knows what the run on patients costs a record
+    with pytest.raises(DataBudgetError, match="what it costs the others is not known"):
+        log.require_budget({"q"}, 1.0, PATIENTS)
+    log.set_budget(4.0, PATIENTS)
+    log.require_budget({"r"}, 10.0)
+    with pytest.raises(DataBudgetError, match=r"ε = 4 .* take 3, so a run of ε = 1.5"):
+        log.require_budget({"q"}, 1.5, PATIENTS)
+    log.claim("p", 2.0)
+    log.require_budget({"q"}, 2.0, PATIENTS)
+    log.require_budget({"r"}, 10.0)
+    log.register("r", "private", "on records", 9.0, 1e-5)
+    log.claim("r", 8.5)
+    assert (log.spent(), log.spent(unit=PATIENTS)) == (8.5, 2.0)
+    log.require_budget({"q"}, 2.0, PATIENTS)
+    with pytest.raises(DataBudgetError, match="what it costs the others is not known"):
+        log.require_budget({"s"}, 0.1, PLACES)
+    log.register("twin", "private", "a twin", None, None)
+    for unit in (PATIENTS, None):
+        with pytest.raises(DataBudgetError, match="take inf"):
+            log.require_budget({"s"}, 0.1, *([unit] if unit else []))
+
+
+def test_budgets_of_earlier_versions_are_for_records(tmp_path: Path) -> None:
+    (tmp_path / LOG).write_text('{"budget": 5.0}\n{"id": "a", "run": "old", "phase": "p", "private": true, '
+                                '"epsilon_budget": 2.0, "delta": 1e-5}\n')  # fmt: skip
+    log = log_in(tmp_path)
+    assert (log.budget(), log.spent()) == (5.0, 2.0)
+    log.set_budget(4.0)
+    log.register("b", "p", "new", 1.0, 1e-5)
+    assert "unit" not in (tmp_path / LOG).read_text(), "nothing changes in a log where nobody names a unit"

@@ -100,8 +100,9 @@ class _Audit:
         log = RunLog.of(self.phase.index, self.config.run.registry)
         own = secrets.token_hex(16)
         with log.alone():
-            log.require_budget({own}, self.plan.epsilon_budget)
-            warning = log.register(own, self.phase.name, "an audit", self.plan.epsilon_budget, self.plan.delta)
+            budget, unit = self.plan.epsilon_budget, self.plan.unit
+            log.require_budget({own}, budget, unit)
+            warning = log.register(own, self.phase.name, "an audit", budget, self.plan.delta, unit)
         if warning:
             print(printable(warning), flush=True)
 
@@ -150,7 +151,8 @@ class _Audit:
         reader = BatchReader(
             self.phase.index, self.phase.data_spec(augment=True), self.phase.text,
             augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
-            views=self.phase.views,
+            units=self.phase.units, rows_per_unit=self.phase.rows_per_unit, unit_reduce=self.phase.unit_reduce,
+            unit_key=derive("augmentation"), views=self.phase.views,
         )  # fmt: skip
         planted = None
         if self.options.noise_scale != 1:
@@ -230,7 +232,7 @@ class _Audit:
 
     def _sampling(self) -> Check:
         """Checks the real sampler at the config's own sampling rate."""
-        total = self.phase.index.records
+        total = self.phase.n
         records, threshold = min(total, SAMPLING_RECORDS), threshold_for(total, self.planned.trained_rate_batch)
         derive = self._keys("sampling")
         sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), records, threshold)

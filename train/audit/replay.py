@@ -356,7 +356,7 @@ def replay(
     phase = _audited(config)
     privacy, where = phase.settings.privacy, f"phases.{phase.number}"
     assert privacy is not None
-    plan = make_plan(phase.settings, privacy, phase.index.records, where, noise=config.run.noise)
+    plan = make_plan(phase.settings, privacy, phase.n, where, noise=config.run.noise)
     steps = min(steps, plan.steps)
     key = RunKey.fresh()
     derive = PhaseKeys(
@@ -422,7 +422,9 @@ def _world(
     core = PrivateCore(plan, built.clip, engine, derive, ranks, config.run.noise)
     reader: Reader = BatchReader(
         phase.index, phase.data_spec(augment=True), phase.text, augment_key=derive("augmentation"),
-        mask_key=derive("masks"), dropout_key=derive("dropout"), views=phase.views,
+        mask_key=derive("masks"), dropout_key=derive("dropout"),
+        units=phase.units, rows_per_unit=phase.rows_per_unit, unit_reduce=phase.unit_reduce,
+        unit_key=derive("augmentation"), views=phase.views,
     )  # fmt: skip
     if blanked is not None:
         reader = BlankedReader(reader, blanked)

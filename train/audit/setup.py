@@ -64,7 +64,7 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
         raise RecipeError(
             f"{options.canaries} canaries need as many parameters; the model has {elements}, so use fewer"
         )
-    real = min(options.records, phase.index.records)
+    real = min(options.records, phase.n)
     batch = options.rate * (real + options.canaries)
     claim = {
         "epsilon": options.epsilon,

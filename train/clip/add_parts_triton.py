@@ -26,7 +26,7 @@ def _add_parts(  # pyright: ignore
     if wanted != 0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         there = place < elements
-        value = tl.load(total + place, mask=there, other=0.0)
+        value = tl.load(total + place, mask=there, other=0.0).to(tl.float64)
         row = found
         for _ in range(0, parts):
             value += tl.load(row + place, mask=there, other=0.0).to(tl.float64)
@@ -35,7 +35,8 @@ def _add_parts(  # pyright: ignore
 
 
 def add_parts(total: Tensor, found: Tensor, only_if: Tensor | None) -> None:
-    """total [elements] in fp64 += the rows of found [parts, elements], if `only_if` is true or None."""
+    """total [elements] += the rows of found [parts, elements], if `only_if` is true or None. A total in fp32 is rounded
+    once: the parts are added to it in fp64."""
     with torch.cuda.device_of(total):
         _add_parts[(triton.cdiv(len(total), BLOCK),)](
             total, found, total if only_if is None else only_if, len(found), len(total), found.stride(0),

@@ -22,6 +22,8 @@ LONGEST_ROW = 1 << 15
 FACTOR_ROUNDING = 6.1e-3
 # Clipped gradients of at most this many records are added up in fp32; the sums of these are added up in fp64.
 RECORDS_AT_ONCE = 128
+# Share of FACTOR_ROUNDING that is left to the fp32 windows of sharded sums (`engines/sharded_sums.py`), in units of C.
+WINDOW_ROUNDING = 5e-4
 # The smallest normal fp32 number times this is still far below any C.
 MOST_LIFT = 1e30
 
@@ -42,8 +44,9 @@ def rounding_allowance(micro_batch: int) -> float:
     tokens is bounded for certain: it is part of the doubt of its norm (`norms.Bounds.added`), and a record in doubt is
     kept out of the product (`accumulator`). That tokens are added to what other records have summed to is not, but
     counted as independent: by √(b·T)·u of S. At b = 128 and T = 257 that is 1.4e-3·C, or 2.0e-3·C for the two worlds
-    together, where the chain allows for 1.9e-3·C and FACTOR_ROUNDING for 1e-3·C beside norms and own tokens. Of records
-    with several rows, a stretch has as many fewer (`stretches`), so that b·T stays what it is for one row each.
+    together, where the chain allows for 1.9e-3·C and FACTOR_ROUNDING for 1e-3·C beside norms and own tokens. Half of
+    the latter, WINDOW_ROUNDING, is what fp32 windows may add where the totals themselves are sharded. Of records with
+    several rows, a stretch has as many fewer (`stretches`), so that b·T stays what it is for one row each.
     """
     records = min(micro_batch, RECORDS_AT_ONCE)
     relative = records * UNIT_ROUNDOFF / (1 - records * UNIT_ROUNDOFF)

@@ -56,26 +56,20 @@ class SpanSums(GradientSums, Protocol):
         ...
 
 
-class ExactSums:
-    """fp64 on each rank and across the ranks: one flat buffer, viewed as one total per parameter.
+class FlatSums:
+    """One flat buffer, viewed as one total per parameter; small parameters are neighbours. Whatever is added is rounded
+    once for each element: several parts are added up in fp64 first."""
 
-    Neighbouring data sets differ in one record, hence in one stretch of a micro-batch on one rank. All other products
-    are the same numbers for both. Each of N additions in fp64 errs by at most 2⁻⁵³ of a total whose norm is at most
-    B·C: for a million records, 128 at a time, 2e-6·C at worst for both together. Beyond that, rounding can move only
-    the product of that one stretch, and its bound (in `rule.py`) does not grow with the logical batch.
-    """
-
-    def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
+    def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device, dtype: torch.dtype) -> None:
         sizes = {name: shapes[name].numel() for name in sorted(shapes, key=lambda name: shapes[name].numel() > SMALL)}
-        self._flat = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=device)
+        self._flat = torch.zeros(sum(sizes.values()), dtype=dtype, device=device)
         ends = accumulate(sizes.values())
         self._places = {name: slice(end - sizes[name], end) for name, end in zip(sizes, ends, strict=True)}
         self.totals = {name: self._flat[self._places[name]].view(shape) for name, shape in shapes.items()}
 
     @torch.no_grad()
     def add(self, name: str, value: Tensor) -> None:
-        if value.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"{name}: sums take fp32 or fp64, not {value.dtype}, which would round records away")
+        require_wide(name, value)
         self.totals[name].add_(value)
 
     @torch.no_grad()
@@ -101,12 +95,21 @@ class ExactSums:
         if kernel is not None:
             kernel(total, found, only_if)
             return
-        for part in _or_nothing(found, only_if):
-            total.add_(part)
+        parts = _or_nothing(found, only_if)
+        if total.dtype == torch.float64:
+            for part in parts:
+                total.add_(part)
+        else:
+            total.add_(parts.sum(0, dtype=torch.float64))
 
-    def reduce(self, ranks: Ranks) -> None:
-        """Sums over all ranks, in one collective."""
-        ranks.add(self._flat)
+    @property
+    def flat(self) -> Tensor:
+        return self._flat
+
+    @property
+    def places(self) -> Mapping[str, slice]:
+        """Where each parameter's total lies in `flat`."""
+        return self._places
 
     def clear(self) -> None:
         self._flat.zero_()
@@ -114,6 +117,23 @@ class ExactSums:
     def keep_from_swap(self) -> bool:
         """Locks the totals in memory if the system allows it; returns whether it does."""
         return keep_from_swap(self._flat)
+
+
+class ExactSums(FlatSums):
+    """fp64 on each rank and across the ranks.
+
+    Neighbouring data sets differ in one record, hence in one stretch of a micro-batch on one rank. All other products
+    are the same numbers for both. Each of N additions in fp64 errs by at most 2⁻⁵³ of a total whose norm is at most
+    B·C: for a million records, 128 at a time, 2e-6·C at worst for both together. Beyond that, rounding can move only
+    the product of that one stretch, and its bound (in `rule.py`) does not grow with the logical batch.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
+        super().__init__(shapes, device, torch.float64)
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Sums over all ranks, in one collective."""
+        ranks.add(self._flat)
 
 
 class Float32Sums:
@@ -178,6 +198,11 @@ def _add_parts() -> Callable[[Tensor, Tensor, Tensor | None], None] | None:
     from murmuration.train.clip.add_parts_triton import add_parts
 
     return add_parts
+
+
+def require_wide(name: str, value: Tensor) -> None:
+    if value.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name}: sums take fp32 or fp64, not {value.dtype}, which would round records away")
 
 
 def trainable_shapes(model: nn.Module) -> dict[str, torch.Size]:

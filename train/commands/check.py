@@ -19,7 +19,7 @@ from murmuration.train.config.load import load
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.labels import class_list
-from murmuration.train.recipe.open_data import open_data, open_text, refuse_plain_http
+from murmuration.train.recipe.open_data import open_data, open_text, open_units, refuse_plain_http
 from murmuration.train.recipe.read_options import REMOTE_IN_FLIGHT
 from murmuration.train.recipe.ready_phase import ReadyPhase, resolve_shape
 from murmuration.train.recipe.record_check import Findings, Shown, look_at, name_of, spread
@@ -84,7 +84,9 @@ def _phases(config: Config, name: str | None) -> Iterator[ReadyPhase]:
         index = open_data(phase, shape, where, classes)
         if not phase.data.public:
             refuse_plain_http(index, f"{where}.data.path")
-        yield ReadyPhase(number, phase, shape, index, open_text(phase, shape, where), None, classes=classes)
+        units = open_units(index, phase.data, f"{where}.data")
+        text = open_text(phase, shape, where)
+        yield ReadyPhase(number, phase, shape, index, text, None, classes=classes, units=units)
 
 
 def _reading(phase: ReadyPhase, workers: int) -> ReadOptions:
@@ -99,6 +101,9 @@ def rows_of(phase: ReadyPhase, found: Findings) -> Iterator[tuple[str, str]]:
     how = "" if found.looked == found.records else ", spread evenly (--all looks at all)"
     out = f"; {found.left_out:,} are left out" if found.left_out else ""
     yield "looked at", f"{found.looked:,} of {found.records:,} records{how}{out}"
+    if phase.units is not None:
+        sizes = Counter(phase.units.sizes.tolist())
+        yield "units", f"{phase.n:,} by {phase.units.by!r}, of {_range(sizes)} records; drawn and protected as one"
     yield "usable", _share(found.usable, read)
     if phase.settings.objective != "text":
         yield "picture", _share(found.pictures, read)

@@ -16,6 +16,7 @@ from torch import nn
 from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.epsilon.accountant import round_up
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.unit import contribution_in_words
 from murmuration.model.build import build
 from murmuration.model.settings import Shape
 from murmuration.model.trainable import select
@@ -176,6 +177,7 @@ def _promised(promise: Promise) -> list[str]:
     plan = promise.plan
     return [
         f"n             {plan.records:,} ({promise.records_known})",
+        *([f"unit          {plan.unit}: {contribution_in_words(plan.units)}"] if plan.units is not None else []),
         f"q             {plan.sampling_rate:.8g} = {plan.threshold}/2^32 (expected batch {plan.divisor:,.2f})",
         f"sigma         {plan.noise_multiplier:g}" + (" (calibrated)" if promise.calibrated else " (given)"),
         *([f"noise         exact; charged as {plan.charged_as(1):.6f}·sigma for its grid"] if plan.grid_growth else []),

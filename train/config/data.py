@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from murmuration.accounting.unit import fault_of_name
 from murmuration.data.synthetic.kinds import Kind
 from murmuration.train.config.section import Section, word_given
 
@@ -88,7 +89,40 @@ class ShardData(Section):
         default=None,
         description="Field of a record's .json, a number from 0 to 1e6, that multiplies its loss before clipping.",
     )
+    unit: str | None = Field(
+        default=None,
+        description="What is protected as one: all records with the same value of this field of their .json "
+        "(patient_id), or key:PATTERN, those in whose keys a regular expression finds the same. null: each record. The "
+        "index must know it (prepare.py index --unit); n, expected_batch and the draws then count units.",
+    )
+    rows_per_unit: int | None = Field(
+        default=None,
+        gt=0,
+        description="The most records of a unit that one step takes, chosen anew by key in each step; null: one.",
+    )
+    unit_reduce: Literal["mean", "sum"] | None = Field(
+        default=None,
+        description="What becomes of the losses of a unit's records before its gradient is clipped; null: their mean.",
+    )
+    expected_units: int | None = Field(
+        default=None, gt=0, description="With `unit`, in place of expected_records: n where the data are not available."
+    )
     reading: ReadingSettings = Field(default=ReadingSettings(), description=_READING)
+
+    @model_validator(mode="after")
+    def _of_units(self) -> ShardData:
+        if self.unit is None:
+            alone = ("rows_per_unit", "unit_reduce", "expected_units")
+            if odd := [name for name in alone if getattr(self, name) is not None]:
+                raise ValueError(f"{', '.join(odd)} needs `unit`, which names what is protected; add it, or drop that")
+            return self
+        if (fault := fault_of_name(self.unit)) is not None:
+            raise ValueError(f"unit {self.unit!r} {fault}")
+        if self.public and self.public_fraction is None:
+            raise ValueError("unit names what a private phase protects, and public records need none; leave it out")
+        if self.expected_records is not None:
+            raise ValueError("with `unit`, n counts units; give their number as expected_units, not expected_records")
+        return self
 
     @model_validator(mode="after")
     def _by_node_or_by_share(self) -> ShardData:

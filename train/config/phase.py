@@ -149,6 +149,8 @@ class Mixing(Section):
             raise ValueError("the data to mix in are not declared public; their gradients get no noise")
         if self.data.reading.node_shards is not None:
             raise ValueError("every rank reads all of the data to mix in; leave reading.node_shards out")
+        if isinstance(self.data, ShardData) and (self.data.rows_per_unit or self.data.unit_reduce):
+            raise ValueError("single records are mixed in; of units, `unit` alone, which says how the set is cut")
         if self.shape in ("cosine", "linear", "switch") and self.end is None:
             raise ValueError(f"shape {self.shape!r} needs `end`, the final alpha")
         if self.shape == "switch" and self.steps is None:
@@ -267,8 +269,9 @@ class Phase(Section):
 
     @property
     def rows_of_a_slot(self) -> int:
-        """How many rows a micro-batch computes for each of its records."""
-        return 1 if self.privacy is None else self.privacy.views
+        """How many rows a micro-batch computes for each of its records, or units."""
+        records = (self.data.rows_per_unit or 1) if isinstance(self.data, ShardData) else 1
+        return records if self.privacy is None else records * self.privacy.views
 
     @property
     def random_inputs(self) -> bool:
@@ -321,7 +324,7 @@ class Phase(Section):
             return "has `mixing`, which weakens the noise that noise_floor subtracts; drop one of them"
         if self.plateau is not None and self.evaluation is None:
             return "ends at a plateau of the public loss and needs `evaluation`, which measures it"
-        return self._of_statistics() or self._of_features()
+        return self._of_units() or self._of_statistics() or self._of_features()
 
     def _of_statistics(self) -> str | None:
         if self.trainable != STATISTICS:
@@ -369,6 +372,17 @@ class Phase(Section):
             return "counts in epochs, but the number of records in a stream is not known; give steps and warmup"
         if self.features is not None:
             return "keeps features, which need numbered records, and a stream has none; use source 'shards'"
+        return None
+
+    def _of_units(self) -> str | None:
+        if not isinstance(self.data, ShardData) or self.data.unit is None:
+            return None
+        if self.features is not None:
+            return "keeps features, which are of single records, and has data.unit; drop one of them"
+        if self.trainable == STATISTICS:
+            return "adds up sums of single records (trainable 'statistics') and has data.unit; drop one of them"
+        if self.privacy is not None and self.privacy.held_out is not None:
+            return "holds out single records (privacy.release of accuracy) and has data.unit; drop one of them"
         return None
 
     def _of_features(self) -> str | None:

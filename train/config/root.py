@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from murmuration.model.settings import ModelSettings
-from murmuration.train.config.data import CheckpointData
+from murmuration.train.config.data import CheckpointData, Data
 from murmuration.train.config.phase import Evaluation, Phase, ZeroShot
 from murmuration.train.config.privacy import Tuning
 from murmuration.train.config.section import Keeping, Section
@@ -146,6 +146,14 @@ MicroBatchRows = Annotated[
     Annotated[int, Field(gt=0), Tag(GIVEN)] | Annotated[Literal["auto"], Tag(AUTO)],
     Discriminator(lambda given: AUTO if given == AUTO else GIVEN),
 ]
+
+
+def _unset_of(data: Data, *names: str) -> dict[str, bool]:
+    """What a section of data leaves unset, of these settings and of those about units, none of which always existed."""
+    unset = [name for name in names if getattr(data, name, None) is None]
+    if getattr(data, "unit", None) is None:
+        unset += ["unit", "rows_per_unit", "unit_reduce"]
+    return dict.fromkeys([*unset, "expected_units"], True)
 
 
 class Config(Section):
@@ -302,12 +310,11 @@ class Config(Section):
         out["monitor"] = True
         out |= _unset(self.phases[phase])
         data = self.phases[phase].data
-        out["data"] = places | {name: True for name in ("weight", "take_head") if getattr(data, name, None) is None}
+        out["data"] = places | _unset_of(data, "weight", "take_head")
         if not self.phases[phase].multi_label:
             out["data"] |= {"multi_label": True}
         if (mixing := self.phases[phase].mixing) is not None:
-            unset = {"multi_label": True, **({"weight": True} if mixing.weight is None else {})}
-            out["mixing"] = {"data": places | unset}
+            out["mixing"] = {"data": places | {"multi_label": True} | _unset_of(mixing.data, "weight")}
         own = self.phases[phase].model_dump(exclude=out)
         without = {name for name in ("drop_path", "dropout") if not getattr(self.model, name)}
         # Of earlier versions, that had only encoders of ours; and a folder's path says nothing beside its config.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -52,6 +52,21 @@ class Ranks:
         with self.pulse.exchange():
             dist.all_reduce(tensor)
         return tensor
+
+    def swap(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[int]) -> Callable[[], None]:
+        """Starts to send rank r the r-th part of `sent`, of sizes[r] elements, and to receive every rank's part for
+        this one, side by side in the order of the ranks. All ranks give the same sizes. What is returned waits: the
+        host on a CPU, the current stream on a GPU."""
+        with self.pulse.exchange():
+            mine = [sizes[self.rank]] * self.world
+            work = dist.all_to_all_single(received, sent, mine, list(sizes), async_op=True)
+        assert work is not None, "this rank is in no group"
+
+        def wait() -> None:
+            with self.pulse.exchange():
+                work.wait()
+
+        return wait
 
     def any(self, value: bool) -> bool:
         return self.sum(int(value)) > 0
@@ -118,6 +133,11 @@ class Alone(Ranks):
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         self.pulse.beat()
         return tensor
+
+    def swap(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[int]) -> Callable[[], None]:
+        del sizes
+        received.copy_(sent)
+        return self.pulse.beat
 
     def barrier(self) -> None:
         self.pulse.beat()

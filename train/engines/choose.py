@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class EngineSettings:
     name: Literal["deepspeed", "fsdp2", "local"] = "local"
     micro_batch: int = 1
-    """Records per rank; DeepSpeed requires it."""
+    """Records per rank: DeepSpeed requires it, and sums of sharded models are laid out for it."""
     zero: ZeroOptimization = field(default_factory=ZeroOptimization)
     """Used only by DeepSpeed."""
 
@@ -65,7 +65,7 @@ def make_engine(
     if engine.name == "fsdp2":
         from murmuration.train.engines.fsdp2 import FSDP2Engine
 
-        return FSDP2Engine(forward, optimizer, ranks)
+        return FSDP2Engine(forward, optimizer, engine.micro_batch, ranks)
     from murmuration.train.engines.deepspeed_zero import DeepSpeedEngine
 
     return DeepSpeedEngine(forward, optimizer, engine.zero, engine.micro_batch, ranks)

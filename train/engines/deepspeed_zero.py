@@ -1,10 +1,12 @@
 """The model sharded by stock DeepSpeed. The only file that imports it.
 
 Clipped gradients are totalled in fp64 outside DeepSpeed and handed to it once per logical step, as an ordinary
-gradient. The noise enters through a step pre-hook on our optimizer, which sees the reduced fp32 gradient of exactly
-this rank's shard. There the exact total replaces it, after both were found to agree: independent evidence, at every
-step, that nothing was lost, scaled or misplaced. DeepSpeed can lose such a hook, or skip a step, without an error;
-therefore the hook demands a one-shot update and every step is checked afterwards.
+gradient: by each rank its own total or, at stage 3, the part of the reduced total that lies in its shard. The noise
+enters through a step pre-hook on our optimizer, which sees the reduced fp32 gradient of exactly this rank's shard.
+There the exact total replaces it, after both were found to agree: independent evidence, at every step, that nothing was
+lost, scaled or misplaced. At stage 3 it is evidence of what DeepSpeed does, and `ShardedSums.reduce` proves that the
+shards got the sum of all ranks. DeepSpeed can lose such a hook, or skip a step, without an error; therefore the hook
+demands a one-shot update and every step is checked afterwards.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, modes_
 from murmuration.train.engines.deepspeed_cpu import free_shared_names, make_ready
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.engines.shard_map import partitioned_parameters, prove_slice, zero_slices  # fmt: skip
+from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.adam import AdamW, Kernel
 from murmuration.train.optim.base import FlatOptimizer
@@ -82,15 +85,15 @@ class DeepSpeedEngine:
         self.shapes = forward.shapes
         self.partitioned = zero.stage == 3
         self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
-        if isinstance(forward, PrivateForward):
-            forward.begin(self.device, self.partitioned)
-            if zero.stage == 3:
-                self._announce_taps(forward)
+        if isinstance(forward, PrivateForward) and self.partitioned:
+            self._announce_taps(forward)
         # ZeRO-3 has no option to reduce by a sum.
         self._scale = ranks.world if zero.stage == 3 else 1
         require_fp32(self._forward)
         self._require_own_optimizer()
         self._layout = self._map()
+        if isinstance(forward, PrivateForward):
+            forward.begin(self.device, self._sharded_sums(micro_batch) if self.partitioned else None)
         optimizer.bind(self._layout, self._add_up if zero.stage else None)
         if zero.offload_optimizer is not None and zero.offload_optimizer.adam == "deepspeed":
             assert isinstance(optimizer, AdamW), "the config refuses that kernel for other optimizers"
@@ -102,6 +105,10 @@ class DeepSpeedEngine:
         for tap in forward.handover.taps:
             for parameter in tap.taken:  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
                 deepspeed.zero.register_external_parameter(tap, parameter)
+
+    def _sharded_sums(self, micro_batch: int) -> ShardedSums:
+        fragments = [fragment for _, parts in self._layout.values() for fragment in parts]
+        return ShardedSums(self.shapes, fragments, self.ranks, micro_batch)
 
     def _map(self) -> dict[int, tuple[Tensor, list[Fragment]]]:
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -127,17 +134,24 @@ class DeepSpeedEngine:
         for group in self._base.param_groups:
             group["lr"] = learning_rate
         self._require_own_optimizer()
-        if isinstance(self._forward, PrivateForward):
-            self._engine.backward(self._engine())
-            self._forward.sums.reduce(self.ranks)
-        self._pending = update
         try:
+            if isinstance(self._forward, PrivateForward):
+                self._hand_over(self._forward)
+            self._pending = update
             self._engine.step()
         finally:
             self._pending = None
             if isinstance(self._forward, PrivateForward):
                 self._forward.clear()
         return self._check(update)
+
+    def _hand_over(self, forward: PrivateForward) -> None:
+        if self.partitioned:
+            forward.sharded_sums.reduce()
+            self._engine.backward(self._engine())
+        else:
+            self._engine.backward(self._engine())
+            forward.exact_sums.reduce(self.ranks)
 
     def discard(self) -> None:
         if isinstance(self._forward, PrivateForward):
@@ -168,8 +182,12 @@ class DeepSpeedEngine:
             return reduced
         exact = torch.zeros_like(reduced, dtype=torch.float64)
         for fragment in fragments:
-            total = self._forward.sums.totals[fragment.name].view(-1)
-            fragment.of(exact).copy_(total[fragment.start : fragment.start + fragment.length])
+            if self.partitioned:
+                total = self._forward.sharded_sums.of(fragment)
+            else:
+                whole = self._forward.exact_sums.totals[fragment.name].view(-1)
+                total = whole[fragment.start : fragment.start + fragment.length]
+            fragment.of(exact).copy_(total)
         rounding = ROUNDING * exact.abs().max() + torch.finfo(torch.float32).tiny
         for fragment in fragments:
             total = fragment.of(exact)

@@ -16,6 +16,7 @@ from murmuration.train.engines.base import evaluating
 from murmuration.train.engines.gradient_injection import GradientInjector
 from murmuration.train.engines.micro_batch_graph import CudaRecorder, MicroBatchGraph, Recorder
 from murmuration.train.engines.plain_copy import PlainCopy
+from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import UpdateError
 
 # Micro-batches that may be on their way to the device: their inputs are kept until they are settled.
@@ -76,7 +77,7 @@ class PrivateForward(nn.Module):
         clip.prepare(model)
         self.shapes = trainable_shapes(model)
         self.handover = GradientInjector(model)
-        self.sums = ExactSums(self.shapes, torch.device("cpu"))
+        self.sums: ExactSums | ShardedSums = ExactSums(self.shapes, torch.device("cpu"))
         self.observed: Clipped | None = None
         self._defer, self._graph, self._recorder = defer, graph, recorder
         self.graph: MicroBatchGraph | None = None
@@ -84,14 +85,14 @@ class PrivateForward(nn.Module):
         self.kept_from_swap = False
         """Whether the totals, which are sums of records without noise, are locked into memory."""
 
-    def begin(self, device: torch.device, partitioned: bool = False) -> None:
-        """`partitioned`: whether calling the model is a collective operation."""
+    def begin(self, device: torch.device, sharded: ShardedSums | None = None) -> None:
+        """`sharded`: the sums, where the model is sharded, so that calling it is a collective operation."""
         wanted = device.type == "cuda" if self._defer is None else self._defer
-        self._defer = wanted and not partitioned
+        self._defer = wanted and sharded is None
         recorder = CudaRecorder(device) if device.type == "cuda" and self._recorder is None else self._recorder
         if self._graph and self._defer and recorder is not None and isinstance(self.clip, DeferringClip):
             self.graph = MicroBatchGraph(self.clip, recorder)
-        self.sums = ExactSums(self.shapes, device)
+        self.sums = ExactSums(self.shapes, device) if sharded is None else sharded
         self.kept_from_swap = self.sums.keep_from_swap()
 
     def forward(
@@ -99,13 +100,15 @@ class PrivateForward(nn.Module):
     ) -> Tensor:  # fmt: skip
         if inputs is None or present is None:
             self.settle()
-            return self.handover(self.sums.totals)
+            return self.handover(self.sums.spread() if isinstance(self.sums, ShardedSums) else self.sums.totals)
         if self._defer and isinstance(self.clip, DeferringClip):
             self.settle(but=AHEAD - 1)
             adding = self.graph or self.clip
             self.observed = adding.add_if_ordinary(self.model, inputs, present, self.sums, rule)
             self._unsettled.append(_Unsettled(inputs, present, rule, self.model.training, self.observed))
         else:
+            if isinstance(self.sums, ShardedSums):
+                self.sums.begin_micro_batch(len(present))
             self.observed = self.clip.add_clipped(self.model, inputs, present, self.sums, rule)
         return torch.zeros((), device=present.device)
 
@@ -119,6 +122,16 @@ class PrivateForward(nn.Module):
                 with nullcontext() if found.training else evaluating(self.model):
                     exact = self.clip.add_clipped(self.model, found.inputs, found.present, self.sums, found.rule)
                 found.correct(exact)
+
+    @property
+    def exact_sums(self) -> ExactSums:
+        assert isinstance(self.sums, ExactSums), "no rank has the totals of a sharded model"
+        return self.sums
+
+    @property
+    def sharded_sums(self) -> ShardedSums:
+        assert isinstance(self.sums, ShardedSums), "every rank has the totals of a whole model"
+        return self.sums
 
     def clear(self) -> None:
         """Forgets the open step."""

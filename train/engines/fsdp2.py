@@ -1,16 +1,16 @@
 """The model sharded by PyTorch's own FSDP2 (`fully_shard`), without DeepSpeed.
 
-In a private phase FSDP2 only gathers weights. Clipped gradients are totalled in fp64 outside it and added up over the
-ranks by one all-reduce per logical step, the only reduction; every rank then finishes and applies the rows that it
-holds. FSDP2 never touches a gradient on the way, so the one remaining risk is that an update does not reach the weights
-with which the model computes: that is ruled out when the engine is made, and checked after every step. In a phase
-without privacy, gradients are ordinary ones, which FSDP2 sums and shards after every micro-batch, in fp32.
+In a private phase FSDP2 only gathers weights. Clipped gradients are totalled outside it, and the ranks send each other
+what lies in their shards (`sharded_sums.py`); every rank then finishes and applies the rows that it holds. FSDP2 never
+touches a gradient on the way, so the one remaining risk is that an update does not reach the weights with which the
+model computes: that is ruled out when the engine is made, and checked after every step. In a phase without privacy,
+gradients are ordinary ones, which FSDP2 sums and shards after every micro-batch, in fp32.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.engine import Observation, assert_exact_matmul
 from murmuration.train.clip.rule import ClipRule
-from murmuration.train.clip.sums import ExactSums
 from murmuration.train.config.section import COLLECTIVE_SECONDS
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, digests_of, modes_of
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.engines.shard_map import ShardMapError, prove_numbering, row_slices
+from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import FlatOptimizer
 
@@ -151,7 +151,9 @@ def start_ranks() -> Ranks:
 
 
 class FSDP2Engine:
-    def __init__(self, forward: PrivateForward | PlainForward, optimizer: FlatOptimizer, ranks: Ranks) -> None:
+    def __init__(
+        self, forward: PrivateForward | PlainForward, optimizer: FlatOptimizer, micro_batch: int, ranks: Ranks
+    ) -> None:  # fmt: skip
         assert_exact_matmul()
         self.ranks = ranks
         self.device = ranks.device
@@ -173,7 +175,8 @@ class FSDP2Engine:
             raise ShardMapError("sharding changed the weights; layers do not receive the weights that the model had")
         if isinstance(forward, PrivateForward):
             del forward.handover  # its taps keep the unsharded weights; sums need not pass through FSDP2
-            forward.begin(self.device, partitioned=True)
+            fragments = [fragment for _, parts in self._layout.values() for fragment in parts]
+            forward.begin(self.device, ShardedSums(self.shapes, fragments, ranks, micro_batch))
         (group,) = optimizer.param_groups
         group["params"] = [flat for flat, _ in self._layout.values()]
         optimizer.bind(self._layout, self._add_up)
@@ -204,7 +207,7 @@ class FSDP2Engine:
         before = self._optimizer.steps_done
         try:
             if isinstance(self._forward, PrivateForward):
-                reduce_and_prove(self._forward.sums, self.ranks)
+                self._forward.sharded_sums.reduce()
             reduced = self._reduced()
             for flat, fragments in self._layout.values():
                 total = reduced.pop(fragments[0].name) if fragments else torch.zeros_like(flat)
@@ -219,9 +222,8 @@ class FSDP2Engine:
     def _reduced(self) -> dict[str, Tensor]:
         """This rank's part of the sum over all ranks, by parameter: fp64 in a private phase, else FSDP2's own fp32."""
         if isinstance(self._forward, PrivateForward):
-            totals = self._forward.sums.totals
             every = [f for _, fragments in self._layout.values() for f in fragments]
-            return {f.name: totals[f.name].view(-1)[f.start : f.start + f.length] for f in every}
+            return {f.name: self._forward.sharded_sums.of(f) for f in every}
         found: dict[str, Tensor] = {}
         for name, parameter in self._units.model.named_parameters():
             if name in self.shapes:
@@ -303,50 +305,3 @@ def _same_everywhere(model: nn.Module, ranks: Ranks) -> None:
 def _is(one: Tensor, other: Tensor) -> bool:
     """Whether both are the same memory."""
     return one.shape == other.shape and one.data_ptr() == other.data_ptr()
-
-
-# One collective adds the totals of all ranks; another, of a few numbers, verifies the result.
-#
-# Before the totals are added up, each rank computes a checksum of its own: two numbers per parameter that depend on the
-# positions of elements. The checksums of the ranks must add up to the checksum of the sum. So a rank that was left out,
-# a scale, or a shift within a parameter is an error, not a wrong gradient.
-
-# Tolerance of fp64 sums over all elements of a parameter, relative to the sum of their absolute values.
-AGREEMENT = 1e-9
-# Elements weighted at a time.
-WEIGHED_AT_ONCE = 1 << 20
-
-
-def reduce_and_prove(sums: ExactSums, ranks: Ranks) -> None:
-    """`sums.reduce`, verified; every rank reaches the same verdict."""
-    expected, size = ranks.add(_weigh(sums.totals))
-    sums.reduce(ranks)
-    apart = (_weigh(sums.totals)[0] - expected).abs()
-    wrong = ~(apart <= AGREEMENT * size)
-    if ranks.any(bool(wrong.any())):
-        names = [name for name, bad in zip(sums.totals, wrong.tolist(), strict=True) if bad] or ["another rank"]
-        if not bool(torch.isfinite(size).all()):
-            raise UpdateError(
-                f"the sum of clipped gradients of {names[0]} is not finite; the clip engine let a bad record through"
-            )
-        raise UpdateError(
-            f"what was reduced for {names[0]} is not the sum over the ranks; collective operations are unreliable here"
-        )
-
-
-def _weigh(totals: Mapping[str, Tensor]) -> Tensor:
-    """[2, parameters]: each parameter's sum and sum of absolute values, with weights from 1 to 2 along its elements."""
-    found = [torch.stack([part.sum(), part.abs().sum()]) for part in map(_weighed, totals.values())]
-    return torch.stack(found, dim=1)
-
-
-def _weighed(total: Tensor) -> Tensor:
-    """The weighted sum of each piece, as two numbers: its positive and its negative part."""
-    flat, step = total.view(-1), 1.0 / max(1, total.numel())
-    parts = []
-    for start in range(0, len(flat), WEIGHED_AT_ONCE):
-        piece = flat[start : start + WEIGHED_AT_ONCE]
-        ramp = torch.arange(start, start + len(piece), dtype=torch.float64, device=flat.device).mul_(step).add_(1.0)
-        weighed = ramp.mul_(piece)
-        parts += [weighed.clamp(min=0).sum(), weighed.clamp(max=0).sum()]
-    return torch.stack(parts) if parts else flat.new_zeros(1)

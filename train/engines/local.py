@@ -75,7 +75,7 @@ class LocalEngine:
 
     def _total(self, name: str) -> Tensor:
         if isinstance(self._forward, PrivateForward):
-            return self._forward.sums.totals[name]
+            return self._forward.exact_sums.totals[name]
         gradient = self._trained[name].grad
         return torch.zeros_like(self._trained[name]) if gradient is None else gradient.contiguous()
 

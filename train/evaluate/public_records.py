@@ -15,7 +15,7 @@ from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.folders import IMAGES, FolderIndex, build_folder
 from murmuration.data.index.format import BESIDE, FOLDER, MANIFEST
 from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digests
-from murmuration.data.index.open import open_index
+from murmuration.data.index.open import open_index, open_units
 from murmuration.data.index.public_split import Cut, SplitIndex
 from murmuration.data.index.selection import Selection
 from murmuration.data.store.place import RecordIndex, ShardError, is_url
@@ -131,7 +131,8 @@ def _public_part(index: RecordIndex) -> SplitIndex:
         raise EvaluationError(
             f"no part of {index.folder} was made public; omit --public-part, or declare one first: prepare.py split"
         )
-    return SplitIndex(index, cut.fraction, public=True)
+    units = open_units(index, cut.unit) if cut.unit is not None else None
+    return SplitIndex(index, cut.fraction, public=True, units=units)
 
 
 def _hold_to_promises(place: RecordsPlace, index: RecordIndex | None) -> None:

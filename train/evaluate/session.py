@@ -175,4 +175,4 @@ def by_list(part: Chosen, classes: ClassList) -> Chosen:
         )
     whole = folders.numbered_by(classes)
     index = part.index
-    return Chosen(SplitIndex(whole, index.fraction, index.public) if isinstance(index, SplitIndex) else whole, part.ids)
+    return Chosen(index.of(whole) if isinstance(index, SplitIndex) else whole, part.ids)

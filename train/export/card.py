@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.template import markdown_page
+from murmuration.accounting.unit import noun_of
 from murmuration.evaluation.shares import TITLES
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
@@ -48,6 +49,7 @@ def write_card(
         promise=str(claim["statement"]),
         private=bool(claim["private"]),
         unit=str(certificate["unit"]),
+        one=noun_of(str(certificate["unit"])),
         neighbours=str(certificate["adjacency"]),
         data=str(about.get("data") or "not stated (the config's about section)"),
         measured=[(_title(name), f"{value:.4f}") for name, value in measured.items() if name != SIGNAL],

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from murmuration.accounting.errors import RunError
+from murmuration.train.engines.sharded_sums import micro_batches_per_window
 from murmuration.train.planner.cost import RecordCost
 from murmuration.train.planner.memory import GIB, WeightCounts
 from murmuration.train.planner.rows import Batch
@@ -98,7 +99,7 @@ def step_time(
         public = Batch(mixed).slots(cluster.gpus, micro_batch) / rate * cost.step_flops / flops
     compute = batch.slots(cluster.gpus, micro_batch) / rate + public
     n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
-    exchange = cluster.all_reduce_seconds(8.0 * n) if weights.private else 0.0
+    exchange = _summing(weights, cluster, rows, micro_batch, stage) if weights.private else 0.0
     exchange += cluster.all_reduce_seconds(4.0 * n) if mixed else 0.0
     if stage < 3:
         exchange += cluster.all_reduce_seconds(4.0 * n)
@@ -109,3 +110,13 @@ def step_time(
     share = n if stage == 0 else math.ceil(n / cluster.gpus)
     noise = share / cluster.noise_per_second if weights.private else 0.0
     return StepTime(compute, exchange, noise, rows, public)
+
+
+def _summing(weights: WeightCounts, cluster: Cluster, rows: float, micro_batch: int, stage: int) -> float:
+    """One all-reduce of the fp64 totals; at stage 3, every window goes to the shards once."""
+    if stage < 3:
+        return cluster.all_reduce_seconds(8.0 * weights.trainable)
+    most = micro_batches_per_window(micro_batch)
+    if most is None:  # one window, in fp64
+        return cluster.gather_seconds(8.0 * weights.trainable)
+    return math.ceil(rows / most) * cluster.gather_seconds(4.0 * weights.trainable)

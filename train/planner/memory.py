@@ -2,7 +2,8 @@
 
 The terms are those of this trainer on DeepSpeed 0.19, each confirmed by what real runs allocate
 (tests/end_to_end/test_e2e_planner.py): fp32 weights; in a private phase fp64 totals of all trainable weights on every
-rank, whatever the stage; the optimizer's fp32 copy and moments, split over N ranks from stage 1 on.
+rank, or at stage 3 an fp32 window of them all and the fp64 totals of a shard; the optimizer's fp32 copy and moments,
+split over N ranks from stage 1 on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import Phase
+from murmuration.train.engines.sharded_sums import MOST_SLOTS
 
 if TYPE_CHECKING:  # it brings PyTorch's compiler along, which a dry run does without
     from murmuration.train.planner.cost import RecordCost
@@ -56,6 +58,8 @@ class Memory:
     host: float = 0.0
     host_update: float = 0.0
     """What only the update needs in main memory."""
+    wide: float = 0.0
+    """What windows in fp64 need more, for micro-batches of more than MOST_SLOTS."""
 
     @property
     def stays(self) -> float:
@@ -69,13 +73,22 @@ class Memory:
     def peak(self, micro_batch: int, cost: RecordCost, per_record: float = 0.0) -> float:
         """The larger of the two peaks, while computing and while updating; `per_record` is for the per-record gradients
         that the engines for checking keep."""
-        return self.stays + max(self.while_computing + micro_batch * (cost.bytes + per_record), self.update)
+        computing = self.while_computing + micro_batch * (cost.bytes + per_record)
+        return self.stays + self._wide(micro_batch) + max(computing, self.update)
 
     def micro_batch(self, room: float, cost: RecordCost, per_record: float = 0.0) -> int:
         """The largest micro-batch that fits; 0 if none does."""
         if self.stays + self.update > room:
             return 0
-        return max(0, int((room - self.stays - self.while_computing) // (cost.bytes + per_record)))
+        each = cost.bytes + per_record
+        found = max(0, int((room - self.stays - self.while_computing) // each))
+        if not self._wide(found):
+            return found
+        left = room - self.stays - self.wide
+        return max(MOST_SLOTS, int((left - self.while_computing) // each) if left >= self.update else 0)
+
+    def _wide(self, micro_batch: int) -> float:
+        return self.wide if micro_batch > MOST_SLOTS else 0.0
 
 
 def weights_of(model: nn.Module, phase: Phase) -> WeightCounts:
@@ -97,14 +110,16 @@ def memory(weights: WeightCounts, stage: int, ranks: int, offload: bool) -> Memo
     own, whole = 4.0 * (n + weights.frozen), 4.0 * n
     shard = whole / ranks
     state = (weights.optimizer_copy + weights.moments) * n / ranks
+    sums = whole + 2 * shard if stage == 3 else 2 * whole
     device = Memory(
         weights=own / ranks if stage == 3 else own,
-        sums=2 * whole if private else 0.0,
+        sums=sums if private else 0.0,
         gradients=_gradients(stage, private, whole, shard, offload),
         optimizer=weights.moments * n if stage == 0 else 0.0 if offload else state,
         gathered=own if stage == 3 else 0.0,
         update=_update(stage, weights, whole, shard, offload) + (whole if weights.mixed else 0.0),
         public=2 * whole if weights.mixed else 0.0,  # on every rank, at every stage
+        wide=whole if private and stage == 3 else 0.0,
     )
     if not offload:
         return device

@@ -12,7 +12,10 @@ from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.format import Handling
 from murmuration.data.index.open import open_index
+from murmuration.data.index.open import open_units as open_table
 from murmuration.data.index.public_split import SplitIndex, places_of, public_share
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.index.units import UnitTable
 from murmuration.data.store.place import RecordIndex, ShardError, is_url
 from murmuration.data.store.remote import read_on_the_way
 from murmuration.data.synthetic.index import SyntheticIndex
@@ -65,7 +68,9 @@ def open_records(
     dense = data.public and data.public_fraction is None
     handling: Handling = "skipped" if dense else "absent"
     index = _open_index(data.path, f"{where}.path", handling, classes, data.reading.node_shards, left_out)
-    _check_expected(index, data, where)
+    _refuse_coupled(index, data, where)
+    units = open_units(index, data, where)
+    _check_expected(index, units, data, where)
     if phase.objective == "text" and isinstance(index, FolderIndex):
         raise RecipeError(
             f"{where}.path has single images, and objective 'text' reads texts; put these into tar shards, as .txt"
@@ -80,9 +85,31 @@ def open_records(
     if data.public_fraction is None:
         return index
     try:
-        return SplitIndex(index, data.public_fraction, data.public)
+        return SplitIndex(index, data.public_fraction, data.public, units)
     except ValueError as error:
         raise RecipeError(f"{where}: {error}") from None
+
+
+def open_units(index: RecordIndex, data: Data, where: str) -> UnitTable | None:
+    """The units that a section of data protects, as its index knows them; None where it protects records."""
+    if not isinstance(data, ShardData) or data.unit is None:
+        return None
+    if isinstance(index, SplitIndex):
+        return index.units
+    try:
+        return open_table(index, data.unit)
+    except ShardError as error:
+        raise RecipeError(f"{where}.unit: {error}") from None
+
+
+def _refuse_coupled(index: RecordIndex, data: ShardData, where: str) -> None:
+    """Refuses a list of excluded records in which one record decided about others that the phase protects singly."""
+    by = index.excluded_by if isinstance(index, ShardIndex | FolderIndex) else ""
+    if by and by != data.unit and not data.public:
+        raise RecipeError(
+            f"{where}.path: its exclusions leave out whole units by {by!r}, so one record decides about others; set "
+            f"{where}.unit to {by!r}, or run prepare.py overlap again without --by-unit"
+        )
 
 
 def _open_stream(data: StreamData, where: str) -> StreamIndex:
@@ -146,7 +173,14 @@ def open_text(phase: Phase, shape: Shape, where: str) -> TextEncoder | None:
     return text
 
 
-def _check_expected(index: RecordIndex, data: ShardData, where: str) -> None:
+def _check_expected(index: RecordIndex, units: UnitTable | None, data: ShardData, where: str) -> None:
+    if units is not None:
+        if (given := data.expected_units) is not None and abs(units.count - given) > MOST_RECORD_DRIFT * given:
+            raise RecipeError(
+                f"{where}.expected_units is {given}, but the index has {units.count} units, more than 1 % off; index "
+                "the right shards or correct the number"
+            )
+        return
     expected = data.expected_records
     if data.exclude_classes is not None and not isinstance(index, FolderIndex):
         return  # how many are left is known once all have been read
@@ -158,7 +192,7 @@ def _check_expected(index: RecordIndex, data: ShardData, where: str) -> None:
 
 
 def known_records(phase: Phase, where: str) -> tuple[int, str]:
-    """The number of records, even if the data are not at hand, and how it is known."""
+    """n, the number of records or of units, even if the data are not at hand, and how it is known."""
     if isinstance(phase.data, SyntheticData):
         return phase.data.records, "made by rule"
     assert isinstance(phase.data, ShardData)
@@ -168,10 +202,14 @@ def known_records(phase: Phase, where: str) -> tuple[int, str]:
         if phase.data.exclude_classes is not None and isinstance(index, FolderIndex):
             index = leave_out(index, class_filter(phase.data, phase.label, None, f"{where}.data"), f"{where}.data")
         whole, source = index.records, "from the index"
+        if phase.data.unit is not None:
+            units = open_table(index, phase.data.unit)
+            whole, source = units.count, f"units of {units.records:,} records, from the index"
     except (ShardError, OSError) as error:
-        if phase.data.expected_records is None:
-            raise RecipeError(f"{where}.data: {error}; or give expected_records for a dry run") from None
-        whole, source = phase.data.expected_records, "expected_records; the data are not at hand"
+        name = "expected_records" if phase.data.unit is None else "expected_units"
+        if (expected := getattr(phase.data, name)) is None:
+            raise RecipeError(f"{where}.data: {error}; or give {name} for a dry run") from None
+        whole, source = expected, f"{name}; the data are not at hand"
     if phase.data.public_fraction is None:
         return whole, source
     public = public_share(whole, phase.data.public_fraction)

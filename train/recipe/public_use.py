@@ -84,12 +84,12 @@ def _check(use: Use) -> None:
     index, where = use.index, use.where
     frozen = _frozen(where, index)
     if isinstance(index, SplitIndex):
-        wanted = Cut(index.whole.records, index.fraction)
+        wanted = index.cut
         if frozen is not None and frozen != wanted:
             raise RecipeError(
-                f"{where}: this set was cut with public_fraction {frozen.fraction!r} of {frozen.records:,} records, "
-                f"but the config asks for {wanted.fraction!r} of {wanted.records:,}; records that one run protects "
-                "would be public in another, so keep the first"
+                f"{where}: this set was cut with public_fraction {frozen.fraction!r} of {frozen.records:,} "
+                f"{frozen.things}, but the config asks for {wanted.fraction!r} of {wanted.records:,} {wanted.things}; "
+                "records that one run protects would be public in another, so keep the first"
             )
         if frozen is None and (run := protecting_run(index)) is not None:
             raise RecipeError(
@@ -129,7 +129,7 @@ def protecting_run(index: RecordIndex) -> str | None:
 
 def _freeze(where: str, index: SplitIndex) -> None:
     try:
-        Cut(index.whole.records, index.fraction).freeze(index.folder)
+        index.cut.freeze(index.folder)
     except OSError as error:
         raise RecipeError(
             f"{where}: {index.folder / FROZEN} cannot be written ({error.strerror}), so another run could make "

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from murmuration.data.batch.shard_reader import ReadOptions
-from murmuration.data.draw.node_placement import Placement, place
+from murmuration.data.draw.node_placement import Placement, place, place_units
 from murmuration.data.draw.stream import StreamEpochs, StreamIndex, lane_placement
 from murmuration.data.index.epochs import Epochs, PublicEpochs
 from murmuration.data.index.shard_index import ShardIndex
@@ -44,6 +44,8 @@ def agree(phases: list[ReadyPhase], ranks: Ranks) -> list[ReadyPhase]:
     """
     for phase in phases:
         seen = f"{phase.index.manifest_digest} {phase.index.excluded_digest}"
+        if phase.units is not None:
+            seen += f" {phase.units.digest}"
         ranks.require_same(f"the index of phase {phase.name!r}, with its list of excluded records", seen)
         if phase.held_out is not None:
             seen = f"{phase.held_out.manifest_digest} {phase.captioned}"
@@ -63,8 +65,11 @@ def _placement(phase: ReadyPhase, ranks: Ranks) -> Placement | None:
     assert isinstance(index, ShardIndex), "opening it refused any other"
     holdings = ranks.gather(np.packbits(index.held()))
     held = [np.unpackbits(each, count=len(index.shards)).astype(bool) for each in holdings]
+    names = [shard.name for shard in index.shards]
     try:
-        return place([shard.name for shard in index.shards], index.shard_ends, held)
+        if phase.units is None:
+            return place(names, index.shard_ends, held)
+        return place_units(names, index.shard_ends, held, phase.units)
     except ShardError as error:
         where = f"phases.{phase.number}.data.reading.node_shards"
         raise raised_on_all_ranks(RecipeError(f"{where}: {error}")) from None
@@ -89,4 +94,4 @@ def with_stream_order(phase: ReadyPhase, order_key: bytes) -> ReadyPhase:
 def public_epochs(phase: ReadyPhase, batch: int, order_key: bytes) -> Epochs:
     if isinstance(phase.index, StreamIndex):
         return StreamEpochs(phase.index.lanes, batch)
-    return PublicEpochs(phase.index.records, batch, order_key)
+    return PublicEpochs(phase.n, batch, order_key)

@@ -25,14 +25,16 @@ from murmuration.accounting.plan import (
     threshold_for,
 )
 from murmuration.accounting.tan import stand_in
+from murmuration.accounting.unit import Reduce, Unit, adjacency_in_words, unit_in_words
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.draw.node_placement import Placement
 from murmuration.data.draw.stream import StreamIndex
-from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digests
+from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digest_of, ledger_digests
 from murmuration.data.index.public_split import apart, places_of
 from murmuration.data.index.shard_index import shared_shard
+from murmuration.data.index.units import UnitTable
 from murmuration.data.store.place import RecordIndex, Shard
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.settings import SettingsError, Shape
@@ -51,6 +53,7 @@ from murmuration.train.recipe.open_data import (
     open_records,
     open_start,
     open_text,
+    open_units,
     refuse_plain_http,
 )
 from murmuration.train.recipe.public_use import Use, hold_to_what_was_promised
@@ -92,6 +95,8 @@ class ReadyPhase:
     """Numbers of the classes, the same in every phase of the run."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Digests of the lists of classes that are left out."""
+    units: UnitTable | None = None
+    """The units of several records that the phase draws and protects; None: it draws records."""
     placement: Placement | None = None
     """Which ranks compute which records, where not every rank can read all of them."""
     captioned: bool = True
@@ -108,6 +113,25 @@ class ReadyPhase:
         return self.settings.privacy is not None
 
     @property
+    def n(self) -> int:
+        """How many units there are to draw: records, unless the phase protects others."""
+        return self.index.records if self.units is None else self.units.count
+
+    @property
+    def unit(self) -> Unit | None:
+        """What the phase protects; None: a record."""
+        return unit_of(self.settings)
+
+    @property
+    def rows_per_unit(self) -> int:
+        """The most records of a unit that one step takes."""
+        return 1 if self.unit is None else self.unit.rows
+
+    @property
+    def unit_reduce(self) -> Reduce:
+        return "mean" if self.unit is None else self.unit.reduce
+
+    @property
     def views(self) -> int:
         """How often a record is seen in a step."""
         return 1 if self.settings.privacy is None else self.settings.privacy.views
@@ -116,6 +140,9 @@ class ReadyPhase:
         """Digests of everything that a path in the config names and that shapes the training; `keyed` as in
         `ledger_digests`. Called on the main rank, which may have to make a salt."""
         found = _identity("data", self.index, self.settings.data.public, keyed)
+        if self.units is not None:
+            public = self.settings.data.public
+            found["units"] = ledger_digest_of(self.index, self.units.digest, public=public, keyed=keyed)
         if self.label_list is not None:
             found["classes"] = self.label_list.digest
         found |= self.left_out
@@ -193,6 +220,7 @@ def prepare(config: Config) -> list[ReadyPhase]:
             start = open_start(phase.data, f"phases.{number}.data")
             starts[f"phases.{number}.data.path"] = start.path
         phases.append(_open(number, phase, shape, start, classes, config.run.noise))
+    _require_one_unit(phases)
     _keep_apart(phases)
     require_numbers(_label_sources(phases), classes, shape.head.classes)
     hold_to_what_was_promised(_uses(phases))
@@ -213,7 +241,7 @@ def planned(phases: list[ReadyPhase], config: Config) -> list[tuple[ReadyPhase, 
         privacy = phase.settings.privacy
         if privacy is not None:
             where = f"phases.{phase.number}"
-            plan = make_plan(phase.settings, privacy, phase.index.records, where, noise=config.run.noise)
+            plan = make_plan(phase.settings, privacy, phase.n, where, noise=config.run.noise)
             clip_rule(privacy, plan, config.micro_batch)
             found.append((phase, plan))
     return found
@@ -252,6 +280,19 @@ def _label_sources(phases: list[ReadyPhase]) -> list[LabelSource]:
         found += LabelSource.of(f"{where}.monitor.path", phase.monitored, label)
         found += LabelSource.of(f"{where}.mixing.data.path", phase.mixed, label)
     return found
+
+
+def _require_one_unit(phases: list[ReadyPhase]) -> None:
+    """Refuses private phases that protect different units: no proof says what their promises come to together."""
+    private = [phase for phase in phases if phase.private]
+    for phase in private[1:]:
+        first, other = (unit_in_words(each.unit) for each in (private[0], phase))
+        if first != other:
+            raise RecipeError(
+                f"phases.{phase.number}.data.unit: phase {phase.name!r} protects {other}, but phase "
+                f"{private[0].name!r} protects {first}, and a run makes one promise; name the same unit in both, or "
+                "train them in two runs"
+            )
 
 
 def _keep_apart(phases: list[ReadyPhase]) -> None:
@@ -315,11 +356,14 @@ def _open(
     mixed = None
     if phase.mixing is not None:
         mixed = open_records(phase.mixing.data, phase, shape, f"{where}.mixing.data", classes)
-    if phase.privacy is None and phase.batch is not None and phase.batch > index.records:
-        raise RecipeError(f"{where}.batch = {phase.batch} exceeds the {index.records} records of its data")
-    phase = with_steps(phase, index.records, where, noise)
+    units = open_units(index, phase.data, f"{where}.data")
+    n = index.records if units is None else units.count
+    if phase.privacy is None and phase.batch is not None and phase.batch > n:
+        what = "records" if units is None else "units"
+        raise RecipeError(f"{where}.batch = {phase.batch} exceeds the {n} {what} of its data")
+    phase = with_steps(phase, n, where, noise)
     return ReadyPhase(
-        number, phase, shape, index, text, held_out, monitored, mixed, start, classes, _left_out(phase, where)
+        number, phase, shape, index, text, held_out, monitored, mixed, start, classes, _left_out(phase, where), units
     )
 
 
@@ -357,11 +401,22 @@ def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes")
     return phase.model_copy(update={"steps": steps, "schedule": schedule})
 
 
+def unit_of(phase: Phase) -> Unit | None:
+    data = phase.data
+    if not isinstance(data, ShardData) or data.unit is None:
+        return None
+    return Unit(data.unit, data.rows_per_unit or 1, data.unit_reduce or "mean")
+
+
 def make_plan(
     phase: Phase, privacy: Privacy, records: int, where: str, known: PrivacyPlan | None = None,
-    noise: NoiseKind = "aes",
+    noise: NoiseKind = "aes", table: str = "",
 ) -> PrivacyPlan:  # fmt: skip
-    """Freezes n, q, C, sigma, T and delta; `known` is the ledger's plan, whose sigma need not be calibrated again."""
+    """Freezes n (`records`, or units), q, C, sigma, T and delta; `known` is the ledger's plan, whose sigma need not be
+    calibrated again; `table`: the ledger's digest of the table of units."""
+    units = unit_of(phase)
+    if units is not None:
+        units = replace(units, table=table)
     growth = GRID_GROWTH if noise == "exact" else 0.0
     try:
         threshold = threshold_for(records, privacy.expected_batch, privacy.bands)
@@ -375,7 +430,8 @@ def make_plan(
         fixed = dict(
             records=records, threshold=threshold, clip_norm=privacy.clip.norm, steps=phase.steps, delta=delta,
             epsilon_budget=privacy.epsilon, metrics=metrics, adaptive=adaptive, held_out=privacy.held_out,
-            grid_growth=growth, banded=_banded(phase, privacy, known), views=privacy.views,
+            grid_growth=growth, banded=_banded(phase, privacy, known), views=privacy.views, units=units,
+            unit=unit_in_words(units), adjacency=adjacency_in_words(units),
         )  # fmt: skip
         sigma = privacy.noise_multiplier
         if sigma is None and known is not None and all(getattr(known, k) == v for k, v in fixed.items()):

@@ -193,6 +193,8 @@ def _add(counts: Counter[int], value: int) -> None:
 def _note(found: Findings, phase: ReadyPhase, record: int, row: int, fetched: Fetched, show: bool) -> None:
     """What the reader made of the record."""
     where = f"record {record} in {Path(phase.index.owner(record)).name}"
+    if phase.units is not None:
+        where += f", unit {phase.units.unit_of(record)}"
     reason = fetched.bad.get(record)
     if reason is None:
         found.usable += 1

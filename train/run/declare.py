@@ -9,6 +9,7 @@ from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.ledger.heads import lost_charges
 from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.unit import RECORD
 from murmuration.data.index.contents import pins_contents
 from murmuration.data.index.keyed_digest import ledger_digests
 from murmuration.data.store.place import RecordIndex
@@ -41,7 +42,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
         return None
     known = run.writer.history.plans.get(phase.number)
     where, noise = f"phases.{phase.number}", run.config.run.noise
-    plan = make_plan(phase.settings, privacy, phase.index.records, where, known, noise)
+    plan = make_plan(phase.settings, privacy, phase.n, where, known, noise, run.contents(phase).get("units", ""))
     run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
     declare_public_uses(run, phase)
     for host in hosts_of(phase.index):
@@ -52,17 +53,19 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     for noted in [] if seeded else log.heads(run.writer.history.run_id):
         run.writer.admit_lost(lost_charges(run.writer.ledger.entries, noted), run.new_segment)
     with log.alone():
-        log.require_budget((run.writer.history.run_id,), run.writer.history.budget())
-        _register(run, phase, log, plan.epsilon_budget, plan.delta)
+        log.require_budget((run.writer.history.run_id,), run.writer.history.budget(), plan.unit)
+        _register(run, phase, log, plan.epsilon_budget, plan.delta, plan.unit)
     if not seeded:
         run.writer.witnesses[str(log)] = log.note
     return plan
 
 
-def _register(run: RunContext, phase: ReadyPhase, log: RunLog, epsilon: float | None, delta: float | None) -> None:
+def _register(
+    run: RunContext, phase: ReadyPhase, log: RunLog, epsilon: float | None, delta: float | None, unit: str = RECORD
+) -> None:  # fmt: skip
     history = run.writer.history
     warning = log.register(
-        history.run_id, phase.name, run.name, epsilon, delta,
+        history.run_id, phase.name, run.name, epsilon, delta, unit,
         **{"folder": str(run.folder.root.resolve()), "copied_from": history.ids[:-1], "signer": history.run["signer"]},
     )  # fmt: skip
     if warning is not None:

@@ -157,6 +157,8 @@ def _reader(
     reader: BatchReader | FeatureReader = BatchReader(
         phase.index, phase.data_spec(augment=True), phase.text,
         augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
+        units=phase.units, rows_per_unit=phase.rows_per_unit, unit_reduce=phase.unit_reduce,
+        unit_key=derive("augmentation"),
         reading=reading_options(phase.reading, phase.index, run.ranks), pin_memory=run.ranks.device.type == "cuda",
         views=phase.views,
     )  # fmt: skip

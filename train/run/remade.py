@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from murmuration.accounting.ledger.facts import Segment
-from murmuration.data.draw.node_placement import Placement
 from murmuration.data.draw.poisson import Sampler
 from murmuration.data.index.contents import forget_cached, require_contents, shards_of, with_sample
+from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import ShardError
 from murmuration.train.distributed.ranks import Ranks, on_all
 from murmuration.train.recipe.ready_phase import ReadyPhase
@@ -28,7 +28,7 @@ def require_same_records(
     everyone = np.arange(phase.index.records if sampler is None else 0)
     drawn: set[int] = set()
     for step in steps:
-        ids = None if sampler is None else sampler.draw(step).ids
+        ids = None if sampler is None else _records(phase, sampler.draw(step).ids)
         drawn.update(shards_of(phase.index, everyone if ids is None else ids))
         _forget_cached(phase, ids, ranks)
     shards = ranks.on_main(lambda: with_sample(phase.index, drawn))
@@ -38,8 +38,14 @@ def require_same_records(
         f"{phase.name}  steps {steps[0]} to {steps[-1]} are made again with the same noise; the shards that they draw "
         "from are compared with the index first"
     )
-    own = _share(shards, phase.placement, ranks)
+    own = _share(phase, shards, ranks)
     on_all(ranks, lambda: require_contents(phase.index, own, ranks.pulse.beat), ShardError)
+
+
+def _records(phase: ReadyPhase, drawn: np.ndarray) -> np.ndarray:
+    """All records of what was drawn; also those of a unit that the step did not choose, so that the number of shards
+    tells no more than which units were drawn."""
+    return drawn if phase.units is None else phase.units.records_of_all(drawn)
 
 
 def _forget_cached(phase: ReadyPhase, ids: np.ndarray | None, ranks: Ranks) -> None:
@@ -54,10 +60,13 @@ def _opened_behind(run: RunContext, phase: ReadyPhase, segment: Segment, done: i
     return sorted({at.step for at in run.writer.history.opened if (at.phase, at.segment) == here and at.step > done})
 
 
-def _share(shards: list[int], placement: Placement | None, ranks: Ranks) -> list[int]:
-    """The shards that this rank compares: those that only some nodes hold are left to the ranks that read them."""
+def _share(phase: ReadyPhase, shards: list[int], ranks: Ranks) -> list[int]:
+    """The shards that this rank compares: those that only some nodes hold are left to the ranks that read them. A unit
+    is read on one node, from that node's own copies, so every node compares all of the shards that it holds."""
+    placement, index = phase.placement, phase.index
     if placement is None:
         return shards[ranks.rank :: ranks.world]
     group = next(number for number, members in enumerate(placement.groups) if ranks.rank in members)
     members = placement.groups[group]
-    return [shard for shard in shards if placement.owners[shard] == group][members.index(ranks.rank) :: len(members)]
+    read = placement.owners == group if phase.units is None or not isinstance(index, ShardIndex) else index.held()
+    return [shard for shard in shards if read[shard]][members.index(ranks.rank) :: len(members)]

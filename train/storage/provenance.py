@@ -13,6 +13,7 @@ from murmuration.accounting.ledger.history import NOTHING_PRIVATE, History
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.accounting.typed import read
+from murmuration.accounting.unit import unit_in_words
 
 KEY = "murmuration"
 """The key in the metadata of a safetensors file."""
@@ -39,7 +40,8 @@ class Provenance:
         if history.plans:
             own = tuple(sorted({segment.manifest_digest for segment in history.segments}))
             promised = (history.budget(), history.delta())
-            origins = (*origins, Origin(history.run["name"], entries[0].hash, *promised, own))
+            unit = None if history.unit is None else unit_in_words(history.unit)
+            origins = (*origins, Origin(history.run["name"], entries[0].hash, *promised, own, unit))
         return Provenance(origins, None if objection in harmless else objection)
 
     def metadata(self) -> dict[str, str]:

@@ -23,6 +23,7 @@ from murmuration.accounting.durable import try_lock
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.facts import Head
 from murmuration.accounting.ledger.heads import append, heads_in
+from murmuration.accounting.unit import RECORD
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.shard_index import ShardIndex
@@ -74,12 +75,19 @@ class RunLog:
             yield
 
     def register(
-        self, run: str, phase: str, name: str, epsilon: float | None, delta: float | None, **more: Any
+        self,
+        run: str,
+        phase: str,
+        name: str,
+        epsilon: float | None,
+        delta: float | None,
+        unit: str = RECORD,
+        **more: Any,
     ) -> str | None:
-        """Registers each phase of a run once; no `epsilon` means a run without noise. Returns a warning if the log
-        cannot be written anywhere: siblings stay unknown."""
+        """Registers each phase of a run once, with what it protects (in words); no `epsilon` means a run without noise.
+        Returns a warning if the log cannot be written anywhere: siblings stay unknown."""
         entry = {"id": run, "run": name, "phase": phase, "private": epsilon is not None}
-        entry |= {"epsilon_budget": epsilon, "delta": delta, **more}
+        entry |= {"epsilon_budget": epsilon, "delta": delta, **_of_units(unit), **more}
         faults = []
         for file in self.files:
             try:
@@ -115,13 +123,14 @@ class RunLog:
             return any(entry["id"] == run for file in self.files for entry in _entries(file))
         return False
 
-    def set_budget(self, epsilon: float) -> list[str]:
-        """Sets the budget of all runs on these records together, from now on; the newest line in each place counts.
-        Returns a sentence for each place that could not be written; ShardError if that is all of them."""
+    def set_budget(self, epsilon: float, unit: str = RECORD) -> list[str]:
+        """Sets the budget of all runs on these records that protect such units (in words), from now on; the newest line
+        in each place counts. Returns a sentence for each place that could not be written; ShardError if that is all of
+        them."""
         faults = []
         for file in self.files:
             try:
-                append(file, {"budget": epsilon}, 0o644)
+                append(file, {"budget": epsilon, **_of_units(unit)}, 0o644)
             except OSError as error:
                 faults.append(f"{file} cannot be written ({error.strerror})")
         if len(faults) == len(self.files):
@@ -131,13 +140,19 @@ class RunLog:
             )
         return faults
 
-    def budget(self) -> float | None:
-        """The smallest budget that any place has; None if no place has one."""
-        found = []
+    def budget(self, unit: str = RECORD) -> float | None:
+        """The smallest budget for such units that any place has; None if no place has one."""
+        return self._budgets().get(unit)
+
+    def _budgets(self) -> dict[str, float]:
+        """The smallest budget for each kind of unit."""
+        found: dict[str, float] = {}
         for file in self.files:
             with contextlib.suppress(OSError):
-                found += [line["budget"] for line in whole_lines(file) if _is_epsilon(line.get("budget"))][-1:]
-        return min(found, default=None)
+                lines = [line for line in whole_lines(file) if _is_epsilon(line.get("budget"))]
+                for unit, epsilon in {_unit_of(line): line["budget"] for line in lines}.items():
+                    found[unit] = min(epsilon, found.get(unit, math.inf))
+        return found
 
     def claim(self, run: str, epsilon: float) -> None:
         """Logs what a finished run claims, which may be less than its budget."""
@@ -145,12 +160,20 @@ class RunLog:
             with contextlib.suppress(OSError):
                 append(file, {"claim_of": run, "epsilon": epsilon}, 0o644)
 
-    def spent(self, own: Container[str] = ()) -> float:
-        """What all other runs spent: what they claim, or may still spend; by basic composition, which holds however
-        the later ones were chosen."""
-        claims = self._claims()
+    def spent(self, own: Container[str] = (), unit: str = RECORD) -> float:
+        """What all other runs spent of the budget for such units: what they claim, or may still spend; by basic
+        composition, which holds however the later ones were chosen. A run that protects other units is held to the
+        budget for those; without one, nobody knows what it costs these."""
+        claims, kinds = self._claims(), self._budgets()
+        elsewhere: set[object] = set()
+        for entry in self.siblings():
+            if (other := _unit_of(entry)) != unit and entry.get("private") is True:
+                claims.pop(entry["id"], None)
+                elsewhere |= {entry["id"]} if other in kinds else set()
         budgets = [
-            (entry["id"], entry.get("epsilon_budget")) for entry in self.siblings(own) if entry["id"] not in claims
+            (entry["id"], entry.get("epsilon_budget") if _unit_of(entry) == unit else None)
+            for entry in self.siblings(own)
+            if entry["id"] not in claims and entry["id"] not in elsewhere
         ]
         ours = math.fsum(value for run, value in claims.items() if str(run) not in own)
         return ours + math.fsum(value if _is_epsilon(value) else math.inf for _, value in budgets)
@@ -167,18 +190,25 @@ class RunLog:
                         claims.pop(line["ledger_of"], None)  # the run was restored and continued after it was finished
         return claims
 
-    def require_budget(self, own: Container[str], epsilon: float | None) -> None:
-        """Refuses a run that would exceed the records' budget. `epsilon` is what the run may spend in all its phases;
-        None if it has no noise."""
-        budget = self.budget()
-        if budget is None:
+    def require_budget(self, own: Container[str], epsilon: float | None, unit: str = RECORD) -> None:
+        """Refuses a run that would exceed the records' budget. `epsilon` is what the run may spend in all its phases,
+        for such units; None if it has no noise."""
+        budgets = self._budgets()
+        if not budgets:
             return
+        if (budget := budgets.get(unit)) is None and epsilon is not None:
+            raise DataBudgetError(
+                f"{self.files[0].parent}: these records have a budget for {', '.join(sorted(budgets))}, but this run "
+                f"protects {unit}, and what it costs the others is not known; give that unit a budget, too, with "
+                "prepare.py index --budget, or protect what has one"
+            )
+        budget = min(budgets.values()) if budget is None else budget
         if epsilon is None:
             raise DataBudgetError(
                 f"{self.files[0].parent}: these records have a budget of ε = {budget:g}, which a run without noise "
                 "exceeds; give the phase a privacy section, or raise the budget with prepare.py index --budget"
             )
-        if (spent := self.spent(own)) + epsilon > budget * (1 + 1e-9):
+        if (spent := self.spent(own, unit)) + epsilon > budget * (1 + 1e-9):
             raise DataBudgetError(
                 f"{self.files[0].parent}: these records have a budget of ε = {budget:g} for all runs, of which earlier "
                 f"ones take {spent:g}, so a run of ε = {epsilon:g} is too much; lower its budget, or raise that of the "
@@ -195,6 +225,15 @@ class RunLog:
         for file in self.files:
             with contextlib.suppress(OSError):
                 append(file, head.as_dict(), 0o644)
+
+
+def _unit_of(line: dict[str, Any]) -> str:
+    """What a line of the log is about, in words; those of earlier versions are all about records."""
+    return str(line.get("unit", RECORD))
+
+
+def _of_units(unit: str) -> dict[str, str]:
+    return {} if unit == RECORD else {"unit": unit}
 
 
 def _is_epsilon(value: object) -> TypeGuard[float]:

@@ -1,0 +1,232 @@
+"""Units of several records: found by a field or by keys, numbered like a slow loop does, kept from shard to shard."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import tarfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from murmuration.data.index import build as building
+from murmuration.data.index.folders import FolderIndex, build_folder
+from murmuration.data.index.open import open_units
+from murmuration.data.index.shard_index import ShardIndex, Wanted, build
+from murmuration.data.index.units import DIGESTS, FACTS, OF, RECORDS, STARTS, UnitTable
+from murmuration.data.store.place import ShardError
+from tests.data.test_data_index_remote import Quiet
+
+BY = "patient_id"
+KEY = b"k" * 32
+
+
+def write_shard(path: Path, first: int, owners: Sequence[Any], keys: Sequence[str] | None = None) -> Path:
+    """One record per owner, with a picture's name, its text, and the owner in its .json; `...`: no .json."""
+    with tarfile.open(path, "w") as archive:
+        for place, owner in enumerate(owners):
+            key = keys[place] if keys else f"{first + place:06d}"
+            members = {"jpg": b"x" * (1 + place % 5), "txt": b"words"}
+            if owner is not ...:
+                members["json"] = json.dumps({"other": 1, BY: owner}).encode()
+            for suffix, content in members.items():
+                info = tarfile.TarInfo(f"{key}.{suffix}")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def write_shards(folder: Path, owners: Sequence[Sequence[Any]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    first = 0
+    for number, part in enumerate(owners):
+        write_shard(folder / f"{number:06d}.tar", first, part)
+        first += len(part)
+    time.sleep(0.1)  # older than the resolution of time stamps
+    return folder
+
+
+def by_hand(owners: Sequence[Any]) -> list[list[int]]:
+    """The records of each unit, units in the order of their first record."""
+    found: dict[Any, list[int]] = {}
+    for record, owner in enumerate(owners):
+        found.setdefault(("alone", record) if owner in (None, "", ...) else str(owner), []).append(record)
+    return list(found.values())
+
+
+def table(folder: Path, missing: str = "refuse") -> UnitTable:
+    index = build(folder, wanted=Wanted(unit=BY, missing=missing))  # pyright: ignore[reportArgumentType]
+    return open_units(index, BY)
+
+
+def as_lists(found: UnitTable) -> list[list[int]]:
+    return [found.records_of(unit).tolist() for unit in range(found.count)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_units_are_those_of_a_slow_loop(tmp_path: Path, seed: int) -> None:
+    """Uneven, over many shards, numbers and words mixed, one with most of the records, some without a unit."""
+    draw = random.Random(seed)
+    names: list[Any] = ["7", 7, "ä b", "p/1", "", None, ..., *map(str, range(draw.randrange(1, 60)))]
+    owners = [
+        [draw.choice([*names, *["often"] * 20]) for _ in range(draw.randrange(1, 40))]
+        for _ in range(draw.randrange(1, 12))
+    ]  # fmt: skip
+    flat = [owner for part in owners for owner in part]
+    found = table(write_shards(tmp_path / "shards", owners), "own")
+    wanted = by_hand(flat)
+    assert as_lists(found) == wanted
+    assert [found.unit_of(record) for record in range(len(flat))] == [
+        next(unit for unit, records in enumerate(wanted) if record in records) for record in range(len(flat))
+    ]
+    some = np.array(sorted(draw.sample(range(len(wanted)), min(5, len(wanted)))))
+    assert found.records_of_all(some).tolist() == sorted(record for unit in some for record in wanted[unit])
+    assert found.units_of(found.records_of_all(some)).tolist() == some.tolist()
+
+
+def test_records_without_a_unit_are_refused_with_their_number_or_alone(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "shards", [["a", ..., "a"], [None, "", 1.5, True, ["a"], "b"]])
+    with pytest.raises(ShardError, match="6 of 9 records have not a text or whole number 'patient_id'"):
+        table(folder)
+    assert as_lists(table(folder, "own")) == [[0, 2], [1], [3], [4], [5], [6], [7], [8]]
+
+
+def test_files_of_units_are_for_the_owner_alone(tmp_path: Path) -> None:
+    table(write_shards(tmp_path / "shards", [["a", "b"]]))
+    for name in (FACTS, DIGESTS, OF, RECORDS, STARTS):
+        assert (tmp_path / "shards" / "index" / name).stat().st_mode & 0o777 == 0o600, name
+
+
+def test_a_shard_is_read_once_and_what_was_known_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = building.scan
+    monkeypatch.setattr(building, "scan", lambda place, unit: (read.append(place.name), real(place, unit))[1])
+    owners = [["a", "b"], ["b", "c"], ["a", "d"]]
+    folder = write_shards(tmp_path / "shards", owners[:2])
+    first = build(folder)
+    assert len(read) == 2 and not (first.folder / FACTS).exists()
+    assert as_lists(table(folder)) == [[0], [1, 2], [3]] and len(read) == 4  # the names of units were not known yet
+    write_shard(folder / "000002.tar", 4, owners[2])
+    index = build(folder)  # --unit need not be repeated
+    assert as_lists(open_units(index, BY)) == [[0, 4], [1, 2], [3], [5]]
+    assert read[4:] == ["000002.tar"]
+    assert as_lists(table(tmp_path / "shards")) == as_lists(table(write_shards(tmp_path / "again", owners)))
+
+
+def test_a_build_that_was_refused_continues_without_reading_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_shards(tmp_path / "shards", [["a", "b"], [...], ["a"]])
+    index = folder / "index"
+    with pytest.raises(ShardError, match="1 of 4 records"):
+        table(folder)
+    monkeypatch.setattr(building, "scan", lambda place, unit: pytest.fail(f"{place} is read again"))
+    assert as_lists(table(folder, "own")) == [[0, 3], [1], [2]]
+    assert not (index / ".work").exists()
+
+
+def test_a_table_of_other_records_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "shards", [["a", "b", "a"]])
+    table(folder)
+    with pytest.raises(ShardError, match=r"named by 'patient_id', not by 'person'.*--unit person"):
+        open_units(ShardIndex.open(folder), "person")
+    of = np.load(folder / "index" / OF)
+    for changed in ([0, 1, 1], [1, 0, 1], [0, 1, 2]):
+        np.save(folder / "index" / OF, np.array(changed, dtype="<i8"))
+        with pytest.raises(ShardError, match="do not belong together"):
+            open_units(ShardIndex.open(folder), BY)
+    np.save(folder / "index" / OF, of)
+    order = np.load(folder / "index" / RECORDS)
+    for changed in ([0, 2, 2], [2, 0, 1], [0, 1, 2], [0, 2, 3], [0, 2, -1]):
+        np.save(folder / "index" / RECORDS, np.array(changed, dtype="<i8"))
+        with pytest.raises(ShardError, match="do not belong together"):
+            open_units(ShardIndex.open(folder), BY)
+    np.save(folder / "index" / RECORDS, order)
+    assert as_lists(open_units(ShardIndex.open(folder), BY)) == [[0, 2], [1]]
+    other = write_shards(tmp_path / "other", [["a", "b", "c"]])
+    write_shard(other / "000000.tar", 5, ["a", "b", "c"])
+    index = build(other)
+    for name in (FACTS, DIGESTS, OF, RECORDS, STARTS):
+        (index.folder / name).write_bytes((folder / "index" / name).read_bytes())
+    with pytest.raises(ShardError, match="made for other records"):
+        open_units(index, BY)
+    (other / "index" / FACTS).unlink()
+    with pytest.raises(ShardError, match=r"knows no units.*--unit patient_id"):
+        open_units(index, BY)
+
+
+@pytest.mark.parametrize(("pattern", "wanted"), [
+    ("key:[^_]+", [[0, 1, 2], [3], [4]]),
+    ("key:(.*)_", [[0, 2], [1], [3], [4]]),
+    ("key:b|c", [[0], [1], [2], [3], [4]]),
+])  # fmt: skip
+def test_units_by_key(tmp_path: Path, pattern: str, wanted: list[list[int]]) -> None:
+    keys = ["a_1_x", "a_2_x", "a_1_y", "b_1", "c_1"]
+    write_shard(tmp_path / "0.tar", 0, [...] * 5, keys)
+    index = build(tmp_path, wanted=Wanted(unit=pattern, missing="own"))
+    assert as_lists(open_units(index, pattern)) == wanted
+
+
+def test_units_of_single_images_by_their_paths(tmp_path: Path) -> None:
+    for name in ("ill/p1_a", "ill/p1_b", "ill/p2_a", "well/p1_c", "well/p3_a"):
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "images" / f"{name}.png")
+    pattern = "key:.*/([^_]+)"
+    index = build_folder(tmp_path / "images", unit=pattern)
+    assert as_lists(open_units(index, pattern)) == [[0, 1, 3], [2], [4]]
+    assert as_lists(open_units(build_folder(tmp_path / "images"), pattern)) == [[0, 1, 3], [2], [4]]  # kept
+    with pytest.raises(ShardError, match=r"have no \.json with such a field"):
+        build_folder(tmp_path / "images", unit=BY)
+    with pytest.raises(ShardError, match="some records are skipped"):
+        open_units(FolderIndex.open(tmp_path / "images").without({"ill"}), pattern)
+
+
+@pytest.mark.parametrize(("name", "said"), [("", "is no name"), ("key:", "is no name"), ("key:(", "not a regular"),
+                                            ("a\nb", "is no name"), ("x" * 201, "is no name")])  # fmt: skip
+def test_what_names_no_unit_is_refused_before_a_shard_is_read(tmp_path: Path, name: str, said: str) -> None:
+    write_shards(tmp_path / "shards", [["a"]])
+    with pytest.raises(ShardError, match=said):
+        build(tmp_path / "shards", wanted=Wanted(unit=name))
+    with pytest.raises(ShardError, match="reads no record"):
+        build(tmp_path / "shards", wanted=Wanted(unit=BY, trust_sidecars=True))
+
+
+def test_records_of_a_large_unit_are_chosen_by_key_and_evenly(tmp_path: Path) -> None:
+    found = table(write_shards(tmp_path / "shards", [["a"] * 3 + ["b"] * 9 + ["c"] + ["b"] * 3]))
+    assert found.chosen(0, KEY, 1, 3).tolist() == [0, 1, 2] and found.chosen(2, KEY, 1, 1).tolist() == [12]
+    times, counted = 6000, Counter[int]()
+    for step in range(times):
+        chosen = found.chosen(1, KEY, step, 4)
+        assert len(set(chosen.tolist())) == 4 and set(chosen.tolist()) <= set(found.records_of(1).tolist())
+        assert chosen.tolist() == sorted(chosen.tolist()) == found.chosen(1, KEY, step, 4).tolist()
+        counted.update(chosen.tolist())
+    share = 4 / 12
+    assert all(abs(counted[record] / times - share) < 5 * (share * (1 - share) / times) ** 0.5 for record in counted)
+    assert len(counted) == 12
+    other = [found.chosen(1, b"o" * 32, step, 4).tolist() for step in range(20)]
+    assert other != [found.chosen(1, KEY, step, 4).tolist() for step in range(20)]
+
+
+def test_remote_shards_give_the_same_units(tmp_path: Path) -> None:
+    owners = [["a", "b"], ["b", "c", "a"]]
+    folder = write_shards(tmp_path / "shards", owners)
+    near = table(folder)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        pattern = f"http://127.0.0.1:{server.server_port}/{{000000..000001}}.tar"
+        far = open_units(build(pattern, tmp_path / "index", wanted=Wanted(unit=BY, workers=1)), BY)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert as_lists(far) == as_lists(near) == [[0, 4], [1, 2], [3]] and far.digest == near.digest

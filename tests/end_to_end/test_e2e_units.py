@@ -1,0 +1,156 @@
+"""A run that protects units of several records, by real processes: killed, resumed, verified and exported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from murmuration.accounting.ledger.history import History
+from murmuration.data.index.exclusions import FACTS, IDS, Exclusions
+from murmuration.data.index.open import open_units
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.train.storage.run_dir import whole_lines
+from tests.support.launching import ROOT, Launch, environment
+from tests.support.runs import TOY_STEPS, account, different, final_weights, toy
+from tests.support.warm import WarmLauncher
+
+Make = Callable[..., tuple[Launch, Path]]
+PATIENT = r"key:0*(\d{1,2})"
+"""The first digits of a record's number: 100 patients, of whom half have one record and half have eleven."""
+
+
+def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "launch" / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment())
+
+
+@pytest.fixture(scope="module")
+def patients(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of the demo's private shards, in a folder of its own, that knows their units."""
+    folder = tmp_path_factory.mktemp("patients") / "index"
+    made = script("prepare.py", "index", str(small_data / "private"), "--out", str(folder), "--unit", PATIENT,
+                  "--unit-missing", "own")  # fmt: skip
+    assert made.returncode == 0 and f"units by '{PATIENT.replace(chr(92), 2 * chr(92))}'" in made.stdout, made
+    return folder
+
+
+@pytest.fixture
+def of_patients(patients: Path) -> Callable[[dict[str, Any]], None]:
+    def change(config: dict[str, Any]) -> None:
+        toy(config)
+        private = config["phases"][1]
+        del private["data"]["expected_records"]
+        private["data"] |= {"path": str(patients), "unit": PATIENT, "rows_per_unit": 3}
+        private["privacy"]["expected_batch"] = 16
+        private["privacy"]["epsilon"] = 30.0
+
+    return change
+
+
+@pytest.mark.slow
+def test_killed_resumed_verified_and_exported(
+    warm: WarmLauncher, launch: Make, of_patients: Callable[[dict[str, Any]], None], patients: Path, tmp_path: Path
+) -> None:
+    units = open_units(ShardIndex.open(patients), PATIENT)
+    job, straight = launch("straight", of_patients)
+    ended = warm.run(job.config, job.cwd)
+    assert ended.codes == [0, 0], ended.output
+    job, run_dir = launch("broken", of_patients)
+    for kill in ({"rank": 1, "kind": "pread", "at": 60, "before": True},
+                 {"rank": 0, "kind": "fsync", "at": 20, "before": False}):  # fmt: skip
+        ended = warm.run(job.config, job.cwd, kill=kill)
+        assert ended.codes[kill["rank"]] == -9, ended.output
+    ended = warm.run(job.config, job.cwd)
+    assert ended.codes == [0, 0], ended.output
+    assert different(final_weights(run_dir), final_weights(straight)) == []
+    history = History.read(run_dir / "ledger.jsonl")[0]
+    assert [step_id.step for step_id in history.opened] == list(range(1, TOY_STEPS + 1)) and not history.faults
+    plan = history.plans[1]
+    assert plan.units is not None and (plan.units.by, plan.units.rows) == (PATIENT, 3) and plan.units.table
+    assert plan.units.table != units.digest, "it is keyed"
+    assert plan.records == units.count < 600 and plan.delta == pytest.approx(1 / (2 * units.count))
+    assert all(facts.sampling.records == units.count for facts in history.opened.values())
+    verified = account("verify", str(run_dir))
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    certificate = json.loads((run_dir / "certificate.json").read_text())
+    assert certificate["unit"].startswith("one unit (all records in whose keys the pattern")
+    exported = script("export.py", str(run_dir), str(tmp_path / "exported"))
+    assert exported.returncode == 0, exported.stderr
+    logged = whole_lines(patients / "runs.jsonl")
+    assert {line["unit"] for line in logged if "epsilon_budget" in line} == {certificate["unit"]}
+    bad = {**certificate, "unit": "one record (an image, or an image with its caption)"}
+    (run_dir / "certificate.json").write_text(json.dumps(bad))
+    assert account("verify", str(run_dir)).returncode != 0
+
+
+def test_what_a_config_may_not_ask_of_units(
+    launch: Make, of_patients: Callable[[dict[str, Any]], None], patients: Path, small_data: Path
+) -> None:
+    """One sentence each, before anything is computed."""
+
+    def refused(change: Callable[[dict[str, Any]], None], *arguments: str) -> str:
+        def both(config: dict[str, Any]) -> None:
+            of_patients(config)
+            change(config)
+
+        job, run_dir = launch("refused", both)
+        found = script("train.py", "--config", str(job.config), *arguments)
+        assert found.returncode == 2, found.stdout + found.stderr
+        assert not run_dir.exists() and "Traceback" not in found.stderr
+        return found.stderr
+
+    def data(config: dict[str, Any]) -> dict[str, Any]:
+        return config["phases"][1]["data"]
+
+    assert "named by" in refused(lambda config: data(config).update(unit="person"))
+    assert "knows no units" in refused(lambda config: data(config).update(path=str(small_data / "private")))
+    assert "give their number as expected_units" in refused(lambda config: data(config).update(expected_records=600))
+    assert "more than 1 % off" in refused(lambda config: data(config).update(expected_units=600))
+    assert "needs `unit`" in refused(lambda config: data(config).pop("unit"))
+    assert "leave it out" in refused(lambda config: config["phases"][0]["data"].update(unit=PATIENT))
+
+    def twice(config: dict[str, Any]) -> None:
+        other = json.loads(json.dumps(config["phases"][1])) | {"name": "records"}
+        del other["data"]["unit"], other["data"]["rows_per_unit"]
+        config["phases"].append(other)
+
+    assert "a run makes one promise" in refused(twice)
+    index = ShardIndex.open(patients)
+    Exclusions(index.manifest_digest, np.array([3], dtype=np.uint64), unit="person").write(index.folder)
+    try:
+        assert "so one record decides about others" in refused(lambda config: None)
+    finally:
+        for name in (FACTS, IDS):
+            (index.folder / name).unlink()
+
+
+def test_a_dry_run_says_what_n_counts(
+    launch: Make, of_patients: Callable[[dict[str, Any]], None], patients: Path
+) -> None:
+    job, _ = launch("dry", of_patients)
+    count = open_units(ShardIndex.open(patients), PATIENT).count
+    told = script("train.py", "--config", str(job.config), "--dry-run")
+    assert told.returncode == 0, told.stderr
+    assert f"n             {count} (units of 600 records, from the index)" in told.stdout
+    assert "the mean over at most 3 of its records" in told.stdout
+
+    def elsewhere(config: dict[str, Any]) -> None:
+        of_patients(config)
+        config["phases"][1]["data"] |= {"path": "nowhere", "expected_units": 1234}
+
+    job, _ = launch("elsewhere", elsewhere)
+    told = script("train.py", "--config", str(job.config), "--dry-run")
+    assert "n             1,234 (expected_units; the data are not at hand)" in told.stdout, told.stderr
+
+
+def test_units_of_the_demo_are_uneven(patients: Path) -> None:
+    sizes = open_units(ShardIndex.open(patients), PATIENT).sizes
+    assert len(sizes) == 100 and np.unique(sizes, return_counts=True)[1].tolist() == [50, 50]
+    assert sizes.min() == 1 and sizes.max() == 11

@@ -1,0 +1,299 @@
+"""The totals of a logical step where the model is sharded (ZeRO-3, FSDP2): each rank keeps those of its own shard.
+
+A rank adds the products of its records to a window: fp32, of the whole model. Every few micro-batches each rank sends
+every other one the part of the window that lies in the other's shard, and adds what it receives to its own shard's
+totals, in fp64 and in the order of the ranks. So a rank needs 4 bytes per trainable weight and 8 for each of its shard,
+instead of 8 for all, and a weight's partial sum is sent once per window, in 4 bytes. Nothing is rounded on the way.
+
+The error that windows add. A window is rounded to fp32 twice per micro-batch at most: once for the records whose
+gradients were written out, once for all products of the micro-batch, which are added up in fp64 before. A sum of R
+clipped gradients has norm R·C at most, so rounding it moves it by at most u·R·C. Two neighbouring data sets differ in
+one micro-batch of one rank. The windows of other steps, ranks and times are the same numbers for both, and the window
+of that micro-batch is rounded in both worlds, maybe in opposite directions: by at most 2·2·u·ΣR·C, where R is the
+number of its slots after each of its micro-batches. A window is therefore sent before ΣR exceeds MOST_SLOTS, which is
+WINDOW_ROUNDING in units of C: five micro-batches of 128 records, seven of 64, a single one of more than 699. `rule.py`
+counts this share within its allowance. Micro-batches that alone have more than MOST_SLOTS get windows in fp64, whose
+rounding does not matter.
+
+The proof of each step. Before a window is sent, each rank adds up its elements, weighted by their positions, parameter
+by parameter. When all windows are sent and empty, the numbers of all ranks must be those of all shards' totals; so a
+rank that was left out, a window that was lost or added twice, a scale, or a shift is an error, not a wrong gradient.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from murmuration.train.clip.rule import UNIT_ROUNDOFF, WINDOW_ROUNDING, ClipError
+from murmuration.train.clip.sums import FlatSums, product, require_wide
+from murmuration.train.distributed.memory import keep_from_swap
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.engines.shard_map import ShardMapError
+from murmuration.train.noise.update import UpdateError
+
+# ΣR above: how many slots the micro-batches of a window may have, those of earlier ones counted again with each later.
+MOST_SLOTS = int(WINDOW_ROUNDING / (4 * UNIT_ROUNDOFF))
+# A window is sent in so many runs of elements, or fewer where they would be shorter than this. While one is under way,
+# the one before it is added: two runs are in memory twice each, which is a quarter of a byte per weight.
+RUNS, SHORTEST_RUN = 64, 1 << 20
+# Tolerance of fp64 sums over all elements of a parameter, relative to the sum of their absolute values.
+AGREEMENT = 1e-9
+# Elements weighted at a time.
+WEIGHED_AT_ONCE = 1 << 20
+
+
+def micro_batches_per_window(micro_batch: int) -> int | None:
+    """How many micro-batches of so many slots are added to a window before it is sent; None: all of a step."""
+    if micro_batch > MOST_SLOTS:
+        return None
+    return int(((1 + 8 * (MOST_SLOTS / micro_batch)) ** 0.5 - 1) / 2)
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """What is sent at once: stretches of the window in the order of the ranks that receive them."""
+
+    stretches: list[slice] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Elements for each rank."""
+
+
+class ShardedSums:
+    """`fragments` are the pieces of parameters that this rank's optimizer holds. Ranks must add equally many slots per
+    micro-batch, and make, reduce and clear their sums together."""
+
+    def __init__(
+        self, shapes: Mapping[str, torch.Size], fragments: Sequence[Fragment], ranks: Ranks, micro_batch: int
+    ) -> None:  # fmt: skip
+        self._ranks, self._shapes = ranks, shapes
+        self._limit = MOST_SLOTS if micro_batch <= MOST_SLOTS else None
+        self._window = FlatSums(shapes, ranks.device, torch.float64 if self._limit is None else torch.float32)
+        self._parcels = _parcels(_held_by_all(shapes, fragments, ranks), self._window.places)
+        self._fragments = {fragment.name: fragment for fragment in fragments}
+        lengths = [fragment.length for fragment in fragments]
+        self._totals = torch.zeros(sum(lengths), dtype=torch.float64, device=ranks.device)
+        self._own = dict(zip(self._fragments, self._totals.split(lengths), strict=True))
+        self._waiting: tuple[str, Tensor] | None = None
+        self._sent = torch.zeros(2, len(shapes), dtype=torch.float64, device=ranks.device)
+        self._slots = self._slots_summed = 0
+        self._reduced = False
+        self._beside = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+        self._under_way = False
+
+    def begin_micro_batch(self, slots: int) -> None:
+        """Sends the window first, if rounding this micro-batch too would exceed its share. Collective."""
+        if self._reduced:
+            raise UpdateError("a micro-batch came after the step's sum was reduced")
+        if self._limit is None:
+            return
+        if slots > self._limit:
+            raise ClipError(
+                f"a micro-batch of {slots} slots is larger than the {self._limit} for which sums are laid out; raise "
+                "train_micro_batch_size_per_gpu"
+            )
+        if self._slots_summed + self._slots + slots > self._limit:
+            self.send()
+        self._slots += slots
+        self._slots_summed += self._slots
+
+    # What clip engines call.
+
+    @torch.no_grad()
+    def add(self, name: str, value: Tensor) -> None:
+        """Waits for further values of the same parameter, so that the window is rounded once for all of them."""
+        require_wide(name, value)
+        if self._waiting is not None and self._waiting[0] == name:
+            self._waiting = (name, self._waiting[1].double() + value)
+            return
+        self._settle()
+        self._waiting = (name, value)
+
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        self.add(name, product(left, right).view(self._shapes[name]))
+
+    def spans(self, names: Collection[str], parts: int) -> list[list[str]]:
+        return self._window.spans(names, parts)
+
+    def add_span(self, names: list[str], found: Tensor, only_if: Tensor | None = None) -> None:
+        self._settle()
+        self._wait()
+        self._window.add_span(names, found, only_if)
+
+    def _settle(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._wait()
+            self._window.add(*waiting)
+
+    # What the engine calls.
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Moves what the window holds to the shards in which it lies. Collective.
+
+        On a GPU all this happens on a stream of its own, beside the next micro-batch, which needs the window only when
+        its gradients are added up.
+        """
+        self._settle()
+        self._wait()
+        with self._on_its_own_stream():
+            self._sent += _weigh(self._window.totals)
+            self._exchange()
+            self._window.clear()
+        self._slots = self._slots_summed = 0
+
+    def _exchange(self) -> None:
+        flat, done = self._window.flat, 0
+        before: tuple[Tensor, int] | None = None
+        for parcel in self._parcels:
+            own = parcel.sizes[self._ranks.rank]
+            parts = torch.empty(self._ranks.world, own, dtype=flat.dtype, device=flat.device)
+            parcelled = torch.cat([flat[stretch] for stretch in parcel.stretches])
+            arrive = self._ranks.swap(parts.view(-1), parcelled, parcel.sizes)
+            if before is not None:
+                self._take(*before)
+            arrive()
+            before, done = (parts, done), done + own
+        if before is not None:
+            self._take(*before)
+
+    def _take(self, parts: Tensor, start: int) -> None:
+        """Adds the ranks' parts of the same elements, in the order of the ranks."""
+        totals = self._totals[start : start + parts.shape[1]]
+        for part in parts:
+            totals.add_(part)
+
+    def reduce(self) -> None:
+        """Sends the last window, and proves that the shards hold the sum of all. Collective, the same on all ranks."""
+        self.send()
+        self._wait()
+        found = torch.zeros_like(self._sent)
+        for number, name in enumerate(self._shapes):
+            if (fragment := self._fragments.get(name)) is not None:
+                found[:, number] = _weighed(self._own[name], fragment.start, self._shapes[name].numel())
+        left = (self._window.flat.count_nonzero() + (self._waiting is not None)).expand_as(found[0])
+        expected, size, found, left = self._ranks.add(torch.stack([*self._sent, found[0], left]))
+        wrong = ~((found - expected).abs() <= AGREEMENT * size)
+        self._reduced = True
+        if bool(left.any()):
+            raise UpdateError("a window of clipped gradients was not sent, or not emptied and would be added twice")
+        if not bool(wrong.any()):
+            return
+        name = list(self._shapes)[int(wrong.nonzero()[0])]
+        if not bool(torch.isfinite(size).all()):
+            raise UpdateError(
+                f"the sum of clipped gradients of {name} is not finite; the clip engine let a bad record through"
+            )
+        raise UpdateError(
+            f"what was reduced for {name} is not the sum over the ranks; collective operations are unreliable here"
+        )
+
+    def of(self, fragment: Fragment) -> Tensor:
+        """The sum over all ranks of a piece that this rank holds, in fp64; it may be changed in place."""
+        own = self._fragments.get(fragment.name)
+        if not self._reduced:
+            raise UpdateError("the step's sum was asked for before its windows were sent")
+        if own is None or (own.start, own.length) != (fragment.start, fragment.length):
+            raise UpdateError(f"{fragment.name}: the optimizer holds another piece of it than the shard map says")
+        return self._own[fragment.name]
+
+    @torch.no_grad()
+    def spread(self) -> dict[str, Tensor]:
+        """This rank's part of the reduced sum where it belongs in each whole parameter, in fp32, and zeros elsewhere:
+        added up over the ranks, the sum. It takes the window's memory, until the sums are cleared."""
+        for fragment in self._fragments.values():
+            whole = self._window.totals[fragment.name].view(-1)
+            whole[fragment.start : fragment.start + fragment.length] = self.of(fragment)
+        return self._window.totals
+
+    def clear(self) -> None:
+        """Forgets the open step."""
+        self._waiting = None
+        self._wait()
+        for tensor in (self._totals, self._sent):
+            tensor.zero_()
+        self._window.clear()
+        self._slots = self._slots_summed = 0
+        self._reduced = False
+
+    def keep_from_swap(self) -> bool:
+        """Locks window and totals in memory if the system allows it; returns whether it does."""
+        return self._window.keep_from_swap() and keep_from_swap(self._totals)
+
+    @contextmanager
+    def _on_its_own_stream(self) -> Iterator[None]:
+        if self._beside is None:
+            yield
+            return
+        self._beside.wait_stream(torch.cuda.current_stream(self._beside.device))
+        with torch.cuda.stream(self._beside):
+            yield
+        self._under_way = True
+
+    def _wait(self) -> None:
+        """Whatever touches window or totals next happens after what was sent last."""
+        if self._beside is not None and self._under_way:
+            torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
+        self._under_way = False
+
+
+def _held_by_all(
+    shapes: Mapping[str, torch.Size], fragments: Sequence[Fragment], ranks: Ranks
+) -> list[list[tuple[str, int, int]]]:  # fmt: skip
+    """Every rank's pieces as (name, start, length), after proving that each element is in exactly one of them."""
+    every = ranks.gather([(f.name, f.start, f.length) for f in fragments])
+    if any(number > 1 for held in every for number in Counter(name for name, _, _ in held).values()):
+        raise ShardMapError("a rank holds two pieces of one parameter, which is not a known layout")
+    for name, shape in shapes.items():
+        end = 0
+        for start, length in sorted((s, n) for held in every for other, s, n in held if other == name and n):
+            if start != end:
+                raise ShardMapError(f"{name}: its elements up to {max(start, end)} are in two shards, or in none")
+            end = start + length
+        if end != shape.numel():
+            raise ShardMapError(f"{name}: the shards hold {end} of {shape.numel()} elements")
+    return every
+
+
+def _parcels(every: list[list[tuple[str, int, int]]], places: Mapping[str, slice]) -> list[_Parcel]:
+    """Cuts every rank's shard, in the order of its pieces, into equally many runs."""
+    whole = sum(length for held in every for _, _, length in held)
+    at_once = max(1, max(SHORTEST_RUN, whole // RUNS) // len(every))
+    longest = max(sum(length for _, _, length in held) for held in every)
+    parcels = [_Parcel() for _ in range(0, longest, at_once)]
+    for held in every:
+        sizes, at = [0] * len(parcels), 0
+        for name, start, length in held:
+            first, end = places[name].start + start, places[name].start + start + length
+            while first < end:
+                number, filled = divmod(at, at_once)
+                taken = min(end - first, at_once - filled)
+                parcels[number].stretches.append(slice(first, first + taken))
+                sizes[number] += taken
+                first, at = first + taken, at + taken
+        for parcel, size in zip(parcels, sizes, strict=True):
+            parcel.sizes.append(size)
+    return parcels
+
+
+def _weigh(totals: Mapping[str, Tensor]) -> Tensor:
+    """[2, parameters]: each parameter's sum and sum of absolute values, with weights from 1 to 2 along its elements."""
+    return torch.stack([_weighed(total.view(-1), 0, total.numel()) for total in totals.values()], dim=1)
+
+
+def _weighed(piece: Tensor, first: int, elements: int) -> Tensor:
+    """[2], for a piece that begins at element `first` of a parameter with so many elements."""
+    step, found = 1.0 / max(1, elements), torch.zeros(2, dtype=torch.float64, device=piece.device)
+    for start in range(0, len(piece), WEIGHED_AT_ONCE):
+        part = piece[start : start + WEIGHED_AT_ONCE]
+        numbers = torch.arange(first + start, first + start + len(part), dtype=torch.float64, device=piece.device)
+        weighed = numbers.mul_(step).add_(1.0).mul_(part)
+        found += torch.stack([weighed.sum(), weighed.abs_().sum()])
+    return found
