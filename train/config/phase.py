@@ -277,7 +277,7 @@ class Phase(Section):
     def random_inputs(self) -> bool:
         """Whether what the model gets of a record is, or may be, another one each time that it is read."""
         augments = getattr(self.data, "augment", "none") in AREAS
-        return augments or self.objective in ("mae", "caption", "text")  # masks; one of several texts
+        return augments or self.objective in ("mae", "caption")  # masks; one of several captions
 
     @property
     def tokenizer(self) -> str | None:
