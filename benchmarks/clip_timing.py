@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -59,8 +59,11 @@ def repeated(step: Step, times: int) -> Step:
     return run
 
 
-def interleaved(baseline: Step, others: Mapping[str, Step], rounds: int, device: torch.device) -> dict[str, Timing]:
-    """One round: each of the others once, in shuffled order, with a non-private step between any two.
+def interleaved(
+    baseline: Step, others: Mapping[str, Step], rounds: int, device: torch.device, seldom: Collection[str] = ()
+) -> dict[str, Timing]:
+    """One round: each of the others once, in shuffled order, with a non-private step between any two; those that are
+    timed `seldom`, in every second round.
 
     The name "" has the non-private steps themselves, each against the ones before and after it.
     """
@@ -69,9 +72,9 @@ def interleaved(baseline: Step, others: Mapping[str, Step], rounds: int, device:
     found: dict[str, Timing] = {name: Timing([], []) for name in others}
     shuffle, names = random.Random(0), list(others)
     between = [plain()]
-    for _ in range(rounds):
+    for number in range(rounds):
         shuffle.shuffle(names)
-        for name in names:
+        for name in (name for name in names if name not in seldom or number % 2 == 0):
             here = timed[name]()
             between.append(plain())
             found[name].seconds.append(here)

@@ -22,6 +22,7 @@ from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.draw.micro_batch import IMAGES, MicroBatch, Normalisation, Pixels
 from murmuration.train.distributed.shards import Fragment
+from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.engines.local import LocalEngine
 from murmuration.train.noise.aes import Noise, NoiseMechanism
 from murmuration.train.noise.chacha import ChaChaNoise
@@ -47,7 +48,8 @@ def micro_batches(setting: Setting) -> Iterator[Case]:
 
 
 def micro_batch(model: str, records: int, setting: Setting) -> Found:
-    """Plain, compiled and private, in turns: times as ratios to the plain ones just before and after."""
+    """Plain, compiled, private, and private as a CUDA graph, in turns: times as ratios to the plain ones just before
+    and after."""
     batch = batch_of(model, records, setting)
     plain, private = (engine_of(model_of(model), kind, records, setting) for kind in (False, True))
     steps: dict[str, Callable[[], None]] = {"private": partial(private.accumulate, batch)}
@@ -56,11 +58,19 @@ def micro_batch(model: str, records: int, setting: Setting) -> Found:
         compiled = engine_of(model_of(model), False, records, setting)
         compiled._forward.model = torch.compile(compiled.model)
         steps["compiled"] = partial(compiled.accumulate, batch)
+    if setting.device.type == "cuda":
+        graph = engine_of(model_of(model), True, records, setting, graph=True)
+        found["graph"] = _watched(graph, batch, setting)
+        assert isinstance(graph._forward, PrivateForward)
+        found["graph"]["how"] = graph._forward.about_graph()
+        steps["graph"] = partial(graph.accumulate, batch)
     timed = interleaved(partial(plain.accumulate, batch), steps, setting.rounds, setting.device)
     found["plain"]["seconds"] = timed[""].summary()["seconds"]
     for name in steps:
         found.setdefault(name, {}).update(timed[name].summary())
     found["private_over_plain"] = 1 / found["private"]["time_ratio"]
+    if "graph" in steps:
+        found["graph_over_plain"] = 1 / found["graph"]["time_ratio"]
     found["records_per_second"] = records / found["private"]["seconds"]
     return found
 

@@ -43,6 +43,7 @@ def cases(setting: Setting) -> Iterator[Case]:
         yield Case(f"doubtful {model}", partial(doubtful, model, setting))
         yield Case(f"repeated {model}", partial(repeated, model, setting))
         yield Case(f"added later {model}", partial(added_later, model, setting))
+        yield Case(f"replayed {model}", partial(replayed, model, setting))
     yield Case("chacha20 words", partial(chacha_words, setting))
     yield Case("noise", partial(noise_is_what_is_planned, setting))
 
@@ -140,7 +141,7 @@ def added_later(model: str, setting: Setting) -> Found:
     totals = []
     for defer in (True, False):
         body, clip, batch = _prepared(model, 16, setting)
-        forward = PrivateForward(body, clip, defer=defer)
+        forward = PrivateForward(body, clip, defer=defer, graph=False)
         forward.begin(setting.device)
         broken = {name: x.clone() for name, x in batch.inputs.items()}
         broken["images"][3] = math.nan
@@ -150,6 +151,27 @@ def added_later(model: str, setting: Setting) -> Found:
         totals.append(forward.sums.totals)
     apart = _apart(*totals)
     return {"holds": apart < forward.clip.rule.allowance, "apart": apart}
+
+
+def replayed(model: str, setting: Setting) -> Found:
+    """Micro-batches that are replayed as a CUDA graph, against those that are not, while the weights move."""
+    if setting.device.type != "cuda":
+        return {"skipped": "there is no GPU"}
+    totals, how = [], ""
+    for graph in (True, False):
+        body, clip, batch = _prepared(model, 16, setting)
+        forward = PrivateForward(body, clip, graph=graph)
+        forward.begin(setting.device)
+        for _ in range(3):
+            forward(batch.inputs, batch.present)
+            with torch.no_grad():
+                for parameter in body.parameters():
+                    parameter.mul_(0.99)
+        forward.settle()
+        totals.append(forward.sums.totals)
+        how = forward.about_graph() if graph else how
+    apart = _apart(*totals)
+    return {"holds": apart < clip_of(16).rule.allowance, "apart": apart, "how": how}
 
 
 def chacha_words(setting: Setting) -> Found:

@@ -7,7 +7,9 @@ without and with privacy. Computed as by the planner: exchange over rings of `--
 of a rank's share. Drawn: the number of records of a step, and so the micro-batches that all ranks take. Measured here:
 how fast this processor draws noise and records. Assumed: micro-batches take unequally long (`--jitter`), and now and
 then a rank is late (`--late`, `--delay`). Below ZeRO-3 ranks meet once per step, at ZeRO-3 in every micro-batch, where
-gathers are counted as if none overlapped with computing. Left out: reading records, and checkpoints.
+gathers are counted as if none overlapped with computing. With HSDP, which no engine offers yet, weights are sharded
+within nodes of `--node` GPUs and replicated over nodes: ranks of a node meet in every micro-batch, over links of
+`--node-link` GB/s, and nodes once per step. Left out: reading records, and checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from murmuration.data.draw.micro_batch import row_count  # noqa: E402
 from murmuration.data.draw.poisson import LANES, PoissonSampler  # noqa: E402
 from murmuration.train.commands.forecast import measured_noise_rate  # noqa: E402
 from murmuration.train.config.load import load  # noqa: E402
-from murmuration.train.planner.cluster import Cluster, step_time  # noqa: E402
+from murmuration.train.planner.cluster import GATHERS_PER_MICRO_BATCH, Cluster, step_time  # noqa: E402
 from murmuration.train.planner.cost import RecordCost  # noqa: E402
 from murmuration.train.planner.forecast import counted  # noqa: E402
 from murmuration.train.planner.memory import WeightCounts  # noqa: E402
@@ -43,7 +45,8 @@ RECIPES = {
 }  # fmt: skip
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 # ZeRO-2 exchanges as much as ZeRO-1.
-STAGES = {1: "ZeRO-1 and 2", 3: "ZeRO-3"}
+HSDP = "HSDP"
+STAGES: dict[int | str, str] = {1: "ZeRO-1 and 2", 3: "ZeRO-3", HSDP: "HSDP (simulated only)"}
 # Bytes of a rank's shard that an update reads or writes, per weight: sum, noise, gradient, weight and two moments.
 UPDATE_BYTES = 60.0
 
@@ -62,6 +65,8 @@ class Setting:
     steps: int = 100
     parts: float = 2.0
     """How many of N parts of the records each rank draws: its own, and its neighbour's to compare."""
+    node: int = 8
+    node_link: float = 400.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Work:
     memory_bytes_per_second: float
 
 
-def simulated(work: Work, gpus: int, stage: int, setting: Setting, seed: int = 0) -> dict[str, Any]:
+def simulated(work: Work, gpus: int, stage: int | str, setting: Setting, seed: int = 0) -> dict[str, Any]:
     """Mean seconds of a step's parts; what is hidden behind computing counts only as far as it takes longer."""
     draw = np.random.default_rng(seed)
     cluster = Cluster(gpus, 1.0, 1.0, setting.link, setting.noise_per_second)
@@ -86,15 +91,20 @@ def simulated(work: Work, gpus: int, stage: int, setting: Setting, seed: int = 0
         rows = row_count(total, gpus, work.micro_batch)
         each = work.seconds * np.maximum(0.5, draw.normal(1.0, setting.jitter, (rows, gpus)))
         each[draw.integers(rows, size=gpus), np.arange(gpus)] += setting.delay * (draw.random(gpus) < setting.late)
-        waited = each.max(1).sum() if stage == 3 else each.sum(0).max()
-        planned = step_time(NO_COST, work.weights, cluster, Batch(float(total)), work.micro_batch, stage, rate)
+        waited = waiting(each, stage, setting)
+        planned = step_time(
+            NO_COST, work.weights, cluster, Batch(float(total)), work.micro_batch, 3 if stage == HSDP else int(stage),
+            rate,
+        )  # fmt: skip
+        exchange = planned.exchange if stage != HSDP else node_exchange(work.weights, gpus, rows, setting)
         ideal = total / gpus / rate
         computed = rows * work.seconds
         step = {
             "ideal": ideal, "padding": computed - ideal, "unequal": waited - computed,
-            "exchange": planned.exchange, "noise": max(0.0, planned.noise - waited),
+            "exchange": exchange, "noise": max(0.0, planned.noise - waited),
             "draw": max(0.0, setting.records * min(1.0, setting.parts / gpus) / setting.ids_per_second - waited),
-            "update": UPDATE_BYTES * work.weights.trainable / gpus / work.memory_bytes_per_second,
+            "update": UPDATE_BYTES * work.weights.trainable / sharded_over(gpus, stage, setting)
+            / work.memory_bytes_per_second,
         }  # fmt: skip
         for name, seconds in step.items():
             parts.setdefault(name, []).append(float(seconds))
@@ -106,6 +116,31 @@ def simulated(work: Work, gpus: int, stage: int, setting: Setting, seed: int = 0
         "bottleneck": max(lost, key=lambda name: lost[name]), "gpu_hours_per_step": whole * gpus / 3600,
         "private_over_plain": work.plain_seconds / work.seconds * mean["ideal"] / whole,
     }  # fmt: skip
+
+
+def sharded_over(gpus: int, stage: int | str, setting: Setting) -> int:
+    return min(gpus, setting.node) if stage == HSDP else gpus
+
+
+def waiting(seconds: np.ndarray, stage: int | str, setting: Setting) -> float:
+    """Until the last rank is through [micro-batches, ranks]: those that meet in every micro-batch wait in each for the
+    slowest of them."""
+    if stage == 3:
+        return float(seconds.max(1).sum())
+    together = setting.node if stage == HSDP else 1
+    starts = np.arange(0, seconds.shape[1], together)
+    return float(np.maximum.reduceat(seconds, starts, axis=1).sum(0).max())
+
+
+def node_exchange(weights: WeightCounts, gpus: int, rows: int, setting: Setting) -> float:
+    """Weights are gathered within a node as often as at ZeRO-3. Sums in fp64 are scattered within nodes, and added up
+    over nodes shard by shard."""
+    node = sharded_over(gpus, HSDP, setting)
+    inside = Cluster(node, 1.0, 1.0, setting.node_link, 1.0)
+    across = Cluster(max(1, gpus // node), 1.0, 1.0, setting.link, 1.0)
+    n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
+    once = inside.gather_seconds(8.0 * n) + across.all_reduce_seconds(8.0 * n / node)
+    return once + rows * GATHERS_PER_MICRO_BATCH * inside.gather_seconds(whole)
 
 
 NO_COST = RecordCost(0.0, 1.0, 0.0, 0.0, 0.0)
@@ -152,7 +187,7 @@ def draw_plot(rows: list[dict[str, Any]], path: Path) -> None:
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure, axes = plt.subplots(1, len(models), figsize=(3.2 * len(models), 3.2), sharey=True, layout="constrained")
     for axis, model in zip(np.atleast_1d(axes), models, strict=True):
-        for stage, color in zip(STAGES, ("#4c72b0", "#c44e52"), strict=True):
+        for stage, color in zip(STAGES, ("#4c72b0", "#c44e52", "#55a868"), strict=True):
             own = [row for row in rows if (row["model"], row["stage"]) == (model, stage)]
             points = [row["gpus"] for row in own], [row["efficiency"] for row in own]
             axis.plot(*points, marker="o", markersize=3, color=color, label=STAGES[stage])
@@ -170,6 +205,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--records", type=int, default=2_200_000_000)
     parser.add_argument("--batch", type=float, default=2.0**20)
     parser.add_argument("--link", type=float, default=50.0, help="GB/s from one GPU to the next (default 50)")
+    parser.add_argument("--node", type=int, default=8, help="GPUs of a node, for HSDP (8)")
+    parser.add_argument("--node-link", type=float, default=400.0, help="GB/s within a node, for HSDP (400)")
     parser.add_argument("--jitter", type=float, default=0.02, help="standard deviation of a micro-batch's time (0.02)")
     parser.add_argument("--late", type=float, default=1e-3, help="share of ranks that are late in a step (0.001)")
     parser.add_argument("--delay", type=float, default=0.5, help="seconds by which they are late (0.5)")
@@ -181,6 +218,7 @@ def main(argv: list[str] | None = None) -> None:
     setting = Setting(
         given.records, given.batch, given.link, measured_noise_rate(), measured_ids_per_second(), given.jitter,
         given.late, given.delay, given.steps, math.inf if given.draw_whole else Setting.parts,
+        given.node, given.node_link,
     )  # fmt: skip
     rows = []
     for model in RECIPES:

@@ -2,7 +2,7 @@
 
     python benchmarks/views.py --seeds 3 --out benchmarks/results/views.json
 
-A small vision transformer learns shape and colour of the demo's pictures (32 classes) from random weights, with random
+A small vision transformer learns shape and colour of synthetic pictures (32 classes) from random weights, with random
 crops, at the same ε, expected batch, steps and peak learning rate; only K differs. Runs use `launch/train.py` with keys
 from the operating system; a seed only sets the initial weights. What is told is the accuracy on public pictures of the
 last checkpoint. It does not show what views do to a pretrained model, nor at a learning rate chosen for each K,
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -27,6 +26,8 @@ sys.path.insert(0, str(ROOT))
 from learning import train  # noqa: E402
 
 from murmuration.accounting.certificate.verify import verify  # noqa: E402
+from murmuration.data.index.shard_index import build as build_index  # noqa: E402
+from murmuration.data.synthetic.index import shape_samples, write_shards  # noqa: E402
 
 EPSILON, VIEWS = 8.0, (1, 8, 16)
 MODEL = {
@@ -50,9 +51,11 @@ SMOKE = Size(private=300, tested=64, batch=20, steps=2, rows=16)
 
 
 def prepare(folder: Path, size: Size) -> None:
-    command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "demo", "--out", str(folder), "--textures", "1"]
-    counts = ["--private", str(size.private), "--held-out", str(size.tested)]
-    subprocess.run([*command, *counts], check=True, capture_output=True)
+    """Labelled shapes, of two draws."""
+    for draw, (name, count) in enumerate((("private", size.private), ("held_out", size.tested))):
+        if not (folder / name / "index").is_dir():
+            samples = shape_samples(draw, count, MODEL["image_size"], labels=True)
+            build_index(write_shards(folder / name, samples, 1000))
 
 
 def config(data: Path, size: Size, views: int, seed: int, run_dir: Path) -> dict[str, Any]:

@@ -81,10 +81,11 @@ class Computation:
     clip_memory: Literal["lean", "fast"] = "lean"
     precision: Precision = "fp32"
     noise: NoiseKind = "aes"
+    cuda_graph: Literal["auto", "off"] = "auto"
 
     @staticmethod
     def of(run: Run) -> Computation:
-        return Computation(run.clip_engine, run.clip_memory, run.precision, run.noise)
+        return Computation(run.clip_engine, run.clip_memory, run.precision, run.noise, run.cuda_graph)
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def clipping_engine(
     clip = make_clip(computation.clip_engine, rule, computation.precision, computation.clip_memory)
     if around_clip is not None:
         clip = around_clip(clip)
-    forward = PrivateForward(model, clip)
+    # What an audit puts around a clip engine may act on the host, which a recording would leave out.
+    forward = PrivateForward(model, clip, graph=computation.cuda_graph == "auto" and around_clip is None)
     flat = make_optimizer(optimizer, model.named_parameters(), gradient_noise)
     return ClippingEngine(clip, forward, flat, make(engine, forward, flat, ranks))
 

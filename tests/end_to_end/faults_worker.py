@@ -80,8 +80,10 @@ def collectives(ranks, stage: int) -> dict[str, dict[str, int]]:
 
     def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
-            if tensor.is_floating_point() and tensor.numel() > 64:  # the guard's own counts and flags apart
+            if tensor.is_floating_point() and tensor.numel() > 64:
                 said[name] += 1
+            elif not tensor.is_floating_point():  # the guard's own counts and flags
+                said["checks"] += 1
             return real(tensor, *rest, **options)
 
         return call

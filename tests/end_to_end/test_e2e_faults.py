@@ -49,3 +49,4 @@ def test_ranks_talk_once_per_logical_step(found: dict[str, Any]) -> None:
     for stage in ("0", "1", "2"):
         assert found["collectives"][stage]["micro-batches"] == {}
         assert found["collectives"][stage]["update"]["all_reduce"] == 2
+        assert found["collectives"][stage]["update"]["checks"] == 1, "elements, step and weights in one tensor"

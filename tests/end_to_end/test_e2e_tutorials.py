@@ -54,7 +54,7 @@ def blocks(page: str, small: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 def run(folder: Path, command: list[str] | str, environ: dict[str, str] | None = None) -> str:
     done = subprocess.run(
-        command, shell=isinstance(command, str), cwd=folder, capture_output=True, text=True, timeout=500,
+        command, shell=isinstance(command, str), cwd=folder, capture_output=True, text=True, timeout=900,
         env=environ or environment(),
     )  # fmt: skip
     assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -97,6 +97,7 @@ def test_from_a_table_of_captions_to_a_model_that_other_packages_load(table: Pat
     small = {
         "--epsilon 8 --size small --image-size 224 --tokenizer clip":
         "--epsilon 20 --size nano --image-size 32 --tokenizer tokenizer.json",
+        "launch/train.py --config my.json": "launch/train.py --config my.json --set phases.0.steps=8",
     }  # fmt: skip
     said = followed(table, "captions.md", small, ENCODERS)
     told = {step: next(text for command, text in said.items() if step in command)
@@ -123,7 +124,7 @@ def test_from_class_folders_and_a_vit_of_timm_to_a_model_of_transformers(tmp_pat
     said = followed(tmp_path, "fine_tune.md", small, CLASSIFIER)
     verdict = verify(tmp_path / "published")
     assert verdict.committed == 4 and verdict.epsilon <= 8
-    assert f"{verdict.epsilon:.4f}"[:4] in said["python launch/account.py verify published"]
+    assert str(verdict.epsilon)[:5] in said["python launch/account.py verify published"]
     assert "apache-2.0" in (tmp_path / "published" / "README.md").read_text()
 
 
@@ -143,4 +144,4 @@ def test_an_own_loop_learns_and_its_notebook_is_the_same_program(tmp_path: Path)
     assert len(learnt) == 4 and learnt[-1] > 0.6, "chance is a quarter"
     (command,) = (cell.removeprefix("!") for cell in cells if cell.startswith("!"))
     assert command == "python -m murmuration account verify runs/own"
-    assert f"{verify(tmp_path / 'runs' / 'own').epsilon:.4f}"[:5] in run(tmp_path, command, environ)
+    assert str(verify(tmp_path / "runs" / "own").epsilon)[:5] in run(tmp_path, command, environ)

@@ -36,6 +36,7 @@ from murmuration.data.draw.micro_batch import MicroBatch  # noqa: E402
 from murmuration.model.build import build  # noqa: E402
 from murmuration.model.settings import ModelSettings  # noqa: E402
 from murmuration.train.clip.bookkeeping import BookKeepingClip  # noqa: E402
+from murmuration.train.clip.gram_triton import cut  # noqa: E402
 from murmuration.train.clip.rule import ClipRule  # noqa: E402
 from murmuration.train.engines.forward import PlainForward, PrivateForward  # noqa: E402
 from murmuration.train.self_test.probes import synthetic_batch  # noqa: E402
@@ -72,9 +73,10 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 ASKING = {"nonzero", "is_nonzero", "equal", "masked_select"}
 
 
-# Rates of the GPU that counts are priced for (an H200): bytes per second that kernels reach of its memory, operations
-# per second by class, and the least time of a kernel. Assumptions, not measurements: `benchmarks/gpu.py` measures.
-BYTES = 4.8e12 * 0.85
+# Rates of the GPU that counts are priced for (an H200): bytes per second that kernels reach of its memory and of its
+# cache, operations per second by class, and the least time of a kernel. Assumptions, not measurements:
+# `benchmarks/gpu.py` measures.
+BYTES, CACHE_BYTES = 4.8e12 * 0.85, 5.5e12
 RATES = {"product half": 620e12, "product fp32": 45e12, "product fp64": 45e12, "attention": 350e12, "gram": 400e12}
 LEAST_SECONDS = 2.2e-6
 
@@ -88,6 +90,8 @@ class Counts:
     flops: Counter[str] = field(default_factory=Counter)
     syncs: Counter[str] = field(default_factory=Counter)
     """By the place that asked."""
+    fed: Counter[str] = field(default_factory=Counter)
+    """What comes from the host's memory, by place: a CUDA graph would replay what lay there once."""
     kernels_at: Counter[str] = field(default_factory=Counter)
     bytes_at: Counter[str] = field(default_factory=Counter)
     peak: int = 0
@@ -97,7 +101,8 @@ class Counts:
         return {
             "kernels": self.kernels, "megabytes": round(self.bytes / 1e6, 1), "gigaflops": flops,
             "priced_ms": {kind: round(1e3 * seconds, 3) for kind, seconds in sorted(self.seconds.items())},
-            "syncs": dict(sorted(self.syncs.items())), "peak_mib": round(self.peak / 2**20, 1),
+            "syncs": dict(sorted(self.syncs.items())), "fed": dict(sorted(self.fed.items())),
+            "peak_mib": round(self.peak / 2**20, 1),
             "kernels_at": dict(self.kernels_at.most_common()),
             "megabytes_at": {place: round(count / 1e6, 1) for place, count in self.bytes_at.most_common()},
         }  # fmt: skip
@@ -123,6 +128,8 @@ class Count(TorchDispatchMode):
         if name == "_to_copy" and _crosses(args[0], kwargs) and not kwargs.get("non_blocking"):
             self.found.syncs[place()] += 1
         out = func(*args, **kwargs)
+        if _feeds(tree_leaves((args, kwargs)), out):
+            self.found.fed[place()] += 1
         outs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         for each in outs:
             self._hold(each)
@@ -156,9 +163,11 @@ class Count(TorchDispatchMode):
         kind, flops = _work(name, ins, outs)
         self.add(moved, kind, flops)
 
-    def add(self, moved: int, kind: str, flops: int) -> None:
+    def add(self, moved: int, kind: str, flops: int, from_cache: int = 0) -> None:
+        """`from_cache`: bytes that a kernel of ours loads, which may be more than it reads of memory."""
         where, found = place(), self.found
-        seconds = max(moved / BYTES, flops / RATES[kind] if flops else 0.0, LEAST_SECONDS)
+        work = flops / RATES[kind] if flops else 0.0
+        seconds = max(moved / BYTES, from_cache / CACHE_BYTES, work, LEAST_SECONDS)
         small = "small" if seconds == LEAST_SECONDS else "memory"
         found.seconds[kind.split()[0] if flops else small] += seconds
         found.kernels += 1
@@ -201,6 +210,15 @@ def _crosses(tensor: Tensor, kwargs: dict[str, Any]) -> bool:
     return tensor.device.type == "cuda" and target is not None and torch.device(target).type == "cpu"
 
 
+def _feeds(ins: list[Any], out: Any) -> bool:
+    """From the host to the device; numbers without a dimension are arguments of a kernel."""
+    tensors = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+    given = [each for each in ins if isinstance(each, Tensor)]
+    to_device = any(each.device.type == "cuda" for each in tensors)
+    whole = any(each.device.type == "cpu" and (each.dim() or len(given) == 1) for each in given)
+    return to_device and whole
+
+
 def place() -> str:
     """The innermost line of the product that is at work; autograd's own steps have none."""
     frame = sys._getframe(1)
@@ -214,18 +232,15 @@ def place() -> str:
 
 
 def gram_stand_in(count: Count) -> Any:
-    """What the Gram kernel returns, counted by its tiles: 64 tokens, or as few as hold all."""
+    """What the Gram kernel returns, counted by the tiles that it takes."""
 
     def gram(left: Tensor, right: Tensor, part: int, bounds: Any) -> tuple[Tensor, ...]:
         records, tokens, rows = left.shape
-        width = rows + right.shape[2]
-        tile = next((size for size in (16, 32, 64) if tokens <= size), 64)
-        strips = -(-tokens // tile)
-        issued = records * strips * (strips + 1) // 2 * tile * tile * 2 * width
-        count.add(2 * records * tokens * width, "gram", issued)
+        width, own = rows + right.shape[2], cut(tokens)
+        issued = records * own.products * 2 * width
+        count.add(2 * records * tokens * width, "gram", issued, 2 * records * own.rows * width)
         count.found.flops["gram that is needed"] += records * tokens * (tokens + 1) * width
-        pairs = strips * (strips + 1) // 2
-        count.add(4 * records * (pairs + 2 * tokens), "", 0)  # what makes one number of a record's tiles
+        count.add(8 * records * (own.programs + tokens), "", 0)  # what makes one number of a record's parts
         return torch.empty(3, records, dtype=torch.float64, device=GPU).unbind()
 
     return gram
@@ -291,7 +306,7 @@ def counted(model: str, records: int, private: bool) -> Counts:
         layers._layer_norm = lambda: layer_norm_stand_in(count)
         sums._add_parts = lambda: add_parts_stand_in(count)
         if private:
-            forward = PrivateForward(body, BookKeepingClip(ClipRule("flat", 1.0, 1e-3), "bf16"))
+            forward = PrivateForward(body, BookKeepingClip(ClipRule("flat", 1.0, 1e-3), "bf16"), graph=False)
             forward.begin(GPU)
             with count:
                 forward(batch.inputs, batch.present)

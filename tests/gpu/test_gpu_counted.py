@@ -48,6 +48,7 @@ def test_no_count_rises(name: str) -> None:
         assert now["peak_mib"] <= PEAK_ROOM * before["peak_mib"], (kind, before["peak_mib"], now["peak_mib"])
         for work, amount in now["gigaflops"].items():
             assert amount <= ROOM * before["gigaflops"].get(work, 0), (kind, work)
+        assert not now["fed"] or kind == "plain", f"{name}: a CUDA graph would not see what comes from {now['fed']}"
         new = {place: times for place, times in now["syncs"].items() if times > before["syncs"].get(place, 0)}
         assert not new, f"{name}, {kind}: the host waits for the device at {new}"
 
@@ -65,14 +66,16 @@ def test_the_counter_sees_a_kernel_and_an_answer_that_are_planted(tmp_path: Path
         "        c = a @ b\n"
         "        if bool((c > 0).any()): raise SystemExit('answered')\n"
         "        c.view(-1); c.sum().cpu()\n"
+        "        torch.ones(3).to(GPU)\n"
         "    found = count.found\n"
-        "print(found.kernels, found.flops['product fp32'], sum(found.syncs.values()), found.peak)\n"
+        "counts = found.syncs, found.fed\n"
+        "print(found.kernels, found.flops['product fp32'], *(sum(each.values()) for each in counts), found.peak)\n"
     )
     done = pretended.run(script)
     assert done.returncode == 0, done.stderr
-    kernels, flops, syncs, peak = map(int, done.stdout.split())
-    # The product, the comparison, any, sum and the copy; the answer to `any` and the copy to the host.
-    assert (kernels, flops, syncs) == (5, 2 * 64 * 32 * 16, 2) and peak >= 4 * 64 * 16
+    kernels, flops, syncs, fed, peak = map(int, done.stdout.split())
+    # The product, the comparison, any, sum and two copies; the answer to `any` and the copy to the host; the other one.
+    assert (kernels, flops, syncs, fed) == (6, 2 * 64 * 32 * 16, 2, 1) and peak >= 4 * 64 * 16
 
 
 def test_a_tensor_on_the_wrong_device_is_an_error(tmp_path: Path) -> None:

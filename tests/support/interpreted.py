@@ -14,7 +14,7 @@ def results_of(worker: Path) -> Any:
     """What the script prints behind RESULTS, as JSON."""
     done = subprocess.run(
         [sys.executable, str(worker)], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-        timeout=300,
+        timeout=1800,
     )  # fmt: skip
     line = next((line for line in done.stdout.splitlines() if line.startswith("RESULTS ")), None)
     assert line is not None, done.stdout + done.stderr

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,24 @@ from murmuration.train.clip.per_record import OuterProduct
 from murmuration.train.clip.rule import ClipRule
 from tests.support.train_helpers import SHAPE, nano_inputs
 
-# Around the borders of tiles (16, 32, 64 tokens) and of steps along the width (32 and 64 numbers).
+# Around the borders of blocks (16, 64 tokens) and of parts (64 columns); without a rest, and with a rest of each padded
+# size; with up to two blocks that lie further apart than a program reaches.
 SHAPES = (
     (2, 7, 9),
     (16, 32, 64),
     (17, 33, 65),
+    (32, 7, 70),
     (50, 96, 33),
+    (63, 64, 65),
     (64, 64, 20),
     (65, 16, 16),
+    (96, 130, 7),
     (129, 40, 130),
+    (190, 64, 129),
+    (192, 8, 8),
     (197, 24, 70),
+    (257, 20, 65),
+    (330, 9, 12),
 )
 
 
@@ -44,10 +53,10 @@ def far(found: Tensor, exact: Tensor) -> float:
     return float(((found.double() - exact).abs() / exact.abs().clamp(min=1e-30)).max())
 
 
-def products(dtype: torch.dtype, part: int) -> list[dict[str, Any]]:
-    """`part` as the product has it, or so short that these widths have several."""
+def products(dtype: torch.dtype, part: int, shapes: Sequence[tuple[int, int, int]] = SHAPES) -> list[dict[str, Any]]:
+    """`part` as the product has it, or so short that narrow widths have several."""
     rows = []
-    for tokens, left_width, right_width in SHAPES:
+    for tokens, left_width, right_width in shapes:
         draw = torch.Generator().manual_seed(tokens)
         left = torch.randn(3, tokens, left_width, generator=draw).to(dtype)
         right = torch.randn(3, right_width, tokens, generator=draw).to(dtype).transpose(1, 2)  # not as rows lie
@@ -170,8 +179,8 @@ def clipped(objective: Objective, all_kernels: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     print("RESULTS " + json.dumps({
-        "fp32": products(torch.float32, norms.PART), "fp16": products(torch.float16, norms.PART),
-        "parts": products(torch.float16, 128), "not a number": not_a_number(),
+        "fp16": products(torch.float16, norms.PART), "fp32": products(torch.float32, norms.PART, SHAPES[::2]),
+        "parts": products(torch.float16, 16, SHAPES[1::3]), "not a number": not_a_number(),
         "layer norm": layer_norms(), "added": added(), "far apart": far_apart(),
         "clipped": {"mae": clipped("mae", False), "caption": clipped("caption", False)},
         "all": {"mae": clipped("mae", True), "caption": clipped("caption", True)},

@@ -54,6 +54,14 @@ def test_a_run_gives_every_row_with_every_key(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_views_are_measured_on_the_same_number_of_rows() -> None:
+    done = run("--smoke", "--json", "--models", "last_layer", "--rounds", "1", "--views", "2,4", "--rows", "8")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["views"], row["records"], row["rows"]) for row in rows] == [(1, 8, 8), (2, 4, 8), (4, 2, 8)]
+    assert all(row["error"] < 1e-5 and row["memory_ratio"] > 0 and row["time_ratio"] > 0 for row in rows)
+
+
 def test_a_name_that_does_not_exist_is_refused() -> None:
     done = run("--smoke", "--models", "resnet")
     assert done.returncode == 2 and "choose among" in done.stderr
@@ -126,3 +134,6 @@ def test_each_step_is_compared_with_its_two_neighbours(instruments: Any, monkeyp
         assert len(found[name].ratios) == 7
     assert found["a"].seconds[-1] > 1.1 * found["a"].seconds[0]
     assert found[""].summary()["time_ratio"] == pytest.approx(1.0, rel=1e-3)
+    found = clip_timing.interleaved(step(1.0), {"a": step(1.5), "b": step(3.0)}, 7, torch.device("cpu"), ["b"])
+    assert [len(found[name].ratios) for name in ("a", "b")] == [7, 4], "peers in every second round"
+    assert found["b"].summary()["time_ratio"] == pytest.approx(3.0, rel=1e-3)

@@ -64,3 +64,26 @@ def test_a_draw_that_is_shared_takes_each_rank_two_parts(scale: Any) -> None:
     waited = RECORDS * 2 / 64 / 1e4 - (shared["ideal"] + shared["padding"])
     assert shared["draw"] == pytest.approx(waited, rel=1e-6)
     assert whole["draw"] == pytest.approx(RECORDS / 1e4 - whole["ideal"] - whole["padding"], rel=1e-6)
+
+
+def test_nodes_wait_within_and_meet_once(scale: Any) -> None:
+    """Nodes of one GPU are ranks that meet once; one node of all is ZeRO-3's waiting."""
+    uneven = setting(scale, jitter=0.1)
+
+    def waited(stage: int | str, node: int) -> float:
+        nodes = replace(uneven, node=node)
+        return float(scale.simulated(work(scale), 64, stage, nodes)["parts"]["unequal"])
+
+    assert waited(scale.HSDP, 1) == pytest.approx(waited(1, 8))
+    assert waited(scale.HSDP, 64) == pytest.approx(waited(3, 8))
+    assert waited(1, 8) < waited(scale.HSDP, 8) < waited(3, 8)
+
+
+def test_what_nodes_exchange_is_what_passes_their_links(scale: Any) -> None:
+    weights = work(scale).weights
+    free = setting(scale, link=50.0, node_link=400.0, node=8)
+    n = 100e6
+    inside = (8 * n + 3 * 4 * 4 * 100e6) * 7 / 8 / 400e9
+    assert scale.node_exchange(weights, 8, 3, free) == pytest.approx(inside), "a single node"
+    across = 2 * (8 * n / 8) * 7 / 8 / 50e9
+    assert scale.node_exchange(weights, 64, 3, free) == pytest.approx(inside + across)

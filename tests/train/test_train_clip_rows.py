@@ -216,6 +216,19 @@ def test_a_model_that_averages_the_rows_itself_is_refused() -> None:
             summed(prepared(engine, rule_of("flat", 1.0), model), model, [(inputs, torch.ones(2, dtype=torch.bool))])
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_callers_autocast_rounds_no_norm_and_no_sum(precision: str) -> None:
+    """Measurements run within one."""
+    case, held = CASES["many_tokens"], (2, 2)
+    model, present = case.model(), torch.ones(2, dtype=torch.bool)
+    inputs = laid_out(case, held, "mean", torch.float32)
+    clip = prepared("book-keeping", ClipRule("flat", 1.0, 0.0), model, precision)  # pyright: ignore[reportArgumentType]
+    outside, (seen,) = summed(clip, model, [(inputs, present)])
+    with torch.autocast("cpu", torch.bfloat16):
+        within, (other,) = summed(clip, model, [(inputs, present)])
+    assert torch.equal(other.norms, seen.norms) and all(torch.equal(within[n], outside[n]) for n in outside)
+
+
 def test_a_stretch_has_as_many_rows_as_one_of_records_with_one_row() -> None:
     """What rounding may add is bounded by the rows that one fp32 product adds up."""
     for records, rows in ((300, 1), (300, 4), (5, 16), (3, 500)):

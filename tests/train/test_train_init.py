@@ -9,16 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from murmuration.data.index.shard_index import build
 from murmuration.train.commands.init import main
 from murmuration.train.commands.train import main as train
 from murmuration.train.config.comments import parse_with_comments
+from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.load import load
 from murmuration.train.config.root import Config
+from murmuration.train.recipe.warm_start import WarmStart
 from tests.support.foreign_models import hugging_face, timm_vit
 
 RECORDS = 60
@@ -138,6 +141,17 @@ def test_weights_to_start_from_give_the_model_its_shape(tmp_path: Path, labelled
     assert (shape.encoder.width, shape.encoder.depth, shape.encoder.heads) == (24, 2, 4)
     assert (shape.image_size, shape.patch_size, shape.head.classes) == (16, 4, len(NAMES))
     assert config.phases[0].data.source == "checkpoint" and config.phases[1].privacy is not None
+
+
+def test_a_folder_that_training_cannot_name_is_named_by_its_file(tmp_path: Path, labelled: Path) -> None:
+    """As timm writes one by default, and older versions of transformers did."""
+    start = saved(tmp_path / "weights", "timm")
+    torch.save(load_file(start), start.parent / "pytorch_model.bin")
+    start.unlink()
+    config = written("classify", labelled, tmp_path / "my.json", "--start", str(start.parent), "--public")
+    named = config.phases[0].data
+    assert isinstance(named, CheckpointData)
+    assert WarmStart.at(Path(named.path)).path == start.parent / "pytorch_model.bin"
 
 
 def test_what_cannot_be_meant_is_refused(

@@ -14,7 +14,10 @@ import torch
 from sklearn.metrics import average_precision_score
 from torch import Tensor
 
-from murmuration.data.batch.reader import BatchReader
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.decode.augment import ResizeCrop
+from murmuration.data.decode.class_list import ClassList
+from murmuration.data.index.shard_index import ShardIndex
 from murmuration.model.build import build
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
@@ -29,6 +32,7 @@ from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
 from murmuration.train.run.evaluation_phase import StillEngine
 from tests.support.brute_force import flat, records_of
 from tests.support.config_base import drop, put, refusal
+from tests.support.evaluation_world import evaluate, result, saved
 from tests.support.train_helpers import on_ranks
 from tests.train.test_train_record_check import checked
 from tests.train.test_train_record_names import picture, shards
@@ -131,6 +135,29 @@ def test_what_is_measured_is_scikit_learns_on_all_ranks(world: Path, ranks: int,
     assert len(right) == 5 * len(LISTS)
     assert found[0]["mean_average_precision"] == pytest.approx(average_precision_score(right, scores), abs=1e-9)
     assert found[0]["public_loss"] == pytest.approx(float(losses.mean()), rel=1e-6)
+
+
+def test_a_finished_model_is_measured_by_the_command(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = written(world)
+    torch.manual_seed(3)
+    model = build(config.model.resolved(), "classify").eval()
+    saved(world / "weights.pt", model.state_dict())
+    asked = ["classify", world / "weights.pt", "--config", world / "config.json", "--public", "--data", world / "held",
+             "--classes", world / "classes.txt", "--multi-label", "--pixels", "imagenet",
+             "--out", world / "scored"]  # fmt: skip
+    assert evaluate(*asked) == 2 and "--multi-label needs --label" in capsys.readouterr().err
+    assert evaluate(*asked, "--label", "findings") == 0
+    found = result(world / "scored")["numbers"]["mean average precision"]
+    index = ShardIndex.open(world / "held")
+    spec = DataSpec(16, augment=ResizeCrop(), listed="findings", classes=4, class_list=ClassList(tuple(NAMES)))
+    batch = BatchReader(index, spec).read(np.arange(index.records), 0)
+    with torch.no_grad():
+        scores = model.logits(batch.inputs["images"])[batch.present].numpy()  # pyright: ignore
+    right = batch.inputs["labels"][batch.present].numpy()
+    assert found["n"] == len(NAMES) and found["value"] == pytest.approx(
+        average_precision_score(right, scores), abs=1e-6
+    )
+    assert result(world / "scored")["data"]["test"]["unreadable"] == len(BAD)
 
 
 def test_held_out_records_of_which_none_has_a_class_are_refused(world: Path) -> None:

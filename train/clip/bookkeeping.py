@@ -23,7 +23,7 @@ from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.engine import Clipped
 from murmuration.train.clip.groups import Grouping, groups_of
 from murmuration.train.clip.layers import LAYER_RULES, fallback
-from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast
+from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast, full_precision
 from murmuration.train.clip.rows import rows_of, slot_losses
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.clip.sums import GradientSums
@@ -113,13 +113,15 @@ class BookKeepingClip:
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
         rule: ClipRule | None = None,
     ) -> Clipped:  # fmt: skip
-        return self._add(model, inputs, present, sums, rule or self.rule, defer=False)
+        with full_precision(present.device):
+            return self._add(model, inputs, present, sums, rule or self.rule, defer=False)
 
     def add_if_ordinary(
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
         rule: ClipRule | None = None,
     ) -> Clipped:  # fmt: skip
-        return self._add(model, inputs, present, sums, rule or self.rule, defer=True)
+        with full_precision(present.device):
+            return self._add(model, inputs, present, sums, rule or self.rule, defer=True)
 
     def _add(
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums, rule: ClipRule,

@@ -1,86 +1,315 @@
 """The Gram form of squared norms as one GPU kernel: Σ (AAᵀ ∘ GGᵀ) of every record, and the diagonals of both.
 
-As separate operations, two matrices [T, T] per record go to memory and back three times, which costs more than
-their arithmetic. Here a pair of tiles stays in registers until it is reduced to one number. Tiles above the diagonal
-are skipped, since both matrices are symmetric. Sums are taken in a fixed order, so that a replayed step reproduces the
-same bits.
+As separate operations, two matrices [T, T] per record go to memory and back three times, which costs more than their
+arithmetic. Here tiles of both stay in registers until they are reduced to one number. Both matrices are symmetric, so
+half of each is computed: tokens are cut into blocks, and a block meets the blocks before it. What remains of the tokens
+comes first, so that it is a few columns to every block and not a whole strip of rows. On its diagonal, a block is cut
+once more. A program loads its rows once for all that they meet. Sums are taken in a fixed order, so that a replayed
+step reproduces the same bits.
+
+Rounding: tensor cores accumulate over at most `part` columns, since they truncate low-order bits, and the parts are
+added up in ordinary fp32: the error of an entry is that of `norms.cut_off`, in whichever order a part is added.
+Entries of AAᵀ and GGᵀ are multiplied in fp32 and added up in fp64, as `norms.product_error` assumes. A sum of a tile's
+4,096 terms in fp32 would err by more than the one percent that is left there.
 """
 
+# Triton's language is not Python: it cannot unpack a tuple, and its loops and constants are unrolled and folded.
+# ruff: noqa: RUF005
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportArgumentType=false
+
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-TILES = (16, 32, 64)
-WARPS, STAGES = 4, 3
+# Up to this many tokens, one program handles a record by blocks of 16; beyond, programs handle blocks of 64.
+FEW, SMALL_BLOCK, BLOCK = 64, 16, 64
+# A single warp for few tokens: more warps would repeat the products of tiles this small.
+FEW_WARPS, WARPS, STAGES = 1, 4, 3
+
+
+class Cut(NamedTuple):
+    """How tokens are cut: whole blocks, and what remains before them, padded to what tensor cores multiply."""
+
+    block: int
+    blocks: int
+    rest: int
+    padded: int
+
+    @property
+    def programs(self) -> int:
+        """For each record: one for few tokens, otherwise for each block, each pair of distant blocks, and the rest."""
+        distant = max(0, self.blocks - 3) * (self.blocks - 2) // 2
+        return 1 if self.block == SMALL_BLOCK else self.blocks + distant + (self.rest > 0)
+
+    @property
+    def products(self) -> int:
+        """Entries of one matrix that tensor cores compute for a record; T(T + 1)/2 differ. They compute 16 × 8 at a
+        time, and of a tile that is too small for all warps, each computes the same."""
+        pairs = self.blocks * (self.blocks - 1) // 2 * self.block**2
+        if self.block == SMALL_BLOCK:
+            return self.blocks * self.block**2 + pairs + (self.blocks + (self.rest > 0)) * self.block * self.padded
+        rest = max(self.padded**2, WARPS * 16 * 8) if self.rest else 0
+        return self.blocks * (3 * self.block**2 // 4 + self.block * self.padded) + pairs + rest
+
+    @property
+    def rows(self) -> int:
+        """Rows of one matrix that the programs of a record load, each over all columns."""
+        if self.block == SMALL_BLOCK:
+            return self.blocks * self.block + (2 * self.rest if self.rest else 0)
+        near = sum(min(2, earlier) for earlier in range(self.blocks))
+        distant = self.blocks * (self.blocks - 1) // 2 - near
+        return self.blocks * (2 * self.block + self.rest) + self.block * (near + 2 * distant) + 2 * self.rest
+
+
+def cut(tokens: int) -> Cut:
+    block = SMALL_BLOCK if tokens <= FEW else BLOCK
+    blocks, rest = divmod(tokens, block) if tokens > block else (1, 0)
+    return Cut(block, blocks, rest, max(8, triton.next_power_of_2(rest)) if rest else 0)
 
 
 @triton.jit
-def _products(  # pyright: ignore
-    base, own, other, tokens, width, stride, TILE: tl.constexpr, DEPTH: tl.constexpr, PART: tl.constexpr
-):
-    """[TILE, TILE]: products of the rows `own` and `other` of one matrix. Tensor cores accumulate over at most PART
-    columns, since they truncate low-order bits; the parts are added up in ordinary fp32."""
-    total = tl.zeros([TILE, TILE], tl.float32)
-    for first in range(0, width, PART):
-        part = tl.zeros([TILE, TILE], tl.float32)
-        for start in range(first, tl.minimum(first + PART, width), DEPTH):
-            along = start + tl.arange(0, DEPTH)
-            one = tl.load(
-                base + own[:, None] * stride + along[None, :],
-                mask=(own[:, None] < tokens) & (along[None, :] < width), other=0.0,
-            )  # fmt: skip
-            two = tl.load(
-                base + other[None, :] * stride + along[:, None],
-                mask=(other[None, :] < tokens) & (along[:, None] < width), other=0.0,
-            )  # fmt: skip
-            part = tl.dot(one, two, part, input_precision="ieee")
-        total += part
+def _rows(base, first, tokens, stride, along, width, COUNT: tl.constexpr):  # pyright: ignore
+    """[COUNT, columns]: the tokens from `first` on; zeros beyond the last token and the last column."""
+    token = first + tl.arange(0, COUNT)
+    known = (token[:, None] < tokens) & (along[None, :] < width)
+    return tl.load(base + token[:, None] * stride + along[None, :], mask=known, other=0.0)
+
+
+@triton.jit
+def _columns(base, first, tokens, stride, along, width, COUNT: tl.constexpr):  # pyright: ignore
+    """[columns, COUNT]: the same, transposed."""
+    token = first + tl.arange(0, COUNT)
+    known = (token[None, :] < tokens) & (along[:, None] < width)
+    return tl.load(base + token[None, :] * stride + along[:, None], mask=known, other=0.0)
+
+
+@triton.jit
+def _product(one, other, PART: tl.constexpr):  # pyright: ignore
+    """One part. Named as the most that may be accumulated imprecisely, since the compiler would otherwise put the
+    addition of parts into the tensor cores, where it is truncated."""
+    return tl.dot(one, other, input_precision="ieee", max_num_imprecise_acc=PART)
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # pyright: ignore
+    tiles = ()
+    for _tile in tl.static_range(COUNT):
+        tiles = tiles + (tl.zeros([ROWS, COLUMNS], tl.float32),)
+    return tiles
+
+
+@triton.jit
+def _of_few(  # pyright: ignore
+    base, tokens, width, stride, rest, BLOCKS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr
+):  # fmt: skip
+    """All tiles of one matrix of at most 64 tokens: of each block with itself, with the blocks before it, and with the
+    rest; last, of the rest with itself."""
+    own, pairs = _zeros(BLOCKS, 16, 16), _zeros(BLOCKS * (BLOCKS - 1) // 2, 16, 16)
+    others = _zeros(BLOCKS + 1 if PADDED > 0 else 0, 16, PADDED if PADDED > 0 else 8)
+    for start in range(0, width, PART):
+        along = start + tl.arange(0, PART)
+        rows, more_own, more_pairs, more_others = (), (), (), ()
+        for row in tl.static_range(BLOCKS):
+            rows = rows + (_rows(base, rest + 16 * row, tokens, stride, along, width, 16),)
+        for row in tl.static_range(BLOCKS):
+            more_own = more_own + (own[row] + _product(rows[row], tl.trans(rows[row]), PART),)
+            for column in tl.static_range(row):
+                more = _product(rows[row], tl.trans(rows[column]), PART)
+                more_pairs = more_pairs + (pairs[row * (row - 1) // 2 + column] + more,)
+        own, pairs = more_own, more_pairs
+        if PADDED > 0:
+            first = _columns(base, 0, rest, stride, along, width, PADDED)
+            for row in tl.static_range(BLOCKS):
+                more_others = more_others + (others[row] + _product(rows[row], first, PART),)
+            more = _product(_rows(base, 0, rest, stride, along, width, 16), first, PART)
+            others = more_others + (others[BLOCKS] + more,)
+    return own, pairs, others
+
+
+@triton.jit
+def _inner(lefts, rights):  # pyright: ignore
+    """The sum of a tile of AAᵀ ∘ GGᵀ, in fp64."""
+    return tl.sum(tl.sum((lefts * rights).to(tl.float64), 1), 0)
+
+
+@triton.jit
+def _store_sizes(to, first, tokens, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # pyright: ignore
+    """The diagonal of a tile whose rows and columns begin with the token `first`."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    sizes = tl.sum(tl.where(row[:, None] == column[None, :], tile, 0.0), 1)
+    tl.store(to + first + row, sizes, mask=(row < COLUMNS) & (first + row < tokens))
+
+
+@triton.jit
+def _few_tokens(  # pyright: ignore
+    left, right, inner, left_sizes, right_sizes, tokens, rows, columns,
+    left_record, left_token, right_record, right_token, rest,
+    BLOCKS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Each program handles one record."""
+    record = tl.program_id(0).to(tl.int64)
+    own, pairs, others = _of_few(left + record * left_record, tokens, rows, left_token, rest, BLOCKS, PADDED, PART)
+    own_right, pairs_right, others_right = _of_few(
+        right + record * right_record, tokens, columns, right_token, rest, BLOCKS, PADDED, PART
+    )
+    left_sizes, right_sizes = left_sizes + record * tokens, right_sizes + record * tokens
+    once, twice = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
+    for row in tl.static_range(BLOCKS):
+        once += _inner(own[row], own_right[row])
+        _store_sizes(left_sizes, rest + 16 * row, tokens, own[row], 16, 16)
+        _store_sizes(right_sizes, rest + 16 * row, tokens, own_right[row], 16, 16)
+        for column in tl.static_range(row):
+            twice += _inner(pairs[row * (row - 1) // 2 + column], pairs_right[row * (row - 1) // 2 + column])
+    if PADDED > 0:
+        for row in tl.static_range(BLOCKS):
+            twice += _inner(others[row], others_right[row])
+        once += _inner(others[BLOCKS], others_right[BLOCKS])
+        _store_sizes(left_sizes, 0, rest, others[BLOCKS], 16, PADDED)
+        _store_sizes(right_sizes, 0, rest, others_right[BLOCKS], 16, PADDED)
+    tl.store(inner + record, once + 2.0 * twice)
+
+
+@triton.jit
+def _of_block(  # pyright: ignore
+    base, first, tokens, width, stride, rest, EARLIER: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr
+):  # fmt: skip
+    """A block of 64 tokens with its first half, with the blocks just before it, and with the rest. Then its second half
+    with itself, in a loop of its own, where the compiler gives each warp a quarter of the tile."""
+    near, far = tl.zeros([64, 32], tl.float32), tl.zeros([32, 32], tl.float32)
+    others = tl.zeros([64, PADDED if PADDED > 0 else 8], tl.float32)
+    before = _zeros(EARLIER, 64, 64)
+    for start in range(0, width, PART):
+        along = start + tl.arange(0, PART)
+        rows = _rows(base, first, tokens, stride, along, width, 64)
+        near += _product(rows, _columns(base, first, tokens, stride, along, width, 32), PART)
+        more = ()
+        for block in tl.static_range(EARLIER):
+            earlier = _columns(base, first - 64 * (block + 1), tokens, stride, along, width, 64)
+            more = more + (before[block] + _product(rows, earlier, PART),)
+        before = more
+        if PADDED > 0:
+            others += _product(rows, _columns(base, 0, rest, stride, along, width, PADDED), PART)
+    for start in range(0, width, PART):
+        half = _rows(base, first + 32, tokens, stride, start + tl.arange(0, PART), width, 32)
+        far += _product(half, tl.trans(half), PART)
+    return near, far, others, before
+
+
+@triton.jit
+def _of_two(  # pyright: ignore
+    base, first, other, tokens, stop, width, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr
+):  # fmt: skip
+    """The tokens from `first` on, up to `tokens`, with those from `other` on, up to `stop`."""
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, width, PART):
+        along = start + tl.arange(0, PART)
+        rows = _rows(base, first, tokens, stride, along, width, ROWS)
+        total += _product(rows, _columns(base, other, stop, stride, along, width, COLUMNS), PART)
     return total
 
 
 @triton.jit
-def _tile_pair(  # pyright: ignore
-    left, right, inner, left_sizes, right_sizes, tokens, rows, columns,
-    left_record, left_token, right_record, right_token,
-    TILE: tl.constexpr, DEPTH: tl.constexpr, PART: tl.constexpr,
+def _block(  # pyright: ignore
+    left, right, left_sizes, right_sizes, tokens, rows, columns, left_token, right_token, rest, number,
+    EARLIER: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Each program handles one pair of tiles (own ≥ other) of one record."""
-    record, pair, pairs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    row = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) * 0.5).to(tl.int32)
+    """A block with itself, with so many earlier ones, and with the rest."""
+    first = rest + number * 64
+    near, far, others, before = _of_block(left, first, tokens, rows, left_token, rest, EARLIER, PADDED, PART)
+    near_right, far_right, others_right, before_right = _of_block(
+        right, first, tokens, columns, right_token, rest, EARLIER, PADDED, PART
+    )
+    _store_sizes(left_sizes, first, tokens, near, 64, 32)
+    _store_sizes(right_sizes, first, tokens, near_right, 64, 32)
+    _store_sizes(left_sizes, first + 32, tokens, far, 32, 32)
+    _store_sizes(right_sizes, first + 32, tokens, far_right, 32, 32)
+    # Of the block with its first half, the lower 32 rows stand for the upper right corner, too.
+    times = tl.where(tl.arange(0, 64) < 32, 1.0, 2.0).to(tl.float64)
+    total = tl.sum(tl.sum((near * near_right).to(tl.float64), 1) * times, 0) + _inner(far, far_right)
+    for block in tl.static_range(EARLIER):
+        total += 2.0 * _inner(before[block], before_right[block])
+    if PADDED > 0:
+        total += 2.0 * _inner(others, others_right)
+    return total
+
+
+@triton.jit
+def _pair(  # pyright: ignore
+    left, right, tokens, rows, columns, left_token, right_token, rest, number, PART: tl.constexpr
+):  # fmt: skip
+    """A block with one that is at least three earlier."""
+    row = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
     # The root may be rounded to the wrong side of a whole number.
-    row = tl.where(row * (row + 1) // 2 > pair, row - 1, row)
-    row = tl.where((row + 1) * (row + 2) // 2 <= pair, row + 1, row)
-    column = pair - row * (row + 1) // 2
-    own, other = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
-    lefts = _products(left + record * left_record, own, other, tokens, rows, left_token, TILE, DEPTH, PART)
-    rights = _products(right + record * right_record, own, other, tokens, columns, right_token, TILE, DEPTH, PART)
-    tl.store(inner + record * pairs + pair, tl.sum(tl.sum(lefts * rights, 1), 0) * tl.where(row == column, 1.0, 2.0))
-    if row == column:
-        diagonal = own[:, None] == other[None, :]
-        place = record * tokens + own
-        tl.store(left_sizes + place, tl.sum(tl.where(diagonal, lefts, 0.0), 1), mask=own < tokens)
-        tl.store(right_sizes + place, tl.sum(tl.where(diagonal, rights, 0.0), 1), mask=own < tokens)
+    row = tl.where(row * (row + 1) // 2 > number, row - 1, row)
+    row = tl.where((row + 1) * (row + 2) // 2 <= number, row + 1, row)
+    first, other = rest + (row + 3) * 64, rest + (number - row * (row + 1) // 2) * 64
+    lefts = _of_two(left, first, other, tokens, tokens, rows, left_token, 64, 64, PART)
+    return 2.0 * _inner(lefts, _of_two(right, first, other, tokens, tokens, columns, right_token, 64, 64, PART))
+
+
+@triton.jit
+def _rest(  # pyright: ignore
+    left, right, left_sizes, right_sizes, rows, columns, left_token, right_token, rest,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """The rest with itself."""
+    lefts = _of_two(left, 0, 0, rest, rest, rows, left_token, ROWS, COLUMNS, PART)
+    rights = _of_two(right, 0, 0, rest, rest, columns, right_token, ROWS, COLUMNS, PART)
+    _store_sizes(left_sizes, 0, rest, lefts, ROWS, COLUMNS)
+    _store_sizes(right_sizes, 0, rest, rights, ROWS, COLUMNS)
+    return _inner(lefts, rights)
+
+
+@triton.jit
+def _many_tokens(  # pyright: ignore
+    left, right, inner, left_sizes, right_sizes, tokens, rows, columns,
+    left_record, left_token, right_record, right_token, rest,
+    BLOCKS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Each program handles a part of one record."""
+    record, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    left, right = left + record * left_record, right + record * right_record
+    left_sizes, right_sizes = left_sizes + record * tokens, right_sizes + record * tokens
+    PAIRS: tl.constexpr = (BLOCKS - 3) * (BLOCKS - 2) // 2 if BLOCKS > 3 else 0
+    total = tl.zeros([], tl.float64)
+    if part < BLOCKS:
+        for earlier in tl.static_range(BLOCKS if BLOCKS < 3 else 3):
+            if (part == earlier) | ((part > 2) & (earlier == 2)):
+                total = _block(
+                    left, right, left_sizes, right_sizes, tokens, rows, columns, left_token, right_token, rest, part,
+                    earlier, PADDED, PART,
+                )  # fmt: skip
+    elif part < BLOCKS + PAIRS:
+        total = _pair(left, right, tokens, rows, columns, left_token, right_token, rest, part - BLOCKS, PART)
+    elif PADDED > 0:
+        total = _rest(
+            left, right, left_sizes, right_sizes, rows, columns, left_token, right_token, rest,
+            PADDED if PADDED > 16 else 16, PADDED, PART,
+        )  # fmt: skip
+    tl.store(inner + record * parts + part, total)
 
 
 @triton.jit
 def _finish(  # pyright: ignore
-    inner, left_sizes, right_sizes, found, pairs, tokens,
+    inner, left_sizes, right_sizes, found, parts, tokens,
     SHARE: tl.constexpr, ADDED: tl.constexpr, LOST_LEFT: tl.constexpr, LOST_RIGHT: tl.constexpr,
-    PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+    PARTS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Each program handles one record: its square, doubt and length in fp64, from the results of its pairs of tiles."""
+    """Each program handles one record: its square, doubt and length in fp64, from the results of its parts."""
     record, records = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    pair, token = tl.arange(0, PAIRS), tl.arange(0, TOKENS)
-    parts = tl.load(inner + record * pairs + pair, mask=pair < pairs, other=0.0).to(tl.float64)
+    part, token = tl.arange(0, PARTS), tl.arange(0, TOKENS)
+    squares = tl.load(inner + record * parts + part, mask=part < parts, other=0.0)
     left = tl.load(left_sizes + record * tokens + token, mask=token < tokens, other=0.0).to(tl.float64)
     right = tl.load(right_sizes + record * tokens + token, mask=token < tokens, other=0.0).to(tl.float64)
     terms = left * right
     # Sums of squares are not negative. If any number is NaN, so is the length, whatever the maxima are.
     length = tl.sum(tl.sqrt(terms), 0)
-    square = tl.sum(parts, 0)
+    square = tl.sum(squares, 0)
     added = ADDED * length
     doubt = SHARE * length * length + (2.0 * tl.sqrt(tl.maximum(square, 0.0)) + added) * added
     doubt += LOST_LEFT * tl.max(left, 0) + LOST_RIGHT * tl.max(right, 0)
@@ -93,25 +322,25 @@ def gram(left: Tensor, right: Tensor, part: int, bounds: tuple[float, float, flo
     """left [B, T, rows], right [B, T, columns] -> three tensors [B] in fp64: Σ (AAᵀ ∘ GGᵀ); its error bound, from
     `bounds` (`norms.Bounds`); and the summed lengths |a||g|.
 
-    `part`, a multiple of 64, is the number of columns over which tensor cores accumulate.
+    `part`, a power of two from 16 on, is the number of columns over which tensor cores accumulate.
     """
     left, right = (x if x.stride(2) == 1 else x.contiguous() for x in (left, right))
     records, tokens = right.shape[:2]
-    tile = next((size for size in TILES if tokens <= size), TILES[-1])
-    depth = 32 if torch.float32 in (left.dtype, right.dtype) else 64
-    count = -(-tokens // tile)
-    inner = torch.empty(records, count * (count + 1) // 2, dtype=torch.float32, device=right.device)
+    own = cut(tokens)
+    grid = (records, own.programs)
+    inner = torch.empty(grid, dtype=torch.float64, device=right.device)
     left_sizes = torch.empty(records, tokens, dtype=torch.float32, device=right.device)
     right_sizes = torch.empty_like(left_sizes)
+    kernel, warps = (_few_tokens, FEW_WARPS) if own.block == SMALL_BLOCK else (_many_tokens, WARPS)
     with torch.cuda.device_of(right):
-        _tile_pair[inner.shape](
+        kernel[grid](
             left, right, inner, left_sizes, right_sizes, tokens, left.shape[2], right.shape[2],
-            left.stride(0), left.stride(1), right.stride(0), right.stride(1),
-            TILE=tile, DEPTH=depth, PART=part, num_warps=WARPS, num_stages=STAGES,  # pyright: ignore
+            left.stride(0), left.stride(1), right.stride(0), right.stride(1), own.rest,
+            BLOCKS=own.blocks, PADDED=own.padded, PART=part, num_warps=warps, num_stages=STAGES,  # pyright: ignore
         )  # fmt: skip
         found = torch.empty(3, records, dtype=torch.float64, device=right.device)
         _finish[(records,)](
-            inner, left_sizes, right_sizes, found, inner.shape[1], tokens, *bounds,  # pyright: ignore
-            PAIRS=triton.next_power_of_2(inner.shape[1]), TOKENS=triton.next_power_of_2(tokens),  # pyright: ignore
+            inner, left_sizes, right_sizes, found, own.programs, tokens, *bounds,  # pyright: ignore
+            PARTS=triton.next_power_of_2(own.programs), TOKENS=triton.next_power_of_2(tokens),  # pyright: ignore
         )  # fmt: skip
     return found.unbind()

@@ -214,7 +214,8 @@ def product_error(left: float, right: float) -> float:
     and `right` of their lengths.
 
     Entry by entry, |LR - L'R'| ≤ ((1 + left)(1 + right) - 1)·|a||a'|·|g||g'|, and their product is rounded once more.
-    The sum is in fp64. One percent more covers the rounding of the lengths themselves, which are measured too.
+    The sum is in fp64, in the kernel too. One percent more covers the rounding of the lengths themselves, which are
+    measured too.
     """
     return 1.01 * ((1 + left) * (1 + right) - 1 + torch.finfo(torch.float32).eps)
 

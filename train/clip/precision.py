@@ -14,6 +14,11 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_SCALE: dict[Precision, float] = {"fp32": 1.0, "bf16": 1.0, "fp16": 2.0**12}
 
 
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Whatever the caller's autocast, which would round norms and sums."""
+    return torch.autocast(device.type, enabled=False)
+
+
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     if precision == "fp32":
         return nullcontext()

@@ -207,6 +207,10 @@ def _aro(protocols: Any) -> argparse.ArgumentParser:
 def _classify(protocols: Any) -> argparse.ArgumentParser:
     parser = protocols.add_parser("classify", help="a classifier's predictions, scored where classes are known")
     _labels(parser, default=None)
+    parser.add_argument(
+        "--multi-label", action="store_true", help="--label is a field that lists any number of classes: mean average "
+        "precision",
+    )  # fmt: skip
     parser.add_argument("--real", type=Path, metavar="JSON", help="ReaL: all right classes, {picture: [class, ...]}, "
                         "or the published real.json for ImageNet's validation set")  # fmt: skip
     _some(parser, "default: all")

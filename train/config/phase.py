@@ -277,7 +277,7 @@ class Phase(Section):
     def random_inputs(self) -> bool:
         """Whether what the model gets of a record is, or may be, another one each time that it is read."""
         augments = getattr(self.data, "augment", "none") in AREAS
-        return augments or self.objective in ("mae", "caption")  # masks; one of several captions
+        return augments or self.objective in ("mae", "caption", "text")  # masks; one of several texts
 
     @property
     def tokenizer(self) -> str | None:
@@ -345,8 +345,12 @@ class Phase(Section):
             return "takes all records in its one step; leave privacy.expected_batch out, or set it to 'all'"
         if privacy.clip != Clip():
             return "has sums to which no record adds more than 1; leave privacy.clip out"
+        if privacy.views > 1:
+            return "adds up what each record is seen as once; leave privacy.views out"
         if privacy.release or privacy.tan is not None:
             return "is one step before which there is no model; leave privacy.release and privacy.tan out"
+        if privacy.noise is not None:
+            return "is one step, whose noise cannot be taken back in later ones; leave privacy.noise out"
         return None
 
     def _of_independent_noise(self) -> str | None:
@@ -423,6 +427,8 @@ class Phase(Section):
             return "does not predict labels, so it has no accuracy to release; use objective 'classify'"
         if self.evaluation is not None and (self.evaluation.zero_shot is not None or self.evaluation.real is not None):
             return "names no classes, so evaluation.zero_shot and evaluation.real have nothing to score; leave them out"
+        if self.privacy is not None and self.privacy.views > 1:
+            return "sees no picture that could be cropped in several ways; set privacy.views to 1"
         data = [self.data] + ([self.mixing.data] if self.mixing is not None else [])
         if any(isinstance(each, SyntheticData) for each in data):
             return "reads texts, and synthetic records are pictures; name tar shards"

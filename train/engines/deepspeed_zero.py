@@ -186,13 +186,14 @@ class DeepSpeedEngine:
         # Weights only: the padding behind them is memory that was never written.
         finite = all(bool(torch.isfinite(f.of(flat)).all()) for flat, parts in self._layout.values() for f in parts)
         applied = bool(self._engine.was_step_applied())
-        elements = self.ranks.sum(update.elements)
+        said = torch.tensor([update.elements, int(applied), int(finite)], device=self.device)
+        elements, steps, healthy = self.ranks.add(said).tolist()
         expected = self.trainable_elements * (self.ranks.world if self._zero.stage == 0 else 1)
         if elements != expected:
             raise UpdateError(f"{elements} of {expected} elements were finished; some got no noise, or got it twice")
-        if self.ranks.sum(int(applied)) != self.ranks.world:
+        if steps != self.ranks.world:
             raise UpdateError("DeepSpeed skipped the optimizer step on some rank")
-        if self.ranks.sum(int(finite)) != self.ranks.world:
+        if healthy != self.ranks.world:
             raise UpdateError("the weights are no longer finite; resume with a lower learning rate and --new-segment")
         return AppliedUpdate(self.trainable_elements)
 

@@ -14,6 +14,7 @@ from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.engines.base import evaluating
 from murmuration.train.engines.gradient_injection import GradientInjector
+from murmuration.train.engines.micro_batch_graph import CudaRecorder, MicroBatchGraph, Recorder
 from murmuration.train.engines.plain_copy import PlainCopy
 from murmuration.train.noise.update import UpdateError
 
@@ -61,9 +62,14 @@ class PrivateForward(nn.Module):
     A host that waits for the device after each micro-batch cannot keep it busy. So with `defer` (None: on GPUs) a
     micro-batch is added as an ordinary one, on condition that it is one, which the host reads later; those that were
     not are computed again, with care. Engines that shard the model cannot do so: ranks must call it together.
+
+    With `graph`, such a micro-batch is recorded and replayed where there is a recorder (None: on GPUs).
     """
 
-    def __init__(self, model: nn.Module, clip: ClipEngine, defer: bool | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, clip: ClipEngine, defer: bool | None = None, graph: bool = True,
+        recorder: Recorder | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.plain_copy = PlainCopy(model)
         self.model, self.clip = model, clip
@@ -72,7 +78,8 @@ class PrivateForward(nn.Module):
         self.handover = GradientInjector(model)
         self.sums = ExactSums(self.shapes, torch.device("cpu"))
         self.observed: Clipped | None = None
-        self._defer = defer
+        self._defer, self._graph, self._recorder = defer, graph, recorder
+        self.graph: MicroBatchGraph | None = None
         self._unsettled: list[_Unsettled] = []
         self.kept_from_swap = False
         """Whether the totals, which are sums of records without noise, are locked into memory."""
@@ -81,6 +88,9 @@ class PrivateForward(nn.Module):
         """`partitioned`: whether calling the model is a collective operation."""
         wanted = device.type == "cuda" if self._defer is None else self._defer
         self._defer = wanted and not partitioned
+        recorder = CudaRecorder(device) if device.type == "cuda" and self._recorder is None else self._recorder
+        if self._graph and self._defer and recorder is not None and isinstance(self.clip, DeferringClip):
+            self.graph = MicroBatchGraph(self.clip, recorder)
         self.sums = ExactSums(self.shapes, device)
         self.kept_from_swap = self.sums.keep_from_swap()
 
@@ -92,7 +102,8 @@ class PrivateForward(nn.Module):
             return self.handover(self.sums.totals)
         if self._defer and isinstance(self.clip, DeferringClip):
             self.settle(but=AHEAD - 1)
-            self.observed = self.clip.add_if_ordinary(self.model, inputs, present, self.sums, rule)
+            adding = self.graph or self.clip
+            self.observed = adding.add_if_ordinary(self.model, inputs, present, self.sums, rule)
             self._unsettled.append(_Unsettled(inputs, present, rule, self.model.training, self.observed))
         else:
             self.observed = self.clip.add_clipped(self.model, inputs, present, self.sums, rule)
@@ -113,6 +124,20 @@ class PrivateForward(nn.Module):
         """Forgets the open step."""
         self._unsettled.clear()
         self.sums.clear()
+
+    def about_graph(self) -> str:
+        """How micro-batches reach the device, as a note for the owner."""
+        if self.graph is not None and self.graph.why_not is None:
+            return "micro-batches are replayed as a CUDA graph, which gave the same bits as without one"
+        if self.graph is not None:
+            why = self.graph.why_not
+        elif not self._graph:
+            why = 'run.cuda_graph = "off"'
+        elif not self._defer:
+            why = "the model is sharded, or is not on a GPU"
+        else:
+            why = "this clip engine asks the device for answers"
+        return f"micro-batches are launched kernel by kernel: {why}"
 
     def observation(self) -> Observation:
         assert self.observed is not None, "nothing was accumulated yet"

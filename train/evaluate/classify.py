@@ -39,7 +39,7 @@ def run_classify(
     real: Path | None = None,
 ) -> Outcome:  # fmt: skip
     model = session.model.model
-    if not isinstance(model, Classifier) or (names := _names(session, chosen, classes)) is None:
+    if not isinstance(model, Classifier) or (names := names_of(session, chosen, classes)) is None:
         raise EvaluationError("this model names no classes; name a classifier, or measure its features with a probe")
     label = label or (FOLDERS if chosen.folders is not None else None)
     numbers = ClassList(names)
@@ -82,7 +82,7 @@ def run_classify(
     return Outcome(result, tiles)
 
 
-def _names(session: Session, chosen: Chosen, given: ClassList | None) -> tuple[str, ...] | None:
+def names_of(session: Session, chosen: Chosen, given: ClassList | None) -> tuple[str, ...] | None:
     """What each output is called: by the list, the weights' own folder, the class folders, or else by its number."""
     model = session.model.model
     if not isinstance(model, Classifier):

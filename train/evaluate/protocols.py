@@ -21,6 +21,7 @@ from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.features import Computing
 from murmuration.train.evaluate.few_shot import FewShotSettings, run_few_shot
 from murmuration.train.evaluate.fine_tune import run_fine_tune, settings_of
+from murmuration.train.evaluate.multi_label import run_multi_label
 from murmuration.train.evaluate.probe import ProbeSettings, run_probe
 from murmuration.train.evaluate.public_records import open_public, open_stand_in, refuse_training_records
 from murmuration.train.evaluate.reconstruct import run_reconstruct
@@ -91,6 +92,8 @@ def _measured(session: Session, asked: Asked, opened: dict[str, RecordIndex], cl
     chosen = Chosen.of(opened["test"], count, DRAWN_BY)
     if arguments.protocol == "reconstruct":
         return run_reconstruct(session, chosen, arguments.gallery)
+    if arguments.protocol == "classify" and arguments.multi_label:
+        return run_multi_label(session, chosen, classes, arguments.label)
     if arguments.protocol == "classify":
         return run_classify(session, chosen, classes, arguments.label, arguments.gallery, arguments.real)
     text = open_text(session.subject, session.model, arguments.tokenizer)

@@ -27,7 +27,7 @@ from murmuration.train.distributed.cores import own_cores
 from murmuration.train.distributed.memory import forbid_dumps, keep_from_swap
 from murmuration.train.engines.base import ShardedEngine
 from murmuration.train.engines.choose import EngineSettings, make_engine
-from murmuration.train.engines.forward import PlainForward
+from murmuration.train.engines.forward import PlainForward, PrivateForward
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.private import Computation, PrivateCore, clipping_engine
@@ -85,7 +85,7 @@ def train_privately(
         at_end.callback(built.engine.close)
         _note_memory(run, phase, built.forward.kept_from_swap)
         core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise, segment.from_step)
-        proved = _prove(run, phase, core, segment)
+        proved = _prove(run, phase, core, segment, built.forward)
         loader = _private_loader(run, phase, marking(reader, plan.held_out), core, segment, done, at_end)
         mixing = None
         if phase.mixed is not None:
@@ -202,7 +202,9 @@ def _private_loader(
     return _loader(run, phase, reader, core.shared_sampler(), run.config.micro_batch, at_end)
 
 
-def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segment) -> float:
+def _prove(
+    run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segment, forward: PrivateForward
+) -> float:  # fmt: skip
     """Runs the self-test before anything else touches the engine; returns its speed on synthetic records."""
     run.ranks.on_main(lambda: run.require_generator(segment, core.generator))
     synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective, phase.settings.rows_of_a_slot)
@@ -213,6 +215,8 @@ def _prove(run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segme
         f"{core.plan.noise_multiplier:.3f}), hostile records move the sum by at most {report.largest_hostile:.3f}·C, "
         f"{report.written_out:.0%} of the synthetic records needed their gradients written out"
     )
+    if run.ranks.device.type == "cuda":
+        run.board.note(phase.name, forward.about_graph())
     return report.records_per_second
 
 
