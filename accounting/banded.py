@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from murmuration.accounting.typed import CLOSED
+from murmuration.accounting.strict_json import CLOSED
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 MOST_BANDS = 256

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.errors import RunError
-from murmuration.accounting.typed import CLOSED
+from murmuration.accounting.strict_json import CLOSED
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
 RATE_DENOMINATOR = 2**32

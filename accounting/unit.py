@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from murmuration.accounting.typed import CLOSED
+from murmuration.accounting.strict_json import CLOSED
 
 RECORD = "one record (an image, or an image with its caption)"
 KEY = "key:"

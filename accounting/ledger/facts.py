@@ -10,7 +10,7 @@ from typing import Any, Literal
 from murmuration.accounting.adaptive import ROUNDING
 from murmuration.accounting.epsilon.accountant import AccountingError, Event
 from murmuration.accounting.plan import RATE_DENOMINATOR, PrivacyPlan, fits_grid
-from murmuration.accounting.typed import CLOSED
+from murmuration.accounting.strict_json import CLOSED
 
 RULES = ("flat", "automatic")
 EXACT = "aes-256-ctr-exact"

@@ -16,8 +16,7 @@ from typing import Any
 
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.facts import Charge, Head
-from murmuration.accounting.strict_json import parse
-from murmuration.accounting.typed import read
+from murmuration.accounting.strict_json import parse, read
 
 NAME = "heads.jsonl"
 

@@ -12,7 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.adaptive import ROUNDING
+from murmuration.accounting.adaptive import ROUNDING, NormTrail
 from murmuration.accounting.epsilon.accountant import Accountant, AccountingError, Event, epsilon, merge
 from murmuration.accounting.epsilon.tuning import Declared
 from murmuration.accounting.ledger.chain import FORMAT, LedgerEntry, LedgerError, parse
@@ -42,10 +42,9 @@ from murmuration.accounting.ledger.lines import (
     StoreLine,
     TuningLine,
 )  # fmt: skip
-from murmuration.accounting.ledger.norm_trail import NormTrail
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.accounting.typed import read
+from murmuration.accounting.strict_json import read
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
 NOT_AFTER_FINISH = (
@@ -196,7 +195,8 @@ class History:
                 "weights than the steps before it, which one config cannot do"
             )
         if (trail := self.trails.get(step_id.phase)) is not None:
-            trail.opened(step_id.segment, step_id.step, segment.from_step, plan.noise_multiplier, facts)
+            stated = facts.clipping.sensitivity, facts.noise.std
+            trail.opened(step_id.segment, step_id.step, segment.from_step, plan.noise_multiplier, *stated)
         self.opened[step_id] = facts
         if plan.banded is not None:
             turns = self._turns.setdefault((step_id.phase, self.event(step_id.phase, facts)), Counter())

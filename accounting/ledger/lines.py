@@ -9,7 +9,7 @@ from murmuration.accounting.epsilon.tuning import Declared
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.accounting.typed import CLOSED
+from murmuration.accounting.strict_json import CLOSED
 
 RecordDigests = Literal["sha256", "hmac-sha256", "name"]
 UNKEYED: RecordDigests = "sha256"

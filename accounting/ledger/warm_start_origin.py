@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from murmuration.accounting.typed import CLOSED
+from murmuration.accounting.strict_json import CLOSED
 from murmuration.accounting.unit import RECORD
 
 

@@ -39,10 +39,9 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import GRID_GROWTH, PlanError, PlannedMetric
-from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, parse
+from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, parse, read
 from murmuration.accounting.tan import stand_in
 from murmuration.accounting.template import html_page, json_text
-from murmuration.accounting.typed import read
 from tests.accounting.test_acc_adaptive import ADAPTIVE, at
 from tests.accounting.test_acc_exact import exact_facts
 from tests.support.acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, rewritten, train, whole_run

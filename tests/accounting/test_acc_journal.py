@@ -14,7 +14,7 @@ from murmuration.accounting.epsilon.accountant import Event, describe, epsilon
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import MetricFact, StepFacts, combined_sigma
 from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
-from murmuration.accounting.typed import read
+from murmuration.accounting.strict_json import read
 from tests.support.acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, rewritten, train, whole_run
 
 MEASURED = replace(PLAN, metrics=(PlannedMetric("loss", 2.0, 80.0),))

@@ -25,7 +25,7 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import ADJACENCY, UNIT, PlanError, PlannedMetric, PrivacyPlan
-from murmuration.accounting.typed import read
+from murmuration.accounting.strict_json import read
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 from tests.support.acc_world import PLAN, begin, facts, rewritten, train
 

@@ -101,7 +101,7 @@ class PrivateForward(nn.Module):
         if inputs is None or present is None:
             self.settle()
             return self.handover(self.sums.spread() if isinstance(self.sums, ShardedSums) else self.sums.totals)
-        if self._defer and isinstance(self.clip, DeferringClip):
+        if self._defer and isinstance(self.clip, DeferringClip) and isinstance(self.sums, ExactSums):
             self.settle(but=AHEAD - 1)
             adding = self.graph or self.clip
             self.observed = adding.add_if_ordinary(self.model, inputs, present, self.sums, rule)

@@ -11,8 +11,7 @@ from safetensors import SafetensorError, safe_open
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.history import NOTHING_PRIVATE, History
 from murmuration.accounting.ledger.warm_start_origin import Origin
-from murmuration.accounting.strict_json import JsonError, parse
-from murmuration.accounting.typed import read
+from murmuration.accounting.strict_json import JsonError, parse, read
 from murmuration.accounting.unit import unit_in_words
 
 KEY = "murmuration"
