@@ -73,7 +73,8 @@ def _pydicom() -> Any:
 
 
 def _pixels(read: Any, window: Window | None) -> np.ndarray:
-    from pydicom.pixels import apply_modality_lut, pixel_array
+    from pydicom.pixels.processing import apply_modality_lut
+    from pydicom.pixels.utils import pixel_array
 
     kind = str(read.PhotometricInterpretation)
     if kind not in (*_GREYS, *_COLOURS) or (kind in _COLOURS and int(read.BitsAllocated) != 8):

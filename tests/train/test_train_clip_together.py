@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from murmuration.model.build import Objective, build
 from murmuration.train.clip import accumulator
 from murmuration.train.clip import sums as sums_module
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import Clipped
+from murmuration.train.clip.functions import TILE
 from murmuration.train.clip.groups import Grouping
 from murmuration.train.clip.per_record import ClipWeights, Dense, OuterProduct
 from murmuration.train.clip.precision import Precision
@@ -333,3 +335,49 @@ def test_what_is_computed_again_is_computed_in_the_mode_of_its_first_pass() -> N
     forward(*BATCHES[1])
     forward.settle()
     assert seen == [False, True, False, True] and model.training and model.head.training
+
+
+class _Products(TorchDispatchMode):
+    """Over how many elements each product in bf16 sums, where its rows are those of records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.summed: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            left = args[-2]
+            if left.dtype == torch.bfloat16:
+                self.summed.append(left.shape[1])
+        return func(*args, **(kwargs or {}))
+
+
+class Odd(nn.Module):
+    """Layers of odd widths: one that is frozen, one whose bias alone is trained, and two that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.layers = nn.Sequential(nn.Linear(17, 33), nn.Linear(33, 35), nn.Linear(35, 37), nn.Linear(37, 3))
+        self.layers[0].requires_grad_(False)
+        self.layers[1].weight.requires_grad_(False)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return self.layers(inputs["x"]).float().square().sum(1)
+
+
+def test_products_in_bf16_on_a_processor_sum_over_whole_tiles() -> None:
+    """Where they do not, matrix units read into the next record's row, and 0 times what is not finite is not, either.
+    That shows itself on some processors only; so it is the shapes that are looked at."""
+    model, inputs = Odd(), {"x": torch.randn(130, 17)}
+    present = torch.ones(130, dtype=torch.bool)
+    with _Products() as seen:
+        found, _ = summed(clip_of(model, "bf16"), model, inputs, present)
+    assert len(seen.summed) >= 6 and all(length % TILE == 0 for length in seen.summed), seen.summed
+    exact, _ = summed(clip_of(model), model, inputs, present)
+    assert far(found, exact) < 2e-2, "zeros were added, and nothing else"
+    hostile = {"x": inputs["x"].clone()}
+    hostile["x"][5] = torch.inf
+    without, _ = summed(clip_of(model, "bf16"), model, inputs, present.clone().index_fill_(0, torch.tensor([5]), False))
+    for name, each in summed(clip_of(model, "bf16"), model, hostile, present)[0].items():
+        assert torch.equal(each, without[name]), name

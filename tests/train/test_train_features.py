@@ -20,7 +20,7 @@ from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.optim.choose import make_optimizer
-from murmuration.train.run.cached_features import identity_of
+from murmuration.train.run.cached_features import apart, identity_of
 from murmuration.train.storage.feature_store import ABSENT, BAD, PRESENT
 from tests.support.features_world import (
     DAMAGED,
@@ -172,3 +172,17 @@ def test_lamb_on_a_zero_head_is_adam_at_the_first_step_and_a_sign_update() -> No
     assert torch.allclose(lamb[0].abs(), torch.full_like(lamb[0], 0.01), atol=1e-7)
     assert not torch.equal(stepped("LAMB", [])[1], adam[1]), "without the rule the bias moves by its own ratio"
     assert not torch.equal(stepped("LAMB", no_ratio, 2)[0], stepped("AdamW", [], 2)[0]), "from then on they differ"
+
+
+def test_a_record_that_is_not_finite_does_not_take_the_one_before_it_along() -> None:
+    """As the matrix units of some processors do, which read beyond the end of a row and multiply that by 0."""
+
+    def reads_too_far(images: torch.Tensor) -> torch.Tensor:
+        rows = images.flatten(1)
+        return rows + 0.0 * torch.cat([rows[1:], rows[:1]])
+
+    images = torch.randn(5, 3, 4, 4)
+    images[2, 1] = torch.inf
+    found = apart(reads_too_far, images)
+    assert torch.equal(found[[0, 1, 3, 4]], images.flatten(1)[[0, 1, 3, 4]])
+    assert not bool(reads_too_far(images)[1].isfinite().all()) and not bool(found[2].isfinite().all())

@@ -39,6 +39,40 @@ def changeable(out: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out  # pyright: ignore[reportCallIssue]
 
 
+# Elements that a processor's matrix unit multiplies at a time in bf16.
+TILE = 32
+
+
+def whole_tiles(operand: Tensor, dimension: int) -> Tensor:
+    """Zeros behind the end of a dimension over which a product in half precision sums, up to a whole number of tiles;
+    only on processors.
+
+    Their matrix units (AMX) read a whole tile, beyond the end of a row too, and multiply what they find there by 0. It
+    is the next row, which may be another record's; and where that is not finite, 0 times it is not, either: a record
+    would cost the one before it its place in the sum.
+    """
+    missing = -operand.shape[dimension] % TILE
+    if not missing or operand.device.type != "cpu" or operand.dtype != torch.bfloat16:
+        return operand
+    return F.pad(operand, (0, missing) if dimension == -1 else (0, 0, 0, missing))
+
+
+def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear by autograd alone, of weights that are not trained; in whole tiles, which its own gradient then has,
+    too."""
+    kind = x.device.type
+    half = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    outputs, inputs = weight.shape if weight.dim() == 2 else (TILE, TILE)
+    if kind != "cpu" or half != torch.bfloat16 or (outputs % TILE == 0 and inputs % TILE == 0):
+        return F.linear(x, weight, bias)
+    more = -outputs % TILE
+    rows = F.pad(weight.to(half), (0, -inputs % TILE, 0, more))
+    found = F.linear(
+        F.pad(x.to(half), (0, -inputs % TILE)), rows, bias if bias is None else F.pad(bias.to(half), (0, more))
+    )
+    return found[..., :outputs]
+
+
 class Linear(Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, layer: Affine) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -46,12 +80,15 @@ class Linear(Function):
         ctx.layer = layer
         ctx.save_for_backward(x)
         bias = layer.bias
-        return changeable(F.linear(x, layer.weight.to(x.dtype), bias if bias is None else bias.to(x.dtype)))
+        weight = whole_tiles(layer.weight.to(x.dtype), -1)
+        return changeable(F.linear(whole_tiles(x, -1), weight, bias if bias is None else bias.to(x.dtype)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
-        below = gradient @ ctx.layer.weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
+        below = None
+        if ctx.needs_input_grad[1]:
+            below = whole_tiles(gradient, -1) @ whole_tiles(ctx.layer.weight.to(gradient.dtype), -2)
         ctx.layer.tell(x, gradient)
         return None, below, None
 

@@ -28,6 +28,7 @@ from murmuration.train.clip.functions import (
     LayerNormBackward,
     Linear,
     Standardised,
+    frozen_linear,
 )
 from murmuration.train.clip.per_record import PerRecordGradient, wide
 from murmuration.train.clip.rule import ClipError
@@ -144,7 +145,7 @@ def _product(tracker: ParameterTracker, x: Tensor, weight: Tensor, bias: Tensor 
     offset = None if bias is None else tracker.source(bias)
     x = _autocast(x)
     if source is None:  # only the bias is trained
-        plain = x @ weight.to(x.dtype) if flipped else F.linear(x, weight.to(x.dtype))
+        plain = frozen_linear(x, weight.t() if flipped else weight)
         return plain if bias is None else tracker.elementwise(torch.add, (plain, bias), {})
     tracker.times(len(x), tracker.names(source))
     tracker.use(source)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from murmuration.train.clip.functions import PerRecord
+from murmuration.train.clip.functions import PerRecord, frozen_linear
 from murmuration.train.clip.per_record import Dense, OuterProduct, PerRecordGradient, Recomputed, ViaReparametrisation
 from murmuration.train.clip.rule import ClipError
 
@@ -202,7 +203,7 @@ class ParameterTracker(TorchFunctionMode):
 
     def _unweighted(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A function without weights. Results of fixed numbers alone (a table of positions) are fixed, too."""
-        out = func(*args, **kwargs)
+        out = frozen_linear(*args, **kwargs) if func is F.linear else func(*args, **kwargs)
         fixed = not any(self.varies(x) for x in tensors_in(args, kwargs))
         if fixed or _name(func).endswith("_"):
             changed = () if fixed or not args else (args[0],)

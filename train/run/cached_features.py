@@ -9,13 +9,13 @@ RUN_DIR/secret.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
@@ -132,7 +132,7 @@ def fill(
             if not len(batch.present):
                 return  # could not be read: the next check for a stop ends all ranks
             with evaluating(model), autocast(precision, ranks.device):
-                features = model.features(batch.to(ranks.device).inputs["images"])
+                features = apart(model.features, batch.to(ranks.device).inputs["images"])
             values = features.float().cpu().numpy()
             writer.put(ids, values, batch.inputs["labels"].numpy(), batch.present.numpy())
 
@@ -141,6 +141,17 @@ def fill(
         ids = missing[number * micro_batch : (number + 1) * micro_batch]
         on_all(ranks, lambda ids=ids: make(ids) if len(ids) else None, *ENDING)
     stop.check(ranks)
+
+
+def apart(features: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    """Features that depend on no other record's. Some processors' products in half precision are not finite for the
+    record before one that is not finite, so such rows are computed again, each among zeros."""
+    found = features(images)
+    for row in (~found.isfinite()).flatten(1).any(1).nonzero().flatten().tolist():
+        alone = torch.zeros_like(images)
+        alone[row] = images[row]
+        found[row] = features(alone)[row]
+    return found
 
 
 def identity_of(model: Classifier, records: str, spec: DataSpec, precision: Precision) -> str:
