@@ -25,6 +25,7 @@ from murmuration.accounting.plan import PlanError
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise import chacha
 from murmuration.train.noise.aes import NOISE_CHUNK
+from murmuration.train.noise.box_muller import direction_in_place, radius_in_place
 from murmuration.train.noise.chacha import PER_BLOCK, ChaChaNoise, fixed_words, keystream
 from murmuration.train.private import PrivateCore
 from tests.support.interpreted import results_of
@@ -113,6 +114,20 @@ def test_an_element_is_the_box_muller_transform_of_the_keystream_of_the_library(
     angle = turn.view(np.int64).astype(float) * (2 * np.pi * 2.0**-64)
     expected = np.stack((radius * np.cos(angle), radius * np.sin(angle)), 1).reshape(-1)
     assert found == pytest.approx(expected, abs=1e-13)
+
+
+def test_every_bit_is_that_of_operations_that_ieee_rounds_in_one_way() -> None:
+    """NumPy's are; of PyTorch's, the root is not on all processors, and frozen draws would hold on some alone."""
+    noise = ChaChaNoise(KEY, 2.5, 1.0)
+    found = noise.draw(3, 1, 0, PER_BLOCK * 500, np.float64)
+    stream = of_the_library(noise._key(3), 0, 1, 3, 500)
+    radius, sine = np.frombuffer(stream, "<u8").reshape(-1, 2).T
+    radius, sine = radius.astype(float), sine.view(np.int64).astype(float)
+    cosine, *scratch = (np.empty_like(radius) for _ in range(4))
+    radius_in_place(np, radius, (scratch[0], scratch[1], scratch[2]), 2.5)
+    direction_in_place(np, sine, cosine, (scratch[0], scratch[1]))
+    expected = np.stack([radius * cosine, radius * sine], axis=1).reshape(-1)
+    assert found.tobytes() == expected.tobytes()
 
 
 def test_a_64_bit_word_is_rounded_once() -> None:

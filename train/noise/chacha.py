@@ -4,9 +4,9 @@ AES is fast on processors, which have instructions for it, and slow on GPUs, whi
 rotates and xors 32-bit words, which every device does well. So the noise is drawn where it is added, without host
 cores or transfers. Anyone who cannot break ChaCha20 cannot distinguish it from true randomness. Every draw has its own
 counter (step, parameter, block) under a 256-bit key that is derived from the step's, whatever the world size.
-The integers are exact everywhere; the last bit of a draw depends on torch's square root, so replicas must run on one
-kind of device. Tested on CPUs, where it draws about a fifth as fast as AES (``benchmarks/noise.py``), and in Triton's
-interpreter; it has not run on a GPU yet, and AES stays the default.
+The integers are exact everywhere, and draws are the same on all processors; the last bit of a draw on a GPU depends on
+its square root, so replicas must run on one kind of device. Tested on CPUs, where it draws about a fifth as fast as AES
+(``benchmarks/noise.py``), and in Triton's interpreter; it has not run on a GPU yet, and AES stays the default.
 """
 
 from __future__ import annotations
@@ -170,9 +170,23 @@ def _pairs(words: Tensor, std: float) -> Tensor:
     radius = _unsigned(parts[:, 1]).mul_(2.0**32).add_(_unsigned(parts[:, 0]))
     sine = parts[:, 3].double().mul_(2.0**32).add_(_unsigned(parts[:, 2]))
     cosine, *scratch = (torch.empty_like(radius) for _ in range(4))
-    radius_in_place(torch, radius, (scratch[0], scratch[1], scratch[2]), std)
-    direction_in_place(torch, sine, cosine, (scratch[0], scratch[1]))
+    ops = _OnProcessor if words.device.type == "cpu" else torch
+    radius_in_place(ops, radius, (scratch[0], scratch[1], scratch[2]), std)
+    direction_in_place(ops, sine, cosine, (scratch[0], scratch[1]))
     return torch.stack((radius * cosine, radius * sine), dim=2).transpose(0, 1).reshape(-1)
+
+
+class _OnProcessor:
+    """PyTorch's operations, but for the root: its own comes from a library that rounds it in one way on some processors
+    and in another way on others."""
+
+    int64 = torch.int64
+    multiply, add, subtract, divide = torch.multiply, torch.add, torch.subtract, torch.divide
+    bitwise_right_shift, bitwise_left_shift = torch.bitwise_right_shift, torch.bitwise_left_shift
+
+    @staticmethod
+    def sqrt(of: Tensor, *, out: Tensor) -> None:
+        np.sqrt(of.numpy(), out=out.numpy())
 
 
 def _unsigned(words: Tensor) -> Tensor:
