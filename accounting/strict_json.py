@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+if TYPE_CHECKING:  # help texts are shown without it
+    from pydantic import ConfigDict, TypeAdapter
 
 MOST_DEPTH = 100
 SMALLEST, LARGEST = -(2**63), 2**64 - 1
@@ -93,12 +94,14 @@ def _shortened(digits: str) -> str:
 # Dataclasses from JSON: no required field missing, every field of its own type, and none that is unknown.
 
 # The `__pydantic_config__` of every dataclass that is read this way.
-CLOSED = ConfigDict(extra="forbid", allow_inf_nan=False)
+CLOSED: ConfigDict = {"extra": "forbid", "allow_inf_nan": False}
 T = TypeVar("T")
 
 
 def read(kind: type[T], fields: Any) -> T:
     """Strict: "8" is not a number, 2.0 not a count, true not 1. A ValueError names the first field at fault."""
+    from pydantic import ValidationError
+
     try:
         return _adapter(kind).validate_json(json.dumps(fields), strict=True)
     except ValidationError as error:
@@ -110,4 +113,6 @@ def read(kind: type[T], fields: Any) -> T:
 
 @cache
 def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
     return TypeAdapter(kind)

@@ -73,6 +73,7 @@ def test_every_command_explains_itself(installed: Path, tmp_path: Path) -> None:
         "evaluate",
         "use",
         "doctor",
+        "track",
         "export",
     ]
     for command in listed:

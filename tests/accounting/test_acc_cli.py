@@ -198,7 +198,7 @@ def test_no_command_imports_torch(run_dir: Path) -> None:
         "from murmuration import accounting\n"
         "from murmuration.accounting.cli.main import main\n"
         "for line in sys.argv[1:]: assert main(line.split()) == 0\n"
-        "assert not {'jinja2', 'filelock'} & set(sys.modules), 'whoever only checks writes no page and takes no lock'\n"
+        "assert 'filelock' not in sys.modules, 'whoever only checks takes no lock'\n"
         "for found in pkgutil.walk_packages(accounting.__path__, 'murmuration.accounting.'):\n"
         "    importlib.import_module(found.name)\n"
         "assert not {'torch', 'opacus', 'deepspeed', 'timm', 'transformers'} & set(sys.modules)\n"

@@ -92,7 +92,7 @@ def test_take_encoder_refuses_and_leaves_the_target_alone(
 
 
 def test_unknown_objective(settings: ModelSettings) -> None:
-    with pytest.raises(ValueError, match='choose "mae", "caption" or'):
+    with pytest.raises(ValueError, match='choose "mae", "caption", "classify" or'):
         build(settings, "segment")  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 

@@ -138,7 +138,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("phases.1.steps", "5", "integer"),
     ("phases.1.steps", True, "integer"),
     ("phases.1.trainable", "some", "'all'"),
-    ("phases.1.objective", "clip", "'mae', 'caption' or 'classify'"),
+    ("phases.1.objective", "clip", "'mae', 'caption', 'classify' or 'text'"),
     ("phases.1.name", "My Phase", "match pattern"),
     ("phases.1.data.source", "web", "'shards'"),
     ("phases.1.data.augment", "mixup", "'none', 'center', 'random_resized_crop' or 'inception_crop'"),

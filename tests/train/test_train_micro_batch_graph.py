@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from murmuration.model.build import build
 from murmuration.train.clip.rule import ClipRule
+from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines import micro_batch_graph
 from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.engines.micro_batch_graph import ALIKE, MOST_MISSES, MOST_RECORDINGS, MicroBatchGraph
+from murmuration.train.engines.sharded_sums import ShardedSums
 from tests.support.tape import Tape
-from tests.support.train_helpers import SHAPE, nano_inputs
+from tests.support.train_helpers import SHAPE, alone, nano_inputs
 from tests.train.test_train_clip_together import BATCHES, CPU, RULE, Mixed, clip_of, mixed
 
 RECORDS = 130
@@ -238,5 +240,8 @@ def test_an_engine_says_why_nothing_is_replayed() -> None:
     off.begin(CPU)
     assert off.graph is None and off.about_graph().endswith('run.cuda_graph = "off"')
     sharded = PrivateForward(Mixed(), clip_of(model), defer=True, recorder=Tape())
-    sharded.begin(CPU, partitioned=True)
+    fragments = [
+        Fragment(name, number, 0, shape.numel(), 0) for number, (name, shape) in enumerate(sharded.shapes.items())
+    ]
+    sharded.begin(CPU, sharded=ShardedSums(sharded.shapes, fragments, alone(), 8))
     assert sharded.graph is None and "sharded" in sharded.about_graph()

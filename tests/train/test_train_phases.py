@@ -79,7 +79,7 @@ REFUSED: list[tuple[list[Change], str]] = [
     ([put("phases.1.mixing", {"data": {"path": "x"}, "batch": 4})], "not declared public"),
     ([put("phases.0.objective", "classify")], "needs data.label"),
     ([put("phases.1.data.public_fraction", 1.5)], "less than 1"),
-    ([put("phases.1.trainable", "heads")], "'all', 'head', 'bias' or 'lora'"),
+    ([put("phases.1.trainable", "heads")], "'all', 'head', 'bias', 'lora' or 'statistics'"),
     ([put("phases.1.schedule.warmup_epochs", 1.0), put("phases.1.schedule.warmup", 3)], "both warmup and"),
 ]  # fmt: skip
 
