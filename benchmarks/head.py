@@ -3,8 +3,8 @@
     python benchmarks/head.py --seeds 3 --out benchmarks/results/head.json
 
 Both go through `murmuration.PrivateTraining`, with keys from the operating system, on features drawn from classes that
-overlap. For each epsilon, DP-SGD's learning rate is chosen on other records of the same kind, which
-play public stand-ins; the head from sums has nothing to choose. Ridge regression by scikit-learn shows what can be had
+overlap. For each epsilon, DP-SGD's learning rate is chosen on other records of the same kind, which play public
+stand-ins; the head from sums has nothing to choose. Ridge regression by scikit-learn shows what can be had
 without noise. It does not show what features of real encoders would give.
 """
 
