@@ -33,7 +33,7 @@ def threshold_for(records: int, expected_batch: float, parts: int = 1) -> int:
     if not 0 < expected_batch <= records:
         raise PlanError(f"expected_batch must lie in (0, {records}], the number of records, but is {expected_batch:g}")
     rate = expected_batch / records * parts
-    if parts > 1 and rate > 1:
+    if parts > 1 and rate > 1 + 1e-12:  # a quotient of n, times the parts, may be rounded upwards
         raise PlanError(
             f"each of {parts} parts of the {records} records must hold the expected batch, {expected_batch:g}; use at "
             f"most {math.floor(records / expected_batch)} bands"

@@ -48,9 +48,10 @@ def fault_of_name(by: str) -> str | None:
 def unit_in_words(unit: Unit | None) -> str:
     if unit is None:
         return RECORD
+    same = f"that have the same {unit.by!r}"
     if unit.by.startswith(KEY):
-        return f"one unit (all records in whose keys the pattern {unit.by.removeprefix(KEY)!r} finds the same)"
-    return f"one unit (all records that have the same {unit.by!r})"
+        same = f"in whose keys the pattern {unit.by.removeprefix(KEY)!r} finds the same"
+    return f"one unit (all records {same}; a record without one is a unit of its own)"
 
 
 def adjacency_in_words(unit: Unit | None) -> str:

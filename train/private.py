@@ -10,7 +10,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -81,7 +81,8 @@ class Computation:
     clip_memory: Literal["lean", "fast"] = "lean"
     precision: Precision = "fp32"
     noise: NoiseKind = "aes"
-    cuda_graph: Literal["auto", "off"] = "auto"
+    # It shapes no release, so it is no part of a training's identity.
+    cuda_graph: Literal["auto", "off"] = field(default="auto", repr=False)
 
     @staticmethod
     def of(run: Run) -> Computation:
@@ -199,6 +200,10 @@ ALLOWANCE = (
     f"Sums of up to {RECORDS_AT_ONCE} records are added up in fp32 and may err by the allowance (at most "
     f"{rounding_allowance(RECORDS_AT_ONCE):.1e}·C); C is lowered by it."
 )
+NUMBERS = (
+    "Noise is correlated over blocks of steps, in each of which a record takes part once, by its number: that the "
+    "program gave a record the same number whenever the run was continued is not looked at."
+)
 WATCHED = (
     "Nobody watches the run: who sees the console, the files or the load of the machine while it lasts sees when steps "
     "end, and so roughly how long their records took. What is kept does not tell it (rates were timed on synthetic "
@@ -254,10 +259,13 @@ class PrivateTraining:
         the records; a run is continued with records of the same name alone. `delta`: None is 1/(2n). `clip_norm`: C.
         `noise_multiplier`: None calibrates it to `epsilon`. `ranks`: None joins those that a launcher started.
         `about_data`, `about_owner`: what the records are and who is responsible, for the certificate. `bands`: steps of
-        a block whose noise is correlated (docs/privacy.md); None is independent noise. `views`: the most rows that
-        `read` returns for a record; the mean gradient of those that it returns is clipped as one."""
+        a block whose noise is correlated (docs/privacy.md); None is independent noise. With it, `read` must give a
+        record the same number whenever the run is continued: its part of the records depends on it. `views`: the most
+        rows that `read` returns for a record; the mean gradient of those that it returns is clipped as one."""
         if bands is not None and optimizer is not None and optimizer.params.noise_floor is not None:
             raise PlanError("noise_floor needs the same independent noise at all steps; drop it, or bands")
+        if bands is not None and keep_key:
+            raise PlanError("keep_key would keep the keys of the last block's steps; drop it, or bands")
         quiet_libraries()
         trained = sum(each.numel() for each in model.parameters())
         self._described = {
@@ -470,7 +478,7 @@ class PrivateTraining:
         run = self._run
         run.writer.finish()
         extra = {
-            "known_deviations": DEVIATIONS,
+            "known_deviations": [*DEVIATIONS, *([NUMBERS] if self.plan.banded is not None else [])],
             "siblings": [],
             **self._described,
             "dates": {"last_start": run.checkpoints.times.day},

@@ -323,3 +323,9 @@ def test_what_the_next_log_line_will_have_charged_is_known(tmp_path: Path) -> No
         for more in (1, 3, 9):
             expected = math.ceil((done + more) / BANDS) - math.ceil(done / BANDS)
             assert journal.history.charges_of_next(more) == expected
+
+
+def test_a_part_that_just_holds_the_batch_is_not_refused_for_rounding() -> None:
+    assert threshold_for(999, 999 / 7, 7) == 2**32
+    with pytest.raises(PlanError, match="at most 7 bands"):
+        threshold_for(999, 999 / 7, 8)

@@ -58,7 +58,7 @@ def certified(folder: Path, plan: PrivacyPlan) -> dict[str, Any]:
 def test_ledger_certificate_and_pages_name_the_unit(tmp_path: Path) -> None:
     document = certified(tmp_path, of_units())
     assert (
-        "differential privacy for one unit (all records that have the same 'patient_id')"
+        "differential privacy for one unit (all records that have the same 'patient_id'; a record without one"
         in (document["claim"]["statement"])
     )
     assert document["adjacency"] == "zero-out: one unit is replaced by a unit that is drawn alike and contributes " \
@@ -190,7 +190,10 @@ def test_records_per_person_are_asked_of_runs_that_protect_records(
     assert main(["explain", str(tmp_path / "records"), "--records-per-person", "3"]) == 0
     assert "For a person with 3 records" in capsys.readouterr().out
     assert main(["explain", str(tmp_path / "patients")]) == 0
-    assert "The promise protects one unit (all records that have the same 'patient_id')" in capsys.readouterr().out
+    assert (
+        "The promise protects one unit (all records that have the same 'patient_id'; a record without one"
+        in capsys.readouterr().out
+    )
     assert main(["explain", str(tmp_path / "patients"), "--records-per-person", "3"]) == 2
     assert "however many records that has" in capsys.readouterr().err
 

@@ -230,6 +230,7 @@ BANDED = put("phases.1.privacy.noise", {"kind": "banded", "bands": 2})
             "phase 'warm' writes no captions, so it has no zero-shot labels to score",
         ),
         ([BANDED, put("phases.1.privacy.tan", {"scale": 2})], "has privacy.noise and privacy.tan, which"),
+        ([BANDED, put("run.keep_key", True)], "run.keep_key keeps the secret file, which with privacy.noise"),
         ([BANDED, put("phases.1.monitor", {"path": "x", "public": True})], "has privacy.noise and `monitor`"),
         (
             [BANDED, put("phases.1.optimizer.params.noise_floor", 1e-6)],

@@ -11,6 +11,7 @@ import pytest
 
 from murmuration.train.config.load import ConfigError, load
 from murmuration.train.config.root import Config
+from murmuration.train.planner.micro_batch import _drawn
 from murmuration.train.recipe.ready_phase import make_plan, with_steps
 
 PHASE: dict[str, Any] = {
@@ -84,3 +85,9 @@ def test_what_has_no_meaning_is_refused(tmp_path: Path, changes: dict[str, Any],
     with pytest.raises(ConfigError) as caught:
         given(tmp_path, changes)
     assert message in str(caught.value)
+
+
+def test_a_micro_batch_is_settled_before_all_records_are_counted(tmp_path: Path) -> None:
+    """The word "auto" asks for the batch before there is an index."""
+    drawn = _drawn(given(tmp_path, {}).phases[0])
+    assert math.isfinite(drawn.mean) and drawn.even(2, 8) == 8

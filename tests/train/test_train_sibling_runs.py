@@ -189,7 +189,8 @@ def test_a_sibling_that_claimed_more_than_its_budget_counts_with_its_claim(tmp_p
     assert [known.epsilon for known in known_runs(log.siblings({"b"}))] == [8.0], "no ledger shows that it was less"
 
 
-PATIENTS, PLACES = "one unit (all records that have the same 'patient_id')", "one unit (by place)"
+PATIENTS = "one unit (all records that have the same 'patient_id'; a record without one is a unit of its own)"
+PLACES = "one unit (by place)"
 
 
 def test_each_kind_of_unit_has_a_budget_of_its_own(tmp_path: Path) -> None:

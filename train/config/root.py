@@ -282,6 +282,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _keeps_no_key_of_a_block(self) -> Config:
+        correlated = any(phase.privacy is not None and phase.privacy.noise is not None for phase in self.phases)
+        if self.run.keep_key and correlated:
+            raise ValueError(
+                "run.keep_key keeps the secret file, which with privacy.noise contains the keys of the last block's "
+                "steps, whose weights were released; leave keep_key out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _kernel_fits(self) -> Config:
         offload = self.zero_optimization.offload_optimizer
         for phase in self.phases if offload is not None and offload.adam == "deepspeed" else ():

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -41,7 +42,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Curves:
-    """`time` is that of all points, in milliseconds; `claim` is empty until the run is certified."""
+    """`time` is that of all points, in milliseconds: when they were published. `claim` is empty until the run is
+    certified."""
 
     run: str
     name: str
@@ -54,12 +56,13 @@ def published(run_dir: Path) -> Curves:
     log = run_dir / LOG
     try:
         lines = log.read_text(encoding="utf-8").splitlines()
-        time = int(log.stat().st_mtime * 1000)
     except OSError as error:
         raise ExportError(f"{log} cannot be read ({error.strerror}); name a run directory") from None
     rows = _named([row for line in lines if (row := _row(line)) is not None])
     claim = _claim(run_dir / CERTIFICATE)
-    return Curves(claim.get("run", run_dir.resolve().name), run_dir.resolve().name, rows, claim, time)
+    # When it is published, which the server sees anyway, and not the file's time: that tells when a step ended.
+    published_at = int(time.time() * 1000)
+    return Curves(claim.get("run", run_dir.resolve().name), run_dir.resolve().name, rows, claim, published_at)
 
 
 def _row(line: str) -> Row | None:

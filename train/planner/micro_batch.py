@@ -91,6 +91,8 @@ def _drawn(phase: Phase) -> Batch:
     if phase.privacy is None:
         return Batch(float(phase.batch or 1))
     mean = phase.privacy.expected_batch
+    if math.isinf(mean):  # all records, of which there are more than fit in any micro-batch
+        mean = float(2**32)
     return Batch(mean, math.sqrt(mean), public=False)  # the spread at a small q, and more than that at a large one
 
 

@@ -58,7 +58,7 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     resumed = loaded is not None and loaded.position.phase == phase.number
     model = initial_model(phase, loaded, resumed)
     plan = run.ranks.on_main(lambda: declare(run, phase))
-    if plan is not None and not resumed:
+    if plan is not None and (loaded is None or not resumed or loaded.position.step == 0):
         settle(model, phase.settings.head, plan.noise_std / plan.divisor)
     if plan is not None and phase.settings.privacy is not None:
         train_privately(run, phase, model, plan, phase.settings.privacy, loaded, resumed)
