@@ -65,11 +65,9 @@ def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     outputs, inputs = weight.shape if weight.dim() == 2 else (TILE, TILE)
     if kind != "cpu" or half != torch.bfloat16 or (outputs % TILE == 0 and inputs % TILE == 0):
         return F.linear(x, weight, bias)
-    more = -outputs % TILE
-    rows = F.pad(weight.to(half), (0, -inputs % TILE, 0, more))
-    found = F.linear(
-        F.pad(x.to(half), (0, -inputs % TILE)), rows, bias if bias is None else F.pad(bias.to(half), (0, more))
-    )
+    rows = whole_tiles(whole_tiles(weight.to(half), -1), -2)
+    shift = bias if bias is None else F.pad(bias.to(half), (0, len(rows) - outputs))
+    found = F.linear(whole_tiles(x.to(half), -1), rows, shift)
     return found[..., :outputs]
 
 
