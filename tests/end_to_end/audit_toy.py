@@ -124,7 +124,7 @@ def toy_divisor(folder: Path, world: int = 1, steps: int = 8, records: int = 100
         step = private_step(folder, ranks, plan, 2, key, SilentBatches(example, ranks))
         for t in range(1, steps + 1):
             step.run(t, 0.0)
-        squares, elements = sightings(step).sizes_of_noise(ranks, replicated=False)
+        squares, elements = sightings(step).sizes_of_noise(ranks, ranks_per_copy=0)
         sizes = np.array([len(step.records.draw(t).ids) for t in range(1, steps + 1)])
         return check_divisor(squares, elements, plan.noise_std, plan.divisor, sizes)
 

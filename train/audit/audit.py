@@ -87,7 +87,6 @@ class _Audit:
         )  # fmt: skip
         self.micro_batch = config.micro_batch
         self.engine_settings = EngineSettings.of(config)
-        self.replicated = self.engine_settings.replicated
         self.stop = StopRequest(folder / "stop")
         self.key: RunKey = ranks.on_main(RunKey.fresh)
         self._synthetic = SyntheticRecords.of(
@@ -123,7 +122,7 @@ class _Audit:
         engine = WatchedEngine(real_engine)
         try:
             core = PrivateCore(plan, clip, engine, self._keys("audit"), ranks, self.config.run.noise)
-            tested = core.prove(self._synthetic, self.replicated, self.micro_batch)
+            tested = core.prove(self._synthetic, self.engine_settings.ranks_per_copy, self.micro_batch)
             divisor = self._divisor(engine, clip)
             evidence, claim = self._train(engine, clip, included)
         finally:
@@ -171,7 +170,7 @@ class _Audit:
         claim = self.ranks.on_main(lambda: charged_claim(self._journals["audit"]))
         if not gradient:
             return collect(before - self._losses(engine, crafted), included), claim
-        values = seen.values(known, plan.divisor, self.ranks, self.replicated)
+        values = seen.values(known, plan.divisor, self.ranks, self.engine_settings.ranks_per_copy)
         # Every step has the same weight in a canary's score.
         return collect(values.sum(axis=0), included, pairs_of(values, np.array(took_part))), claim
 
@@ -189,7 +188,7 @@ class _Audit:
             step.run(t, 0.0)
         engine.watcher = None
         engine.set_optimizer_step(0)
-        squares, elements = seen.sizes_of_noise(self.ranks, self.replicated)
+        squares, elements = seen.sizes_of_noise(self.ranks, self.engine_settings.ranks_per_copy)
         sizes = np.array([len(step.records.draw(t).ids) for t in range(1, DIVISOR_STEPS + 1)])
         return check_divisor(squares, elements, plan.noise_std, plan.divisor, sizes)
 

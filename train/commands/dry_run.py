@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.planner.drowned import drowned
-from murmuration.train.planner.memory import GIB, memory, simulation, weights_of
+from murmuration.train.planner.memory import GIB, memory_of, simulation, weights_of
 from murmuration.train.recipe.labels import check_at_hand, named_lists
 from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import clip_rule, make_plan, planned_epsilon, resolve_shape, with_steps
@@ -119,15 +119,10 @@ def _promise(config: Config, number: int, phase: Phase) -> tuple[Phase, Promise 
 
 
 def _memory(config: Config, phase: Phase, model: nn.Module) -> MemoryNeed:
-    """FSDP2 shards what ZeRO-3 shards, and its optimizer needs no copy of the weights."""
-    fsdp = config.run.engine == "fsdp2"
-    zero = config.zero_optimization
     weights = weights_of(model, phase)
-    if fsdp:
-        weights = replace(weights, optimizer_copy=0)
 
     def held(ranks: int) -> float:
-        need = memory(weights, 3 if fsdp else zero.stage, ranks, zero.offload_optimizer is not None)
+        need = memory_of(config, weights, ranks)
         return (need.stays + max(need.while_computing, need.update)) / GIB
 
     many = 1 << 20
@@ -166,7 +161,8 @@ def _told(one: PhaseMeaning) -> list[str]:
         lines += [f"non-private   {marked}; batch {phase.batch}, {phase.steps} steps"]
     sums = "fp64 sums and " if one.promise is not None else ""
     need = one.memory
-    text = f"{need.each_rank:.2f} GiB + {need.split:.2f} GiB/N for weights, gradients, {sums}optimizer"
+    split = f" + {need.split:.2f} GiB/N" if need.split else ""
+    text = f"{need.each_rank:.2f} GiB{split} for weights, gradients, {sums}optimizer"
     if need.per_record:
         text += f" + {need.per_record:.2f} GiB for per-record gradients"
     lines += [f"memory/rank   {text}"]

@@ -208,8 +208,8 @@ def _prove(
     """Runs the self-test before anything else touches the engine; returns its speed on synthetic records."""
     run.ranks.on_main(lambda: run.require_generator(segment, core.generator))
     synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective, phase.settings.rows_of_a_slot)
-    replicated = EngineSettings.of(run.config).replicated
-    report = core.prove(synthetic, replicated, run.config.micro_batch)
+    ranks_per_copy = EngineSettings.of(run.config).ranks_per_copy
+    report = core.prove(synthetic, ranks_per_copy, run.config.micro_batch)
     run.board.say(
         f"{phase.name}  self-test passed: σ measured {report.measured_sigma:.3f} (planned "
         f"{core.plan.noise_multiplier:.3f}), hostile records move the sum by at most {report.largest_hostile:.3f}·C, "
@@ -239,7 +239,7 @@ def trainer_of(
 ) -> Trainer:  # fmt: skip
     config, number = run.config.run, phase.number
     saving = Saving(
-        run.checkpoints, config.checkpoint_every, config.checkpoint_lag, EngineSettings.of(run.config).replicated,
+        run.checkpoints, config.checkpoint_every, config.checkpoint_lag, EngineSettings.of(run.config).ranks_per_copy,
         header=lambda: header(run, phase),
         checkpointed=lambda t, digest: run.writer.checkpointed(number, t, digest), forget=run.forget,
         list_unusable=list_unusable,
