@@ -201,13 +201,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jitter", type=float, default=0.02, help="standard deviation of a micro-batch's time (0.02)")
     parser.add_argument("--late", type=float, default=1e-3, help="share of ranks that are late in a step (0.001)")
     parser.add_argument("--delay", type=float, default=0.5, help="seconds by which they are late (0.5)")
+    parser.add_argument("--noise-rate", type=float, help="normal numbers per second of a rank (default: measured here)")
+    parser.add_argument(
+        "--ids-rate", type=float, help="records per second among which a rank draws (default: likewise)"
+    )
     parser.add_argument("--steps", type=int, default=100, help="simulated steps of each case (100)")
     parser.add_argument("--draw-whole", action="store_true", help="as if every rank drew all records of a step itself")
     parser.add_argument("--out", type=Path, help="JSON, and a plot beside it")
     given = parser.parse_args(argv)
     counts = json.loads((ROOT / "tests" / "gpu" / "counted.json").read_text())
     setting = Setting(
-        given.records, given.batch, given.link, measured_noise_rate(), measured_ids_per_second(), given.jitter,
+        given.records, given.batch, given.link, given.noise_rate or measured_noise_rate(),
+        given.ids_rate or measured_ids_per_second(), given.jitter,
         given.late, given.delay, given.steps, math.inf if given.draw_whole else Setting.parts,
         given.node, given.node_link,
     )  # fmt: skip

@@ -161,8 +161,7 @@ def _told(one: PhaseMeaning) -> list[str]:
         lines += [f"non-private   {marked}; batch {phase.batch}, {phase.steps} steps"]
     sums = "fp64 sums and " if one.promise is not None else ""
     need = one.memory
-    split = f" + {need.split:.2f} GiB/N" if need.split else ""
-    text = f"{need.each_rank:.2f} GiB{split} for weights, gradients, {sums}optimizer"
+    text = f"{need.each_rank:.2f} GiB + {need.split:.2f} GiB/N for weights, gradients, {sums}optimizer"
     if need.per_record:
         text += f" + {need.per_record:.2f} GiB for per-record gradients"
     lines += [f"memory/rank   {text}"]
