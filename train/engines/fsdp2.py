@@ -186,7 +186,7 @@ class FSDP2Engine:
             forward.begin(self.device, ShardedSums(self.shapes, fragments, holders, micro_batch, replicas))
         (group,) = optimizer.param_groups
         group["params"] = [flat for flat, _ in self._layout.values()]
-        optimizer.bind(self._layout, self._mesh.holders.add)
+        optimizer.bind(self._layout, self._add_up)
 
     def _trained_rows(self) -> dict[str, Tensor]:
         return {name: local for name, local in self._units.local().items() if name in self.shapes}
@@ -296,6 +296,10 @@ class FSDP2Engine:
         """Prepares the optimizer state to be filled from a checkpoint, or clears it at step 0."""
         self._optimizer.restart(step)
 
+    def _add_up(self, sums: Tensor) -> Tensor:
+        """Over the shards of a copy. All ranks add them up together, so that every copy gets the same bits."""
+        return self.ranks.add(sums).div_(self._mesh.replicas.world)
+
     def whole_weights(self) -> dict[str, Tensor]:
         state = dict(self._units.model.state_dict())
         state |= {name: whole.detach().clone() for name, whole in self._units.gathered()}
@@ -308,7 +312,6 @@ class FSDP2Engine:
 
     def close(self) -> None:
         self.discard()
-        self._mesh.close()
 
 
 def _same_everywhere(model: nn.Module, ranks: Ranks) -> None:

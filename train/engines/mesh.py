@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,24 +32,12 @@ class Mesh:
         device = ranks.device.type
         if shard_over in (None, ranks.world):
             return Mesh(ranks, Alone(ranks.device), init_device_mesh(device, (ranks.world,)))
-        rows = by_copy(range(ranks.world), shard_over)
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        holders, replicas = _own_of([list(row) for row in rows]), _own_of(columns)
+        grid = _grid(dist.group.WORLD, ranks.world, shard_over, device)
         copy, place = divmod(ranks.rank, shard_over)
         return Mesh(
-            replace(ranks, rank=place, world=shard_over, group=holders),
-            replace(ranks, rank=copy, world=len(rows), group=replicas),
-            DeviceMesh.from_group(
-                [replicas, holders], device, mesh=torch.tensor([list(row) for row in rows]),
-                mesh_dim_names=("copies", "shards"),
-            ),
+            replace(ranks, rank=place, world=shard_over, group=grid.holders),
+            replace(ranks, rank=copy, world=ranks.world // shard_over, group=grid.replicas), grid.device_mesh,
         )  # fmt: skip
-
-    def close(self) -> None:
-        """Ends the connections that were made for the grid."""
-        for ranks in (self.holders, self.replicas):
-            if ranks.group is not None:
-                dist.destroy_process_group(ranks.group)
 
 
 def require_whole_copies(world: int, shard_over: int | None) -> None:
@@ -56,6 +46,24 @@ def require_whole_copies(world: int, shard_over: int | None) -> None:
             f"run.shard_over = {shard_over}: {world} ranks cannot be divided into copies of {shard_over} ranks each; "
             "set it to a number that divides the ranks, or leave it out to shard over all of them"
         )
+
+
+class _Grid(NamedTuple):
+    holders: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+    device_mesh: DeviceMesh
+
+
+@cache
+def _grid(everyone: object, world: int, shard_over: int, device: str) -> _Grid:
+    """Made once for a process group, `everyone`: phases share it, and nothing is ended, which might hang."""
+    del everyone
+    rows = [list(row) for row in by_copy(range(world), shard_over)]
+    holders, replicas = _own_of(rows), _own_of([list(column) for column in zip(*rows, strict=True)])
+    device_mesh = DeviceMesh.from_group(
+        [replicas, holders], device, mesh=torch.tensor(rows), mesh_dim_names=("copies", "shards")
+    )
+    return _Grid(holders, replicas, device_mesh)
 
 
 def _own_of(groups: list[list[int]]) -> dist.ProcessGroup:
