@@ -1,0 +1,100 @@
+"""What it costs to publish the best of several runs, against the theorem's own formula."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
+from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
+
+SIGMA, STEPS, DELTA = 8.0, 4, 1e-6
+
+
+def by_the_theorem(mean: float, shape: float) -> float:
+    """Papernot and Steinke (2022), theorems 2 and 6, for a Gaussian, whose RDP is order / 2 sigma^2."""
+    orders = np.exp(np.linspace(math.log(1.01), math.log(2000), 1500))
+    rdp = orders * STEPS / (2 * SIGMA**2)
+    if math.isinf(shape):  # a Poisson number of runs: one run is (log(1 + 1 / (order - 1)), delta)-private
+        least = np.log1p(1 / (orders - 1))
+        tuned = rdp + mean * np.array([_delta(orders, rdp, each) for each in least]) + math.log(mean) / (orders - 1)
+    else:  # gamma: the parameter of the truncated negative binomial law whose mean is `mean`
+        gamma = 1 / mean if shape == 1 else _logarithmic(mean)
+        other = np.min((1 + shape) * ((1 - 1 / orders) * rdp + math.log(1 / gamma) / orders))
+        tuned = rdp + other + math.log(mean) / (orders - 1)
+    # By Canonne, Kamath and Steinke.
+    return float(np.min(tuned + np.log1p(-1 / orders) - np.log(DELTA * orders) / (orders - 1)))
+
+
+def _logarithmic(mean: float) -> float:
+    """(1 / gamma - 1) / log(1 / gamma) falls in gamma."""
+    low, high = 1e-12, 1 - 1e-12
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if (1 / middle - 1) / math.log(1 / middle) > mean else (low, middle)
+    return high
+
+
+def _delta(orders: np.ndarray, rdp: np.ndarray, epsilon: float) -> float:
+    """By the same conversion as below, solved for delta."""
+    return math.exp(min(0.0, np.min((orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders))))
+
+
+@pytest.mark.parametrize(("mean", "shape"), [(3.0, 1.0), (20.0, 1.0), (20.0, 0.0), (20.0, math.inf)])
+def test_a_drawn_number_of_runs_costs_what_the_theorem_says(mean: float, shape: float) -> None:
+    found = tuned_epsilon([Event(1.0, SIGMA, STEPS)], DELTA, Tuning(mean, shape))
+    assert found == pytest.approx(by_the_theorem(mean, shape), rel=0.01)
+    assert found > epsilon([Event(1.0, SIGMA, STEPS)], DELTA)
+
+
+def test_a_fixed_list_costs_all_of_its_runs_whatever_their_steps_were() -> None:
+    events = [Event(0.01, 2.0, 5), Event(0.02, 1.5, 7), Event(0.05, 1.0, 2, cap=90, records=1000)]
+    assert tuned_epsilon(events, 1e-6, Tuning(3, fixed=True)) == epsilon(events * 3, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("refused", "sentence"),
+    [
+        ({"mean": 0.99}, "mean number of tuning runs must be at least 1, but is 0.99"),
+        ({"mean": math.inf}, "must be at least 1, but is inf"),
+        ({"mean": math.nan}, "must be at least 1, but is nan"),
+        ({"mean": 2.5, "fixed": True}, "must be whole, but is 2.5"),
+        ({"mean": 2, "shape": -0.1}, "at least 0, but is -0.1"),
+        ({"mean": 2, "shape": math.nan}, "at least 0, but is nan"),
+    ],
+)
+def test_numbers_of_runs_that_mean_nothing_are_refused(refused: dict, sentence: str) -> None:
+    with pytest.raises(AccountingError, match=sentence):
+        Tuning(**refused)
+
+
+def test_the_least_that_means_something_is_accepted() -> None:
+    assert Tuning(1) == Tuning(1.0, 1.0, False)
+    assert Tuning(1, 0.0).shape == 0.0 and Tuning(2.5).mean == 2.5
+
+
+@pytest.mark.parametrize("tuning", [Tuning(4, math.inf), Tuning(3, 1.0, True), Tuning(2.5, 0.0)])
+def test_written_and_read_again(tuning: Tuning) -> None:
+    written = tuning.as_dict()
+    assert Tuning.from_dict(written) == tuning
+    assert written["shape"] == ("poisson" if math.isinf(tuning.shape) else tuning.shape)
+    declared = Declared("rates", tuning)
+    assert Declared.from_dict(declared.as_dict()) == declared
+    assert Declared.from_dict(Declared("rates by hand").as_dict()) == Declared("rates by hand")
+
+
+def test_what_is_left_out_is_geometric_and_not_fixed() -> None:
+    assert Tuning.from_dict({"mean": 4}) == Tuning(4, 1.0, False)
+
+
+@pytest.mark.parametrize("statement", ["", None, 3])
+def test_a_declaration_says_something(statement: object) -> None:
+    with pytest.raises(AccountingError, match="must say in words"):
+        Declared(statement)  # type: ignore[arg-type]
+
+
+def test_a_tuning_whose_cost_cannot_be_bounded_is_refused() -> None:
+    with pytest.raises(AccountingError):
+        tuned_epsilon([Event(1.0, 1e-3, 1)], 1e-12, Tuning(1e300))
