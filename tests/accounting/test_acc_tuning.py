@@ -6,8 +6,10 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import norm
 
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
+from murmuration.accounting.epsilon.selection import parameter, selected_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
 
 SIGMA, STEPS, DELTA = 8.0, 4, 1e-6
@@ -44,9 +46,70 @@ def _delta(orders: np.ndarray, rdp: np.ndarray, epsilon: float) -> float:
 
 @pytest.mark.parametrize(("mean", "shape"), [(3.0, 1.0), (20.0, 1.0), (20.0, 0.0), (20.0, math.inf)])
 def test_a_drawn_number_of_runs_costs_what_the_theorem_says(mean: float, shape: float) -> None:
-    found = tuned_epsilon([Event(1.0, SIGMA, STEPS)], DELTA, Tuning(mean, shape))
+    found = tuned_epsilon([Event(1.0, SIGMA, STEPS)], DELTA, Tuning(mean, shape, bound="rdp"))
     assert found == pytest.approx(by_the_theorem(mean, shape), rel=0.01)
     assert found > epsilon([Event(1.0, SIGMA, STEPS)], DELTA)
+
+
+ORDERS = {
+    "larger": lambda y: y, "smaller": lambda y: -y, "far": lambda y: abs(y - 0.5), "near": lambda y: -abs(y),
+    "first those that the other has more often, then those that it has most rarely": lambda y: np.where(y > 2.5, 99, -y),
+}  # fmt: skip
+
+
+def exact_delta(sigma: float, mean: float, shape: float, order: str, claimed: float) -> float:
+    """Of publishing the first in the order out of K draws from N(0, sigma^2), against N(1, sigma^2): on a fine grid."""
+    y = np.linspace(-9 * sigma, 1 + 9 * sigma, 400_001)
+    ranked = np.argsort(ORDERS[order](y), kind="stable")
+    chances = np.stack([norm.pdf(y, place, sigma) for place in (0.0, 1.0)])[:, ranked]
+    chances /= chances.sum(axis=1, keepdims=True)
+    below = np.cumsum(chances, axis=1)
+    last = np.concatenate([np.zeros((2, 1)), below[:, :-1]], axis=1)
+
+    def generating(x: np.ndarray) -> np.ndarray:
+        if math.isinf(shape):
+            return np.exp(mean * (x - 1))
+        g = parameter(mean, shape)
+        if shape == 0:
+            return np.log1p(-(1 - g) * x) / math.log(g)
+        return ((1 - (1 - g) * x) ** -shape - 1) / (g**-shape - 1)
+
+    best = generating(np.minimum(below, 1.0)) - generating(np.minimum(last, 1.0))
+    return max(float(np.maximum(p - math.exp(claimed) * q, 0).sum()) for p, q in (best, best[::-1]))
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+@pytest.mark.parametrize(("mean", "shape"), [(10.0, 1.0), (10.0, 0.0), (4.0, 2.5), (3.0, math.inf)])
+def test_no_order_of_outcomes_has_more_than_the_bound_by_deltas(mean: float, shape: float, order: str) -> None:
+    sigma, delta = 2.0, 1e-4
+    claimed = selected_epsilon([Event(1.0, sigma, 1)], delta, mean, shape)
+    assert 0 < exact_delta(sigma, mean, shape, order, claimed) <= delta
+
+
+def test_the_bound_by_deltas_is_near_what_the_worst_order_needs() -> None:
+    """Without a fifth of what is added to one run, some order has more than delta: the tests above have power."""
+    sigma, delta, mean = 2.0, 1e-4, 10.0
+    one, claimed = epsilon([Event(1.0, sigma, 1)], delta), selected_epsilon([Event(1.0, sigma, 1)], delta, mean, 1.0)
+    assert max(exact_delta(sigma, mean, 1.0, order, one + (claimed - one) * 0.8) for order in ORDERS) > delta
+
+
+@pytest.mark.parametrize(("mean", "shape"), [(1.5, 1.0), (10.0, 1.0), (100.0, 0.0), (3.0, 2.5)])
+def test_the_parameter_has_the_mean(mean: float, shape: float) -> None:
+    g, k = parameter(mean, shape), np.arange(1, 200_001, dtype=float)
+    log_chances = k * math.log1p(-g) + np.cumsum(np.log((k - 1 + shape + (k == 1) * (shape == 0)) / k))
+    chances = np.exp(log_chances - log_chances.max())
+    assert (chances * k).sum() / chances.sum() == pytest.approx(mean, rel=1e-6)
+
+
+def test_the_smaller_of_both_bounds_is_charged_and_earlier_declarations_by_rdp() -> None:
+    events = [Event(0.01, 1.0, 200)]
+    either, by_rdp = (tuned_epsilon(events, 1e-6, Tuning(10, bound=bound)) for bound in ("either", "rdp"))
+    assert either == selected_epsilon(events, 1e-6, 10, 1.0) < by_rdp
+    many = Tuning(1000.0, math.inf)
+    assert tuned_epsilon(events, 1e-6, many) < selected_epsilon(events, 1e-6, 1000.0, math.inf)
+    assert Tuning(10, bound="rdp") == Tuning(10)  # a run that continues does not declare it again
+    assert "bound" not in Tuning(10, bound="rdp").as_dict() and "bound" not in Tuning(10, fixed=True).as_dict()
+    assert tuned_epsilon(events, 1e-6, Tuning(1)) == epsilon(events, 1e-6)
 
 
 def test_a_fixed_list_costs_all_of_its_runs_whatever_their_steps_were() -> None:
