@@ -11,6 +11,7 @@ from scipy.stats import norm
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
 from murmuration.accounting.epsilon.selection import parameter, selected_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
+from tests.accounting.test_acc_cli import answer, here
 
 SIGMA, STEPS, DELTA = 8.0, 4, 1e-6
 
@@ -53,7 +54,7 @@ def test_a_drawn_number_of_runs_costs_what_the_theorem_says(mean: float, shape: 
 
 ORDERS = {
     "larger": lambda y: y, "smaller": lambda y: -y, "far": lambda y: abs(y - 0.5), "near": lambda y: -abs(y),
-    "first those that the other has more often, then those that it has most rarely": lambda y: np.where(y > 2.5, 99, -y),
+    "worst: those that the other has more often, then the rarest": lambda y: np.where(y > 2.5, 99, -y),
 }  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def test_the_smaller_of_both_bounds_is_charged_and_earlier_declarations_by_rdp()
 
 
 def test_a_fixed_list_costs_all_of_its_runs_whatever_their_steps_were() -> None:
-    events = [Event(0.01, 2.0, 5), Event(0.02, 1.5, 7), Event(0.05, 1.0, 2, cap=90, records=1000)]
+    events = [Event(0.01, 2.0, 5), Event(0.02, 1.5, 7)]
     assert tuned_epsilon(events, 1e-6, Tuning(3, fixed=True)) == epsilon(events * 3, 1e-6)
 
 
@@ -150,6 +151,26 @@ def test_written_and_read_again(tuning: Tuning) -> None:
 
 def test_what_is_left_out_is_geometric_and_not_fixed() -> None:
     assert Tuning.from_dict({"mean": 4}) == Tuning(4, 1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "tuning"),
+    [
+        ("10", Tuning(10)),
+        ("10,0", Tuning(10, 0.0)),
+        ("10,poisson", Tuning(10, math.inf)),
+        ("3,fixed", Tuning(3, fixed=True)),
+    ],
+)
+def test_the_command_prices_the_best_of_some_runs(words: str, tuning: Tuning) -> None:
+    found = answer(f"epsilon --n 1000 --batch 1000 --steps 4 --sigma 8 --delta 1e-6 --best-of {words}")
+    assert found["epsilon_best_of"] == tuned_epsilon([Event(1.0, SIGMA, STEPS)], DELTA, tuning)
+
+
+@pytest.mark.parametrize("words", ["ten", "10,wide", "0.5", "2.5,fixed"])
+def test_the_command_refuses_runs_that_mean_nothing(words: str) -> None:
+    done = here(f"epsilon --n 1000 --batch 1000 --steps 4 --sigma 8 --best-of {words}")
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("statement", ["", None, 3])
