@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -59,22 +60,21 @@ def test_sums_of_a_sharded_model_take_four_bytes_per_weight_and_eight_of_a_shard
         sums = held[layout, True] - held[layout, False]
         print(f"{layout} on {ranks} ranks: {sums:,} bytes of sums, {formula:,.0f} by the formula")
         assert formula / 1.01 < sums < formula * 1.01 + SCRATCH / 2, (layout, sums, formula)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_fsdp2_holds_what_is_planned_with_one_copy_of_the_weights_and_with_two(tmp_path: Path, ranks: int) -> None:
-    rows = run_worker("planner_worker.py", "--sharded", ranks=ranks, seconds=2 * TIMEOUT, preload=counter(tmp_path))
-    rows = [row for row in rows if row["stage"] != 3]
-    assert len(rows) == (2 if ranks == 2 else 4)
     for row in rows:
-        weights = WeightCounts(row["elements"], 0, row["largest"], 8, row["private"])
-        planned = fsdp2_memory(weights, 2 if row["stage"] == "hsdp" else ranks)
-        print(row, planned, planned.stays)
-        stays = row["stays"] + (0 if row["private"] else row["kept"])
-        assert _near(stays, planned.stays, 1.01), row
-        assert not row["private"] or row["kept"] < planned.gathered + SCRATCH, row
-        assert _near(row["update"] + (row["kept"] if row["private"] else 0), planned.update, 1.01), row
+        if row["stage"] != 3:
+            _fsdp2_as_planned(row, layouts[row["stage"]])
+
+
+def _fsdp2_as_planned(row: dict[str, Any], ranks_per_copy: int) -> None:
+    weights = WeightCounts(row["elements"], 0, row["largest"], 8, row["private"])
+    planned = fsdp2_memory(weights, ranks_per_copy)
+    stays = row["stays"] + (0 if row["private"] else row["kept"])
+    assert _near(stays, planned.stays, 1.01), (row, planned)
+    assert not row["private"] or row["kept"] < planned.gathered + SCRATCH, (row, planned)
+    # The update frees what was gathered, so that a public one may need less than nothing.
+    update = row["update"] + (row["kept"] if row["private"] else 0)
+    assert update < planned.update * 1.01 + SCRATCH, (row, planned)
+    assert not row["private"] or update > planned.update / 1.01, (row, planned)
 
 
 def counter(folder: Path) -> Path:

@@ -141,9 +141,13 @@ def test_memory_is_what_each_stage_holds() -> None:
 def test_fsdp2_holds_shards_of_the_ranks_of_a_copy_and_no_second_copy_of_the_weights() -> None:
     """As in test_e2e_planner.py: 80 weights."""
     private, public = (WeightCounts(trainable=80, frozen=20, largest=30, moments=8, private=p) for p in (True, False))
-    assert fsdp2_memory(private, 8) == Memory(50, 320 + 80, 0, 80, 400, 40, wide=320)
-    assert fsdp2_memory(private, 2) == Memory(200, 320 + 320, 0, 320, 400, 160, wide=320)
+    assert fsdp2_memory(private, 8) == Memory(50, 320 + 80, 0, 80, 400, 8 * 80, wide=320)
+    assert fsdp2_memory(private, 2) == Memory(200, 320 + 320, 0, 320, 400, 8 * 80, wide=320)
     assert fsdp2_memory(public, 8) == Memory(50, 0, 40, 80, 400, 0)
+    large = replace(private, trainable=640 << 20)
+    assert fsdp2_memory(large, 64).update == (640 << 20) / 4, "a quarter of a byte per weight is under way"
+    assert fsdp2_memory(large, 8).update == (640 << 20) / 2
+    assert fsdp2_memory(replace(private, trainable=3 << 20), 8).update == 16 << 20
 
 
 def test_copies_of_the_weights_exchange_sums_once_and_gather_within() -> None:

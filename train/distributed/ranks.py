@@ -142,12 +142,6 @@ class Alone(Ranks):
         self.pulse.beat()
         return tensor
 
-    def same_bits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether all ranks have the same numbers in them: compared by sums of their bits, so it is evidence against
-        accidents alone. Where some differ, at least one rank learns of it."""
-        bits = torch.stack([tensor.detach().view(-1).view(torch.int32).sum(dtype=torch.int64) for tensor in tensors])
-        return torch.equal(self.add(bits.clone()), bits * self.world)
-
     def swap(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[int]) -> Callable[[], None]:
         del sizes
         received.copy_(sent)

@@ -7,7 +7,8 @@ model computes: that is ruled out when the engine is made, and checked after eve
 gradients are ordinary ones, which FSDP2 sums and shards after every micro-batch, in fp32.
 
 With several copies of the weights (`run.shard_over`, HSDP), ranks that hold equal shards add up their sums, finish them
-with the same noise, and so keep equal weights and equal state of the optimizer: compared bit by bit after every step.
+with the same noise, and so keep equal weights and equal state of the optimizer: sums of their bits are compared after
+every step.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def advice(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
     lines = _to_fill(found, wanted, cluster.gpus)
     if found.time.exchange > 0.2 * found.time.seconds:
         share = found.time.exchange / found.time.seconds
-        other = _with_less_exchange(found, cluster)
+        other = _with_less_exchange(found)
         lines.append(f"{share:.0%} of a step is exchange: fewer GPUs, a larger batch, a faster link{other}")
     if found.time.noise > found.time.compute:
         lines.append('drawing the noise takes longer than computing: run.noise = "chacha20" draws on the device')
@@ -216,7 +216,7 @@ def advice(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
     return lines
 
 
-def _with_less_exchange(found: PhaseForecast, cluster: Cluster) -> str:
+def _with_less_exchange(found: PhaseForecast) -> str:
     if not found.chosen.ranks_per_copy:
         return " or stage 1, which does not gather weights" if found.chosen.stage == 3 else ""
     smaller = [layout for layout in found.layouts if layout.ranks_per_copy < found.chosen.ranks_per_copy]

@@ -18,7 +18,7 @@ from torch import nn
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import Config, Phase
-from murmuration.train.engines.sharded_sums import MOST_SLOTS
+from murmuration.train.engines.sharded_sums import MOST_SLOTS, RUNS, SHORTEST_RUN
 
 if TYPE_CHECKING:  # it brings PyTorch's compiler along, which a dry run does without
     from murmuration.train.planner.cost import RecordCost
@@ -120,14 +120,14 @@ def memory_of(config: Config, weights: WeightCounts, ranks: int) -> Memory:
 
 
 def fsdp2_memory(weights: WeightCounts, ranks_per_copy: int) -> Memory:
-    """Of the finished fp64 totals, the optimizer gets a copy in fp32. All weights are counted as gathered at once,
-    which is more than FSDP2 gathers: block by block."""
+    """The update needs two runs of the last window, both sent and received; later, of the finished fp64 totals, a copy
+    in fp32. All weights are counted as gathered at once, which is more than FSDP2 gathers: block by block."""
     n, private, ranks = weights.trainable, weights.private, ranks_per_copy
     own, whole = 4.0 * (n + weights.frozen), 4.0 * n
-    shard = whole / ranks
+    shard, under_way = whole / ranks, 8.0 * min(n, 2 * max(SHORTEST_RUN, n // RUNS))
     return Memory(
         weights=own / ranks, sums=whole + 2 * shard if private else 0.0, gradients=0.0 if private else shard,
-        optimizer=weights.moments * n / ranks, gathered=own, update=shard if private else 0.0,
+        optimizer=weights.moments * n / ranks, gathered=own, update=max(shard, under_way) if private else 0.0,
         wide=whole if private else 0.0,
     )  # fmt: skip
 
