@@ -213,7 +213,9 @@ class ShardedSums:
         """Adds up the totals of the ranks that hold equal shards; whether all of them have the same bits then."""
         if self._replicas.world == 1:
             return True
-        self._replicas.add(self._totals)
+        # In runs, as windows are sent: some backends need twice the memory of what they add up.
+        for run in self._totals.split(max(SHORTEST_RUN, len(self._totals) // RUNS)):
+            self._replicas.add(run)
         return self._replicas.same_bits([self._totals])
 
     def of(self, fragment: Fragment) -> Tensor:
