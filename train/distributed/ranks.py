@@ -16,6 +16,7 @@ from murmuration.train.distributed.watchdog import Pulse, Store, Watchdog
 T = TypeVar("T")
 # A rank that died closes its connections at once; one that is slow may be a whole step behind.
 APART = timedelta(hours=6)
+SUMMED_AT_ONCE = 1 << 20
 
 
 class Disagreement(RunError, RuntimeError):
@@ -58,7 +59,7 @@ class Ranks:
     def same_bits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all ranks have the same numbers in them: compared by sums of their bits, so it is evidence against
         accidents alone. Where some differ, at least one rank learns of it."""
-        bits = torch.stack([tensor.detach().view(-1).view(torch.int32).sum(dtype=torch.int64) for tensor in tensors])
+        bits = torch.stack([_sum_of_bits(tensor.detach().view(-1).view(torch.int32)) for tensor in tensors])
         return torch.equal(self.add(bits.clone()), bits * self.world)
 
     def swap(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[int]) -> Callable[[], None]:
@@ -181,6 +182,12 @@ def results_of_all(ranks: Ranks, act: Callable[[], T], *errors: type[Exception])
         if trouble is not None:
             raise raised_on_all_ranks(trouble)
     return [result for result, _ in found]
+
+
+def _sum_of_bits(numbers: torch.Tensor) -> torch.Tensor:
+    """A part at a time, since the sum may need a wider copy."""
+    parts = [part.sum(dtype=torch.int64) for part in numbers.split(SUMMED_AT_ONCE)]
+    return torch.stack(parts).sum()
 
 
 def by_copy(of_ranks: Sequence[T], ranks_per_copy: int) -> list[Sequence[T]]:
