@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from timm.models._hub import save_for_hf
 
 from murmuration.train.evaluate.answers import MicroBatchAnswers
 from murmuration.train.storage.feature_store import PRESENT, RowWriter
-from tests.support.evaluation_world import class_folders, evaluate, saved, shards, tokenizer
+from tests.support.evaluation_world import COLOURS, class_folders, evaluate, saved, shards, tokenizer
+from tests.support.foreign_models import timm_vit
 from tests.support.launching import BIN, ROOT, TIMEOUT, environment, free_port
 from tests.support.published import dpcap, vip_mae
 
@@ -104,6 +107,58 @@ def test_names_by_two_processes_are_those_of_one(world: Path, tmp_path: Path) ->
     assert code == 0, output
     assert evaluate(*asked(world, "zero-shot", tmp_path / "one")) == 0
     same(tmp_path / "one", tmp_path / "two")
+
+
+SEVERAL = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch.distributed as dist
+from murmuration.train.commands import evaluate
+def left(code):
+    assert code == 0
+begin = dist.init_process_group
+evaluate.leave, dist.init_process_group = left, lambda *a, **b: dist.is_initialized() or begin(*a, **b)
+for command in json.loads(open(sys.argv[1]).read()):
+    evaluate.main([*command, "--workers", "0"])
+"""
+
+
+def other_protocols(world: Path, out: Path) -> dict[str, list[str]]:
+    """What the tests above leave out, each with an --out of its own."""
+    cases = [{"image": f"{colour}/000.png", "options": [f"a {colour} square", "square a"], "true": 0}
+             for colour in COLOURS] * 3  # fmt: skip
+    (out.parent / "cases.json").write_text(json.dumps(cases))
+    written = [world / "dpcap.pth", "--heads", 4, "--decoder-heads", 4, "--tokenizer", world / "tokenizer.json"]
+    drawn = [world / "vip.pth", "--heads", 4, "--decoder-heads", 4]
+    learning = ["--data", world / "train", "--test", world / "test"]
+    commands: dict[str, list[Any]] = {
+        "retrieval": [*written, "--data", world / "shards"],
+        "aro": [*written, "--data", world / "test", "--cases", out.parent / "cases.json"],
+        "reconstruct": [*drawn, "--data", world / "test", "--gallery", 9],
+        "classify": [world / "vit", "--data", world / "test", "--gallery", 6],
+        "attack": [world / "vit", "--data", world / "train", "--others", world / "test", "--label", "cls",
+                   "--shadow", world / "vit", world / "list.txt", "--shadow", world / "vit", world / "none.txt",
+                   "--shadow", world / "vit", world / "none.txt"],
+        "few-shot": [*drawn, *learning, "--shots", 2, "--way", "vip", "--epochs", 2, "--warmup", 0, "--views", 2],
+    }  # fmt: skip
+    ends = ["--public", "--micro-batch", 4]
+    return {name: list(map(str, [name, *words, *ends, "--out", out / name])) for name, words in commands.items()}
+
+
+def test_every_other_protocol_of_two_processes_is_that_of_one(world: Path, tmp_path: Path) -> None:
+    """One launch for all of them, which a command by itself does not allow: it ends its process."""
+    save_for_hf(timm_vit(), str(world / "vit"), model_args={"img_size": 16, "patch_size": 4, "embed_dim": 24,
+                                                            "depth": 2, "num_heads": 4})  # fmt: skip
+    (world / "list.txt").write_text("members/red/000.png\n")
+    (world / "none.txt").write_text("")
+    (tmp_path / "several.py").write_text(SEVERAL)
+    commands = other_protocols(world, tmp_path / "two")
+    (tmp_path / "commands.json").write_text(json.dumps(list(commands.values())))
+    code, output = by_two("torchrun", [tmp_path / "commands.json"], tmp_path / "several.py")
+    assert code == 0, output
+    for name, command in other_protocols(world, tmp_path / "one").items():
+        assert evaluate(*command) == 0
+        same(tmp_path / "one" / name, tmp_path / "two" / name)
 
 
 SABOTAGE = f"""

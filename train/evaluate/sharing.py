@@ -75,6 +75,7 @@ class Sharing:
         at_once = BETWEEN * self.ranks.world
         for _ in range(0, all_parts, at_once):
             self.together(lambda: [act(part) for part in islice(own, BETWEEN)])
+        next(own, None)  # nothing is left; a reader that is asked ends its progress
 
     def progress(self, what: str, unit: str, before: int, total: int) -> Callable[[int, int], None]:
         """Told of rank 0's own share, shows that of all, which are equally far. Other ranks show nothing."""
