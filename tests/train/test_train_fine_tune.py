@@ -202,6 +202,25 @@ def test_each_draw_learns_from_the_records_of_its_seed_and_from_nothing_else(
     assert every["top-1, 100 %"]["value"] == whole["top-1"]["value"]
 
 
+def test_a_list_is_a_draw_whatever_else_is_drawn_and_its_records_alone_are_read(
+    tmp_path: Path, learnt_from: list[list[int]]
+) -> None:
+    for name, each, seed in (("train", 3, 0), ("test", 2, 500)):
+        class_folders(tmp_path / name, each, seed)
+        for path in (tmp_path / name).rglob("*.png"):
+            path.rename(path.with_name(f"{path.parent.name}_{path.name}"))
+    saved(tmp_path / "vip.pth", vip_mae(48, 2, grid=2, patch=8, decoder_width=32, decoder_depth=1))
+    listed = tmp_path / "list.txt"
+    listed.write_text("".join(f"{colour}_00{place}.JPEG\n" for colour in COLOURS for place in (0, 2)))
+    quick = ["--epochs", 2, "--warmup", 0, "--batch", 4, "--list", listed]
+    assert evaluate(*asked(tmp_path, *quick), "--out", tmp_path / "alone") == 0
+    assert evaluate(*asked(tmp_path, *quick, "--shots", 1, "--draws", 1), "--out", tmp_path / "both") == 0
+    assert learnt_from[0] == learnt_from[2] == [0, 2, 3, 5, 6, 8, 9, 11, 12, 14]
+    alone, both = (result(tmp_path / name) for name in ("alone", "both"))
+    assert alone["numbers"]["top-1, lists"] == both["numbers"]["top-1, lists"]
+    assert alone["data"]["train"]["records"] == 10 and both["data"]["train"]["records"] == 15
+
+
 def test_draws_that_are_done_are_not_made_again_after_a_stop(
     world: Path, tmp_path: Path, learnt_from: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

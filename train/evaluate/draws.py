@@ -42,17 +42,17 @@ class FewRecords:
             "seeds": list(self.seeds),
         }  # fmt: skip
 
-    def candidates(self, train: Chosen) -> Chosen:
+    def candidates(self, train: Chosen) -> np.ndarray:
         """The records of which some may be drawn: with lists alone, those that some list names, so that no other is
         read."""
         if self.shots or self.percents:
-            return train
+            return train.ids
         names = _names(train)
-        ids = np.unique(np.concatenate([_listed(path, names) for path in self.lists]))
-        return Chosen(Selection(train.index, ids), np.arange(len(ids)))
+        return np.unique(np.concatenate([_listed(path, names) for path in self.lists]))
 
     def draws(self, train: Chosen, readable: np.ndarray, labels: np.ndarray, classes: ClassList) -> Iterator[Draw]:
-        """`labels` are of the `readable` records. Only these are drawn; a list may name others, which are left out."""
+        """Places among the `readable` records of `train`, whose `labels` are given. A list may name others, which are
+        left out."""
         try:
             for shots in self.shots:
                 for seed in self.seeds:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from murmuration.data.decode.class_list import ClassList
+from murmuration.data.index.selection import Selection
 from murmuration.evaluation.logistic import PENALTY_TIMES_N
 from murmuration.evaluation.rows import Rows
 from murmuration.train.evaluate.draws import ByDraw, Draw, FewRecords
@@ -32,7 +33,8 @@ def run_few_shot(
     probe = settings.probe
     classes = numbered(train, classes, probe.label)
     train, test = (by_list(part, classes) for part in (train, test))
-    train = settings.few.candidates(train)
+    if len(wanted := settings.few.candidates(train)) < len(train.ids):
+        train = Chosen(Selection(train.index, wanted), np.arange(len(wanted)))
     result = session.result("few-shot", _told(settings, classes), {"train": train, "test": test})
     found = read_features(session, train, classes, probe, probe.views, "training records")
     scored = read_features(session, test, classes, probe, 0, "test records")

@@ -94,14 +94,13 @@ def run_fine_tune(
     classes = numbered(train, classes, label)
     train, test = (by_list(part, classes) for part in (train, test))
     told = asdict(settings) | {"label": label, "classes": len(classes.names)} | (few.told() if few else {})
-    if few:
-        train = few.candidates(train)
-    result = session.result("fine-tune", told, {"train": train, "test": test})
+    read = Chosen(train.index, few.candidates(train)) if few else train
+    result = session.result("fine-tune", told, {"train": read, "test": test})
     sizes = _sizes(session, len(classes.names), settings)
     spec = session.labelled(label, classes, len(classes.names))
     tuning = FineTuning(session, sizes, spec, classes, told, settings)
     if few:
-        return _by_draw(tuning, train, test, few, result)
+        return _by_draw(tuning, train, read, test, few, result)
     model = tuning.trained(train, session.out / STATE)
     places = tuning.places(model, _keep(session, model, sizes, session.out), result, test)
     result.add("top-1", share(sum(place < 1 for place in places), len(places)))
@@ -111,9 +110,12 @@ def run_fine_tune(
     return Outcome(result)
 
 
-def _by_draw(tuning: FineTuning, train: Chosen, test: Chosen, few: FewRecords, result: Result) -> Outcome:
-    """A training for each draw. What is done of them outlives a stop; the classifiers are not kept."""
-    readable, labels = _labels(tuning, train, result)
+def _by_draw(
+    tuning: FineTuning, train: Chosen, read: Chosen, test: Chosen, few: FewRecords, result: Result
+) -> Outcome:  # fmt: skip
+    """A training for each draw from `train`, of which some records are `read`. What is done of them outlives a stop;
+    the classifiers are not kept."""
+    readable, labels = _labels(tuning, read, result)
     by_draw = ByDraw(len(tuning.classes.names))
     for draw in few.draws(train, readable, labels, tuning.classes):
         by_draw.add(draw, *_scored(tuning, Chosen(train.index, readable[draw.places]), test, result))
