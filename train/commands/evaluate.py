@@ -2,7 +2,7 @@
 
 WHAT is a run directory (its last checkpoint), an export, a published ViP or DP-Cap file, or a folder of timm or Hugging
 Face. DIR gets result.json and result.html. If it is stopped, start the same command again, and it continues where it
-was. `compare RESULT...` prints results side by side.
+was. Processes that torchrun or deepspeed starts share the work. `compare RESULT...` prints results side by side.
 """
 
 from __future__ import annotations
