@@ -195,9 +195,9 @@ def test_each_draw_learns_from_the_records_of_its_seed_and_from_nothing_else(
     # A draw begins anew: what was learnt before it changes nothing, and neither does the way its records are named.
     assert evaluate(*asked(world, *QUICK, *draws[2:]), "--out", tmp_path / "half") == 0
     assert result(tmp_path / "half")["numbers"]["top-1, 50 %"] == half
-    plain = asked(world, *QUICK, "--percent", 100, "--draws", 1)
-    assert evaluate(*plain, "--out", tmp_path / "every") == 0
-    assert evaluate(*asked(world, *QUICK), "--out", tmp_path / "whole") == 0
+    plain = asked(world, "--epochs", 2, "--warmup", 0, "--batch", 20, "--base-rate", 0.03)
+    assert evaluate(*plain, "--percent", 100, "--draws", 1, "--out", tmp_path / "every") == 0
+    assert evaluate(*plain, "--out", tmp_path / "whole") == 0
     every, whole = (result(tmp_path / name)["numbers"] for name in ("every", "whole"))
     assert every["top-1, 100 %"]["value"] == whole["top-1"]["value"]
 
