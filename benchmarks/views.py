@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +26,27 @@ sys.path.insert(0, str(ROOT))
 from learning import train  # noqa: E402
 
 from murmuration.accounting.certificate.verify import verify  # noqa: E402
+from murmuration.data.index.shard_index import Wanted  # noqa: E402
 from murmuration.data.index.shard_index import build as build_index  # noqa: E402
-from murmuration.data.synthetic.index import shape_samples, write_shards  # noqa: E402
+from murmuration.data.synthetic.index import Sample, shape_samples, write_shards  # noqa: E402
 
 EPSILON, VIEWS = 8.0, (1, 8, 16)
 MODEL = {
-    "family": "classifier", "size": "custom", "image_size": 32, "patch_size": 8, "width": 96, "depth": 2, "heads": 2,
+    "family": "classifier", "size": "custom", "image_size": 32, "patch_size": 8, "width": 64, "depth": 2, "heads": 2,
     "classes": 32,
 }  # fmt: skip
+PER_PATIENT = 4
+"""Records that have the same `patient`, each a picture of its own."""
 
 
 @dataclass(frozen=True)
 class Size:
-    private: int = 20_000
-    tested: int = 4_000
-    batch: int = 1_000
+    private: int = 12_000
+    tested: int = 2_000
+    batch: int = 400
     steps: int = 60
     peak: float = 2e-3
-    rows: int = 64
+    rows: int = 256
     """Of a micro-batch: K views make 1/K as many records."""
 
 
@@ -54,8 +57,12 @@ def prepare(folder: Path, size: Size) -> None:
     """Labelled shapes, of two draws."""
     for draw, (name, count) in enumerate((("private", size.private), ("held_out", size.tested))):
         if not (folder / name / "index").is_dir():
-            samples = shape_samples(draw, count, MODEL["image_size"], labels=True)
-            build_index(write_shards(folder / name, samples, 1000))
+            samples = map(of_patients, shape_samples(draw, count, MODEL["image_size"], labels=True))
+            build_index(write_shards(folder / name, samples, 1000), wanted=Wanted(unit="patient"))
+
+
+def of_patients(sample: Sample) -> Sample:
+    return replace(sample, labels={**(sample.labels or {}), "patient": int(sample.key) // PER_PATIENT})
 
 
 def config(data: Path, size: Size, views: int, seed: int, run_dir: Path) -> dict[str, Any]:

@@ -10,9 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import dp_accounting
 import numpy as np
 import pytest
+from dp_accounting.pld import PLDAccountant
 
+from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.ledger.history import History
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.index.exclusions import FACTS, IDS, Exclusions
@@ -23,7 +26,7 @@ from murmuration.train.config.load import load
 from murmuration.train.engines.local import start_ranks
 from murmuration.train.private import clipping_engine
 from murmuration.train.storage.run_dir import whole_lines
-from tests.support.launching import ROOT, Launch, environment
+from tests.support.launching import ROOT, Launch, environment, ledger_lines
 from tests.support.runs import TOY_STEPS, account, different, final_weights, toy
 from tests.support.warm import WarmLauncher
 from tests.train.test_train_units import RowByRow
@@ -110,6 +113,49 @@ def test_killed_resumed_verified_and_exported(
     bad = {**certificate, "unit": "one record (an image, or an image with its caption)"}
     (run_dir / "certificate.json").write_text(json.dumps(bad))
     assert account("verify", str(run_dir)).returncode != 0
+
+
+BANDS = 2
+
+
+def by_dp_accounting(run_dir: Path, bands: int) -> float:
+    """ε from the numbers of the plan in the ledger, without any code of ours: gradient and released numbers are one
+    Gaussian event, and with bands a patient has a turn at every so-manieth step."""
+    (plan,) = [line["plan"] for line in ledger_lines(run_dir) if line["kind"] == "plan"]
+    precision = plan["noise_multiplier"] ** -2 + sum((each["bound"] / each["std"]) ** 2 for each in plan["metrics"])
+    turns = -(-plan["steps"] // bands)
+    sampled = dp_accounting.PoissonSampledDpEvent(
+        plan["threshold"] / 2**32, dp_accounting.GaussianDpEvent(precision**-0.5)
+    )
+    accountant = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-4)
+    return accountant.compose(dp_accounting.SelfComposedDpEvent(sampled, turns)).get_epsilon(plan["delta"])
+
+
+@pytest.mark.parametrize("noise", ["independent", "banded"])
+def test_epsilon_of_patients_is_dp_accountings_with_either_noise(
+    launch: Make, of_patients: Callable[[dict[str, Any]], None], patients: Path, noise: str
+) -> None:
+    def change(config: dict[str, Any]) -> None:
+        of_patients(config)
+        config["phases"] = config["phases"][1:]
+        config["run"] |= {"engine": "local", "keep_key": False}
+        if noise == "banded":
+            config["phases"][0]["privacy"]["noise"] = {"kind": "banded", "bands": BANDS}
+
+    job, run_dir = launch(noise, change, launcher="python")
+    code, output = job.run()
+    assert code == 0, output
+    bands, certified = BANDS if noise == "banded" else 1, verify(run_dir)
+    assert certified.committed == TOY_STEPS
+    assert certified.epsilon == pytest.approx(by_dp_accounting(run_dir, bands), rel=2e-3)
+    history = History.read(run_dir / "ledger.jsonl")[0]
+    (plan,) = history.plans.values()
+    count = open_units(ShardIndex.open(patients), PATIENT).count
+    assert plan.records == count and plan.units is not None and plan.units.rows == 3
+    drawn = {(facts.sampling.parts, facts.sampling.records) for facts in history.opened.values()}
+    assert drawn == {(bands, count)}
+    mechanism = json.loads((run_dir / "certificate.json").read_text())["mechanism"]
+    assert ("take turns" in mechanism) == (noise == "banded")
 
 
 # An audit and a replay as a user starts them, on patients of which a step takes up to three records.
