@@ -42,7 +42,7 @@ class ScaleTable:
             raise ScaleError("the scales are of no weight")
         for name, (rows, columns) in self.weights.items():
             every = (*rows, *columns)
-            if not (rows and columns and all(isinstance(e, int) and abs(e) <= FURTHEST for e in every)):
+            if not (rows and columns and all(type(e) is int and abs(e) <= FURTHEST for e in every)):
                 raise ScaleError(
                     f"the scales of {name} are not whole exponents of two from -{FURTHEST} to {FURTHEST}, for its rows "
                     "and its columns"

@@ -84,7 +84,8 @@ def test_two_processes_that_stop_and_go_on_release_what_one_does(
     verdict = verify(run_dir)
     assert verdict.epsilon == verify(alone).epsilon <= 8.0
     assert verdict.attached is not None and any("scales-1.json" in text for text in verdict.attached.checked)
-    other = (run_dir / "scales-1.json").read_text().replace('"rows":[', '"rows":[1', 1)
-    (run_dir / "scales-1.json").write_text(other)
+    name, (rows, columns) = next(iter(table.weights.items()))
+    other = ScaleTable(dict(table.weights) | {name: ((rows[0] + 1, *rows[1:]), columns)})
+    (run_dir / "scales-1.json").write_text(other.text())
     with pytest.raises(CertificateError, match="other scales"):
         verify(run_dir)
