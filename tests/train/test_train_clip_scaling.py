@@ -94,6 +94,11 @@ def test_layers_are_clipped_to_their_shares_in_the_space_of_the_scales(name: str
     clip = make_clip("book-keeping", ClipRule("flat", bound, 0.0, grouping="layer"), "fp32", "lean", Scaling(table))
     totals, _ = summed(clip, model, [(inputs, present)])
     assert relative_error(totals, expected) <= 1e-6
+    # A step's own C, as where it adapts: all shares follow it.
+    halved = factor_of("flat", bound / 2 / math.sqrt(len(groups)))
+    expected = brute_force.grouped_sum(records, present, {name: (own, halved) for name, own in groups.items()})
+    totals, _ = clipped_totals(clip, model, inputs, present, rule=clip.rule.at(bound / 2))
+    assert relative_error(totals, expected) <= 1e-6
 
 
 @pytest.mark.parametrize("precision", ("bf16", "fp16"))

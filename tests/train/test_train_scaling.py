@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.plan import ScaledSpace
 from murmuration.accounting.scale_table import ScaleTable
 from murmuration.train.clip.scaling import Scaling
 from murmuration.train.config.privacy import Scaling as Settings
@@ -24,6 +26,7 @@ from murmuration.train.noise.aes import NoiseMechanism
 from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.noise.exact import ExactNoise
 from murmuration.train.noise.update import NoisyUpdate
+from murmuration.train.recipe.ready_phase import make_plan
 from murmuration.train.recipe.scaling import moments_of, open_scales
 from murmuration.train.self_test.self_test import SelfTestError
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Position
@@ -257,6 +260,18 @@ def test_what_does_not_go_together_is_one_sentence(
     loaded: Callable[..., Config], changes: list[Callable[[dict[str, Any]], None]], said: str
 ) -> None:
     assert said in refusal(loaded, *changes)
+
+
+def test_a_plan_states_the_space_and_keeps_its_sigma_only_in_the_same_one(loaded: Callable[..., Config]) -> None:
+    phase = loaded(put("phases.1.privacy.noise_multiplier", None)).phases[1]
+    assert phase.privacy is not None
+    plan = make_plan(phase, phase.privacy, 1000, "phases.1", scales=TABLE)
+    assert plan.scaling == ScaledSpace(TABLE.digest, *TABLE.span)
+    assert make_plan(phase, phase.privacy, 1000, "phases.1").noise_multiplier == plan.noise_multiplier
+    known = replace(plan, noise_multiplier=plan.noise_multiplier + 1)
+    again = make_plan(phase, phase.privacy, 1000, "phases.1", known, scales=TABLE)
+    assert again.noise_multiplier == known.noise_multiplier
+    assert make_plan(phase, phase.privacy, 1000, "phases.1", known).noise_multiplier == plan.noise_multiplier
 
 
 def test_the_digest_has_the_scales_in_the_place_of_their_path(loaded: Callable[..., Config]) -> None:

@@ -122,11 +122,11 @@ class Scaling(Section):
         default=False, description="Must be true: your word that nobody's privacy depends on that run's records."
     )
     floor: float = Field(
-        default=1e-4,
+        default=1e-2,
         ge=1e-10,
         le=1,
         description="Bound on the scales: second moments of a weight, and of its rows and columns, count as no less "
-        "than this share of their mean.",
+        "than this share of their mean. Tune it: at 1 all scales are nearly the same.",
     )
 
     @model_validator(mode="after")
