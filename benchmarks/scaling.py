@@ -51,8 +51,8 @@ OPTIMIZERS = {
     "AdamW": Optimizer(params=OptimizerParams(betas=(0.9, 0.99))),
     "SGD": Optimizer(type="SGD", params=OptimizerParams(momentum=0.9)),
 }
-RATES = {"AdamW": (1e-3, 3e-3, 1e-2, 3e-2), "SGD": (0.03, 0.1, 0.3, 1.0)}
-NORMS = (0.1, 0.3, 1.0)
+RATES = {"AdamW": (3e-3, 1e-2, 3e-2, 1e-1), "SGD": (0.1, 0.3, 1.0, 3.0)}
+NORMS = (0.3, 1.0, 3.0)
 VOCABULARY, LENGTH, CLASSES = 2000, 12, 5
 Records = tuple[Tensor, Tensor]
 

@@ -14,6 +14,7 @@ from murmuration.accounting.scale_table import ScaleTable
 from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import clipped_totals
+from murmuration.train.clip.per_record import PerRecordGradient, Recomputed
 from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.clip.scaling import Scaling
@@ -136,6 +137,33 @@ def test_the_most_hostile_record_moves_the_scaled_sum_by_at_most_c(engine: str) 
     sums, _ = clipped_totals(prepared(engine, rule_of("flat", 0.5), model), model, inputs, torch.arange(9) == 4)
     wrong = brute_force.size([clip.scaling.times(n, sums.get(n, zero)) for n, zero in totals.items()])
     assert max(plain) <= 0.5 * (1 + 1e-5) < 1.0 < wrong
+
+
+def test_doubts_about_a_norm_grow_with_the_scales() -> None:
+    """By the terms that may cancel, of a gradient that is written out: exactly where all scales are one, and never less
+    than they are."""
+    model = CASES["convolutions"].model()
+    pieces: list[PerRecordGradient] = []
+
+    class Kept(Scaling):
+        def of(self, found: list[PerRecordGradient]) -> list[PerRecordGradient]:
+            pieces.extend(piece for piece in found if isinstance(piece, Recomputed) and piece.terms is not None)
+            return found
+
+    table = random_table(model)
+    inputs = CASES["convolutions"].batch(3)
+    clip = make_clip("book-keeping", ClipRule("flat", 1.0, 0.0), "fp32", "lean", Kept(table))
+    clipped_totals(clip, model, inputs, torch.ones(3, dtype=torch.bool))
+    assert len(pieces) > 1
+    for piece in pieces:
+        rows, columns = table.weights[piece.name]
+        even = Scaling(ScaleTable({piece.name: ((2,) * len(rows), (1,) * len(columns))}))
+        assert torch.equal(even.of([piece])[0].spread(), 64 * piece.spread())
+        (own,) = Scaling(table).of([piece])
+        most = 4.0 ** (max(rows) + max(columns))
+        assert torch.equal(own.spread(), most * piece.spread())
+        gradient = Scaling(table).times(piece.name, piece.instances(slice(None), torch.float32))
+        assert torch.equal(own.instances(slice(None), torch.float32), gradient)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
