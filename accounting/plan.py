@@ -88,7 +88,7 @@ class ScaledSpace:
             )
 
     def noise_on_weights(self, std: float) -> tuple[float, float]:
-        """The least and the most noise on an element of the gradient's sum, once it is led back."""
+        """The least and the most noise on an element of the gradient's sum, once it is mapped back."""
         return math.ldexp(std, -self.highest), math.ldexp(std, -self.lowest)
 
 

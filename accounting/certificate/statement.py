@@ -249,7 +249,7 @@ def _banded(plan: PrivacyPlan, matrix: BandedNoise) -> dict[str, Any]:
 
 
 def _scaled_space(plan: PrivacyPlan, space: ScaledSpace) -> dict[str, Any]:
-    """Sensitivity and noise where they are meant, and the noise once it is led back; of the first C, if C adapts."""
+    """Sensitivity and noise where they are meant, and the noise once it is mapped back; of the first C, if C adapts."""
     lowest, highest = space.noise_on_weights(plan.noise_std)
     return {
         "sensitivity": plan.clip_norm,

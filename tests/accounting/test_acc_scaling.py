@@ -132,7 +132,7 @@ def test_plans_survive_json_and_plans_without_scales_are_as_before() -> None:
     ("clipped", "noised"),
     [(OTHER.digest, OTHER.digest), (OTHER.digest, TABLE.digest), (TABLE.digest, OTHER.digest),
      (None, TABLE.digest), (TABLE.digest, None), (None, None)],
-    ids=["others", "clipped by others", "led back by others", "clipped as they are", "not led back", "none"],
+    ids=["others", "clipped by others", "mapped back by others", "clipped as they are", "not mapped back", "none"],
 )  # fmt: skip
 def test_a_step_in_another_space_than_the_plans_is_never_opened(
     tmp_path: Path, clipped: str | None, noised: str | None

@@ -96,7 +96,7 @@ def test_noise_on_weights_has_the_stated_deviation_row_by_row_and_another_table_
 
 @pytest.mark.parametrize("kind", ["aes", "exact", "banded"])
 def test_the_noise_of_the_clipped_space_is_the_one_without_scales(kind: str) -> None:
-    """Every kind of noise is added as ever; what is led back is its quotient, to the last bit."""
+    """Every kind of noise is added as ever; what is mapped back is its quotient, to the last bit."""
     from murmuration.accounting.banded import best_banded
 
     count = sum(shape.numel() for shape in SHAPES.values())
@@ -144,12 +144,12 @@ def test_an_engine_with_scales_takes_the_step_of_brute_force() -> None:
         assert float((seen[name] - mean).norm()) <= 1e-6 * float(mean.norm())
 
 
-class NotLedBack(Scaling):
+class NotMappedBack(Scaling):
     def undo(self, values: Tensor, fragment: Fragment) -> None:
         pass
 
 
-class LedBackTwice(Scaling):
+class MappedBackTwice(Scaling):
     def undo(self, values: Tensor, fragment: Fragment) -> None:
         super().undo(values, fragment)
         super().undo(values, fragment)
@@ -166,7 +166,7 @@ def test_the_self_test_passes_with_scales_and_sees_noise_of_another_space() -> N
 
     report = tried(alone(), change=given(Scaling))
     assert abs(report.measured_sigma / 1.5 - 1) < 0.05 and report.largest_hostile <= 1.0
-    for wrong in (NotLedBack, LedBackTwice):
+    for wrong in (NotMappedBack, MappedBackTwice):
         with pytest.raises(SelfTestError, match="the noise has sigma"):
             tried(alone(), change=given(wrong))
 

@@ -3,11 +3,12 @@
 `accounting/scale_table.py` says why. Here the scales meet the numbers: a product of two matrices is scaled by its
 operands, the left by rows and the right by columns, before anything is measured; whatever else a layer reports is
 scaled element by element. A clip engine that is given scales measures, clips and sums scaled gradients, so that C, the
-sum's sensitivity and its rounding are of that space; `undo` leads back, once the noise is in.
+sum's sensitivity and its rounding are of that space; `undo` maps back, once the noise is in.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -85,19 +86,22 @@ class Scaling:
     def _written(self, piece: Recomputed) -> Recomputed:
         """Its terms are known only before scaling, so each counts as if it had the largest scale."""
         write, total, terms, name = piece.write, piece.total, piece.terms, piece.name
-        largest = float(sum(max(each) for each in self._table.weights[name]))
+        largest = math.ldexp(1.0, 2 * sum(max(each) for each in self._table.weights[name]))
         return replace(
             piece,
             write=lambda inputs, upstream: self.times(name, write(inputs, upstream)),
             total=lambda inputs, upstream: self.times(name, total(inputs, upstream)),
-            terms=None if terms is None else lambda inputs, upstream: terms(inputs, upstream) * 4.0**largest,
+            terms=None if terms is None else lambda inputs, upstream: terms(inputs, upstream) * largest,
         )
 
     def _on(self, name: str, device: torch.device) -> Factors:
         """Kept: a recorded micro-batch reads them where they lay."""
         if (name, device) not in self._factors:
-            made = (torch.tensor(each, dtype=torch.float32).exp2() for each in self._table.weights[name])
-            rows, columns = (each.to(device) for each in made)
+            # Not by exp2, whose vectorised forms need not be exact.
+            rows, columns = (
+                torch.tensor([math.ldexp(1.0, e) for e in each], dtype=torch.float32, device=device)
+                for each in self._table.weights[name]
+            )
             self._factors[name, device] = rows, columns
         return self._factors[name, device]
 

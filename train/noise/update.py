@@ -42,7 +42,7 @@ class Update(Protocol):
 
 
 class NoisyUpdate:
-    """Adds the noise of one logical step, once; what was summed in a space of scaled gradients is led back after it."""
+    """Adds the noise of one logical step, once; then a sum of scaled gradients is divided by their scales."""
 
     def __init__(self, mechanism: Noise, step: int, scaling: GradientScaling | None = None) -> None:
         self.mechanism, self.scaling = mechanism, scaling

@@ -87,7 +87,7 @@ def moments_of(second: Tensor, name: str) -> Moments:
         raise RecipeError(f"the second moments of {name} are not finite numbers from 0 on; name another run")
     # 2^places · values below 2^62 / elements: products with powers of two are exact, and only the floor rounds.
     places = WHOLE_BITS - values.numel().bit_length() - math.frexp(largest)[1]
-    whole = torch.ldexp(values, torch.tensor(float(places), dtype=torch.float64)).floor().to(torch.int64)
+    whole = (values * math.ldexp(1.0, places)).floor().to(torch.int64)
 
     def mean(total: int, count: int) -> float:
         return math.ldexp(float(total), -places) / count
