@@ -26,4 +26,4 @@ def by_turn(
     blocks = np.einsum("ij,tjc->tic", whitening, values.reshape(-1, bands, values.shape[1]))
     columns = whitening[:, (numbers - 1) % bands]  # step t draws part t modulo b, and the first step is 1
     turns = np.einsum("tic,ic->tc", blocks, columns) / np.square(columns).sum(axis=0)
-    return turns, took_part.reshape(-1, bands, took_part.shape[1]).any(axis=1)
+    return turns, np.asarray(took_part.reshape(-1, bands, took_part.shape[1]).any(axis=1))
