@@ -28,7 +28,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kind", choices=("gradient", "input"), default="gradient", help="gradient has more power")
     parser.add_argument("--epsilon", type=float, default=2.0, help="claimed ε; small ones are tested best (default 2)")
     parser.add_argument("--delta", type=float, default=1e-5, help="δ of claim and bound (default 1e-5)")
-    parser.add_argument("--steps", type=int, default=4, help="logical steps, or blocks of correlated noise (default 4)")
+    parser.add_argument("--steps", type=int, default=4, help="logical steps (default 4)")
     parser.add_argument("--rate", type=float, default=1.0, help="sampling rate q; sampling hides canaries (default 1)")
     parser.add_argument("--records", type=int, default=256, help="real records besides the canaries (default 256)")
     parser.add_argument("--confidence", type=float, default=0.95, help="confidence of the lower bound (default 0.95)")
