@@ -44,6 +44,7 @@ from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.rule import RECORDS_AT_ONCE, ClipError, ClipRule, rounding_allowance
+from murmuration.train.clip.scaling import Scaling
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import NoiseKind, Run, ZeroOptimization
 from murmuration.train.distributed.process import quiet_libraries
@@ -102,10 +103,10 @@ class ClippingEngine:
 def clipping_engine(
     model: nn.Module, rule: ClipRule, optimizer: Optimizer, gradient_noise: float, engine: EngineSettings, ranks: Ranks,
     computation: Computation, around_clip: Callable[[ClipEngine], ClipEngine] | None = None,
-    make: Callable[..., ShardedEngine] = make_engine,
+    make: Callable[..., ShardedEngine] = make_engine, scaling: Scaling | None = None,
 ) -> ClippingEngine:  # fmt: skip
     """`gradient_noise`: the deviation that the noise has in the mean gradient. `around_clip` is for audits."""
-    clip = make_clip(computation.clip_engine, rule, computation.precision, computation.clip_memory)
+    clip = make_clip(computation.clip_engine, rule, computation.precision, computation.clip_memory, scaling)
     if around_clip is not None:
         clip = around_clip(clip)
     # What an audit puts around a clip engine may act on the host, which a recording would leave out.

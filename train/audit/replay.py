@@ -392,11 +392,12 @@ def _audited(config: Config) -> ReadyPhase:
     phase = next((phase for phase in prepare(config) if phase.private), None)
     if phase is None or phase.settings.privacy is None:
         raise RecipeError("no phase of this config has `privacy`, so there is no claim to audit; name a private recipe")
+    where = f"phases.{phase.number}"
     if phase.settings.privacy.clip.adaptive is not None:
-        where = f"phases.{phase.number}"
         raise RecipeError(f"a replay holds C fixed; give --set {where}.privacy.clip.adaptive=null")
+    if phase.settings.privacy.scaling is not None:
+        raise RecipeError(f"a replay is of gradients as they are; give --set {where}.privacy.scaling=null")
     if phase.settings.privacy.noise is not None:
-        where = f"phases.{phase.number}"
         raise RecipeError(f"a replay measures independent noise alone; give --set {where}.privacy.noise=null")
     return phase
 

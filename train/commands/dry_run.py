@@ -156,6 +156,9 @@ def _told(one: PhaseMeaning) -> list[str]:
     lines = [f"parameters    {one.trainable:,} trainable ({phase.trainable})"]
     if one.promise is not None:
         lines += _promised(one.promise)
+        if phase.privacy is not None and (scaling := phase.privacy.scaling) is not None:
+            path = Path(scaling.path)
+            lines += [f"scaling       C and noise are of scaled gradients, by second moments of {path}{_at_hand(path)}"]
     else:
         marked = "on public data" if phase.data.public else "on data not declared public: the run is NOT PRIVATE"
         lines += [f"non-private   {marked}; batch {phase.batch}, {phase.steps} steps"]

@@ -332,6 +332,8 @@ class Phase(Section):
             return "simulates another run with privacy.tan, so it needs that run's number of `steps`"
         if self.privacy is not None and self.privacy.noise is not None and (other := self._of_independent_noise()):
             return f"has privacy.noise and {other}, which needs the same independent noise at all steps; drop one"
+        if self.privacy is not None and self.privacy.scaling is not None and (other := self._of_even_noise()):
+            return f"has privacy.scaling and {other}, which needs the same noise on all weights; drop one"
         if self.mixing is not None and self.optimizer.params.noise_floor is not None:
             return "has `mixing`, which weakens the noise that noise_floor subtracts; drop one of them"
         if self.plateau is not None and self.evaluation is None:
@@ -361,6 +363,8 @@ class Phase(Section):
             return "adds up what each record is seen as once; leave privacy.views out"
         if privacy.release or privacy.tan is not None:
             return "is one step before which there is no model; leave privacy.release and privacy.tan out"
+        if privacy.scaling is not None:
+            return "adds up sums that are no gradients; leave privacy.scaling out"
         if privacy.noise is not None:
             return "is one step, whose noise cannot be taken back in later ones; leave privacy.noise out"
         return None
@@ -368,6 +372,9 @@ class Phase(Section):
     def _of_independent_noise(self) -> str | None:
         if self.privacy is not None and self.privacy.tan is not None:
             return "privacy.tan"
+        return self._of_even_noise()
+
+    def _of_even_noise(self) -> str | None:
         if self.monitor is not None:
             return "`monitor`"
         return "optimizer.params.noise_floor" if self.optimizer.params.noise_floor is not None else None

@@ -302,6 +302,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _scales_are_applied(self) -> Config:
+        for phase in self.phases if self.run.clip_engine == "opacus" else ():
+            if phase.privacy is not None and phase.privacy.scaling is not None:
+                raise ValueError(
+                    f'phase {phase.name!r} has privacy.scaling, and run.clip_engine = "opacus" scales no gradients; '
+                    "leave one of them out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _kernel_fits(self) -> Config:
         offload = self.zero_optimization.offload_optimizer
         for phase in self.phases if offload is not None and offload.adam == "deepspeed" else ():
@@ -364,6 +374,8 @@ def _unset(phase: Phase) -> dict[str, Any]:
         out["privacy"] = {"release": {"__all__": {"share"}}} if privacy.held_out is None else {}
         out["privacy"] |= {"views": True} if privacy.views == 1 else {}
         out["privacy"] |= {"noise": True} if privacy.noise is None else {}
+        # What a path leads to is among the contents.
+        out["privacy"] |= {"scaling": True if privacy.scaling is None else {"path"}}
     if phase.head is None:
         out["head"] = True
     return out
