@@ -3,8 +3,12 @@
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := $(CURDIR)/.venv/bin
-# One process per GPU; without GPUs two processes share the CPU.
-RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ "$$n" -gt 0 ] && echo $$n || echo 2)
+# The demo trains in one process per GPU; without GPUs two share the processor. On a single core it is one plain process,
+# without DeepSpeed's launcher: ENGINE=local does that anywhere, ENGINE=deepspeed never.
+GPUS = $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+RANKS ?= $(if $(filter 0,$(GPUS)),2,$(GPUS))
+ENGINE ?= $(if $(filter 0:1,$(GPUS):$(shell nproc)),local,deepspeed)
+TRAIN = $(if $(filter local,$(ENGINE)),python launch/train.py --set run.engine=local,deepspeed --num_gpus $(RANKS) launch/train.py)
 # Of all targets together; FUZZ="tar ledger" names some of them.
 FUZZ_SECONDS ?= 240
 FUZZ ?=
@@ -24,7 +28,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	@$(BIN)/python launch/prepare.py demo
-	@PATH="$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) launch/train.py --config ds_configs/demo.json
+	@PATH="$(BIN):$$PATH" $(BIN)/$(TRAIN) --config ds_configs/demo.json
 	@$(BIN)/python launch/account.py verify runs/demo
 	@test -e $(CAPTIONS)/result.json || $(BIN)/python launch/evaluate.py caption runs/demo --out $(CAPTIONS) \
 	    --config ds_configs/demo.json --data demo_data/held_out --public --records 48

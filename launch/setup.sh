@@ -17,7 +17,6 @@ command -v git >/dev/null || need git git git
 [ -z "$missing" ] || { echo "error: this machine lacks$missing" >&2; exit 2; }
 
 echo "Setting up .venv: about 5 GB on disk, most of it PyTorch with its GPU libraries."
-echo "The first training run also compiles one small DeepSpeed operation (about 50 s, once)."
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 .venv/bin/uv pip install --quiet --python .venv/bin/python -r pyproject.toml --extra dev -c constraints.txt

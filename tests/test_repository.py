@@ -85,3 +85,16 @@ def test_a_missing_compiler_is_named_with_its_package(tmp_path: Path) -> None:
         env={"PATH": str(tools)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2 and "g++" in done.stderr and "apt-get install" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "started"),
+    [
+        (["GPUS=4"], "deepspeed --num_gpus 4 launch/train.py --config"),
+        (["GPUS=0", "ENGINE=deepspeed"], "deepspeed --num_gpus 2 launch/train.py --config"),
+        (["GPUS=0", "ENGINE=local"], "python launch/train.py --set run.engine=local --config"),
+    ],
+)
+def test_the_demo_starts_one_process_per_gpu_and_without_any_two_or_a_plain_one(given: list[str], started: str) -> None:
+    done = subprocess.run(["make", "-n", "demo", *given], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"/{started} ds_configs/demo.json\n" in done.stdout

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from murmuration.data.synthetic.textures import textures
 
 RECEIPT = "prepared.json"
 _BATCH = 64  # pictures at a time on a GPU
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def make(request: Request, target: Path, workers: int, progress: Callable[[int, 
             file.write(json.dumps(request.facts(), indent=1).encode() + b"\n")
     missing = [shard for shard in range(request.shards) if not shard_path(partial_folder, shard).exists()]
     progress(request.shards - len(missing), request.shards)
-    for done, _ in enumerate(_each(partial(_write, request, partial_folder), missing, workers), start=1):
+    for done, _ in enumerate(spread(partial(_write, request, partial_folder), missing, workers), start=1):
         progress(request.shards - len(missing) + done, request.shards)
     build(partial_folder)
     partial_folder.rename(target)
@@ -91,15 +92,16 @@ def make(request: Request, target: Path, workers: int, progress: Callable[[int, 
     return ShardIndex.open(target)
 
 
-def _each(work: Callable[[int], None], shards: list[int], workers: int) -> Iterator[None]:
-    if min(workers, len(shards)) <= 1:
-        yield from map(work, shards)
+def spread(work: Callable[[Part], None], parts: Sequence[Part], workers: int) -> Iterator[None]:
+    """Runs `work`, which can be pickled, on all parts in this many processes, and yields as the parts are done."""
+    if min(workers, len(parts)) <= 1:
+        yield from map(work, parts)
         return
     # One thread each: the processes share the cores already.
     context = get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(shards)), context, torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(min(workers, len(parts)), context, torch.set_num_threads, (1,)) as pool:
         try:
-            yield from pool.map(work, shards)
+            yield from pool.map(work, parts)
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -172,6 +172,10 @@ def test_demo_after_a_kill_and_beside_foreign_folders(tmp_path: Path) -> None:
     refused = _prepare("demo", "--out", str(tmp_path), *SMALL, "--force")
     assert refused.returncode == 2 and "not made by prepare.py" in refused.stderr
     assert (tmp_path / "held_out" / "mine.txt").read_text() == "keep"
+    assert not (tmp_path / "private").exists(), "refused before anything is drawn"
+    (tmp_path / "held_out").rename(tmp_path / "mine")
+    made = _prepare("demo", "--out", str(tmp_path), *SMALL, "--workers", "2")
+    assert made.returncode == 0, made.stderr
     assert ShardIndex.open(tmp_path / "private").records == 60
     assert not (tmp_path / ".private.partial").exists()
     # Damage is noticed although the receipt still says what was wanted.

@@ -250,7 +250,7 @@ def test_tensorboard_shows_config_certificate_settings_and_pictures_at_the_time_
     found = {value.tag: value for each in events for value in each.summary.value}
     assert found["config/text_summary"].tensor.string_val == [b'    {"name": "<b>"}'], "shown as code, not as markup"
     assert found["certificate/text_summary"].tensor.string_val == [b"# Certificate"]
-    shown = found["start/held-out/00 a *red* square (true: a red square)"]
+    shown = found["start held-out/00 a *red* square (true: a red square)"]
     assert shown.tensor.string_val[2] == drawn.getvalue()
     told = HParamsPluginData.FromString(found[SESSION_START_INFO_TAG].metadata.plugin_data.content)
     assert told.session_start_info.hparams["σ"].number_value == 0.5

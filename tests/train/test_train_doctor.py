@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from murmuration.data.index.folders import build_folder
 from murmuration.train.commands import doctor
@@ -41,7 +42,7 @@ def examined(config: Path, **changed: str) -> tuple[int, list[list[str]]]:
     return done.returncode, [[line[:5].strip(), line[6:20].strip(), line[21:]] for line in done.stdout.splitlines()]
 
 
-def test_a_machine_that_trains_is_well_and_one_without_compiler_is_not(config: Path, tmp_path: Path) -> None:
+def test_a_machine_that_trains_is_well_and_a_missing_compiler_is_named(config: Path, tmp_path: Path) -> None:
     code, lines = examined(config)
     assert code == 0 and not [line for line in lines if line[0] == "FAIL"], lines
     told = [line[2] for line in lines if line[1] == "records"]
@@ -49,7 +50,9 @@ def test_a_machine_that_trains_is_well_and_one_without_compiler_is_not(config: P
     assert ["ok", "ranks", "two processes met by gloo"] in lines or "met by nccl" in str(lines)
 
     code, lines = examined(config, PATH=str(tmp_path))
-    assert code == 2 and [line[1] for line in lines if line[0] == "FAIL"] == ["compiler"], lines
+    gpus = torch.cuda.is_available()
+    assert code == (2 if gpus else 0)
+    assert [line[:2] for line in lines if line[1] == "compiler"] == [["FAIL" if gpus else "warn", "compiler"]], lines
 
 
 def test_records_that_cannot_be_read_are_named(

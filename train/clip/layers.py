@@ -425,7 +425,8 @@ def fallback(tracker: ParameterTracker, func: Any, args: Any, kwargs: dict[str, 
     named = {id(x): x for x in tensors_in(args, kwargs)}
     known = [x for x in named.values() if tracker.source(x) is not None]
     varying = [x for x in named.values() if tracker.varies(x)]
-    _notice(getattr(func, "__name__", str(func)), " and ".join(tracker.names_of(known)))
+    name, weights_of = getattr(func, "__name__", str(func)), tracker.names_of(known)
+    _notice(name, " and ".join(weights_of))
     for x in varying:
         tracker.times(len(x), " and ".join(tracker.names_of(known)))
 
@@ -433,7 +434,7 @@ def fallback(tracker: ParameterTracker, func: Any, args: Any, kwargs: dict[str, 
         new = dict(zip([*map(id, known), *map(id, varying)], [*weights, *inputs], strict=True))
         out = func(*swapped(args, lambda x: new.get(id(x), x)), **swapped(kwargs, lambda x: new.get(id(x), x)))
         if not isinstance(out, Tensor) or not out.dim():
-            raise ClipError(f"{func} of weights returns no tensor of records; there is no rule to clip it")
+            raise ClipError(f"{name} of {weights_of[0]} returns no tensor of records; there is no rule to clip it")
         return out
 
     sources = [tracker.source(x) for x in known]

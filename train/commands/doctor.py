@@ -29,6 +29,8 @@ OK, WARN, FAIL = "ok", "warn", "FAIL"
 PACKAGES = ("torch", "deepspeed", "timm", "transformers", "opacus", "webdataset", "tensorboard", "dp-accounting")
 LEAST_FREE = 20
 """GiB where runs are written; a checkpoint of ViT-L with its optimizer takes five."""
+SHARED, LEAST_SHARED = Path("/dev/shm"), 1
+"""GiB of shared memory for the GPUs of one machine."""
 LEAST_FILES = 4096
 """Open files: each decoding process keeps some shards open."""
 MOST_SKEW = 5.0
@@ -82,12 +84,17 @@ def packages() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """DeepSpeed compiles one small operation for ranks on processors."""
+    """Triton compiles kernels for GPUs, and DeepSpeed its Adam for offloaded optimizers; nothing else is compiled."""
+    import torch
+
     headers = Path(sysconfig.get_path("include")) / "Python.h"
+    verdict = FAIL if torch.cuda.is_available() else WARN
+    needed = "" if verdict == FAIL else ", should an optimizer be offloaded to DeepSpeed's Adam"
     if shutil.which("g++") is None:
-        yield Finding(FAIL, "compiler", "g++ is not on the PATH; install it (Debian/Ubuntu: apt-get install g++)")
+        told = f"g++ is not on the PATH; install it (Debian/Ubuntu: apt-get install g++){needed}"
+        yield Finding(verdict, "compiler", told)
     elif not headers.exists():
-        yield Finding(FAIL, "compiler", f"{headers} is missing; install python3-dev")
+        yield Finding(verdict, "compiler", f"{headers} is missing; install python3-dev{needed}")
     else:
         yield Finding(OK, "compiler", str(shutil.which("g++")))
 
@@ -99,14 +106,15 @@ def processors() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    from murmuration.train.engines.deepspeed_cpu import SHARED, require_shared_memory
+    """NCCL moves data between the GPUs of one machine through it; containers have 64 MiB unless told otherwise."""
+    import torch
 
-    try:
-        require_shared_memory(SHARED)
-    except OSError as error:
-        yield Finding(FAIL, "shared memory", str(error))
-        return
-    yield Finding(OK, "shared memory", f"{shutil.disk_usage(SHARED).free / 2**30:.1f} GiB free in {SHARED}")
+    free = shutil.disk_usage(SHARED).free / 2**30
+    told = f"{free:.1f} GiB free in {SHARED}"
+    if torch.cuda.device_count() > 1 and free < LEAST_SHARED:
+        yield Finding(WARN, "shared memory", f"{told}; NCCL may end by SIGBUS: docker run --shm-size=2g")
+    else:
+        yield Finding(OK, "shared memory", told)
 
 
 def disk() -> Iterator[Finding]:

@@ -1,7 +1,7 @@
-"""What DeepSpeed's communication operation for CPUs leaves on a machine: compiled code, locks, shared memory.
+"""What DeepSpeed compiles at the start of a run, and where.
 
-It is compiled at the first start, under a lock that torch never considers stale, and it communicates through named
-shared memory that it never removes. Both outlive a killed run; neither may harm the next one.
+That is at most its Adam for offloaded optimizers (`zero_optimization.offload_optimizer.adam`). torch compiles under a
+lock that it never considers stale, so a killed run may not harm the next one.
 
 torch compiles for all environments of a home directory into one folder, and ninja recompiles where a command has
 changed. The commands name the folders of the environment, so two checkouts would undo each other's work at every start.
@@ -22,36 +22,17 @@ from pathlib import Path
 
 import torch
 
-# Whether other machines that share the cache are still compiling cannot be seen from here; it takes about 50 s.
+# Whether other machines that share the cache are still compiling cannot be seen from here; it takes about a minute.
 MOST_COMPILING = 300.0
-# Per rank, for buffers; with less, a rank would die of SIGBUS in its first collective operation.
-SHARED_BYTES = 66 << 20
-SHARED = Path("/dev/shm")
 
 
 def make_ready() -> None:
     """Call this before DeepSpeed joins the ranks."""
     cache = own_cache()
     os.environ["TORCH_EXTENSIONS_DIR"] = str(cache)
-    if torch.cuda.is_available():
-        return
-    require_shared_memory(SHARED)
-    if (
-        os.environ["LOCAL_RANK"] == "0"
-    ):  # only one rank: a second might mistake the live lock of the first for a stale one
+    # Only one rank of a machine: a second might mistake the live lock of the first for a stale one.
+    if os.environ["LOCAL_RANK"] == "0":
         drop_dead_locks(cache, _alone())
-    if os.environ["RANK"] == "0" and not any(cache.rglob("deepspeed_shm_comm*.so")):
-        print("DeepSpeed compiles one small operation now (about 50 s, once per environment) …", flush=True)
-
-
-def require_shared_memory(folder: Path) -> None:
-    room = os.statvfs(folder)
-    free = room.f_bavail * room.f_frsize
-    if free < SHARED_BYTES:
-        raise OSError(
-            f"{folder} has {free >> 20} MiB free, and every rank on a CPU needs {SHARED_BYTES >> 20} MiB of it; delete "
-            "what dead runs left there, or mount it larger (docker run --shm-size=2g)"
-        )
 
 
 def drop_dead_locks(cache: Path, alone: bool) -> None:
@@ -67,16 +48,6 @@ def drop_dead_locks(cache: Path, alone: bool) -> None:
                 print(f"removed {lock}, which a killed process had left there", flush=True)
         except FileNotFoundError:
             continue  # released meanwhile, or another rank was quicker
-
-
-def free_shared_names() -> None:
-    """Removes the names of DeepSpeed's buffers once all ranks have met; the buffers stay mapped.
-
-    DeepSpeed leaves 66 MiB per rank in /dev/shm at every run, ended or killed, and the next run at the same port would
-    open what the previous one left there.
-    """
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
-    (SHARED / f"{name}_{os.environ['RANK']}").unlink(missing_ok=True)
 
 
 def own_cache() -> Path:

@@ -32,7 +32,7 @@ from murmuration.train.distributed.shards import (
     whole_parameters,  # fmt: skip
 )
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, modes_of
-from murmuration.train.engines.deepspeed_cpu import free_shared_names, make_ready
+from murmuration.train.engines.deepspeed_cpu import make_ready
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.engines.shard_map import partitioned_parameters, prove_slice, zero_slices  # fmt: skip
 from murmuration.train.engines.sharded_sums import ShardedSums
@@ -47,14 +47,19 @@ AGREEMENT, ROUNDING = 1e-4, 1e-5
 # clip engines watch by one of its own.
 STAGE_3 = {"sub_group_size": 1 << 40, "memory_efficient_linear": False}
 
+CPU_OPERATION = "deepspeed_shm_comm"
+
 
 def start_ranks() -> Ranks:
     """Joins the process group that the launcher describes; without a launcher, makes a group of one."""
     device = describe_process()
     make_ready()
+    if device.type == "cpu":
+        # DeepSpeed would compile it (a minute) and leave 66 MiB per rank in /dev/shm at every run, for a collective of
+        # inference that nothing in training calls.
+        deepspeed.ops.__compatible_ops__[CPU_OPERATION] = False
     deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timedelta(seconds=COLLECTIVE_SECONDS), verbose=False)
     torch.distributed.barrier()
-    free_shared_names()
     return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
 
 

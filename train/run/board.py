@@ -130,7 +130,7 @@ class Board:
             return
         self._public.add_text("certificate", certificate, 0, walltime=self._opened)  # Markdown, with names escaped
         for number, sample in enumerate(samples):
-            tag = f"{self.tag(phase)}/held-out/{number:02d}"
+            tag = f"{self.tag(phase)} held-out/{number:02d}"  # a group of their own, or they would hide the curves
             self._add(picture(tag, sample), step)
         self._public.flush()
 
