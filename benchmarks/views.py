@@ -119,7 +119,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """A dot for each seed, a line for their mean, and chance."""
+    """A dot for each seed, and a line for their mean."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -127,14 +127,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(5, 3))
     for place, own in enumerate(arms_of(rows).values()):
-        values = [row["top_1"] for row in own]
+        values = [row["loss"] for row in own]
         axis.plot([place] * len(values), values, "o", color="tab:blue", alpha=0.7)
         axis.hlines(statistics.mean(values), place - 0.25, place + 0.25, color="tab:orange")
-    axis.axhline(1 / MODEL["classes"], color="gray", linestyle=":", label="chance")
     axis.set_xticks(range(len(arms_of(rows))), list(arms_of(rows)))
-    axis.set_ylim(bottom=0)
-    axis.set_ylabel("top-1 on public pictures")
-    axis.legend()
+    axis.set_ylabel("loss on public pictures")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
