@@ -1,9 +1,10 @@
-"""Epsilon of what was released: Poisson-subsampled Gaussian steps, composed.
+"""Epsilon of what was released: Poisson-subsampled Gaussian steps, and epochs of random allocation, composed.
 
-The default composes privacy loss distributions (PLD): each step is discretised pessimistically (`loss_lattice`), the
-composition is a tilted Fourier transform whose rounding is bounded and added to delta (`composition`), so the result is
-an upper bound on every processor. RDP serves as a second opinion. If all steps have q = 1, they are a plain Gaussian
-mechanism and are answered in closed form. A result that did not converge is an error, never a guess.
+The default composes privacy loss distributions (PLD): each step is discretised pessimistically (`loss_lattice`, or
+`allocation` for an epoch), the composition is a tilted Fourier transform whose rounding is bounded and added to delta
+(`composition`), so the result is an upper bound on every processor. RDP serves as a second opinion on Poisson samples.
+If all steps have q = 1, they are a plain Gaussian mechanism and are answered in closed form. A result that did not
+converge is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from murmuration.accounting.epsilon.allocation import allocated, allocated_below
 from murmuration.accounting.epsilon.composition import MOST_ERROR, Composition
 from murmuration.accounting.epsilon.gaussian import AccountingError, gaussian_delta, gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, lower, upper
@@ -51,7 +53,9 @@ MOST_WORK = 2**21
 class Event:
     """`count` steps in which each record took part with probability `rate`, noised with `sigma` = std / sensitivity.
 
-    With a `cap`, at most that many of the `records` took part, chosen uniformly among those that were drawn.
+    With a `cap`, at most that many of the `records` took part, chosen uniformly among those that were drawn. With
+    `slots` above 1 it is `count` epochs of so many steps: each record took part in one of them, chosen uniformly, so
+    that the rate is 1 / `slots`.
     """
 
     rate: float
@@ -59,8 +63,11 @@ class Event:
     count: int
     cap: int | None = None
     records: int | None = None
+    slots: int = 1
 
     def __post_init__(self) -> None:
+        if self.slots < 1 or (self.slots > 1 and (self.rate != 1 / self.slots or self.cap is not None)):
+            raise AccountingError(f"an epoch of random allocation has a rate of 1 over its steps and no cap: {self}")
         if not 0 < self.rate <= 1:
             raise AccountingError(f"a sampling rate must lie in (0, 1], but is {self.rate}")
         if not (math.isfinite(self.sigma) and self.sigma > 0):
@@ -93,7 +100,7 @@ def merge(events: Iterable[Event]) -> list[Event]:
         kind = replace(event, count=0)
         counts[kind] = counts.get(kind, 0) + event.count
     merged = [replace(kind, count=count) for kind, count in counts.items() if count]
-    return sorted(merged, key=lambda e: (e.rate, e.sigma, e.cap or 0, e.records or 0))
+    return sorted(merged, key=lambda e: (e.rate, e.sigma, e.cap or 0, e.records or 0, e.slots))
 
 
 def epsilon(events: Sequence[Event], delta: float, accountant: Accountant = "pld") -> float:
@@ -152,7 +159,7 @@ def epsilon_below(events: Sequence[Event], delta: float) -> float | None:
     counts = tuple(event.count for event in merged)
     interval, best = interval_for(merged, delta), (math.inf, ())
     for finer in (1, 2, 4):
-        lattices = tuple(lower(event.rate, event.sigma, interval / finer) for event in merged)
+        lattices = tuple(_below(event, interval / finer) for event in merged)
         rounded = sum(n * lattice.rounded for n, lattice in zip(counts, lattices, strict=True))
         best = min(best, (rounded, lattices), key=lambda found: found[0])
         if rounded < MOST_ROUNDED:
@@ -222,9 +229,23 @@ def interval_for(events: Sequence[Event], delta: float) -> float:
 
 def _compositions(events: Sequence[Event], interval: float) -> tuple[Composition, Composition]:
     """All steps together, in both directions: with the record against without it, and the reverse."""
-    pairs = [_capped(replace(e, count=1)) if e.cap is not None else upper(e.rate, e.sigma, interval) for e in events]
+    pairs = [_above(event, interval) for event in events]
     counts = tuple(event.count for event in events)
     return Composition(tuple(x for x, _ in pairs), counts), Composition(tuple(x for _, x in pairs), counts)
+
+
+def _above(event: Event, interval: float) -> tuple[LossLattice, LossLattice]:
+    if event.cap is not None:
+        return _capped(replace(event, count=1))
+    if event.slots > 1:
+        return allocated(event.slots, event.sigma, interval)
+    return upper(event.rate, event.sigma, interval)
+
+
+def _below(event: Event, interval: float) -> LossLattice:
+    if event.slots > 1:
+        return allocated_below(event.slots, event.sigma, interval)
+    return lower(event.rate, event.sigma, interval)
 
 
 @lru_cache(maxsize=8)
@@ -256,6 +277,8 @@ def dp_event(event: Event) -> dp_accounting.DpEvent:
 
     if event.cap is not None:
         raise AccountingError("RDP cannot account for a capped batch; use the PLD accountant")
+    if event.slots > 1:
+        raise AccountingError("RDP accounts for Poisson samples, not for random allocation; use the PLD accountant")
     return dp_accounting.PoissonSampledDpEvent(event.rate, dp_accounting.GaussianDpEvent(event.sigma))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -23,11 +23,13 @@ By = Accountant | Literal["quick"]
 
 @lru_cache(maxsize=256)
 def calibrate_sigma(
-    rate: float, steps: int, target: float, delta: float, accountant: Accountant = "pld", digits: int = DIGITS
-) -> float:
-    """Smallest noise multiplier with `digits` decimals whose re-accounted epsilon is at most `target`."""
+    rate: float, steps: int, target: float, delta: float, accountant: Accountant = "pld", digits: int = DIGITS,
+    slots: int = 1,
+) -> float:  # fmt: skip
+    """Smallest noise multiplier with `digits` decimals whose re-accounted epsilon is at most `target`. With `slots`
+    above 1, `steps` counts epochs of random allocation to so many steps."""
     _require_target(target)
-    ladder = _SigmaLadder(rate, steps, target, delta, digits)
+    ladder = _SigmaLadder(rate, steps, target, delta, digits, slots)
     if accountant == "rdp":
         return ladder.sigma(_first_tick(lambda ticks: ladder.excess(ticks, "rdp") <= 0, ladder))
     # A quick upper bound finds where the answer is, up to a few ticks, and the accountant itself decides among those.
@@ -68,13 +70,12 @@ def calibrate_batch(
 
 
 def affordable_steps(
-    charged: Sequence[Event], rate: float, sigma: float, wanted: int, budget: float, delta: float,
-    accountant: Accountant = "pld",
-) -> int:  # fmt: skip
-    """How many of `wanted` further steps fit the budget after `charged`."""
+    charged: Sequence[Event], kind: Event, wanted: int, budget: float, delta: float, accountant: Accountant = "pld"
+) -> int:
+    """How many of `wanted` further steps (or epochs) of a kind fit the budget after `charged`."""
 
     def fits(count: int) -> bool:
-        return _within(epsilon([*charged, Event(rate, sigma, count)], delta, accountant), budget)
+        return _within(epsilon([*charged, replace(kind, count=count)], delta, accountant), budget)
 
     if wanted <= 0 or not fits(1):
         return 0
@@ -118,6 +119,7 @@ class _SigmaLadder:
     target: float
     delta: float
     digits: int
+    slots: int = 1
 
     def sigma(self, ticks: int) -> float:
         return round(ticks * 10.0**-self.digits, self.digits)
@@ -125,7 +127,7 @@ class _SigmaLadder:
     def excess(self, ticks: int, by: By) -> float:
         """Log ratio to the target: nearly linear in log sigma, so that interpolation lands close."""
         try:
-            spent = _spent([Event(self.rate, self.sigma(ticks), self.steps)], self.delta, by)
+            spent = _spent([Event(self.rate, self.sigma(ticks), self.steps, slots=self.slots)], self.delta, by)
         except AccountingError:
             # Accountants stop converging where there is far too little noise: that is over the budget.
             if ticks > 50 * 10**self.digits:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, dp_event, epsilon, merge, rdp_epsilon
@@ -65,7 +65,7 @@ def tuned_epsilon(events: Sequence[Event], delta: float, tuning: Tuning) -> floa
     merged = merge(events)
     if tuning.fixed:
         runs = int(tuning.mean)
-        return epsilon([Event(e.rate, e.sigma, e.count * runs, e.cap, e.records) for e in merged], delta)
+        return epsilon([replace(event, count=event.count * runs) for event in merged], delta)
     import dp_accounting
     from dp_accounting.dp_event import RepeatAndSelectDpEvent
 

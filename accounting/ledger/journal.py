@@ -358,6 +358,6 @@ class Journal:
         """Steps that fit the budgets of all phases together and of this one: an earlier one's rest may not be spent."""
         history, own = self.history, self.history.plans[phase].epsilon_budget
         return min(
-            affordable_steps(charged, event.rate, event.sigma, wanted, budget, history.delta())
+            affordable_steps(charged, event, wanted, budget, history.delta())
             for charged, budget in ((history.charged(), self._budget(phase)), (history.charged(phase), own))
         )

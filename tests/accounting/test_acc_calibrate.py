@@ -127,8 +127,8 @@ def test_what_cannot_be_reached_is_said() -> None:
 
 def test_affordable_steps_meet_the_budget_exactly() -> None:
     charged = [Event(0.05, 0.8, 10)]
-    count = affordable_steps(charged, 0.05, 0.8, 10_000, 5.0, 2.5e-5)
+    count = affordable_steps(charged, Event(0.05, 0.8, 0), 10_000, 5.0, 2.5e-5)
     assert epsilon([Event(0.05, 0.8, 10 + count)], 2.5e-5) <= 5.0 < epsilon([Event(0.05, 0.8, 11 + count)], 2.5e-5)
-    assert affordable_steps(charged, 0.05, 0.8, 3, 5.0, 2.5e-5) == 3
-    assert affordable_steps(charged, 0.05, 0.8, 3, 0.1, 2.5e-5) == 0
-    assert affordable_steps(charged, 0.05, 0.8, 0, 5.0, 2.5e-5) == 0
+    assert affordable_steps(charged, Event(0.05, 0.8, 0), 3, 5.0, 2.5e-5) == 3
+    assert affordable_steps(charged, Event(0.05, 0.8, 0), 3, 0.1, 2.5e-5) == 0
+    assert affordable_steps(charged, Event(0.05, 0.8, 0), 0, 5.0, 2.5e-5) == 0
