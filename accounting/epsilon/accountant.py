@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from murmuration.accounting.epsilon.allocation import allocated, allocated_below
 from murmuration.accounting.epsilon.composition import MOST_ERROR, Composition
 from murmuration.accounting.epsilon.gaussian import AccountingError, gaussian_delta, gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, lower, upper
+from murmuration.accounting.plan import PrivacyPlan
 
 if TYPE_CHECKING:  # takes longer to import than most answers; RDP and capped batches need it
     import dp_accounting
@@ -82,6 +83,26 @@ class Event:
         if len(given) == 1 or any(number < 1 for number in given):
             raise AccountingError(f"a capped batch needs a cap and a record count of at least 1: {self}")
 
+    @staticmethod
+    def of_plan(plan: PrivacyPlan, count: int | None = None) -> Event:
+        """What a plan's steps are for one record; `count`: None means all of them."""
+        turns = plan.participations if count is None else count
+        return Event(plan.sampling_rate, plan.effective_noise_multiplier, turns, slots=plan.slots)
+
+    @property
+    def kind(self) -> Event:
+        """The mechanism alone."""
+        return replace(self, count=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As certificates state it."""
+        found: dict[str, Any] = {"rate": self.rate, "sigma": self.sigma, "count": self.count}
+        return found if self.slots == 1 else {**found, "slots": self.slots}
+
+    @staticmethod
+    def of_dict(value: dict[str, Any]) -> Event:
+        return Event(value["rate"], value["sigma"], value["count"], slots=value.get("slots", 1))
+
 
 def describe(accountant: Accountant) -> dict[str, object]:
     """What the ledger records about the method, so that a reader can repeat it."""
@@ -97,7 +118,7 @@ def merge(events: Iterable[Event]) -> list[Event]:
     """Equal mechanisms counted together: composition does not depend on order."""
     counts: dict[Event, int] = {}
     for event in events:
-        kind = replace(event, count=0)
+        kind = event.kind
         counts[kind] = counts.get(kind, 0) + event.count
     merged = [replace(kind, count=count) for kind, count in counts.items() if count]
     return sorted(merged, key=lambda e: (e.rate, e.sigma, e.cap or 0, e.records or 0, e.slots))

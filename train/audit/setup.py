@@ -58,6 +58,8 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
         raise RecipeError(f"an audit holds C fixed; give --set {where}.privacy.clip.adaptive=null")
     if phase.settings.privacy.noise is not None:
         raise RecipeError(f"an audit guesses from independent noise alone; give --set {where}.privacy.noise=null")
+    if phase.settings.privacy.sampling != "poisson":
+        raise RecipeError(f"an audit guesses from Poisson samples alone; give --set {where}.privacy.sampling=poisson")
     weights = build(phase.shape, phase.settings.objective, device="meta").parameters()
     elements = sum(p.numel() for p in weights if p.requires_grad)
     if options.kind == "gradient" and options.canaries > elements:
