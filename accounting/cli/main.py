@@ -59,9 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     _epsilon_options(commands.add_parser("epsilon", help="epsilon of sampled Gaussian steps"))
     _calibrate_options(commands.add_parser("calibrate", help="the sigma, steps or batch that reaches an epsilon"))
     _plan_options(commands.add_parser("plan", help="tables and plots: epsilon over steps, sigma over batch"))
-    _compare_options(
-        commands.add_parser("compare", help="independent against correlated noise, and allocation")
-    )
+    _compare_options(commands.add_parser("compare", help="independent against correlated noise, and allocation"))
     _verify_options(commands.add_parser("verify", help="recompute a run's epsilon from its ledger alone"))
     _retire_options(commands.add_parser("retire", help="destroy the key of a run that will not be continued"))
     _explain_options(commands.add_parser("explain", help="what a run or an epsilon promises, in plain words"))

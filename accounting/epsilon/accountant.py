@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
@@ -29,15 +29,17 @@ if TYPE_CHECKING:  # takes longer to import than most answers; RDP and capped ba
     import dp_accounting
 
 __all__ = [
-    "Accountant", "AccountingError", "Event", "delta_at", "deltas_at", "describe", "epsilon", "epsilon_below",
-    "gaussian_epsilon", "interval_for", "larger_epsilon", "merge", "plain_sigma", "quick_epsilon", "round_up",
-    "show_delta",
+    "Accountant", "AccountingError", "Event", "affordable_steps", "delta_at", "deltas_at", "describe", "epsilon",
+    "epsilon_below", "gaussian_epsilon", "halve", "interval_for", "larger_epsilon", "merge", "plain_sigma",
+    "quick_epsilon", "round_up", "show_delta", "within",
 ]  # fmt: skip
 
 Accountant = Literal["pld", "rdp"]
 INTERVAL = 1e-4
 # Beyond these, squares overflow or underflow; no real training run uses such values.
 LEAST_SIGMA, MOST_SIGMA = 1e-9, 1e9
+# Processors round differently: a plan calibrated on one must stay within its budget on all others.
+MARGIN = 1e-8
 # The lattice is made finer if the sum of all losses spreads over fewer intervals than this.
 LEAST_SPREAD = 2000
 # `quick_epsilon`: the intervals that the spread of all losses must cover, the share of it by which rounding each step's
@@ -226,6 +228,34 @@ def plain_sigma(events: Sequence[Event]) -> float | None:
     if any(event.rate != 1 or event.cap is not None for event in events):
         return None
     return sum(e.count / e.sigma**2 for e in events) ** -0.5
+
+
+def affordable_steps(
+    charged: Sequence[Event], kind: Event, wanted: int, budget: float, delta: float, accountant: Accountant = "pld"
+) -> int:
+    """How many of `wanted` further steps (or epochs) of a kind fit the budget after `charged`."""
+
+    def fits(count: int) -> bool:
+        return within(epsilon([*charged, replace(kind, count=count)], delta, accountant), budget)
+
+    if wanted <= 0 or not fits(1):
+        return 0
+    if fits(wanted):
+        return wanted
+    return halve(fits, 1, wanted)
+
+
+def within(spent: float, target: float) -> bool:
+    """Whether a budget is kept, on whichever processor this is computed again."""
+    return spent <= target * (1 - MARGIN)
+
+
+def halve(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Largest number that fits between `low`, which does, and `high`, which does not."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 @lru_cache(maxsize=256)

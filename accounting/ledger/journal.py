@@ -10,8 +10,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from murmuration.accounting.epsilon.accountant import Event
-from murmuration.accounting.epsilon.calibrate import affordable_steps
+from murmuration.accounting.epsilon.accountant import Event, affordable_steps
 from murmuration.accounting.epsilon.tuning import Declared, tuned_epsilon
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerError, make_entry

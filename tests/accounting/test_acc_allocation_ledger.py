@@ -35,7 +35,7 @@ EPOCH = Event(1 / SLOTS, 2.0, 1, slots=SLOTS)
 
 
 def facts(step: int, plan: PrivacyPlan = PLAN, **changes: float) -> StepFacts:
-    honest = acc_world.facts(step, plan, **changes)
+    honest = acc_world.facts(step, plan, keyed="", **changes)
     return replace(honest, sampling=replace(honest.sampling, slots=plan.slots))
 
 
