@@ -63,7 +63,7 @@ test-kernels: $(READY)
 	    -m "not slow" -q -n auto --maxprocesses 8 --dist loadfile $(KERNEL_TESTS)
 
 test-slow: $(READY)
-	@PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m slow -q
+	$(call run_tests,"slow",loadfile)
 
 # A finding is written to tests/fuzz/corpus, which make test-full runs again.
 fuzz: $(READY)

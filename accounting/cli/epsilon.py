@@ -20,6 +20,7 @@ from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon, participations
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.trade_off import of_events
+from murmuration.accounting.epsilon.tuning import Tuning, tuned_epsilon
 from murmuration.accounting.plan import RATE_DENOMINATOR, PlanError, parse_delta, slots_for, threshold_for
 
 SAFE_SPREADS = 8
@@ -63,20 +64,36 @@ def epsilon_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
         note = _cap_note(arguments.n, values["rate"], cap)
         values |= {"cap": cap, "cap_note": note}
         lines.append(note)
+    asked, more = _asked_beside(arguments, events, values["delta"])
+    return values | asked, "\n".join([*lines, *more])
+
+
+def _asked_beside(
+    arguments: argparse.Namespace, events: list[Event], delta: float
+) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+    """What options ask for beside epsilon: values and lines."""
+    values, lines = dict[str, Any](), list[str]()
     if arguments.at_epsilon is not None:
         values |= {"at_epsilon": arguments.at_epsilon, "delta_at_epsilon": delta_at(events, arguments.at_epsilon)}
         lines.append(f"δ = {values['delta_at_epsilon']:.4g} at ε = {arguments.at_epsilon:g}")
     if arguments.gdp:
-        fit = of_events(events, values["delta"]).fit()
+        fit = of_events(events, delta).fit()
         values |= {"gdp_mu": fit.mu, "gdp_gap": fit.gap}
         lines.append(
             f"μ = {round_up(fit.mu)} of Gaussian differential privacy, up to δ; it overstates what a test finds by "
             f"up to {round_up(fit.gap)}"
         )
+    if arguments.best_of is not None:
+        tuning = _best_of(arguments.best_of)
+        values |= {
+            "best_of": tuning.as_dict(),
+            "epsilon_best_of": (best := tuned_epsilon(events, delta, tuning)),
+        }
+        lines.append(f"ε = {round_up(best)} of publishing the best of {arguments.best_of} runs")
     if arguments.cross_check:
-        values["cross_check"] = opacus_epsilon(events, values["delta"])
+        values["cross_check"] = opacus_epsilon(events, delta)
         lines += [f"{name}: {found}" for name, found in values["cross_check"].items()]
-    return values, "\n".join(lines)
+    return values, lines
 
 
 def _sampled(arguments: argparse.Namespace, values: dict[str, Any]) -> Event:
@@ -95,8 +112,8 @@ def _allocated(arguments: argparse.Namespace, values: dict[str, Any]) -> Event:
 
 
 def _shuffled(arguments: argparse.Namespace, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    if arguments.cap is not None or arguments.phase or arguments.cross_check:
-        raise AccountingError("--sampling shuffled takes no --cap, --phase or --cross-check; leave them out")
+    if arguments.cap is not None or arguments.phase or arguments.cross_check or arguments.best_of:
+        raise AccountingError("--sampling shuffled takes no --cap, --phase, --cross-check or --best-of; leave them out")
     times = participations(arguments.steps, values["expected_batch"], arguments.n)
     sigma = arguments.sigma / math.sqrt(times) if arguments.sigma > 0 else math.nan
     event = Event(1.0, sigma, 1)
@@ -123,6 +140,16 @@ def _phase(text: str) -> Event:
         raise
     except ValueError:
         raise PlanError(f"--phase takes N,BATCH,SIGMA,STEPS, but is {text!r}") from None
+
+
+def _best_of(text: str) -> Tuning:
+    runs, _, shape = text.partition(",")
+    try:
+        mean = float(runs)
+        number = 1.0 if shape in ("", "fixed") else math.inf if shape == "poisson" else float(shape)
+    except ValueError:
+        raise PlanError(f"--best-of takes RUNS[,SHAPE], SHAPE a number, poisson or fixed, but is {text!r}") from None
+    return Tuning(mean, number, shape == "fixed")
 
 
 def _cap_note(n: int, rate: float, cap: int) -> str:

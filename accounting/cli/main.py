@@ -89,6 +89,11 @@ def _epsilon_options(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument("--at-epsilon", type=float, metavar="EPSILON", help="also the delta at this epsilon")
     command.add_argument("--gdp", action="store_true", help="also the mu of Gaussian differential privacy")
+    command.add_argument(
+        "--best-of", metavar="RUNS[,SHAPE]",
+        help="also the epsilon of publishing the best of a random number of such runs: their mean, and the shape of "
+        "its distribution (0 logarithmic, 1 geometric (default), poisson, or fixed for exactly that many)",
+    )  # fmt: skip
     command.add_argument("--cross-check", choices=("opacus",), help="also Opacus's RDP and PRV (in a torch process)")
 
 

@@ -1,17 +1,20 @@
 """The cost of choosing the best of several private runs on the same records and publishing only that one.
 
 Trying a fixed list of settings and publishing the best is charged by adding up all runs. If the number of runs is
-itself random (Papernot and Steinke 2022), dp_accounting's repeat-and-select bound is far smaller; only RDP supports it.
+itself random (Papernot and Steinke 2022), far less is enough: dp_accounting's repeat-and-select bound, for RDP alone,
+or the bound of `selection.py`, which follows from the deltas of one run at all epsilons. The smaller of the two counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, dp_event, epsilon, merge, rdp_epsilon
+from murmuration.accounting.epsilon.selection import selected_epsilon
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class Tuning:
     mean: float
     shape: float = 1.0
     fixed: bool = False
+    bound: Literal["rdp", "either"] = field(default="either", compare=False)
+    """Declarations that earlier versions wrote are priced by RDP alone, as their certificates were."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.mean) and self.mean >= 1):
@@ -31,13 +36,17 @@ class Tuning:
             raise AccountingError(f"the shape of the number of runs must be at least 0, but is {self.shape}")
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON has no infinity: Poisson is written as a word."""
-        return {**asdict(self), "shape": "poisson" if math.isinf(self.shape) else self.shape}
+        """JSON has no infinity: Poisson is written as a word. The bound stands only where there is a choice."""
+        value = {**asdict(self), "shape": "poisson" if math.isinf(self.shape) else self.shape}
+        if self.fixed or self.bound == "rdp":
+            del value["bound"]
+        return value
 
     @staticmethod
     def from_dict(value: dict[str, Any]) -> Tuning:
         shape = value.get("shape", 1.0)
-        return Tuning(value["mean"], math.inf if shape == "poisson" else float(shape), bool(value.get("fixed", False)))
+        number = math.inf if shape == "poisson" else float(shape)
+        return Tuning(value["mean"], number, bool(value.get("fixed", False)), value.get("bound", "either"))
 
 
 @dataclass(frozen=True)
@@ -66,11 +75,29 @@ def tuned_epsilon(events: Sequence[Event], delta: float, tuning: Tuning) -> floa
     if tuning.fixed:
         runs = int(tuning.mean)
         return epsilon([replace(event, count=event.count * runs) for event in merged], delta)
-    import dp_accounting
-    from dp_accounting.dp_event import RepeatAndSelectDpEvent
-
-    run = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(dp_event(e), e.count) for e in merged])
-    value = rdp_epsilon([(RepeatAndSelectDpEvent(run, tuning.mean, tuning.shape), 1)], delta)
+    found = [_by_rdp(merged, delta, tuning)] if tuning.bound == "rdp" else _by_either(merged, delta, tuning)
+    value = min(found, default=math.inf)
     if not math.isfinite(value):
         raise AccountingError("the cost of tuning did not converge; use fewer runs or more noise")
     return value
+
+
+def _by_either(events: Sequence[Event], delta: float, tuning: Tuning) -> list[float]:
+    """Each is a bound of its own; where one of them has no answer the other one may."""
+    found = []
+    for price in (_by_rdp, _by_deltas):
+        with contextlib.suppress(AccountingError):
+            found.append(price(events, delta, tuning))
+    return found
+
+
+def _by_deltas(events: Sequence[Event], delta: float, tuning: Tuning) -> float:
+    return selected_epsilon(events, delta, tuning.mean, tuning.shape)
+
+
+def _by_rdp(events: Sequence[Event], delta: float, tuning: Tuning) -> float:
+    import dp_accounting
+    from dp_accounting.dp_event import RepeatAndSelectDpEvent
+
+    run = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(dp_event(e), e.count) for e in events])
+    return rdp_epsilon([(RepeatAndSelectDpEvent(run, tuning.mean, tuning.shape), 1)], delta)

@@ -73,6 +73,7 @@ class _Runs:
     mean: float
     shape: float | Literal["poisson"] = 1.0
     fixed: bool = False
+    bound: Literal["rdp", "either"] = "rdp"
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,8 @@ def test_verify_recomputes_it_from_the_ledger_and_finds_a_charge_as_poisson(tmp_
     unproved = [*told["limits"]["groups"], told["limits"]["replacement"]]
     assert all(row["epsilon"] is None and "random allocation" in row["reason"] for row in unproved)
     assert told["claim"]["epsilon_rdp"].startswith("refused")
+    page = (tmp_path / "certificate.md").read_text()
+    assert "sampling: random allocation" in page and "3 epochs of 4)" in page
 
     phase["events"] = [{**phase["events"][0], "mechanism": "Poisson-subsampled Gaussian", "count": 12}]
     del phase["events"][0]["slots"]

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import cosmic_ray.plugins
@@ -125,7 +125,7 @@ class Covering:
 
     seconds: dict[str, float]
     lines: dict[str, dict[str, list[str]]]
-    budget: float = field(default_factory=lambda: float(raw()["mutation"]["seconds"]))
+    budget: float
 
     def at(self, file: str, lines: range | list[int]) -> set[str]:
         known = self.lines.get(file, {})
@@ -175,7 +175,7 @@ class Runner:
     def __init__(self, name: str, files: list[str], again: list[str] | None, bare: Bare) -> None:
         self._name, self._files, self._bare, self._session_file = name, files, bare, str(path_of(name))
         measured = json.loads((WORK / f"lines-{name}.json").read_text())
-        self._covering = Covering(measured["seconds"], measured["lines"])
+        self._covering = Covering(measured["seconds"], measured["lines"], groups()[name].seconds)
         self._again = again
 
     @pytest.hookimpl(tryfirst=True)

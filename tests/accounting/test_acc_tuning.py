@@ -1,0 +1,184 @@
+"""What it costs to publish the best of several runs, against the theorem's own formula."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
+from murmuration.accounting.epsilon.selection import parameter, selected_epsilon
+from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
+from tests.accounting.test_acc_cli import answer, here
+
+SIGMA, STEPS, DELTA = 8.0, 4, 1e-6
+
+
+def by_the_theorem(mean: float, shape: float) -> float:
+    """Papernot and Steinke (2022), theorems 2 and 6, for a Gaussian, whose RDP is order / 2 sigma^2."""
+    orders = np.exp(np.linspace(math.log(1.01), math.log(2000), 1500))
+    rdp = orders * STEPS / (2 * SIGMA**2)
+    if math.isinf(shape):  # a Poisson number of runs: one run is (log(1 + 1 / (order - 1)), delta)-private
+        least = np.log1p(1 / (orders - 1))
+        tuned = rdp + mean * np.array([_delta(orders, rdp, each) for each in least]) + math.log(mean) / (orders - 1)
+    else:  # gamma: the parameter of the truncated negative binomial law whose mean is `mean`
+        gamma = 1 / mean if shape == 1 else _logarithmic(mean)
+        other = np.min((1 + shape) * ((1 - 1 / orders) * rdp + math.log(1 / gamma) / orders))
+        tuned = rdp + other + math.log(mean) / (orders - 1)
+    # By Canonne, Kamath and Steinke.
+    return float(np.min(tuned + np.log1p(-1 / orders) - np.log(DELTA * orders) / (orders - 1)))
+
+
+def _logarithmic(mean: float) -> float:
+    """(1 / gamma - 1) / log(1 / gamma) falls in gamma."""
+    low, high = 1e-12, 1 - 1e-12
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if (1 / middle - 1) / math.log(1 / middle) > mean else (low, middle)
+    return high
+
+
+def _delta(orders: np.ndarray, rdp: np.ndarray, epsilon: float) -> float:
+    """By the same conversion as below, solved for delta."""
+    return math.exp(min(0.0, np.min((orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders))))
+
+
+@pytest.mark.parametrize(("mean", "shape"), [(3.0, 1.0), (20.0, 1.0), (20.0, 0.0), (20.0, math.inf)])
+def test_a_drawn_number_of_runs_costs_what_the_theorem_says(mean: float, shape: float) -> None:
+    found = tuned_epsilon([Event(1.0, SIGMA, STEPS)], DELTA, Tuning(mean, shape, bound="rdp"))
+    assert found == pytest.approx(by_the_theorem(mean, shape), rel=0.01)
+    assert found > epsilon([Event(1.0, SIGMA, STEPS)], DELTA)
+
+
+ORDERS = {
+    "larger": lambda y: y, "smaller": lambda y: -y, "far": lambda y: abs(y - 0.5), "near": lambda y: -abs(y),
+    "worst: those that the other has more often, then the rarest": lambda y: np.where(y > 2.5, 99, -y),
+}  # fmt: skip
+
+
+def exact_delta(sigma: float, mean: float, shape: float, order: str, claimed: float) -> float:
+    """Of publishing the first in the order out of K draws from N(0, sigma^2), against N(1, sigma^2): on a fine grid."""
+    y = np.linspace(-9 * sigma, 1 + 9 * sigma, 400_001)
+    ranked = np.argsort(ORDERS[order](y), kind="stable")
+    chances = np.stack([norm.pdf(y, place, sigma) for place in (0.0, 1.0)])[:, ranked]
+    chances /= chances.sum(axis=1, keepdims=True)
+    below = np.cumsum(chances, axis=1)
+    last = np.concatenate([np.zeros((2, 1)), below[:, :-1]], axis=1)
+
+    def generating(x: np.ndarray) -> np.ndarray:
+        if math.isinf(shape):
+            return np.exp(mean * (x - 1))
+        g = parameter(mean, shape)
+        if shape == 0:
+            return np.log1p(-(1 - g) * x) / math.log(g)
+        return ((1 - (1 - g) * x) ** -shape - 1) / (g**-shape - 1)
+
+    best = generating(np.minimum(below, 1.0)) - generating(np.minimum(last, 1.0))
+    return max(float(np.maximum(p - math.exp(claimed) * q, 0).sum()) for p, q in (best, best[::-1]))
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+@pytest.mark.parametrize(("mean", "shape"), [(10.0, 1.0), (10.0, 0.0), (4.0, 2.5), (3.0, math.inf)])
+def test_no_order_of_outcomes_has_more_than_the_bound_by_deltas(mean: float, shape: float, order: str) -> None:
+    sigma, delta = 2.0, 1e-4
+    claimed = selected_epsilon([Event(1.0, sigma, 1)], delta, mean, shape)
+    assert 0 < exact_delta(sigma, mean, shape, order, claimed) <= delta
+
+
+def test_the_bound_by_deltas_is_near_what_the_worst_order_needs() -> None:
+    """Without a fifth of what is added to one run, some order has more than delta: the tests above have power."""
+    sigma, delta, mean = 2.0, 1e-4, 10.0
+    one, claimed = epsilon([Event(1.0, sigma, 1)], delta), selected_epsilon([Event(1.0, sigma, 1)], delta, mean, 1.0)
+    assert max(exact_delta(sigma, mean, 1.0, order, one + (claimed - one) * 0.8) for order in ORDERS) > delta
+
+
+@pytest.mark.parametrize(("mean", "shape"), [(1.5, 1.0), (10.0, 1.0), (100.0, 0.0), (3.0, 2.5)])
+def test_the_parameter_has_the_mean(mean: float, shape: float) -> None:
+    g, k = parameter(mean, shape), np.arange(1, 200_001, dtype=float)
+    log_chances = k * math.log1p(-g) + np.cumsum(np.log((k - 1 + shape + (k == 1) * (shape == 0)) / k))
+    chances = np.exp(log_chances - log_chances.max())
+    assert (chances * k).sum() / chances.sum() == pytest.approx(mean, rel=1e-6)
+
+
+def test_the_smaller_of_both_bounds_is_charged_and_earlier_declarations_by_rdp() -> None:
+    events = [Event(0.01, 1.0, 200)]
+    either, by_rdp = (tuned_epsilon(events, 1e-6, Tuning(10, bound=bound)) for bound in ("either", "rdp"))
+    assert either == selected_epsilon(events, 1e-6, 10, 1.0) < by_rdp
+    many = Tuning(1000.0, math.inf)
+    assert tuned_epsilon(events, 1e-6, many) < selected_epsilon(events, 1e-6, 1000.0, math.inf)
+    assert Tuning(10, bound="rdp") == Tuning(10)  # a run that continues does not declare it again
+    assert "bound" not in Tuning(10, bound="rdp").as_dict() and "bound" not in Tuning(10, fixed=True).as_dict()
+    assert tuned_epsilon(events, 1e-6, Tuning(1)) == epsilon(events, 1e-6)
+
+
+def test_a_fixed_list_costs_all_of_its_runs_whatever_their_steps_were() -> None:
+    events = [Event(0.01, 2.0, 5), Event(0.02, 1.5, 7)]
+    assert tuned_epsilon(events, 1e-6, Tuning(3, fixed=True)) == epsilon(events * 3, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("refused", "sentence"),
+    [
+        ({"mean": 0.99}, "mean number of tuning runs must be at least 1, but is 0.99"),
+        ({"mean": math.inf}, "must be at least 1, but is inf"),
+        ({"mean": math.nan}, "must be at least 1, but is nan"),
+        ({"mean": 2.5, "fixed": True}, "must be whole, but is 2.5"),
+        ({"mean": 2, "shape": -0.1}, "at least 0, but is -0.1"),
+        ({"mean": 2, "shape": math.nan}, "at least 0, but is nan"),
+    ],
+)
+def test_numbers_of_runs_that_mean_nothing_are_refused(refused: dict, sentence: str) -> None:
+    with pytest.raises(AccountingError, match=sentence):
+        Tuning(**refused)
+
+
+def test_the_least_that_means_something_is_accepted() -> None:
+    assert Tuning(1) == Tuning(1.0, 1.0, False)
+    assert Tuning(1, 0.0).shape == 0.0 and Tuning(2.5).mean == 2.5
+
+
+@pytest.mark.parametrize("tuning", [Tuning(4, math.inf), Tuning(3, 1.0, True), Tuning(2.5, 0.0)])
+def test_written_and_read_again(tuning: Tuning) -> None:
+    written = tuning.as_dict()
+    assert Tuning.from_dict(written) == tuning
+    assert written["shape"] == ("poisson" if math.isinf(tuning.shape) else tuning.shape)
+    declared = Declared("rates", tuning)
+    assert Declared.from_dict(declared.as_dict()) == declared
+    assert Declared.from_dict(Declared("rates by hand").as_dict()) == Declared("rates by hand")
+
+
+def test_what_is_left_out_is_geometric_and_not_fixed() -> None:
+    assert Tuning.from_dict({"mean": 4}) == Tuning(4, 1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "tuning"),
+    [
+        ("10", Tuning(10)),
+        ("10,0", Tuning(10, 0.0)),
+        ("10,poisson", Tuning(10, math.inf)),
+        ("3,fixed", Tuning(3, fixed=True)),
+    ],
+)
+def test_the_command_prices_the_best_of_some_runs(words: str, tuning: Tuning) -> None:
+    found = answer(f"epsilon --n 1000 --batch 1000 --steps 4 --sigma 8 --delta 1e-6 --best-of {words}")
+    assert found["epsilon_best_of"] == tuned_epsilon([Event(1.0, SIGMA, STEPS)], DELTA, tuning)
+
+
+@pytest.mark.parametrize("words", ["ten", "10,wide", "0.5", "2.5,fixed"])
+def test_the_command_refuses_runs_that_mean_nothing(words: str) -> None:
+    done = here(f"epsilon --n 1000 --batch 1000 --steps 4 --sigma 8 --best-of {words}")
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("statement", ["", None, 3])
+def test_a_declaration_says_something(statement: object) -> None:
+    with pytest.raises(AccountingError, match="must say in words"):
+        Declared(statement)  # type: ignore[arg-type]
+
+
+def test_a_tuning_whose_cost_cannot_be_bounded_is_refused() -> None:
+    with pytest.raises(AccountingError):
+        tuned_epsilon([Event(1.0, 1e-3, 1)], 1e-12, Tuning(1e300))
