@@ -61,8 +61,8 @@ def slots_for(records: int, expected_batch: float, steps: int) -> int:
         other = max(1, round(records / expected_batch))
         raise PlanError(
             f"random allocation lets each record take part a whole number of times, but {steps} steps of "
-            f"{expected_batch:g} records are {often:.3g} times; use expected_batch = {records / other:.6g} and steps = "
-            f"{other * max(1, round(often))}, or Poisson sampling"
+            f"{expected_batch:g} records are {often:.3g} times; use expected_batch = {records / slots:.6g}, or "
+            f"{records / other:.6g} with steps = {other * max(1, round(often))}, or Poisson sampling"
         )
     return slots
 

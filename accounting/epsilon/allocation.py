@@ -25,6 +25,7 @@ import numpy as np
 
 from murmuration.accounting.epsilon.gaussian import AccountingError
 from murmuration.accounting.epsilon.loss_lattice import (
+    REACH,
     UNIT,
     Array,
     LossLattice,
@@ -100,8 +101,10 @@ def _grid(steps: int, sigma: float, interval: float) -> float:
     blur = BLUR if interval <= SEARCHED else COARSER * BLUR
     wanted = max(interval, min(WIDEST, math.sqrt(3 * blur * variance)))
     doubled = math.floor(math.log2(wanted / interval))
-    reach = 16 / sigma + 2
-    while (grid := interval * 2.0**doubled) < 4 * WIDEST and reach / grid * -math.log(grid) / grid > MOST_WORK:
+    while (grid := interval * 2.0**doubled) < 4 * WIDEST:
+        points = (2 * REACH / sigma + sigma**-2) / grid
+        if points * min(points, -math.log(grid) / grid) <= MOST_WORK:
+            break
         doubled += 1
     return grid
 
@@ -130,11 +133,12 @@ def _dominated(steps: int, sigma: float, grid: float) -> _Mean:
 def _errors(steps: int, sigma: float, grid: float) -> tuple[float, float]:
     """The relative error of the masses of the whole, and how far its losses may be off.
 
-    A mass is a sum of products of one mass of each step. In each halving no more pairs than twice the points of a
-    lattice are added up for one point. Losses are rounded in each halving, and the lanes' unequal chances move them.
+    A mass is a sum of products of one mass of each step. In each halving a point gets at most two terms for each
+    distance of two points, in both orders, and two sums over far ones. Losses are rounded in each halving, and the
+    unequal chances of the lanes move them.
     """
     dots = gaussian_dots(sigma, grid)
-    terms = 2 * len(dots.masses) + 64
+    terms = 6 * len(dots.masses) + 64
     halvings = (steps - 1).bit_length()
     largest = grid * max(abs(dots.first), abs(dots.first + len(dots.masses)))
     slack = dots.slack + 256 * UNIT * halvings - math.log1p(-steps / LANES)

@@ -188,5 +188,5 @@ def test_units_are_allocated_in_place_of_records() -> None:
 def test_a_batch_that_does_not_fit_is_refused_with_one_that_does() -> None:
     phase = phase_with(steps=30)
     assert phase.privacy is not None
-    with pytest.raises(RecipeError, match=r"1\.5 times; use expected_batch = 50 and steps = 40, or Poisson"):
+    with pytest.raises(RecipeError, match=r"1\.5 times; use expected_batch = 66\.6667, or 50 with steps = 40"):
         make_plan(phase, phase.privacy, 1000, "phases.0")
