@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.ledger.history import History
-from tests.support.launching import TIMEOUT, Launch, ledger_lines, opened_steps, wait_for
+from tests.support.launching import ROOT, TIMEOUT, Launch, environment, ledger_lines, opened_steps, wait_for
 from tests.support.runs import SMALL_STEPS, account, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -77,3 +79,14 @@ def test_a_new_segment_within_an_epoch_pays_for_that_epoch_again(launch: Make) -
     assert 0 < second.from_step < SLOTS and first.from_step == 0
     assert sum(event.count for event in history.charged()) == 3
     assert verify(run_dir).epsilon == history.epsilon()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "words"), [([], "an audit guesses from Poisson"), (["--replay"], "a replay draws Poisson")]
+)
+def test_audits_count_on_poisson_samples_and_say_so(launch: Make, kind: list[str], words: str) -> None:
+    job, _ = launch("audited")
+    command = [sys.executable, str(ROOT / "launch" / "audit.py"), *kind, "--config", str(job.config), *ALLOCATED[:4]]
+    done = subprocess.run(command, cwd=job.cwd, capture_output=True, text=True, env=environment(), timeout=TIMEOUT)
+    assert done.returncode == 2 and words in done.stderr, done.stdout + done.stderr
