@@ -77,7 +77,7 @@ RATCHETED_BLOCKS = (
 RATCHETED_EPOCHS = (
     "Where records are allocated to the steps of an epoch, the key of that allocation is kept until the epoch ends: "
     "whoever copied the secret file meanwhile can tell in which of the epoch's steps, earlier ones included, each "
-    "record takes part, but not take the noise off those before."
+    "record takes part, but not take the noise off those before. Against them the claim covers the epochs before alone."
 )
 # Stated in addition where one ledger has segments of both kinds.
 NOT_RATCHETED = (
