@@ -349,8 +349,10 @@ class PrivateTraining:
         if bands is not None:
             same = known is not None and (known.bands, known.steps) == (bands, steps)
             banded = known.banded if known is not None and same else best_banded(bands, steps)
-        slots = slots_for(records, expected_batch, steps) if sampling == "allocation" else 1
-        threshold = threshold_of(slots) if slots > 1 else threshold_for(records, expected_batch, bands or 1)
+        slots, threshold = 1, threshold_for(records, expected_batch, bands or 1)
+        if sampling == "allocation":
+            slots = slots_for(records, expected_batch, steps)
+            threshold = threshold_of(slots)
         fixed: dict[str, Any] = dict(
             records=records, threshold=threshold, clip_norm=clip_norm, steps=steps, banded=banded, slots=slots,
             delta=parse_delta(delta, records), epsilon_budget=epsilon,

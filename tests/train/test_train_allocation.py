@@ -157,10 +157,19 @@ def test_a_config_becomes_a_plan_with_epochs() -> None:
     assert make_plan(poisson, poisson.privacy, 1000, "phases.0").noise_multiplier > plan.noise_multiplier
 
 
+def test_a_batch_of_nearly_all_records_becomes_one_of_all() -> None:
+    phase = phase_with(steps=4, privacy={"expected_batch": 950.0})
+    assert phase.privacy is not None
+    plan = make_plan(phase, phase.privacy, 1000, "phases.0")
+    assert (plan.slots, plan.sampling_rate, plan.divisor) == (1, 1.0, 1000.0)
+
+
 def test_epochs_of_a_config_are_those_of_the_allocation() -> None:
-    phase = with_steps(phase_with(steps=None, epochs=3), 1000, "phases.0")
-    assert phase.steps == 60 and phase.privacy is not None
-    assert make_plan(phase, phase.privacy, 1000, "phases.0").participations == 3
+    for records in (1000, 1010):
+        phase = with_steps(phase_with(steps=None, epochs=3, privacy={"noise_multiplier": 2.0}), records, "phases.0")
+        assert phase.steps == 60 and phase.privacy is not None, "whole epochs"
+        plan = make_plan(phase, phase.privacy, records, "phases.0")
+        assert (plan.slots, plan.participations, plan.divisor) == (20, 3, records / 20)
 
 
 def test_released_metrics_and_norms_that_adapt_share_its_noise() -> None:

@@ -388,6 +388,8 @@ def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes")
     batch = phase.batch or (phase.privacy.expected_batch if phase.privacy else 1)
     if phase.epochs is not None:
         steps = math.ceil(phase.epochs * records / batch)
+        if phase.privacy is not None and phase.privacy.sampling == "allocation" and phase.epochs == int(phase.epochs):
+            steps = int(phase.epochs) * max(1, round(records / batch))  # none of which is cut, and paid for whole
     elif phase.until_budget and phase.privacy is not None:
         bands = phase.privacy.bands
         plan = make_plan(phase.model_copy(update={"steps": bands}), phase.privacy, records, where, noise=noise)
@@ -421,10 +423,10 @@ def make_plan(
         units = replace(units, table=table)
     growth = GRID_GROWTH if noise == "exact" else 0.0
     try:
-        slots = 1
+        slots, threshold = 1, threshold_for(records, privacy.expected_batch, privacy.bands)
         if privacy.sampling == "allocation":
             slots = slots_for(records, privacy.expected_batch, phase.steps)
-        threshold = threshold_of(slots) if slots > 1 else threshold_for(records, privacy.expected_batch, privacy.bands)
+            threshold = threshold_of(slots)  # with a single step per epoch, that of all records
         delta = parse_delta(privacy.delta, records)
         metrics = tuple(PlannedMetric(m.name, m.bound, m.bound * m.noise_multiplier) for m in privacy.release)
         adaptive = None
