@@ -78,7 +78,7 @@ class BandedNoise:
         With an approximate inverse D and R = 1 - B·D, M = D·(1 - R)⁻¹, whose columns exceed those of D by at most
         |D|·|R| / (1 - |R|).
         """
-        factor = self._matrix
+        factor = self.whole
         rounding = (self.bands + 2) * 2.0**-52
         approximate = np.linalg.inv(factor)
         left = np.linalg.norm(np.eye(self.bands) - factor @ approximate)
@@ -89,7 +89,8 @@ class BandedNoise:
         return float(columns + np.linalg.norm(approximate) * left / (1 - left))
 
     @cached_property
-    def _matrix(self) -> Array:
+    def whole(self) -> Array:
+        """B as a square."""
         found = np.zeros((self.bands, self.bands))
         for place, row in enumerate(self.rows):
             found[place, : place + 1] = row
@@ -120,7 +121,7 @@ class BandedNoise:
     def accumulated(self, steps: int) -> float:
         """Root mean square, over steps 1 to `steps`, of the deviation of all noise added up so far, in units of the
         draws'. For independent noise it is √((steps + 1) / 2)."""
-        variances = np.square(np.cumsum(self._matrix, axis=0)).sum(axis=1)
+        variances = np.square(np.cumsum(self.whole, axis=0)).sum(axis=1)
         blocks = np.arange(-(-steps // self.bands))[:, None]
         found = blocks * variances[-1] + variances[None, :]
         return float(np.sqrt(found.ravel()[:steps].mean()))

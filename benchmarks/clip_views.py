@@ -22,6 +22,9 @@ from murmuration.data.draw.micro_batch import ROW_SHARE
 from murmuration.train.clip.engine import assert_exact_matmul
 from tests.support import brute_force
 
+# Of records that are judged, as each takes a whole gradient in fp64.
+MOST_JUDGED = 4
+
 
 def of_views(rows: Inputs, views: int) -> Inputs:
     if views == 1:
@@ -58,7 +61,7 @@ def by_autograd(model: nn.Module, rows: Inputs, views: int) -> list[brute_force.
 
 def judged(workload: Workload, model: nn.Module, rows: int, views: int, device: torch.device) -> tuple[float, float]:
     """The clipping bound, at which half of the records are clipped, and the relative error of the sum in fp32."""
-    inputs = workload.batch(rows, device, seed=2)
+    inputs = workload.batch(views * min(rows // views, MOST_JUDGED), device, seed=2)
     records = by_autograd(model, inputs, views)
     bound = statistics.median(record.norm() for record in records)
     engine = ViewsEngine(Weights(model), bound, False, views)

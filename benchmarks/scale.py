@@ -7,8 +7,8 @@ without and with privacy. Computed as by the planner: exchange over rings of `--
 of a rank's share. Drawn: the number of records of a step, and so the micro-batches that all ranks take. Measured here:
 how fast this processor draws noise and records. Assumed: micro-batches take unequally long (`--jitter`), and now and
 then a rank is late (`--late`, `--delay`). Below ZeRO-3 ranks meet once per step, at ZeRO-3 in every micro-batch, where
-gathers are counted as if none overlapped with computing. With HSDP, which no engine offers yet, weights are sharded
-within nodes of `--node` GPUs and replicated over nodes: ranks of a node meet in every micro-batch, over links of
+gathers are counted as if none overlapped with computing. With HSDP (FSDP2 with `run.shard_over`), weights are sharded
+within nodes of `--node` GPUs and copied to all nodes: ranks of a node meet in every micro-batch, over links of
 `--node-link` GB/s, and nodes once per step. Left out: reading records, and checkpoints.
 """
 
@@ -33,10 +33,10 @@ from murmuration.data.draw.micro_batch import row_count  # noqa: E402
 from murmuration.data.draw.poisson import LANES, PoissonSampler  # noqa: E402
 from murmuration.train.commands.forecast import measured_noise_rate  # noqa: E402
 from murmuration.train.config.load import load  # noqa: E402
-from murmuration.train.planner.cluster import GATHERS_PER_MICRO_BATCH, Cluster, step_time  # noqa: E402
+from murmuration.train.planner.cluster import Cluster, step_time  # noqa: E402
 from murmuration.train.planner.cost import RecordCost  # noqa: E402
 from murmuration.train.planner.forecast import counted  # noqa: E402
-from murmuration.train.planner.memory import WeightCounts  # noqa: E402
+from murmuration.train.planner.memory import GIB, WeightCounts, fsdp2_memory, memory  # noqa: E402
 from murmuration.train.planner.rows import Batch  # noqa: E402
 
 RECIPES = {
@@ -46,7 +46,7 @@ RECIPES = {
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 # ZeRO-2 exchanges as much as ZeRO-1.
 HSDP = "HSDP"
-STAGES: dict[int | str, str] = {1: "ZeRO-1 and 2", 3: "ZeRO-3", HSDP: "HSDP (simulated only)"}
+STAGES: dict[int | str, str] = {1: "ZeRO-1 and 2", 3: "ZeRO-3", HSDP: "HSDP"}
 # Bytes of a rank's shard that an update reads or writes, per weight: sum, noise, gradient, weight and two moments.
 UPDATE_BYTES = 60.0
 
@@ -83,7 +83,10 @@ class Work:
 def simulated(work: Work, gpus: int, stage: int | str, setting: Setting, seed: int = 0) -> dict[str, Any]:
     """Mean seconds of a step's parts; what is hidden behind computing counts only as far as it takes longer."""
     draw = np.random.default_rng(seed)
-    cluster = Cluster(gpus, 1.0, 1.0, setting.link, setting.noise_per_second)
+    link = setting.node_link if stage == HSDP and gpus <= setting.node else setting.link
+    cluster = Cluster(gpus, 1.0, 1.0, link, setting.noise_per_second, node_link_gb_per_s=setting.node_link)
+    copy = sharded_over(gpus, stage, setting)
+    held = fsdp2_memory(work.weights, copy) if stage == HSDP else memory(work.weights, int(stage), gpus, False)
     rate = work.micro_batch / work.seconds
     parts: dict[str, list[float]] = {}
     for _ in range(setting.steps):
@@ -94,17 +97,15 @@ def simulated(work: Work, gpus: int, stage: int | str, setting: Setting, seed: i
         waited = waiting(each, stage, setting)
         planned = step_time(
             NO_COST, work.weights, cluster, Batch(float(total)), work.micro_batch, 3 if stage == HSDP else int(stage),
-            rate,
+            rate, ranks_per_copy=copy if stage == HSDP else 0,
         )  # fmt: skip
-        exchange = planned.exchange if stage != HSDP else node_exchange(work.weights, gpus, rows, setting)
         ideal = total / gpus / rate
         computed = rows * work.seconds
         step = {
             "ideal": ideal, "padding": computed - ideal, "unequal": waited - computed,
-            "exchange": exchange, "noise": max(0.0, planned.noise - waited),
+            "exchange": planned.exchange, "noise": max(0.0, planned.noise - waited),
             "draw": max(0.0, setting.records * min(1.0, setting.parts / gpus) / setting.ids_per_second - waited),
-            "update": UPDATE_BYTES * work.weights.trainable / sharded_over(gpus, stage, setting)
-            / work.memory_bytes_per_second,
+            "update": UPDATE_BYTES * work.weights.trainable / copy / work.memory_bytes_per_second,
         }  # fmt: skip
         for name, seconds in step.items():
             parts.setdefault(name, []).append(float(seconds))
@@ -114,6 +115,7 @@ def simulated(work: Work, gpus: int, stage: int | str, setting: Setting, seed: i
     return {
         "gpus": gpus, "stage": stage, "seconds": whole, "efficiency": mean["ideal"] / whole, "parts": mean,
         "bottleneck": max(lost, key=lambda name: lost[name]), "gpu_hours_per_step": whole * gpus / 3600,
+        "gib_without_activations": (held.stays + max(held.gathered, held.update)) / GIB,
         "private_over_plain": work.plain_seconds / work.seconds * mean["ideal"] / whole,
     }  # fmt: skip
 
@@ -130,17 +132,6 @@ def waiting(seconds: np.ndarray, stage: int | str, setting: Setting) -> float:
     together = setting.node if stage == HSDP else 1
     starts = np.arange(0, seconds.shape[1], together)
     return float(np.maximum.reduceat(seconds, starts, axis=1).sum(0).max())
-
-
-def node_exchange(weights: WeightCounts, gpus: int, rows: int, setting: Setting) -> float:
-    """Weights are gathered within a node as often as at ZeRO-3. Sums in fp64 are scattered within nodes, and added up
-    over nodes shard by shard."""
-    node = sharded_over(gpus, HSDP, setting)
-    inside = Cluster(node, 1.0, 1.0, setting.node_link, 1.0)
-    across = Cluster(max(1, gpus // node), 1.0, 1.0, setting.link, 1.0)
-    n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
-    once = inside.gather_seconds(8.0 * n) + across.all_reduce_seconds(8.0 * n / node)
-    return once + rows * GATHERS_PER_MICRO_BATCH * inside.gather_seconds(whole)
 
 
 NO_COST = RecordCost(0.0, 1.0, 0.0, 0.0, 0.0)
@@ -167,12 +158,12 @@ def measured_ids_per_second() -> float:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| model | ZeRO | GPUs | seconds | efficiency | bottleneck | GPU-hours |",
-        "|---|---|---|---|---|---|---|",
+        "| model | ZeRO | GPUs | seconds | efficiency | bottleneck | GPU-hours | GiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {row['model']} | {row['stage']} | {row['gpus']:,} | {row['seconds']:.1f} | {row['efficiency']:.2f} | "
-        f"{row['bottleneck']} | {row['gpu_hours_per_step']:.2f} |"
+        f"{row['bottleneck']} | {row['gpu_hours_per_step']:.2f} | {row['gib_without_activations']:.1f} |"
         for row in rows
     ]
     return "\n".join(lines)
@@ -210,13 +201,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jitter", type=float, default=0.02, help="standard deviation of a micro-batch's time (0.02)")
     parser.add_argument("--late", type=float, default=1e-3, help="share of ranks that are late in a step (0.001)")
     parser.add_argument("--delay", type=float, default=0.5, help="seconds by which they are late (0.5)")
+    parser.add_argument("--noise-rate", type=float, help="normal numbers per second of a rank (default: measured here)")
+    parser.add_argument(
+        "--ids-rate", type=float, help="records per second among which a rank draws (default: likewise)"
+    )
     parser.add_argument("--steps", type=int, default=100, help="simulated steps of each case (100)")
     parser.add_argument("--draw-whole", action="store_true", help="as if every rank drew all records of a step itself")
     parser.add_argument("--out", type=Path, help="JSON, and a plot beside it")
     given = parser.parse_args(argv)
     counts = json.loads((ROOT / "tests" / "gpu" / "counted.json").read_text())
     setting = Setting(
-        given.records, given.batch, given.link, measured_noise_rate(), measured_ids_per_second(), given.jitter,
+        given.records, given.batch, given.link, given.noise_rate or measured_noise_rate(),
+        given.ids_rate or measured_ids_per_second(), given.jitter,
         given.late, given.delay, given.steps, math.inf if given.draw_whole else Setting.parts,
         given.node, given.node_link,
     )  # fmt: skip

@@ -47,6 +47,7 @@ from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.rule import RECORDS_AT_ONCE, ClipError, ClipRule, rounding_allowance
+from murmuration.train.clip.scaling import Scaling
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import NoiseKind, Run, ZeroOptimization
 from murmuration.train.distributed.process import quiet_libraries
@@ -105,10 +106,10 @@ class ClippingEngine:
 def clipping_engine(
     model: nn.Module, rule: ClipRule, optimizer: Optimizer, gradient_noise: float, engine: EngineSettings, ranks: Ranks,
     computation: Computation, around_clip: Callable[[ClipEngine], ClipEngine] | None = None,
-    make: Callable[..., ShardedEngine] = make_engine,
+    make: Callable[..., ShardedEngine] = make_engine, scaling: Scaling | None = None,
 ) -> ClippingEngine:  # fmt: skip
     """`gradient_noise`: the deviation that the noise has in the mean gradient. `around_clip` is for audits."""
-    clip = make_clip(computation.clip_engine, rule, computation.precision, computation.clip_memory)
+    clip = make_clip(computation.clip_engine, rule, computation.precision, computation.clip_memory, scaling)
     if around_clip is not None:
         clip = around_clip(clip)
     # What an audit puts around a clip engine may act on the host, which a recording would leave out.
@@ -136,12 +137,12 @@ class PrivateCore:
         self._derive, self._noise, self._begun_after = derive, noise, begun_after
         self._ahead: NoiseAhead | None = None
 
-    def prove(self, synthetic: SyntheticRecords, replicated: bool, micro_batch: int) -> SelfTestReport:
+    def prove(self, synthetic: SyntheticRecords, ranks_per_copy: int, micro_batch: int) -> SelfTestReport:
         noise = self.noise("self-test", begun_after=0)
         if self.engine.device.type == "cuda":
             require_room(self.engine, synthetic, micro_batch, self.ranks)
         try:
-            return self_test(self.engine, self.clip, noise, replicated, synthetic, micro_batch, self.ranks)
+            return self_test(self.engine, self.clip, noise, ranks_per_copy, synthetic, micro_batch, self.ranks)
         except torch.OutOfMemoryError:  # the optimizer's state and the sums that are compared come on top
             raise too_large(micro_batch, self.engine.device) from None
 
@@ -269,6 +270,7 @@ class PrivateTraining:
         debug_seed: int | None = None, new_segment: str | None = None, ranks: Ranks | None = None,
         about_data: str | None = None, about_owner: str | None = None, bands: int | None = None, views: int = 1,
         sampling: Literal["poisson", "allocation"] = "poisson",
+        shard_over: int | None = None,
     ) -> None:  # fmt: skip
         """`synthetic(size, seed)`: random inputs of the right form, for the self-test. `dataset`: a name and version of
         the records; a run is continued with records of the same name alone. `delta`: None is 1/(2n). `clip_norm`: C.
@@ -277,7 +279,8 @@ class PrivateTraining:
         a block whose noise is correlated (docs/privacy.md); None is independent noise. With it, `read` must give a
         record the same number whenever the run is continued: its part of the records depends on it. `views`: the most
         rows that `read` returns for a record; the mean gradient of those that it returns is clipped as one. `sampling`:
-        with "allocation", each record takes part in one step of every epoch (docs/privacy.md)."""
+        with "allocation", each record takes part in one step of every epoch (docs/privacy.md).
+        `shard_over`: with FSDP2, the ranks of one copy of the weights; None: all."""
         floor = optimizer is not None and optimizer.params.noise_floor is not None
         _require_possible(bands is not None, sampling == "allocation", floor, keep_key)
         quiet_libraries()
@@ -288,10 +291,10 @@ class PrivateTraining:
         }
         self._read, self._views, self._synthetic = read, views, SyntheticRecords(synthetic, rows=views)
         self._micro_batch, self._keep_key = micro_batch, keep_key
-        self._engine_settings = EngineSettings(engine, micro_batch, zero or ZeroOptimization())
+        self._engine_settings = EngineSettings(engine, micro_batch, zero or ZeroOptimization(), shard_over)
         self._computation = computation or Computation()
         folder = RunDir(Path(run_dir))
-        self.ranks = ranks or start_ranks(engine)
+        self.ranks = ranks or start_ranks(engine, shard_over)
         versions = {name: version(name) for name in ("torch", "dp-accounting")}
         self._run = open_run(
             folder, folder.root.name, self.ranks, Keep(keep_checkpoints), versions, debug_seed=debug_seed,
@@ -380,7 +383,7 @@ class PrivateTraining:
         core = self.core
         if self._step is not None:
             raise SelfTestError("prove() has passed already; take the steps")
-        report = core.prove(self._synthetic, self._engine_settings.replicated, self._micro_batch)
+        report = core.prove(self._synthetic, self._engine_settings.ranks_per_copy, self._micro_batch)
         self._empty_records_are_told_apart()
         self._modes, self._buffers = modes_of(self._model), self._buffers_of_model()
         if self._loaded is not None:
@@ -467,7 +470,7 @@ class PrivateTraining:
         run, engine = self._run, self.core.engine
         header = self.ranks.on_main(lambda: run.header(PHASE, self._data, "own"))
         digest = run.checkpoints.save(
-            Position(PHASE, self.done), engine, self._engine_settings.replicated, header,
+            Position(PHASE, self.done), engine, self._engine_settings.ranks_per_copy, header,
             lambda found: run.writer.checkpointed(PHASE, self.done, found),
         )  # fmt: skip
         run.forget(self.done)

@@ -415,6 +415,9 @@ class History:
             expected = CorrelationFact(plan.banded.digest, facts.noise.std * spread)
         if facts.noise.correlation != expected:
             return "states noise of another matrix than its plan's, or with another deviation than that gives"
+        if plan.scaling is not None:
+            declared = PublicLine(step_id.phase, "scaling", plan.scaling.scales)
+            return None if declared in self.public_uses else "scales gradients by numbers that nobody declared public"
         return None
 
     def _charge(self, step_id: StepId, announced: StepFacts) -> Event:

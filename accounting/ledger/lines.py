@@ -124,12 +124,13 @@ class ChoiceLine:
     by: str
 
 
-PublicUse = Literal["evaluation", "monitor", "mixing", "weights"]
+PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "scaling"]
 
 
 @dataclass(frozen=True)
 class PublicLine:
-    """Records or weights that a phase used without noise, because the run's owner said that they are public."""
+    """Records, or what was made of them, that a phase used without noise, because the run's owner said that they are
+    public."""
 
     __pydantic_config__ = CLOSED
     phase: int
@@ -145,6 +146,7 @@ PUBLIC_USES = {
     "evaluation": "The records that were evaluated in", "monitor": "The records that were monitored in",
     "mixing": "The records whose gradients were mixed in without noise in",
     "weights": "The weights, without a ledger of ours, that began",
+    "scaling": "The records of the run whose second moments scaled gradients in",
 }  # fmt: skip
 PUBLIC_WORD = "are public by the word of the run's owner, which nothing here can check."
 

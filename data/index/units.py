@@ -247,16 +247,16 @@ def read_units(folder: Path, manifest: str, records: int) -> UnitTable | None:
         of, order, starts = (open_npy(folder / name) for name in (OF, RECORDS, STARTS))
         if facts["format"] != FORMAT or missing not in ("refuse", "own") or pattern_fault(by) is not None:
             raise ValueError("its facts are not those of a table of units")
-        units = int(facts["units"])
+        units, made_for, digest = int(facts["units"]), facts["manifest"], facts["digest"]
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ShardError(f"{folder / FACTS}: the table of units cannot be read ({error}); {again}") from error
-    if facts["manifest"] != manifest:
+    if made_for != manifest:
         raise ShardError(f"{folder / FACTS}: made for other records than those of this index; {again}")
     whole = all(each.dtype == np.dtype("<i8") for each in (of, order, starts))
     whole = whole and of.shape == order.shape == (records,) and starts.shape == (units + 1,)
-    if not whole or facts["digest"] != _digest_of(starts, of) or not _sound(of, order, starts):
+    if not whole or digest != _digest_of(starts, of) or not _sound(of, order, starts):
         raise ShardError(f"{folder / FACTS}: its files do not belong together; {again}")
-    return UnitTable(by, missing, starts, order, of, facts["digest"])
+    return UnitTable(by, missing, starts, order, of, digest)
 
 
 def pattern_fault(by: str) -> str | None:
@@ -274,7 +274,11 @@ def unit_named(folder: Path) -> tuple[str, Missing] | None:
         by, missing = facts["unit"], facts["missing"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return (by, missing) if isinstance(by, str) and missing in ("refuse", "own") else None
+    if not isinstance(by, str) or missing not in ("refuse", "own"):
+        return None
+    if (fault := pattern_fault(by)) is not None:
+        raise ShardError(f"{folder / FACTS}: {fault}; index again with --unit")
+    return by, missing
 
 
 def known_digests(folder: Path, manifest: str, records: int, by: str) -> np.ndarray | None:
@@ -302,7 +306,7 @@ def _digest_of(starts: np.ndarray, of: np.ndarray) -> str:
 
 def _sound(of: np.ndarray, order: np.ndarray, starts: np.ndarray) -> bool:
     """Whether every record is in exactly one unit, in the sorted row of that unit, and no unit is empty."""
-    if len(starts) < 2 or starts[0] != 0 or starts[-1] != len(order) or np.any(np.diff(starts) < 1):
+    if len(starts) < 2 or starts[0] != 0 or starts[-1] != len(order) or np.any(starts[1:] <= starts[:-1]):
         return False
     last = -1
     for at, part in enumerate(_chunks(order)):

@@ -132,7 +132,7 @@ def test_a_shorter_horizon_has_less_noise_per_step_and_more_that_adds_up() -> No
     ],
 )
 def test_a_matrix_that_lets_a_record_move_further_is_refused(spoil: Any) -> None:
-    changed = spoil(np.array(MATRIX._matrix))
+    changed = spoil(np.array(MATRIX.whole))
     with pytest.raises(BandedError):
         BandedNoise(tuple(tuple(changed[at, : at + 1]) for at in range(BANDS)), 40)
     with pytest.raises(BandedError):

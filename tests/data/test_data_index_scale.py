@@ -93,3 +93,43 @@ def test_large_offsets_are_checked_where_they_are_used(huge: Path) -> None:
             file.seek(at)
             file.write(right)
     assert ShardIndex.open(huge).locate(150_000 * _PER_SHARD + 20)[1] == 512 * 150_000 + 20 * 1024
+
+
+_UNITS = """
+import json, sys, time
+from pathlib import Path
+import numpy as np
+from murmuration.data.index.units import read_units, write_units
+folder, records = Path(sys.argv[1]), int(sys.argv[2])
+units = records // 3
+def column():
+    # Record r is of unit r mod units, whose hash is some 16 bytes that no other unit has.
+    for first in range(0, records, 1 << 20):
+        unit = np.arange(first, min(first + (1 << 20), records), dtype=np.uint64) % np.uint64(units)
+        both = np.stack([unit * np.uint64(0x9E3779B97F4A7C15), ~unit], axis=1)
+        yield both.view(np.uint8).reshape(-1, 16)
+write_units(folder, "manifest", "patient_id", "refuse", column(), records)
+made = time.process_time()
+table = read_units(folder, "manifest", records)
+opened = time.process_time()
+seen = np.random.default_rng(0).integers(0, units, 1000).tolist()
+right = all(table.records_of(u).tolist() == list(range(u, records, units)) for u in seen)
+right = right and all(table.unit_of(u + units) == u for u in seen)
+print(json.dumps({
+    "units": table.count, "right": right, "made": made, "opened": opened - made,
+    "chosen": len(table.chosen(seen[0], b"k", 1, 2)),
+    "mebibytes": int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024,
+}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("records", [10_000_000])
+def test_units_of_ten_million_records_take_a_hundred_bytes_of_memory_each(tmp_path: Path, records: int) -> None:
+    command = [sys.executable, "-c", _UNITS, str(tmp_path), str(records)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    print(found)
+    assert found["units"] == records // 3 and found["right"] and found["chosen"] == 2
+    assert found["mebibytes"] < 200 + 100 * records / 2**20

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from murmuration.accounting.banded import best_banded
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.epsilon.audit_evidence import Claim, Evidence, collect
 from murmuration.accounting.epsilon.audit_pairs import pairs_of
@@ -21,8 +23,10 @@ from murmuration.train.audit.audit import charged_claim
 from murmuration.train.audit.canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
 from murmuration.train.audit.checks import Check, check_divisor
 from murmuration.train.audit.sightings import Sightings, WatchedEngine
+from murmuration.train.audit.turns import by_turn
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule
+from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.private import PrivateCore
 from murmuration.train.step import PrivateStep, Records
 from tests.support.train_helpers import Toy, on_ranks, private_engine
@@ -47,9 +51,11 @@ class ToyReader:
         return MicroBatch({"images": torch.where(there.view(-1, 1, 1, 1), images, 0.0)}, there)
 
 
-def toy_plan(records: int, rate: float, steps: int, claim: float) -> PrivacyPlan:
+def toy_plan(records: int, rate: float, steps: int, claim: float, bands: int = 1) -> PrivacyPlan:
+    """With bands, of as many blocks, in each of which a record has a turn at the rate."""
     sigma = calibrate_sigma(rate, steps, claim, DELTA)
-    return PrivacyPlan(records, round(rate * 2**32), 1.0, sigma, steps, DELTA, claim)
+    banded = None if bands == 1 else best_banded(bands, steps * bands)
+    return PrivacyPlan(records, round(rate * 2**32), 1.0, sigma, steps * bands, DELTA, claim, banded=banded)
 
 
 def canary_clip(plan: PrivacyPlan, model: Toy, canaries: int) -> CanaryClip:
@@ -78,7 +84,8 @@ def private_step(
     core = PrivateCore(plan, clip, engine, keys.__getitem__, ranks)
     noise = core.noise("noise")
     if scale != 1:
-        noise = WeakenedNoise(noise_key, plan.noise_std, plan.divisor, scale)
+        weak = WeakenedNoise(noise_key, plan.noise_std, plan.divisor, scale)
+        noise = weak if plan.banded is None else CorrelatedNoise(weak, plan.banded, first=1)
     stop: Any = NoStop()
     return core.step(0, journal, Records(core.sampler().draw, batches), stop, noise=noise)
 
@@ -90,10 +97,11 @@ def sightings(step: PrivateStep) -> Sightings:
 
 def toy_audit(
     folder: Path, scale: float = 1.0, world: int = 1, replicated: bool = False, rate: float = 1.0, steps: int = STEPS,
-    canaries: int = CANARIES, claim: float = CLAIM,
+    canaries: int = CANARIES, claim: float = CLAIM, bands: int = 1, sigma: float | None = None,
 ) -> tuple[Evidence, Claim]:  # fmt: skip
-    """What the canaries show, and what the ledger charges."""
-    plan = toy_plan(REAL + canaries, rate, steps, claim)
+    """What the canaries show, and what the ledger charges. `sigma`: not the one that the claim needs."""
+    plan = toy_plan(REAL + canaries, rate, steps, claim, bands)
+    plan = plan if sigma is None else replace(plan, noise_multiplier=sigma)
     included, key = toss(canaries), toss(32).tobytes()
 
     def one(ranks: Any) -> tuple[Evidence, Claim | None]:
@@ -101,12 +109,15 @@ def toy_audit(
         step = private_step(folder, ranks, plan, canaries, key, batches, scale, replicated)
         assert isinstance(step.clip, CanaryClip)
         known, took_part = [], []
-        for t in range(1, steps + 1):
+        for t in range(1, plan.steps + 1):
             step.run(t, 1e-2)
             known.append(step.clip.take_known())
             took_part.append(batches.took_part(step.records.draw(t).ids))
         values = sightings(step).values(known, plan.divisor, ranks, replicated)
-        evidence = collect(values.sum(axis=0), included, pairs_of(values, np.array(took_part)))
+        part = np.array(took_part)
+        if plan.banded is not None:
+            values, part = by_turn(values, part, plan.banded, REAL + np.arange(canaries))
+        evidence = collect(values.sum(axis=0), included, pairs_of(values, part))
         return evidence, charged_claim(step.record.journal) if step.record.journal else None
 
     evidence, charged = on_ranks(world, one)[0]
@@ -124,7 +135,7 @@ def toy_divisor(folder: Path, world: int = 1, steps: int = 8, records: int = 100
         step = private_step(folder, ranks, plan, 2, key, SilentBatches(example, ranks))
         for t in range(1, steps + 1):
             step.run(t, 0.0)
-        squares, elements = sightings(step).sizes_of_noise(ranks, replicated=False)
+        squares, elements = sightings(step).sizes_of_noise(ranks, ranks_per_copy=0)
         sizes = np.array([len(step.records.draw(t).ids) for t in range(1, steps + 1)])
         return check_divisor(squares, elements, plan.noise_std, plan.divisor, sizes)
 

@@ -48,7 +48,7 @@ def main() -> None:
             core = PrivateCore(PLAN, built.clip, built.engine, lambda purpose: NOISE_KEY, ranks)
             found: dict[str, Any] = {"layout": layout, "model": name, "trainable": word, "objection": ""}
             try:
-                report = core.prove(SyntheticRecords.of(model.shape, "classify"), sharding.replicated, MICRO_BATCH)
+                report = core.prove(SyntheticRecords.of(model.shape, "classify"), sharding.ranks_per_copy, MICRO_BATCH)
                 found |= {"sigma": report.measured_sigma, "hostile": report.largest_hostile}
             except SelfTestError as error:
                 found["objection"] = str(error)

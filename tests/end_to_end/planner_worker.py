@@ -53,18 +53,24 @@ def traced(act: Callable[[], None]) -> tuple[int, int]:
     return ALLOCATIONS.allocations_held() - before, ALLOCATIONS.allocations_most() - before
 
 
-def measured(ranks: Ranks, stage: int | Literal["fsdp2"], offload: bool, private: bool) -> dict[str, object]:
+RANKS_PER_COPY = 2  # of "hsdp"
+
+
+def measured(
+    ranks: Ranks, stage: int | Literal["fsdp2", "hsdp"], offload: bool, private: bool
+) -> dict[str, object]:  # fmt: skip
     kept: list[ShardedEngine] = []
     noisy = partial(NoisyUpdate, NoiseMechanism(b"n" * 32, 1.0, 1.0))
     zero = ZeroOptimization(
-        stage=3 if stage == "fsdp2" else stage, reduce_bucket_size=BUCKET, allgather_bucket_size=BUCKET,  # pyright: ignore[reportArgumentType]
+        stage=3 if isinstance(stage, str) else stage, reduce_bucket_size=BUCKET, allgather_bucket_size=BUCKET,  # pyright: ignore[reportArgumentType]
         stage3_param_persistence_threshold=0 if stage == 3 else None,
         offload_optimizer=Offload() if offload else None,
     )  # fmt: skip
 
     def make() -> None:
         model = build(SHAPE, "caption")
-        settings = EngineSettings("fsdp2" if stage == "fsdp2" else "deepspeed", MICRO_BATCHES[0], zero)
+        name = "fsdp2" if isinstance(stage, str) else "deepspeed"
+        settings = EngineSettings(name, MICRO_BATCHES[0], zero, RANKS_PER_COPY if stage == "hsdp" else None)
         if private:
             rule = ClipRule("flat", 1.0, 0.0)
             kept.append(clipping_engine(model, rule, Optimizer(), 0.0, settings, ranks, Computation()).engine)
@@ -97,6 +103,8 @@ def main() -> None:
     layouts = [(0, False), (1, False), (1, True), (2, False), (3, False), (3, True)]
     if "--sharded" in sys.argv:
         layouts = [(3, False), ("fsdp2", False)]
+        if ranks.world > RANKS_PER_COPY and ranks.world % RANKS_PER_COPY == 0:
+            layouts.append(("hsdp", False))
     for stage, offload in layouts:
         # What PyTorch and DeepSpeed load and keep at their first use is not a phase's.
         measured(ranks, stage, offload, private=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,23 @@ import pytest
 import torch
 
 import murmuration.train.step
+from murmuration.accounting.banded import best_banded
+from murmuration.accounting.epsilon.accountant import Event
+from murmuration.accounting.epsilon.audit_bound import AuditError
 from murmuration.accounting.epsilon.audit_evidence import ACCUSED
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma
+from murmuration.accounting.ledger.facts import StepFacts
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.train.audit.canaries import CANARY, CanaryBatches, toss
 from murmuration.train.audit.checks import check_sampling
+from murmuration.train.audit.turns import by_turn
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.commands import audit as audit_app
 from murmuration.train.noise.update import NoisyUpdate
 from tests.end_to_end.audit_toy import (
     CANARIES,
     CLAIM,
+    DELTA,
     WIDTH,
     ToyReader,
     canary_clip,
@@ -48,6 +56,57 @@ def test_honest_noise_stays_below_its_claim_and_a_third_of_it_does_not(
     low, high = (each.bound(claim, 1 - 1e-6) for each in (honest, weak))
     print(f"claim {claim.epsilon:.3f}; lower bound, honest {low.epsilon:.3f}, with 0.3·σ {high.epsilon:.3f}")
     assert low.epsilon <= claim.epsilon < high.epsilon
+
+
+BANDS, MANY, SMALL = 3, 8, 0.5
+
+
+def test_correlated_noise_stays_below_its_claim_and_weaker_draws_do_not(tmp_path: Path) -> None:
+    """Canaries of all parts, each of which takes part in one step of every block."""
+    honest, claim = toy_audit(tmp_path / "honest", bands=BANDS)
+    weak, _ = toy_audit(tmp_path / "weak", 0.3, bands=BANDS)
+    (event,) = claim.events
+    assert (event.rate, event.count) == (1.0, 4) and CLAIM - 1e-3 < claim.epsilon <= CLAIM
+    assert weak.p_value(claim) < ACCUSED <= honest.p_value(claim)
+    low, high = (each.bound(claim, 1 - 1e-6) for each in (honest, weak))
+    assert low.epsilon <= claim.epsilon < high.epsilon
+    assert honest.pairs is not None and honest.pairs.there + honest.pairs.absent == 4 * CANARIES
+    assert honest.bound(claim).epsilon > 0.5 * claim.epsilon, "turns are seen as what they are"
+
+
+def test_a_part_that_is_charged_at_the_rate_of_all_records_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger that amplifies by q, where each turn draws at b·q, and a noise that is calibrated to that."""
+    real = StepFacts.event
+
+    def diluted(self: StepFacts) -> Event:
+        return replace(real(self), rate=real(self).rate / self.sampling.parts)
+
+    monkeypatch.setattr(StepFacts, "event", diluted)
+    sigma = calibrate_sigma(1 / MANY, 4, SMALL, DELTA)
+    found, claim = toy_audit(tmp_path, bands=MANY, claim=SMALL, sigma=sigma)
+    (event,) = claim.events
+    assert event == Event(1 / MANY, sigma, 4) and claim.epsilon <= SMALL, "the ledger does not see the fault"
+    assert found.p_value(claim) < ACCUSED and found.bound(claim, 1 - 1e-6).epsilon > claim.epsilon
+
+
+def test_a_turn_is_seen_as_a_step_of_independent_noise() -> None:
+    """Whatever a canary added in its turn is there whole, and what is left is the noise of one draw."""
+    matrix, draw, canaries, blocks = best_banded(4, 40), np.random.default_rng(7), 5000, 3
+    numbers, gain = np.arange(11, 11 + canaries), 2.5
+    steps = 1 + np.arange(4 * blocks)
+    took = (steps[:, None] % 4 == numbers % 4) & (draw.random((4 * blocks, canaries)) < 0.5)
+    drawn = draw.standard_normal((blocks, 4, canaries))
+    noise = np.einsum("ij,tjc->tic", matrix.whole, drawn).reshape(-1, canaries)
+    values, part = by_turn(noise + gain * took, took, matrix, numbers)
+    assert values.shape == part.shape == (blocks, canaries) and part.sum() == took.sum()
+    left = values - gain * part
+    assert abs(left.mean()) < 5 / left.size**0.5 and abs(left.std() - 1) < 5 / (2 * left.size) ** 0.5 + 1e-3
+    assert np.corrcoef(left).max() < 1 + 1e-9 and np.abs(np.corrcoef(left) - np.eye(blocks)).max() < 5 / canaries**0.5
+    assert np.allclose(by_turn(gain * took, took, matrix, numbers)[0], gain * part)
+    with pytest.raises(AuditError, match="no whole number of blocks"):
+        by_turn(noise[:-1], took[:-1], matrix, numbers)
 
 
 LOUD = 40.0  # a claim that leaves little noise, of which the canaries then measure each per cent

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import torch
 
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.ledger.history import History
+from murmuration.train.storage.checkpoint import Checkpoints
 from tests.end_to_end.test_e2e_exact_noise import LAYOUTS
 from tests.support.launching import TIMEOUT, Launch, ledger_lines, opened_steps, wait_for
-from tests.support.runs import SMALL_STEPS, final_weights
+from tests.support.runs import SMALL_STEPS, different, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
 BANDS = 4
@@ -60,3 +63,39 @@ def test_two_processes_that_stop_in_a_block_add_what_one_adds(launch: Make, alon
     assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected)
     assert verify(run_dir).epsilon == verify(alone).epsilon <= 8.0
     assert "take turns" in json.loads((run_dir / "certificate.json").read_text())["mechanism"]
+
+
+def saved_steps(run_dir: Path) -> int:
+    loaded = Checkpoints.newest(run_dir / "checkpoints")
+    return 0 if loaded is None or loaded.position.phase == 0 else loaded.position.step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ZeRO-1", "ZeRO-3"])
+def test_two_processes_killed_in_the_middle_of_a_block_add_the_noise_that_they_would_have(
+    launch: Make, layout: str
+) -> None:
+    """Checkpoints after steps 5 and 10, blocks of 1 to 4, 5 to 8 and 9 to 12. Killed before the first checkpoint, and
+    behind step 5 in the middle of its block, whose first draw is of a key that the checkpoint has kept for it."""
+    launcher, more = LAYOUTS[layout]
+    whole, straight = launch("whole", launcher=launcher, arguments=[*BANDED, *more])
+    code, output = whole.run()
+    assert code == 0, output
+
+    job, run_dir = launch("killed", launcher=launcher, arguments=[*BANDED, *more])
+    for opened in (3, 7):
+        process = job.start()
+        wait_for(lambda opened=opened: len(opened_steps(run_dir)) >= opened, process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert len(opened_steps(run_dir)) < SMALL_STEPS, "it was over before it could be killed"
+    assert saved_steps(run_dir) % BANDS, "it goes on at the beginning of a block"
+    code, output = job.run()
+    assert code == 0, output
+
+    assert different(final_weights(run_dir), final_weights(straight)) == []
+    assert committed(run_dir) == committed(straight) and len(committed(run_dir)) == SMALL_STEPS
+    history, undisturbed = (History.read(folder / "ledger.jsonl")[0] for folder in (run_dir, straight))
+    assert history.opened == undisturbed.opened and len(history.segments) == 1 and not history.faults
+    assert [event.count for event in history.charged()] == [SMALL_STEPS // BANDS]
+    assert verify(run_dir).epsilon == verify(straight).epsilon

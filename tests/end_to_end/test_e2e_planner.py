@@ -7,10 +7,11 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from murmuration.train.planner.memory import WeightCounts, memory
+from murmuration.train.planner.memory import WeightCounts, fsdp2_memory, memory
 from tests.support.launching import TIMEOUT, run_worker
 
 NEAR = 2**0.5
@@ -22,7 +23,7 @@ SCRATCH = 2.5e6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_what_stays_and_what_the_update_needs_is_what_real_engines_allocate(tmp_path: Path, ranks: int) -> None:
     rows = run_worker("planner_worker.py", ranks=ranks, seconds=4 * TIMEOUT, preload=counter(tmp_path))
     assert len(rows) == 12
@@ -50,14 +51,30 @@ def test_sums_of_a_sharded_model_take_four_bytes_per_weight_and_eight_of_a_shard
     """By what a private engine holds and a public one does not."""
     rows = run_worker("planner_worker.py", "--sharded", ranks=ranks, seconds=2 * TIMEOUT, preload=counter(tmp_path))
     held = {(row["stage"], row["private"]): row["stays"] for row in rows}
-    assert len(held) == 4
+    layouts = {3: ranks, "fsdp2": ranks} | ({"hsdp": 2} if ranks == 4 else {})
+    assert len(held) == 2 * len(layouts)
     weights = WeightCounts(rows[0]["elements"], 0, rows[0]["largest"], 8, True)
-    formula = (4 + 8 / ranks) * weights.trainable
-    assert memory(weights, 3, ranks, False).sums == formula
-    for layout in (3, "fsdp2"):
+    assert memory(weights, 3, ranks, False).sums == (4 + 8 / ranks) * weights.trainable
+    for layout, of_a_copy in layouts.items():
+        formula = (4 + 8 / of_a_copy) * weights.trainable
         sums = held[layout, True] - held[layout, False]
         print(f"{layout} on {ranks} ranks: {sums:,} bytes of sums, {formula:,.0f} by the formula")
         assert formula / 1.01 < sums < formula * 1.01 + SCRATCH / 2, (layout, sums, formula)
+    for row in rows:
+        if row["stage"] != 3:
+            _fsdp2_as_planned(row, layouts[row["stage"]])
+
+
+def _fsdp2_as_planned(row: dict[str, Any], ranks_per_copy: int) -> None:
+    weights = WeightCounts(row["elements"], 0, row["largest"], 8, row["private"])
+    planned = fsdp2_memory(weights, ranks_per_copy)
+    stays = row["stays"] + (0 if row["private"] else row["kept"])
+    assert _near(stays, planned.stays, 1.01), (row, planned)
+    assert not row["private"] or row["kept"] < planned.gathered + SCRATCH, (row, planned)
+    # The update frees what was gathered, so that a public one may need less than nothing.
+    update = row["update"] + (row["kept"] if row["private"] else 0)
+    assert update < planned.update * 1.01 + SCRATCH, (row, planned)
+    assert not row["private"] or update > planned.update / 1.01, (row, planned)
 
 
 def counter(folder: Path) -> Path:

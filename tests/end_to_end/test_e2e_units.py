@@ -6,20 +6,30 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import dp_accounting
 import numpy as np
 import pytest
+from dp_accounting.pld import PLDAccountant
 
+from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.ledger.history import History
+from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.index.exclusions import FACTS, IDS, Exclusions
 from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex
+from murmuration.train.audit import replay as replaying
+from murmuration.train.config.load import load
+from murmuration.train.engines.local import start_ranks
+from murmuration.train.private import clipping_engine
 from murmuration.train.storage.run_dir import whole_lines
-from tests.support.launching import ROOT, Launch, environment
+from tests.support.launching import ROOT, Launch, environment, ledger_lines
 from tests.support.runs import TOY_STEPS, account, different, final_weights, toy
 from tests.support.warm import WarmLauncher
+from tests.train.test_train_units import RowByRow
 
 Make = Callable[..., tuple[Launch, Path]]
 PATIENT = r"key:0*(\d{1,2})"
@@ -54,15 +64,29 @@ def of_patients(patients: Path) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ZeRO-1": {},
+    "ZeRO-3": {"zero_optimization": {"stage": 3}},
+    "FSDP2": {"run": {"engine": "fsdp2"}},
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_resumed_verified_and_exported(
-    warm: WarmLauncher, launch: Make, of_patients: Callable[[dict[str, Any]], None], patients: Path, tmp_path: Path
-) -> None:
+    warm: WarmLauncher, launch: Make, of_patients: Callable[[dict[str, Any]], None], patients: Path, tmp_path: Path,
+    layout: str,
+) -> None:  # fmt: skip
+    def change(config: dict[str, Any]) -> None:
+        of_patients(config)
+        for section, values in LAYOUTS[layout].items():
+            config[section] = config.get(section, {}) | values
+
     units = open_units(ShardIndex.open(patients), PATIENT)
-    job, straight = launch("straight", of_patients)
+    job, straight = launch("straight", change)
     ended = warm.run(job.config, job.cwd)
     assert ended.codes == [0, 0], ended.output
-    job, run_dir = launch("broken", of_patients)
+    job, run_dir = launch("broken", change)
     for kill in ({"rank": 1, "kind": "pread", "at": 60, "before": True},
                  {"rank": 0, "kind": "fsync", "at": 20, "before": False}):  # fmt: skip
         ended = warm.run(job.config, job.cwd, kill=kill)
@@ -80,6 +104,7 @@ def test_killed_resumed_verified_and_exported(
     verified = account("verify", str(run_dir))
     assert verified.returncode == 0, verified.stdout + verified.stderr
     certificate = json.loads((run_dir / "certificate.json").read_text())
+    assert ("FSDP2" if layout == "FSDP2" else layout) in certificate["engine"]
     assert certificate["unit"].startswith("one unit (all records in whose keys the pattern")
     exported = script("export.py", str(run_dir), str(tmp_path / "exported"))
     assert exported.returncode == 0, exported.stderr
@@ -88,6 +113,128 @@ def test_killed_resumed_verified_and_exported(
     bad = {**certificate, "unit": "one record (an image, or an image with its caption)"}
     (run_dir / "certificate.json").write_text(json.dumps(bad))
     assert account("verify", str(run_dir)).returncode != 0
+
+
+BANDS = 2
+
+
+def by_dp_accounting(run_dir: Path, bands: int) -> float:
+    """ε from the numbers of the plan in the ledger, without any code of ours: gradient and released numbers are one
+    Gaussian event, and with bands a patient has a turn at every so-manieth step."""
+    (plan,) = [line["plan"] for line in ledger_lines(run_dir) if line["kind"] == "plan"]
+    precision = plan["noise_multiplier"] ** -2 + sum((each["bound"] / each["std"]) ** 2 for each in plan["metrics"])
+    turns = -(-plan["steps"] // bands)
+    sampled = dp_accounting.PoissonSampledDpEvent(
+        plan["threshold"] / 2**32, dp_accounting.GaussianDpEvent(precision**-0.5)
+    )
+    accountant = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-4)
+    return accountant.compose(dp_accounting.SelfComposedDpEvent(sampled, turns)).get_epsilon(plan["delta"])
+
+
+@pytest.mark.parametrize("noise", ["independent", "banded"])
+def test_epsilon_of_patients_is_dp_accountings_with_either_noise(
+    launch: Make, of_patients: Callable[[dict[str, Any]], None], patients: Path, noise: str
+) -> None:
+    def change(config: dict[str, Any]) -> None:
+        of_patients(config)
+        config["phases"] = config["phases"][1:]
+        config["run"] |= {"engine": "local", "keep_key": False}
+        if noise == "banded":
+            config["phases"][0]["privacy"]["noise"] = {"kind": "banded", "bands": BANDS}
+
+    job, run_dir = launch(noise, change, launcher="python")
+    code, output = job.run()
+    assert code == 0, output
+    bands, certified = BANDS if noise == "banded" else 1, verify(run_dir)
+    assert certified.committed == TOY_STEPS
+    assert certified.epsilon == pytest.approx(by_dp_accounting(run_dir, bands), rel=2e-3)
+    history = History.read(run_dir / "ledger.jsonl")[0]
+    (plan,) = history.plans.values()
+    count = open_units(ShardIndex.open(patients), PATIENT).count
+    assert plan.records == count and plan.units is not None and plan.units.rows == 3
+    drawn = {(facts.sampling.parts, facts.sampling.records) for facts in history.opened.values()}
+    assert drawn == {(bands, count)}
+    mechanism = json.loads((run_dir / "certificate.json").read_text())["mechanism"]
+    assert ("take turns" in mechanism) == (noise == "banded")
+
+
+# An audit and a replay as a user starts them, on patients of which a step takes up to three records.
+
+ALONE = ("--set", 'run.engine="local"', "--json")
+
+
+def judged(command: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert command.returncode == 0, command.stdout + command.stderr
+    return json.loads(command.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", ["gradient", "input"])
+def test_canaries_beside_patients_do_not_refute_an_honest_run(
+    launch: Make, of_patients: Callable[[dict[str, Any]], None], kind: str
+) -> None:
+    job, run_dir = launch("audited", of_patients)
+    some = ("--canaries", "60", "--records", "20", "--steps", "2")
+    found = judged(script("audit.py", "--config", str(job.config), "--kind", kind, *some, *ALONE))
+    assert found["kind"] == kind and found["canaries"] == 60 and found["refuted"] == []
+    assert found["lower_bound_if_assumed"] <= found["claimed_epsilon"] <= 2.0
+    assert not run_dir.exists(), "an audit leaves no run directory"
+
+
+@pytest.fixture
+def replayable(launch: Make, of_patients: Callable[[dict[str, Any]], None]) -> Path:
+    """One micro-batch a step, and sums of losses: a patient's three rows could add up to three times the bound."""
+
+    def change(config: dict[str, Any]) -> None:
+        of_patients(config)
+        config["phases"] = config["phases"][1:]
+        config["train_micro_batch_size_per_gpu"] = 64
+
+    return launch("replayed", change)[0].config
+
+
+def a_large_patient(patients: Path) -> int:
+    return int(np.argmax(open_units(ShardIndex.open(patients), PATIENT).sizes))
+
+
+def test_the_replay_command_blanks_a_patient_and_no_more(replayable: Path, patients: Path) -> None:
+    command = ("audit.py", "--replay", "--config", str(replayable), "--steps", "1", *ALONE)
+    found = judged(script(*command))
+    assert found["refuted"] == [] and found["noun"] == "unit" and found["drawn"] == 1
+    assert 0 < found["largest_move"] <= found["bound"] * 1.001 <= 1.001
+    count = open_units(ShardIndex.open(patients), PATIENT).count
+    refused = script(*command, "--record", str(count))
+    assert refused.returncode == 2 and f"--record {count} is not among the {count} units" in refused.stderr
+
+
+@pytest.mark.parametrize("fault", ["none", "rows clipped one by one", "rows of half a patient stay"])
+def test_a_replay_finds_rows_that_are_not_a_patient_s(
+    replayable: Path, patients: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    if fault == "rows clipped one by one":
+        monkeypatch.setattr(replaying, "clipping_engine", partial(clipping_engine, around_clip=RowByRow))
+    if fault == "rows of half a patient stay":
+        monkeypatch.setattr(SlotRows, "records_of", also_in_the_next_slot(SlotRows.records_of))
+    everyone = ["phases.0.privacy.expected_batch=100", "phases.0.privacy.epsilon=1e3", "phases.0.privacy.release=[]"]
+    report = replaying.replay(load(replayable, everyone), start_ranks(), 1, a_large_patient(patients))
+    assert report.drawn == 1
+    if fault == "none":
+        assert report.refuted == []
+    elif fault == "rows clipped one by one":
+        assert report.refuted == [f"one unit moved a sum by {max(report.moves):.6f}·C, but {report.bound:.6f}·C is "
+                                  "promised"] and max(report.moves) > 1.2  # fmt: skip
+    else:
+        assert any(each.startswith("all other rows of all micro-batches") for each in report.refuted)
+
+
+def also_in_the_next_slot(honest: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """A slot holds a record of the unit before it, too: two units know of one record."""
+
+    def records_of(self: SlotRows, ids_row: np.ndarray, step: int) -> np.ndarray:
+        found = honest(self, ids_row, step)
+        found[1:, -1] = found[:-1, 0]
+        return found
+
+    return records_of
 
 
 def test_what_a_config_may_not_ask_of_units(

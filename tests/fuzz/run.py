@@ -29,6 +29,8 @@ TARGETS = {
     "sidecar": "targets_index:Sidecars",
     "exclusions": "targets_index:ExclusionFacts",
     "excluded": "targets_index:ExcludedIds",
+    "units": "targets_units:UnitFacts",
+    "unit-numbers": "targets_units:UnitNumbers",
     "tar": "targets_tar:Shards",
     "config": "targets_train:Configs",
     "override": "targets_train:Overrides",

@@ -20,7 +20,7 @@ from murmuration.data.index.build import STAMPS, WORK
 from murmuration.data.index.exclusions import FACTS, IDS, Exclusions
 from murmuration.data.index.format import MANIFEST, OFFSETS
 from murmuration.data.index.open import open_index
-from murmuration.data.index.shard_index import build
+from murmuration.data.index.shard_index import Wanted, build
 from murmuration.data.store.place import ShardError, UnreadableError
 from murmuration.launch import prepare
 from tests.fuzz.engine import Broken, Target
@@ -48,6 +48,7 @@ class IndexWorld(Target):
     """Two shards, what img2dataset and Energon leave beside them, an index with exclusions; one file is the case."""
 
     file = ""
+    wanted = Wanted()
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -59,7 +60,7 @@ class IndexWorld(Target):
             (self.source / f"{number:06d}.tar").write_bytes(shard(range(first, first + count)))
             (self.source / f"{number:06d}_stats.json").write_text(json.dumps({"count": count, "successes": count}))
             first += count
-        whole = build(self.source)
+        whole = build(self.source, wanted=self.wanted)
         digest = whole.manifest_digest
         Exclusions(digest, np.array(EXCLUDED, np.uint64), ("held out",), 4, "near duplicates").write(self.index)
         # The stamps of a file that was just written are not trusted; here they are those that a case meets.

@@ -18,7 +18,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 TIMEOUT = 420
-MOST_RANKS = 3
+MOST_RANKS = 4
 
 
 def environment() -> dict[str, str]:

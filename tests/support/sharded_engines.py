@@ -30,8 +30,9 @@ EMPTY_STEP = 2
 LONG = 2004  # as many for each of 1, 2 or 3 ranks, which a stage needs that gathers weights
 NOISE_KEY = b"n" * 32
 RULE = ClipRule("flat", C, 0.0)
-Layout = Literal[0, 1, 2, 3, "fsdp2"]
+Layout = Literal[0, 1, 2, 3, "fsdp2", "hsdp"]
 LAYOUTS: tuple[Layout, ...] = (0, 1, 2, 3, "fsdp2")
+RANKS_PER_COPY = 2  # of "hsdp", which needs as many ranks at least
 # fp32 rounds to nearest: by at most so much of a number, on any processor.
 UNIT_ROUNDOFF = 2.0**-24
 # How often at most an optimizer rounds, in each step, the weights themselves (decayed, then moved) and what moves them
@@ -219,8 +220,8 @@ class Teacher:
 
 
 def settings_of(layout: Layout, offload: Literal["torch", "deepspeed"] | None = None) -> EngineSettings:
-    if layout == "fsdp2":
-        return EngineSettings("fsdp2", MICRO_BATCH)
+    if layout in ("fsdp2", "hsdp"):
+        return EngineSettings("fsdp2", MICRO_BATCH, shard_over=RANKS_PER_COPY if layout == "hsdp" else None)
     zero = ZeroOptimization(
         stage=layout, stage3_param_persistence_threshold=0 if layout == 3 else None,
         offload_optimizer=Offload(adam=offload) if offload is not None else None,

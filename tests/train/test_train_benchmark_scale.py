@@ -80,10 +80,24 @@ def test_nodes_wait_within_and_meet_once(scale: Any) -> None:
 
 
 def test_what_nodes_exchange_is_what_passes_their_links(scale: Any) -> None:
-    weights = work(scale).weights
-    free = setting(scale, link=50.0, node_link=400.0, node=8)
     n = 100e6
-    inside = (8 * n + 3 * 4 * 4 * 100e6) * 7 / 8 / 400e9
-    assert scale.node_exchange(weights, 8, 3, free) == pytest.approx(inside), "a single node"
+
+    def exchanged(gpus: int, records: int) -> float:
+        # All records at once: so many micro-batches of 256 on each rank, and as many windows of 4 bytes.
+        every = setting(scale, records=records, batch=float(records), link=50.0, node_link=400.0, node=8)
+        return float(scale.simulated(work(scale), gpus, scale.HSDP, every)["parts"]["exchange"])
+
+    inside = (4 * n + 3 * 4 * 4 * n) * 7 / 8 / 400e9
+    assert exchanged(8, 3 * 256 * 8) == pytest.approx(inside), "a single node"
     across = 2 * (8 * n / 8) * 7 / 8 / 50e9
-    assert scale.node_exchange(weights, 64, 3, free) == pytest.approx(inside + across)
+    assert exchanged(64, 3 * 256 * 64) == pytest.approx(inside + across)
+
+
+def test_a_copy_on_a_node_takes_the_memory_of_a_shard_of_it(scale: Any) -> None:
+    def gib(stage: int | str) -> float:
+        return float(scale.simulated(work(scale), 64, stage, setting(scale))["gib_without_activations"])
+
+    # Weights, window, fp64 totals and moments; DeepSpeed would keep another copy of the weights, and a gradient.
+    stays = 100e6 * (4 / 8 + 4 + 8 / 8 + 8 / 8)
+    assert gib(scale.HSDP) == pytest.approx((stays + 4 * 100e6) / 2**30)
+    assert gib(3) < gib(1)

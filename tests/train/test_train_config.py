@@ -226,6 +226,8 @@ ALLOCATED = put("phases.1.privacy.sampling", "allocation")
             [put("run.engine", "fsdp2"), put("zero_optimization.offload_optimizer", {"device": "cpu"})],
             "FSDP2 keeps optimizer state on the device",
         ),
+        ([put("run.shard_over", 8)], 'run.shard_over is for run.engine = "fsdp2", not "deepspeed"'),
+        ([put("run.engine", "fsdp2"), put("run.shard_over", 1)], "greater than or equal to 2"),
         (
             [put("phases.0.evaluation", {"path": "x", "public": True, "zero_shot": {"axes": {"a": ["b"]}}})],
             "phase 'warm' writes no captions, so it has no zero-shot labels to score",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,16 @@ def test_the_non_private_twin_keeps_its_batch(loaded: Callable[..., Config]) -> 
     assert "phases.1.batch = 'many' is not usable" in refusal(
         loaded, put("phases.1.privacy.expected_batch", "many"), overrides=["phases.1.privacy=null"]
     )
+
+
+def test_the_twin_of_a_phase_that_draws_everybody_needs_a_number_and_takes_it(loaded: Callable[..., Config]) -> None:
+    everybody, twin = put("phases.1.privacy.expected_batch", "all"), "phases.1.privacy=null"
+    assert math.isinf(getattr(loaded(everybody).phases[1].privacy, "expected_batch", 0))
+    said = refusal(loaded, everybody, overrides=[twin])
+    assert said.startswith("phases.1.batch: ") and "set this to their number" in said and len(said.splitlines()) == 1
+    for overrides in ([twin, "phases.1.batch=64"], ["phases.1.batch=64", twin]):
+        phase = loaded(everybody, overrides=overrides).phases[1]
+        assert phase.privacy is None and phase.batch == 64
 
 
 def test_paths_follow_the_file_and_overrides_follow_the_shell(

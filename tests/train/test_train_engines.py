@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from murmuration.train.config.root import ZeroOptimization
+from murmuration.train.config.section import RecipeError
+from murmuration.train.distributed.ranks import by_copy
+from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.engines.fsdp2 import parts_of
+from murmuration.train.engines.mesh import require_whole_copies
 from murmuration.train.engines.shard_map import DIGIT, ShardMapError, prove_numbering, row_slices
 
 SHAPES = {"one row": (1, 4), "matrix": (7, 3), "vector": (5,), "cube": (4, 2, 3), "even": (6, 2)}
@@ -120,3 +125,26 @@ def test_repeated_blocks_are_parts_unless_they_share_a_parameter() -> None:
     model = Model()
     expected = [model.blocks[0], model.blocks[2], *model.chain, *model.nested[0], model]  # pyright: ignore
     assert [id(part) for part in parts_of(model)] == [id(part) for part in expected]
+
+
+def test_ranks_of_a_copy_are_neighbours() -> None:
+    assert by_copy("abcdef", 2) == ["ab", "cd", "ef"]
+    assert by_copy("abcdef", 0) == by_copy("abcdef", 6) == ["abcdef"]
+    assert by_copy("abc", 1) == ["a", "b", "c"]
+
+
+def test_an_engine_says_how_many_ranks_hold_a_copy() -> None:
+    grid = EngineSettings("fsdp2", shard_over=8)
+    assert grid.ranks_per_copy == 8 and "on every 8 ranks" in str(grid)
+    assert [EngineSettings("deepspeed", zero=ZeroOptimization(stage=s)).ranks_per_copy for s in (0, 1, 3)] == [1, 0, 0]  # pyright: ignore[reportArgumentType]
+    assert (EngineSettings("local").ranks_per_copy, EngineSettings("fsdp2").ranks_per_copy) == (1, 0)
+    for name, ranks in (("deepspeed", 8), ("fsdp2", 1)):
+        with pytest.raises(RecipeError, match=r'it is for engine "fsdp2", and 2 ranks at least'):
+            EngineSettings(name, shard_over=ranks)  # pyright: ignore[reportArgumentType]
+
+
+def test_ranks_that_leave_part_of_a_copy_are_refused() -> None:
+    require_whole_copies(12, 4)
+    require_whole_copies(5, None)
+    with pytest.raises(RecipeError, match="12 ranks cannot be divided into copies of 8 ranks each; set it to a number"):
+        require_whole_copies(12, 8)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from timm.models._hub import save_for_hf
@@ -40,7 +41,7 @@ from tests.support.evaluation_world import (
     table,
     tokenizer,
 )
-from tests.support.foreign_models import hugging_face, timm_vit
+from tests.support.foreign_models import hugging_face, moved, timm_vit
 from tests.support.launching import ROOT, environment
 from tests.support.published import dpcap, vip_mae
 
@@ -223,7 +224,7 @@ def test_answers_of_another_question_are_not_taken_over(
     arguments = asked_of(world, "zero-shot")
     add = Answers.add
     monkeypatch.setattr(Answers, "add", lambda self, part: (_ for _ in ()).throw(KeyboardInterrupt()) if
-                        len(self.parts) == 4 else add(self, part))  # fmt: skip
+                        part.number == 4 else add(self, part))  # fmt: skip
     assert evaluate(*arguments, "--out", tmp_path / "out") == 75
     monkeypatch.setattr(Answers, "add", add)
     names = tmp_path / "names.json"
@@ -251,6 +252,49 @@ def test_a_classifier_of_timm_predicts_as_it_does_there(world: Path, tmp_path: P
     save_for_hf(theirs, tmp_path / "vit", model_args={"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2,
                                                       "num_heads": 4})  # fmt: skip
     classified(world, tmp_path, "vit", "timm", theirs)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    # SimCLR's and others' body, whose BatchNorm couples records in training.
+    "resnet18": {"channels": [8, 16, 24, 32], "layers": [1, 1, 1, 1]},
+    "mobilenetv3_small_050": {},
+    "vit_small_patch14_dinov2": {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 4},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_classifiers_of_timm_are_computed_as_timm_does(world: Path, tmp_path: Path, name: str) -> None:
+    pixels = {"mean": HALVES[0], "std": HALVES[1], "input_size": (3, 16, 16)}
+    theirs: Any = moved(timm.create_model(name, num_classes=5, pretrained_cfg_overlay=pixels, **OTHERS[name]))
+    for number, part in enumerate(theirs.modules()):
+        if isinstance(part, torch.nn.BatchNorm2d):
+            part.running_var = torch.rand_like(part.bias) + 0.5 + number % 3
+    save_for_hf(theirs, str(tmp_path / "other"), model_args=OTHERS[name])
+    classified(world, tmp_path, "other", "timm", theirs)
+    assert probe(world, tmp_path / "probed", "--pixels", "half", weights=str(tmp_path / "other")) == 0
+    (features,) = (path for path in (tmp_path / "probed" / "features").rglob("features.f32")
+                   if path.with_name("state.u8").stat().st_size == 25)  # fmt: skip
+    images = torch.stack([prepared(path, 16, *HALVES) for path in sorted((world / "test").rglob("*.png"))])
+    with torch.no_grad():
+        expected = theirs.forward_head(theirs.forward_features(images), pre_logits=True)
+    torch.testing.assert_close(torch.from_numpy(np.fromfile(features, "<f4").reshape(25, -1)), expected)
+
+
+def test_a_file_of_timm_that_lacks_a_tensor_is_refused(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pixels = {"mean": HALVES[0], "std": HALVES[1], "input_size": (3, 16, 16)}
+    theirs = timm.create_model("resnet18", num_classes=5, pretrained_cfg_overlay=pixels, **OTHERS["resnet18"])
+    save_for_hf(theirs, str(tmp_path / "other"), model_args=OTHERS["resnet18"])
+    weights = tmp_path / "other" / "pytorch_model.bin"
+    kept = torch.load(weights, weights_only=True)
+    asked = ["--public", "--data", world / "test", "--out", tmp_path / "out"]
+    for name, code in (("layer2.0.bn1.running_mean", 2), ("fc.weight", 2), ("bn1.num_batches_tracked", 0)):
+        torch.save({key: tensor for key, tensor in kept.items() if key != name}, weights)
+        assert evaluate("classify", tmp_path / "other", *asked) == code
+        assert code == 0 or f"lacks {name.replace('fc.', 'head.')}" in capsys.readouterr().err
+    torch.save({key: tensor for key, tensor in kept.items() if not key.startswith("fc.")}, weights)
+    assert probe(world, tmp_path / "probed", weights=str(tmp_path / "other")) == 0, "needs no head"
 
 
 def classified(world: Path, tmp_path: Path, name: str, form: str, theirs: Any) -> None:

@@ -18,8 +18,12 @@ from timm.models._hub import save_for_hf
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.folders import build_folder
+from murmuration.evaluation.few_shot import draw_percent, draw_shots
 from murmuration.evaluation.fine_tuning import FineTuneSettings
+from murmuration.train.evaluate import fine_tune
 from murmuration.train.evaluate.augmented import AugmentedPictures, mixed_batches
+from murmuration.train.evaluate.fine_tune import FineTuning
+from murmuration.train.evaluate.session import Chosen
 from murmuration.train.recipe.pixels import NAMED, of_weights
 from tests.support.evaluation_world import COLOURS, class_folders, evaluate, result, saved
 from tests.support.foreign_models import timm_vit
@@ -157,3 +161,88 @@ def test_several_processes_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert evaluate(*asked(world), "--out", tmp_path / "out") == 2
     assert "one process" in capsys.readouterr().err and json.dumps([*tmp_path.iterdir()]) == "[]"
+
+
+@pytest.fixture
+def learnt_from(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The records of each training that begins."""
+    trained, seen = FineTuning.trained, []
+
+    def noted(self: FineTuning, train: Chosen, state: Path) -> Any:
+        seen.append(train.ids.tolist())
+        return trained(self, train, state)
+
+    monkeypatch.setattr(FineTuning, "trained", noted)
+    return seen
+
+
+def test_each_draw_learns_from_the_records_of_its_seed_and_from_nothing_else(
+    world: Path, tmp_path: Path, learnt_from: list[list[int]]
+) -> None:
+    draws = ("--shots", 2, "--percent", 50, "--draws", 2)
+    assert evaluate(*asked(world, *QUICK, *draws), "--out", tmp_path / "all") == 0
+    labels, names = np.repeat(np.arange(5), 12), tuple(COLOURS)
+    expected = [draw_shots(labels, 2, seed, names).tolist() for seed in (0, 1)]
+    expected += [draw_percent(labels, 50, seed, 5).tolist() for seed in (0, 1)]
+    assert learnt_from == expected and [len(each) for each in expected] == [10, 10, 30, 30]
+    found = result(tmp_path / "all")
+    assert found["settings"]["seeds"] == [0, 1] and found["settings"]["shots"] == [2]
+    assert found["data"]["train"] | {"digest": ""} == {"digest": "", "records": 60, "unreadable": 0}
+    half = found["numbers"]["top-1, 50 %"]
+    assert half["n"] == 2 and half["std"] == pytest.approx(np.std(half["draws"], ddof=1))
+    assert half["value"] > 0.4, "chance is 0.2"
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["index", "result.html", "result.json"]
+    # A draw begins anew: what was learnt before it changes nothing, and neither does the way its records are named.
+    assert evaluate(*asked(world, *QUICK, *draws[2:]), "--out", tmp_path / "half") == 0
+    assert result(tmp_path / "half")["numbers"]["top-1, 50 %"] == half
+    plain = asked(world, "--epochs", 2, "--warmup", 0, "--batch", 20, "--base-rate", 0.03)
+    assert evaluate(*plain, "--percent", 100, "--draws", 1, "--out", tmp_path / "every") == 0
+    assert evaluate(*plain, "--out", tmp_path / "whole") == 0
+    every, whole = (result(tmp_path / name)["numbers"] for name in ("every", "whole"))
+    assert every["top-1, 100 %"]["value"] == whole["top-1"]["value"]
+
+
+def test_a_list_is_a_draw_whatever_else_is_drawn_and_its_records_alone_are_read(
+    tmp_path: Path, learnt_from: list[list[int]]
+) -> None:
+    for name, each, seed in (("train", 3, 0), ("test", 2, 500)):
+        class_folders(tmp_path / name, each, seed)
+        for path in (tmp_path / name).rglob("*.png"):
+            path.rename(path.with_name(f"{path.parent.name}_{path.name}"))
+    saved(tmp_path / "vip.pth", vip_mae(48, 2, grid=2, patch=8, decoder_width=32, decoder_depth=1))
+    listed = tmp_path / "list.txt"
+    listed.write_text("".join(f"{colour}_00{place}.JPEG\n" for colour in COLOURS for place in (0, 2)))
+    quick = ["--epochs", 2, "--warmup", 0, "--batch", 4, "--list", listed]
+    assert evaluate(*asked(tmp_path, *quick), "--out", tmp_path / "alone") == 0
+    assert evaluate(*asked(tmp_path, *quick, "--shots", 1, "--draws", 1), "--out", tmp_path / "both") == 0
+    assert learnt_from[0] == learnt_from[2] == [0, 2, 3, 5, 6, 8, 9, 11, 12, 14]
+    alone, both = (result(tmp_path / name) for name in ("alone", "both"))
+    assert alone["numbers"]["top-1, lists"] == both["numbers"]["top-1, lists"]
+    assert alone["data"]["train"]["records"] == 10 and both["data"]["train"]["records"] == 15
+
+
+def test_draws_that_are_done_are_not_made_again_after_a_stop(
+    world: Path, tmp_path: Path, learnt_from: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = asked(world, "--epochs", 3, "--warmup", 0, "--batch", 10, "--shots", 2, "--draws", 3)
+    step, done = fine_tune._step, []
+
+    def stopping(*given: Any) -> None:
+        if len(done) == 5:  # in the last epoch of the second of three trainings of three steps
+            raise KeyboardInterrupt
+        done.append(step(*given))
+
+    monkeypatch.setattr(fine_tune, "_step", stopping)
+    assert evaluate(*arguments, "--out", tmp_path / "stopped") == 75
+    assert len(learnt_from) == 2
+    monkeypatch.setattr(fine_tune, "_step", lambda *given: done.append(step(*given)))
+    assert evaluate(*arguments, "--out", tmp_path / "stopped") == 0
+    assert len(done) == 9 and learnt_from[2] == learnt_from[1] and len(learnt_from) == 4
+    assert evaluate(*arguments, "--out", tmp_path / "whole") == 0
+    one, other = (result(tmp_path / name) for name in ("stopped", "whole"))
+    assert one == other
+
+
+def test_a_class_with_too_few_records_is_named(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(*asked(world, "--shots", 13), "--out", tmp_path / "out") == 2
+    assert "has 12 readable training records, fewer than 13 shots" in capsys.readouterr().err

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from murmuration.data.draw.micro_batch import ROW_SHARE
 from murmuration.model.build import build
 from murmuration.train.clip.rule import ClipRule
+from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines import micro_batch_graph
 from murmuration.train.engines.forward import PrivateForward
@@ -20,9 +22,10 @@ from murmuration.train.engines.micro_batch_graph import ALIKE, MOST_MISSES, MOST
 from murmuration.train.engines.sharded_sums import ShardedSums
 from tests.support.tape import Tape
 from tests.support.train_helpers import SHAPE, alone, nano_inputs
-from tests.train.test_train_clip_together import BATCHES, CPU, RULE, Mixed, clip_of, mixed
+from tests.train.test_train_clip_together import BATCHES, CPU, RULE, Mixed, clip_of, far, mixed
 
 RECORDS = 130
+SLOTS, ROWS = 40, 3
 
 
 def forwarded(model: nn.Module, recorder: Tape | None) -> PrivateForward:
@@ -91,6 +94,38 @@ def test_what_is_dropped_follows_the_keys_of_the_records(objective: Any) -> None
     assert not torch.equal(losses[0], losses[1])
 
 
+def of_units(slots: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Units of up to three records, each with its own number of them, and some with none; a row
+    without a share holds another record, of which nothing may be seen."""
+    draw = torch.Generator().manual_seed(seed)
+    usable = torch.rand(slots, ROWS, generator=draw) < 0.4
+    share = (usable / usable.sum(1, keepdim=True).clamp(min=1)).flatten()
+    inputs = {name: value.roll(seed) for name, value in mixed(slots * ROWS).items()}
+    inputs["scale"] = torch.where(share > 0, inputs["scale"], 1e3)
+    return inputs | {ROW_SHARE: share}, usable.any(1)
+
+
+def test_units_of_uneven_numbers_of_records_are_replayed_to_the_last_bit(
+    pair: tuple[PrivateForward, PrivateForward],
+) -> None:
+    """One recording serves them all: how many records a unit has is a number on the device, and no shape tells it."""
+    tape, plain = pair
+    for seed in range(4):
+        inputs, present = of_units(SLOTS, seed)
+        ours, theirs = (seen_of(forward, inputs, present) for forward in pair)
+        assert torch.equal(ours.norms, theirs.norms) and torch.equal(ours.losses, theirs.losses)
+        assert len(ours.norms) == SLOTS and 0 < int(present.sum()) < SLOTS
+    assert same(tape, plain) and graph_of(tape).replays == 4 and graph_of(tape).recordings == 1
+    one_by_one = clip_of(plain.model)
+    expected = ExactSums(trainable_shapes(plain.model), CPU)
+    for seed in range(4):
+        inputs, present = of_units(SLOTS, seed)
+        for unit in torch.nonzero(present).flatten().tolist():
+            alone = {name: value.unflatten(0, (SLOTS, ROWS))[unit] for name, value in inputs.items()}
+            one_by_one.add_clipped(plain.model, alone, torch.ones(1, dtype=torch.bool), expected)
+    assert far(tape.sums.totals, expected.totals) < 1e-6
+
+
 @pytest.mark.parametrize("left_out", ["words", "scale", "weight", "present"])
 def test_an_input_that_is_not_copied_is_found(monkeypatch: pytest.MonkeyPatch, left_out: str) -> None:
     whole = micro_batch_graph._Recording.run
@@ -134,6 +169,20 @@ class Asking(Mixed):
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         losses = super().forward(inputs)
         return losses if float(losses.detach().sum()) > -1.0 else losses * 2
+
+
+def test_shares_of_a_unit_s_records_that_are_not_copied_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = micro_batch_graph._Recording.run
+
+    def stale(self: Any, inputs: Mapping[str, Tensor], present: Tensor) -> Any:
+        return whole(self, {**inputs, ROW_SHARE: self.inputs[ROW_SHARE]}, present)
+
+    monkeypatch.setattr(micro_batch_graph._Recording, "run", stale)
+    tape, plain = forwarded(Mixed(), Tape()), forwarded(Mixed(), None)
+    for forward in (tape, plain):
+        forward(*of_units(SLOTS, 1))
+    why = graph_of(tape).why_not
+    assert same(tape, plain) and why is not None and why.startswith("a replayed micro-batch had other ")
 
 
 @pytest.mark.parametrize(

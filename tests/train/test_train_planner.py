@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.commands.forecast import main
 from murmuration.train.engines.sharded_sums import MOST_SLOTS
-from murmuration.train.planner.cluster import step_time
+from murmuration.train.planner.cluster import Cluster, step_time
 from murmuration.train.planner.cost import RecordCost
-from murmuration.train.planner.memory import Memory, WeightCounts, memory
+from murmuration.train.planner.memory import Memory, WeightCounts, fsdp2_memory, memory
 from murmuration.train.planner.rows import Batch
 from murmuration.train.self_test.probes import synthetic_batch
-from tests.support.planner_world import CLUSTER, SHAPES, ask, config, counted, peak_of
+from tests.support.planner_world import CLUSTER, COST, SHAPES, ask, config, counted, peak_of
 
 
 @pytest.mark.parametrize("objective", ["mae", "caption"])
@@ -135,6 +136,68 @@ def test_memory_is_what_each_stage_holds() -> None:
     assert held(3, True).micro_batch(widest + 11 + 320, cost, 1.0) == MOST_SLOTS + 1
     assert held(3, True).peak(MOST_SLOTS, cost, 1.0) == widest
     assert held(3, True).peak(MOST_SLOTS + 1, cost, 1.0) == widest + 11 + 320
+
+
+def test_fsdp2_holds_shards_of_the_ranks_of_a_copy_and_no_second_copy_of_the_weights() -> None:
+    """As in test_e2e_planner.py: 80 weights."""
+    private, public = (WeightCounts(trainable=80, frozen=20, largest=30, moments=8, private=p) for p in (True, False))
+    assert fsdp2_memory(private, 8) == Memory(50, 320 + 80, 0, 80, 400, 8 * 80, wide=320)
+    assert fsdp2_memory(private, 2) == Memory(200, 320 + 320, 0, 320, 400, 8 * 80, wide=320)
+    assert fsdp2_memory(public, 8) == Memory(50, 0, 40, 80, 400, 0)
+    large = replace(private, trainable=640 << 20)
+    assert fsdp2_memory(large, 64).update == (640 << 20) / 4, "a quarter of a byte per weight is under way"
+    assert fsdp2_memory(large, 8).update == (640 << 20) / 2
+    assert fsdp2_memory(replace(private, trainable=3 << 20), 8).update == 16 << 20
+
+
+def test_copies_of_the_weights_exchange_sums_once_and_gather_within() -> None:
+    n, gather = 1_000_000, 4 * 3 / 4
+    weights = WeightCounts(trainable=n, frozen=0, largest=n, moments=8, private=True)
+    cluster = Cluster(gpus=16, memory_gib=16, tflops=10, link_gb_per_s=5, noise_per_second=1e8, node_link_gb_per_s=50)
+    # One micro-batch on each rank: four gathers and one window among four ranks, then fp64 shards over four copies.
+    copies = step_time(COST, weights, cluster, Batch(16 * 64), 64, 3, ranks_per_copy=4)
+    assert copies.exchange == pytest.approx(n * (5 * gather / 50e9 + 2 * (8 / 4) * 3 / 4 / 5e9))
+    assert copies.noise == pytest.approx(n / 4 / 1e8)
+    whole = step_time(COST, weights, cluster, Batch(16 * 64), 64, 3, ranks_per_copy=16)
+    assert whole.exchange == pytest.approx(5 * n * 4 * 15 / 16 / 5e9), "over the slow link"
+    public = step_time(COST, replace(weights, private=False), cluster, Batch(2 * 16 * 64), 64, 3, ranks_per_copy=4)
+    assert public.exchange == pytest.approx(2 * n * (5 * gather / 50e9 + 2 * (4 / 4) * 3 / 4 / 5e9)), "in every row"
+
+
+def test_a_recording_keeps_the_memory_of_a_micro_batch() -> None:
+    cost = RecordCost(1.0, 1.0, 1.0, 7.0, 3.0)
+    need = memory(WeightCounts(trainable=80, frozen=20, largest=30, moments=8, private=True), 1, 8, False)
+    # Beside it one that is computed as usual, and two copies of the fp64 sums.
+    room = need.stays + 2 * 640 + 2 * 10 * 37
+    assert need.recorded_micro_batch(room, cost) == 37 and need.recorded_micro_batch(room - 1, cost) == 36
+    assert need.recorded_micro_batch(need.stays, cost) == 0 and need.micro_batch(room, cost) > 74
+
+
+def test_a_plan_for_fsdp2_names_the_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path, run={"engine": "fsdp2", "shard_over": 8})
+    assert ask(path, "--node-link", "300", "--json") == 0
+    (phase,) = json.loads(capsys.readouterr().out)["phases"]
+    assert [layout["ranks_per_copy"] for layout in phase["layouts"]] == [2, 4, 8, 16]
+    assert phase["chosen"]["ranks_per_copy"] == 8 and phase["chosen"]["recorded"] is None
+    assert ask(path, "--node-link", "300") == 0
+    assert "FSDP2 over 8" in capsys.readouterr().out
+    assert ask(config(tmp_path, run={"engine": "fsdp2", "shard_over": 3})) == 2
+    assert "16 ranks cannot be divided into copies of 3" in capsys.readouterr().err
+    assert ask(config(tmp_path, run={"engine": "local"})) == 2
+
+
+def test_a_plan_says_what_is_launched_kernel_by_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def recorded(*arguments: str, **changes: Any) -> tuple[int | None, bool]:
+        assert ask(config(tmp_path, **changes), "--json", *arguments) == 0
+        (phase,) = json.loads(capsys.readouterr().out)["phases"]
+        assert phase["layouts"][-1]["recorded"] is None, "at stage 3 nothing is"
+        return phase["chosen"]["recorded"], any("kernel by kernel" in line for line in phase["advice"])
+
+    plenty, said = recorded()
+    assert plenty is not None and plenty > 32 and not said
+    few, said = recorded("--memory", "22")
+    assert few is not None and few < 32 and said
+    assert recorded(run={"cuda_graph": "off"}) == (None, False)
 
 
 def test_a_plan_without_data_and_without_the_model_in_memory(

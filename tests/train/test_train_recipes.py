@@ -129,6 +129,14 @@ def test_every_recipe_has_a_non_private_twin_with_its_batch(name: str) -> None:
     assert "the run is NOT PRIVATE" in text and "epsilon" not in text.partition("resolved model")[2]
 
 
+@pytest.mark.parametrize("name", sorted(PLANS))
+def test_every_private_classifier_shows_its_accuracy(name: str) -> None:
+    config = load(FILES[name], [])
+    phase = config.phases[private_phase(config)]
+    if phase.objective == "classify":
+        assert phase.evaluation is not None and phase.evaluation.public
+
+
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_pre_training_is_public_and_promises_nothing(name: str) -> None:
     text = shown(name)

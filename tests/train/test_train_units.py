@@ -6,6 +6,7 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,8 @@ def test_rows_that_are_clipped_one_by_one_would_move_it_by_more(patients: tuple[
 class RowByRow:
     """A clip engine that forgets whose the rows are: each is clipped by itself, and a unit adds all of them."""
 
+    scaling = None
+
     def __init__(self, inner: ClipEngine) -> None:
         self.inner = inner
         self.rule = inner.rule
@@ -120,10 +123,13 @@ class RowByRow:
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
         rule: ClipRule | None = None,
     ) -> Clipped:  # fmt: skip
-        rest = dict(inputs)
+        rest, slots = dict(inputs), len(present)
         if ROW_SHARE in rest:
             present = rest.pop(ROW_SHARE) > 0
-        return self.inner.add_clipped(model, rest, present, sums, rule)
+        found = self.inner.add_clipped(model, rest, present, sums, rule)
+        # What is told of a slot has the shape that it should have, so that nothing but the sum shows the fault.
+        first = {name: getattr(found, name).view(slots, -1)[:, 0] for name in ("losses", "norms", "factors")}
+        return replace(found, **first)
 
 
 # A one-run audit with canaries that are patients: each has four records, all of which push along one coordinate of its

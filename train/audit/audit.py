@@ -52,6 +52,7 @@ from murmuration.train.audit.checks import Check, check_divisor, check_sampling
 from murmuration.train.audit.result import AuditReport
 from murmuration.train.audit.setup import AuditSetup
 from murmuration.train.audit.sightings import Sightings, WatchedEngine
+from murmuration.train.audit.turns import by_turn
 from murmuration.train.clip.rows import of_slots, slot_losses
 from murmuration.train.config.root import Config
 from murmuration.train.distributed.ranks import Ranks
@@ -59,6 +60,7 @@ from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import evaluating
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
+from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.optim.schedule import learning_rate
 from murmuration.train.private import Computation, PrivateCore, clipping_engine
 from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
@@ -87,7 +89,6 @@ class _Audit:
         )  # fmt: skip
         self.micro_batch = config.micro_batch
         self.engine_settings = EngineSettings.of(config)
-        self.replicated = self.engine_settings.replicated
         self.stop = StopRequest(folder / "stop")
         self.key: RunKey = ranks.on_main(RunKey.fresh)
         self._synthetic = SyntheticRecords.of(
@@ -123,7 +124,7 @@ class _Audit:
         engine = WatchedEngine(real_engine)
         try:
             core = PrivateCore(plan, clip, engine, self._keys("audit"), ranks, self.config.run.noise)
-            tested = core.prove(self._synthetic, self.replicated, self.micro_batch)
+            tested = core.prove(self._synthetic, self.engine_settings.ranks_per_copy, self.micro_batch)
             divisor = self._divisor(engine, clip)
             evidence, claim = self._train(engine, clip, included)
         finally:
@@ -154,9 +155,10 @@ class _Audit:
             units=self.phase.units, rows_per_unit=self.phase.rows_per_unit, unit_reduce=self.phase.unit_reduce,
             unit_key=derive("augmentation"), views=self.phase.views,
         )  # fmt: skip
-        planted = None
+        planted: Noise | None = None
         if self.options.noise_scale != 1:
-            planted = WeakenedNoise(derive("noise"), plan.noise_std, plan.divisor, self.options.noise_scale)
+            weak = WeakenedNoise(derive("noise"), plan.noise_std, plan.divisor, self.options.noise_scale)
+            planted = weak if plan.banded is None else CorrelatedNoise(weak, plan.banded, first=1)
         batches = CanaryBatches(reader, self.ranks, self.micro_batch, self.planned.real, included, crafted)
         step = self._step("audit", plan, clip, planted, engine, batches)
         before = self._losses(engine, crafted)
@@ -171,16 +173,20 @@ class _Audit:
         claim = self.ranks.on_main(lambda: charged_claim(self._journals["audit"]))
         if not gradient:
             return collect(before - self._losses(engine, crafted), included), claim
-        values = seen.values(known, plan.divisor, self.ranks, self.replicated)
-        # Every step has the same weight in a canary's score.
-        return collect(values.sum(axis=0), included, pairs_of(values, np.array(took_part))), claim
+        values = seen.values(known, plan.divisor, self.ranks, self.engine_settings.ranks_per_copy)
+        part = np.array(took_part)
+        if plan.banded is not None:
+            numbers = self.planned.real + np.arange(self.options.canaries)
+            values, part = by_turn(values, part, plan.banded, numbers)
+        # Every step, or turn, has the same weight in a canary's score.
+        return collect(values.sum(axis=0), included, pairs_of(values, part)), claim
 
     def _divisor(self, engine: WatchedEngine, clip: CanaryClip) -> Check:
         """Checks the divisor with a `PrivateStep` whose records are present but contribute zero, at learning rate 0 and
-        in another ledger."""
+        in another ledger; with independent noise."""
         plan = replace(
             self.plan, threshold=threshold_for(self.plan.records, DIVISOR_RATE * self.plan.records),
-            steps=DIVISOR_STEPS, epsilon_budget=1e3,
+            steps=DIVISOR_STEPS, epsilon_budget=1e3, banded=None,
         )  # fmt: skip
         example = synthetic_batch(self.phase.shape, self.settings.objective, self.micro_batch, INPUT_SEED)
         step = self._step("divisor", plan, clip, None, engine, SilentBatches(example, self.ranks))
@@ -189,7 +195,7 @@ class _Audit:
             step.run(t, 0.0)
         engine.watcher = None
         engine.set_optimizer_step(0)
-        squares, elements = seen.sizes_of_noise(self.ranks, self.replicated)
+        squares, elements = seen.sizes_of_noise(self.ranks, self.engine_settings.ranks_per_copy)
         sizes = np.array([len(step.records.draw(t).ids) for t in range(1, DIVISOR_STEPS + 1)])
         return check_divisor(squares, elements, plan.noise_std, plan.divisor, sizes)
 
@@ -244,8 +250,9 @@ class _Audit:
         if self.options.kind != "gradient":
             return {}
         options, plan, level = self.options, self.plan, ACCUSED / evidence.looks
-        taken = binom.pmf(np.arange(plan.steps + 1), plan.steps, plan.sampling_rate)
-        std = math.sqrt(plan.steps) * plan.noise_std / bound
+        turns = plan.participations
+        taken = binom.pmf(np.arange(turns + 1), turns, plan.sampling_rate)
+        std = math.sqrt(turns) * plan.noise_std / bound
 
         def share(scale: float) -> float:
             guesses = refuting_share(options.canaries, taken.tolist(), std * scale, claim, level=level)

@@ -36,6 +36,7 @@ from murmuration.accounting.ledger.facts import CorrelationFact
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import KEYED
 from murmuration.accounting.plan import ACCURACY, PrivacyPlan
+from murmuration.accounting.unit import noun
 from murmuration.data.batch.held_out import marking
 from murmuration.data.batch.loader import Loader, Reader
 from murmuration.data.batch.reader import BatchReader
@@ -84,6 +85,8 @@ class ReplayReport:
     bound: float
     moves: list[float] = field(default_factory=list)
     """Per step, the distance between the two sums, in units of C."""
+    noun: str = "record"
+    """What was blanked: a record, or a unit of several."""
     released: dict[str, float] = field(default_factory=dict)
     """For each number that is released with noise, the largest distance between the two, in units of its bound."""
     noise_ratio: float = math.nan
@@ -98,8 +101,8 @@ class ReplayReport:
     def as_text(self) -> str:
         lines = [
             "PRIVATE: the following is computed from real records without noise",
-            f"phase {self.phase}: {self.steps} steps made twice, with record {self.record} and with a blank in its "
-            f"place; it was drawn in {self.drawn} of them",
+            f"phase {self.phase}: {self.steps} steps made twice, with {self.noun} {self.record} and with a blank in "
+            f"its place; it was drawn in {self.drawn} of them",
             f"equal, byte for byte: {', '.join(self.equal) or 'nothing'}",
             f"sums moved by at most {max(self.moves, default=0.0):.6f}·C",
             *(f"{name} moved by at most {apart:.6f} of its bound" for name, apart in self.released.items()),
@@ -313,9 +316,10 @@ def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport
         if pair[0] == pair[1]:
             report.equal.append(what)
         else:
-            report.refuted.append(f"{what}: not equal, although only one record was blanked")
+            report.refuted.append(f"{what}: not equal, although only one {report.noun} was blanked")
     if unequal := differing(*sinks):
-        report.refuted.append(f"what the public sees: {', '.join(unequal)} not equal, although one record was blanked")
+        told = ", ".join(unequal)
+        report.refuted.append(f"what the public sees: {told} not equal, although one {report.noun} was blanked")
     else:
         report.equal.append(f"what the public sees ({', '.join(sinks[0])})")
     if isinstance(second.step, Following):
@@ -334,12 +338,12 @@ def _judge_released(report: ReplayReport, pairs: dict[str, list[tuple[float, flo
         rounded = max((max(abs(one), abs(other)) * scale for one, other in both), default=0.0) * 2.0**-23
         report.released[metric.name] = apart / metric.bound
         if apart > metric.bound * (1 + ROUNDING) + rounded:
-            report.refuted.append(f"one record moved the released {metric.name} by more than its bound")
+            report.refuted.append(f"one {report.noun} moved the released {metric.name} by more than its bound")
 
 
 def _judge(report: ReplayReport, noise: SeenNoise, plan: PrivacyPlan) -> None:
     if (largest := max(report.moves, default=0.0)) > report.bound * (1 + ROUNDING):
-        report.refuted.append(f"one record moved a sum by {largest:.6f}·C, but {report.bound:.6f}·C is promised")
+        report.refuted.append(f"one {report.noun} moved a sum by {largest:.6f}·C, but {report.bound:.6f}·C is promised")
     report.noise_ratio = math.sqrt(noise.squares / max(1, noise.elements)) / plan.noise_std
     report.noise_error = math.sqrt(0.5 / max(1, noise.elements))
     if abs(report.noise_ratio - 1) > MOST_ERRORS * report.noise_error:
@@ -362,12 +366,12 @@ def replay(
     derive = PhaseKeys(
         partial(key.derive, phase=phase.number, segment="replay"), KeyChain(key.first_link("replay", step=1))
     )
-    rule = clip_rule(privacy, plan, config.micro_batch)
+    rule, one = clip_rule(privacy, plan, config.micro_batch), noun(plan.units)
 
     if record is None:
         record = _first_drawn(derive, plan, steps)
     if not 0 <= record < plan.records:
-        raise RecipeError(f"--record {record} is not among the {plan.records} records; give a smaller number")
+        raise RecipeError(f"--record {record} is not among the {plan.records} {one}s; give a smaller number")
     folder = Path(tempfile.mkdtemp(prefix="murmuration-replay-"))
     phase = replace(phase, settings=phase.settings.model_copy(update={"steps": steps}))
     worlds: list[World] = []
@@ -375,7 +379,7 @@ def replay(
         for name, blanked in (("with", None), ("without", record)):
             leader = worlds[0] if worlds else None
             worlds.append(_world(config, phase, plan, rule, key, derive, ranks, folder / name, blanked, around, leader))
-        report = ReplayReport(phase.name, record, steps, 0, rule.sensitivity / plan.clip_norm)
+        report = ReplayReport(phase.name, record, steps, 0, rule.sensitivity / plan.clip_norm, noun=one)
         compare(worlds[0], worlds[1], plan, report)
         return report
     finally:
@@ -388,11 +392,12 @@ def _audited(config: Config) -> ReadyPhase:
     phase = next((phase for phase in prepare(config) if phase.private), None)
     if phase is None or phase.settings.privacy is None:
         raise RecipeError("no phase of this config has `privacy`, so there is no claim to audit; name a private recipe")
+    where = f"phases.{phase.number}"
     if phase.settings.privacy.clip.adaptive is not None:
-        where = f"phases.{phase.number}"
         raise RecipeError(f"a replay holds C fixed; give --set {where}.privacy.clip.adaptive=null")
+    if phase.settings.privacy.scaling is not None:
+        raise RecipeError(f"a replay is of gradients as they are; give --set {where}.privacy.scaling=null")
     if phase.settings.privacy.noise is not None:
-        where = f"phases.{phase.number}"
         raise RecipeError(f"a replay measures independent noise alone; give --set {where}.privacy.noise=null")
     if phase.settings.privacy.sampling != "poisson":
         where = f"phases.{phase.number}"

@@ -18,7 +18,8 @@ Kind = Literal["gradient", "input"]
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """Defaults with power: full batches and few steps hide nothing, and a claim of 2 lies below what 0.3·σ leaks."""
+    """Defaults with power: full batches and few steps hide nothing, and a claim of 2 lies below what 0.3·σ leaks. Where
+    noise is correlated, `steps` counts blocks, in each of which a record has one turn, and `rate` is that of a turn."""
 
     canaries: int = 2000
     kind: Kind = "gradient"
@@ -56,10 +57,10 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
     where = f"phases.{phase.number}"
     if phase.settings.privacy.clip.adaptive is not None:
         raise RecipeError(f"an audit holds C fixed; give --set {where}.privacy.clip.adaptive=null")
-    if phase.settings.privacy.noise is not None:
-        raise RecipeError(f"an audit guesses from independent noise alone; give --set {where}.privacy.noise=null")
     if phase.settings.privacy.sampling != "poisson":
         raise RecipeError(f"an audit guesses from Poisson samples alone; give --set {where}.privacy.sampling=poisson")
+    if phase.settings.privacy.scaling is not None:
+        raise RecipeError(f"an audit is of gradients as they are; give --set {where}.privacy.scaling=null")
     weights = build(phase.shape, phase.settings.objective, device="meta").parameters()
     elements = sum(p.numel() for p in weights if p.requires_grad)
     if options.kind == "gradient" and options.canaries > elements:
@@ -67,7 +68,8 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
             f"{options.canaries} canaries need as many parameters; the model has {elements}, so use fewer"
         )
     real = min(options.records, phase.n)
-    batch = options.rate * (real + options.canaries)
+    bands = phase.settings.privacy.bands
+    batch = options.rate * (real + options.canaries) / bands
     claim = {
         "epsilon": options.epsilon,
         "delta": options.delta,
@@ -76,7 +78,7 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
         "release": [],
     }
     privacy = phase.settings.privacy.model_copy(update=claim)
-    settings = phase.settings.model_copy(update={"privacy": privacy, "steps": options.steps})
+    settings = phase.settings.model_copy(update={"privacy": privacy, "steps": options.steps * bands})
     if options.noise_scale != 1 and config.run.noise != "aes":
         raise RecipeError("--noise-scale weakens AES noise only; add --set run.noise=aes")
     plan = make_plan(settings, privacy, real + options.canaries, where, noise=config.run.noise)

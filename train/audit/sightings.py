@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from murmuration.train.audit.canaries import Coordinates
-from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.ranks import Ranks, by_copy
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.base import AppliedUpdate, EngineAround, ShardedEngine
 from murmuration.train.noise.update import Update
@@ -37,15 +37,15 @@ class Sightings:
             self.squares[-1] += float(released.double().square().sum())
             self.elements[-1] += fragment.length
 
-    def values(self, known: Sequence[np.ndarray], divisor: float, ranks: Ranks, replicated: bool) -> np.ndarray:
+    def values(self, known: Sequence[np.ndarray], divisor: float, ranks: Ranks, ranks_per_copy: int) -> np.ndarray:
         """The released values per step and canary, minus what the real records are `known` to have added on each rank
         in each step."""
-        released = sum(ranks.gather(np.array(self.at_canaries))[: 1 if replicated else None])
+        released = sum(by_copy(ranks.gather(np.array(self.at_canaries)), ranks_per_copy)[0])
         return np.asarray(released - sum(ranks.gather(np.array(known))) / divisor)
 
-    def sizes_of_noise(self, ranks: Ranks, replicated: bool) -> tuple[np.ndarray, np.ndarray]:
+    def sizes_of_noise(self, ranks: Ranks, ranks_per_copy: int) -> tuple[np.ndarray, np.ndarray]:
         """Per step, the sum of squares of the released values and their number, over the whole model."""
-        parts = ranks.gather((np.array(self.squares), np.array(self.elements)))[: 1 if replicated else None]
+        parts = by_copy(ranks.gather((np.array(self.squares), np.array(self.elements))), ranks_per_copy)[0]
         return np.sum([part[0] for part in parts], axis=0), np.sum([part[1] for part in parts], axis=0)
 
 

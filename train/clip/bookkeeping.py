@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -23,10 +23,12 @@ from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.engine import Clipped
 from murmuration.train.clip.groups import Grouping, groups_of
 from murmuration.train.clip.layers import LAYER_RULES, fallback
+from murmuration.train.clip.per_record import PerRecordGradient
 from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast, full_precision
 from murmuration.train.clip.rows import rows_of, slot_losses
 from murmuration.train.clip.rule import ClipError, ClipRule
-from murmuration.train.clip.sums import GradientSums
+from murmuration.train.clip.scaling import Scaling
+from murmuration.train.clip.sums import GradientSums, trainable_shapes
 from murmuration.train.clip.tracker import ParameterTracker
 
 # Size of the largest per-record gradient that is kept, in units of the activations and output gradients that it
@@ -82,13 +84,13 @@ class Held:
 class BookKeepingClip:
     """`round_operands`: in bf16, whether the operand that carries the factor is rounded back to bf16, for products at
     full speed; each record's factor is reduced by what that may add. `together`: whether small layers share kernels.
-    None: only on GPUs, where it pays."""
+    None: only on GPUs, where it pays. With `scaling`, all that is measured, clipped and summed are scaled gradients."""
 
     def __init__(
         self, rule: ClipRule, precision: Precision = "fp32", hold: float = HOLD["lean"],
-        round_operands: bool | None = None, together: bool | None = None,
+        round_operands: bool | None = None, together: bool | None = None, scaling: Scaling | None = None,
     ) -> None:  # fmt: skip
-        self.round_operands, self.together = round_operands, together
+        self.round_operands, self.together, self.scaling = round_operands, together, scaling
         self.rule, self.hold = rule, hold
         self.precision: Precision = precision
         self._checked = False
@@ -108,6 +110,8 @@ class BookKeepingClip:
             raise ClipError(f"{halves[0]} is in half precision, and sums would be rounded; keep parameters in fp32")
         self._checked, self._held = False, None
         self.rule.require_groups(trainable)
+        if self.scaling is not None:
+            self.scaling.require_fit(trainable_shapes(model))
 
     def add_clipped(
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
@@ -140,7 +144,7 @@ class BookKeepingClip:
             held.parameters,
             held.constants,
             len(present),
-            accumulator.add,
+            accumulator.add if self.scaling is None else _scaled_first(self.scaling, accumulator),
             LAYER_RULES,
             fallback,
         )
@@ -177,6 +181,12 @@ class BookKeepingClip:
         with _uncompiled(), tracker:
             _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
         return losses
+
+
+def _scaled_first(
+    scaling: Scaling, accumulator: NormAccumulator
+) -> Callable[[list[PerRecordGradient], Mapping[str, int]], None]:
+    return lambda pieces, uses: accumulator.add(scaling.of(pieces), uses)
 
 
 def _uncompiled() -> AbstractContextManager[object]:

@@ -95,12 +95,12 @@ def _compared(
     own = {name: total.double() for name, total in totals.items()}
     norm = float(seen.norms[row])
     single = of_slots(inputs, only, len(present)), only[row : row + 1]
-    expected = _gradient(clip.precision, reference, *(single if alone else (inputs, only)))
+    expected = _scaled(clip, _gradient(clip.precision, reference, *(single if alone else (inputs, only))))
     size = _size(expected)
     off = max(abs(norm - _size(own)), abs(norm - size) if alone else 0.0)
     tolerance = EXACT
     if not alone:
-        unrounded = _gradient("fp32", reference, *single)
+        unrounded = _scaled(clip, _gradient("fp32", reference, *single))
         tolerance = max(ROUNDED, 1.5 * _share(_distance(expected, unrounded), size))
     return _Apart(_share(_distance(own, expected), size), _share(off, size), tolerance)
 
@@ -118,6 +118,12 @@ def _gradient(
         name: torch.zeros_like(p, dtype=torch.float64) if g is None else g.double() / scale
         for (name, p), g in zip(trainable.items(), found, strict=True)
     }
+
+
+def _scaled(clip: ClipEngine, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if clip.scaling is None:
+        return dict(gradient)
+    return {name: clip.scaling.times(name, value) for name, value in gradient.items()}
 
 
 def _unclipped(rule: ClipRule) -> ClipRule:

@@ -301,6 +301,8 @@ class ViaReparametrisation:
     inner: PerRecordGradient
     made: Tensor
     leaf: Tensor
+    then: Callable[[Tensor], Tensor] | None = None
+    """What is done to gradients of the parameter once the chain rule has given them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -320,7 +322,8 @@ class ViaReparametrisation:
         size = flat(inner).abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
         size = size.view(-1, *[1] * (inner.dim() - 1))
         found = self._back((inner / size).to(self.made.dtype))
-        return found.to(dtype) * size.view(-1, *[1] * (found.dim() - 1))
+        found = found.to(dtype) * size.view(-1, *[1] * (found.dim() - 1))
+        return found if self.then is None else self.then(found)
 
     def part(self, rows: slice) -> ViaReparametrisation:
         return replace(self, inner=self.inner.part(rows))

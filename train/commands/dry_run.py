@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.planner.drowned import drowned
-from murmuration.train.planner.memory import GIB, memory, simulation, weights_of
+from murmuration.train.planner.memory import GIB, memory_of, simulation, weights_of
 from murmuration.train.recipe.labels import check_at_hand, named_lists
 from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import clip_rule, make_plan, planned_epsilon, resolve_shape, with_steps
@@ -119,15 +119,10 @@ def _promise(config: Config, number: int, phase: Phase) -> tuple[Phase, Promise 
 
 
 def _memory(config: Config, phase: Phase, model: nn.Module) -> MemoryNeed:
-    """FSDP2 shards what ZeRO-3 shards, and its optimizer needs no copy of the weights."""
-    fsdp = config.run.engine == "fsdp2"
-    zero = config.zero_optimization
     weights = weights_of(model, phase)
-    if fsdp:
-        weights = replace(weights, optimizer_copy=0)
 
     def held(ranks: int) -> float:
-        need = memory(weights, 3 if fsdp else zero.stage, ranks, zero.offload_optimizer is not None)
+        need = memory_of(config, weights, ranks)
         return (need.stays + max(need.while_computing, need.update)) / GIB
 
     many = 1 << 20
@@ -161,6 +156,9 @@ def _told(one: PhaseMeaning) -> list[str]:
     lines = [f"parameters    {one.trainable:,} trainable ({phase.trainable})"]
     if one.promise is not None:
         lines += _promised(one.promise)
+        if phase.privacy is not None and (scaling := phase.privacy.scaling) is not None:
+            path = Path(scaling.path)
+            lines += [f"scaling       C and noise are of scaled gradients, by second moments of {path}{_at_hand(path)}"]
     else:
         marked = "on public data" if phase.data.public else "on data not declared public: the run is NOT PRIVATE"
         lines += [f"non-private   {marked}; batch {phase.batch}, {phase.steps} steps"]

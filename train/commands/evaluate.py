@@ -2,7 +2,7 @@
 
 WHAT is a run directory (its last checkpoint), an export, a published ViP or DP-Cap file, or a folder of timm or Hugging
 Face. DIR gets result.json and result.html. If it is stopped, start the same command again, and it continues where it
-was. `compare RESULT...` prints results side by side.
+was. Processes that torchrun or deepspeed starts share the work. `compare RESULT...` prints results side by side.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from murmuration.accounting.errors import BAD_INPUT, DONE, RESUME_ME, RunError
-from murmuration.accounting.escaping import sentence
+from murmuration.accounting.errors import DONE, RESUME_ME, RunError
+from murmuration.train.commands.exits import complain, guarded, leave
 
 if TYPE_CHECKING:
     from murmuration.data.decode.augment import Augment
@@ -35,6 +35,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="evaluate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it to each process
     protocols = parser.add_subparsers(dest="protocol", required=True)
     learning = (_probe, _few_shot, _fine_tune, _detect, _segment)
     captioning = (_zero_shot, _retrieval, _aro, _caption)
@@ -89,18 +90,23 @@ def _probe(protocols: Any) -> argparse.ArgumentParser:
 
 def _few_shot(protocols: Any) -> argparse.ArgumentParser:
     parser = protocols.add_parser("few-shot", help="linear classifiers that learn from few records of --data")
-    draws = parser.add_argument_group("what is learnt from, at least one of")
-    draws.add_argument("--shots", type=_count, nargs="+", default=[], metavar="K", help="records of each class")
-    draws.add_argument("--percent", type=_percent, nargs="+", default=[], metavar="P", help="of each class")
-    draws.add_argument("--list", type=Path, nargs="+", default=[], metavar="FILE", help="with one file name per line; "
-                       "several are draws of one measure")  # fmt: skip
-    parser.add_argument("--draws", type=_count, default=3, help="of --shots and --percent, by seeds 0, 1, …; default 3")
+    _draws(parser, "what is learnt from, at least one of")
     _linear(parser)
     return parser
 
 
+def _draws(parser: argparse.ArgumentParser, what: str) -> None:
+    draws = parser.add_argument_group(what)
+    draws.add_argument("--shots", type=_count, nargs="+", default=[], metavar="K", help="records of each class")
+    draws.add_argument("--percent", type=_percent, nargs="+", default=[], metavar="P", help="of each class")
+    draws.add_argument("--list", type=Path, nargs="+", default=[], metavar="FILE", help="with one file name per line; "
+                       "several are draws of one measure")  # fmt: skip
+    draws.add_argument("--draws", type=_count, default=3, help="of --shots and --percent, by seeds 0, 1, …; default 3")
+
+
 def _fine_tune(protocols: Any) -> argparse.ArgumentParser:
     parser = protocols.add_parser("fine-tune", help="a classifier of which all weights learn from --data")
+    _draws(parser, "to learn from few records of --data, once for each draw")
     _labels(parser)
     _training(parser, warmup=5, batch=1024, base_rate=5e-4, layer_decay=0.65, weight_decay=0.05)
     parser.add_argument("--drop-path", type=_part, default=0.1, help="of the last block; default 0.1")
@@ -309,17 +315,30 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.protocol == "compare":
             return _compare(arguments)
         asked = _checked(arguments)
-        # Heavy imports only now: bad input is refused within a second.
-        from murmuration.train.evaluate.protocols import run
-
-        print(run(asked))
-        return DONE
-    except KeyboardInterrupt:
-        print("stopped; start the same command again", file=sys.stderr)
-        return RESUME_ME
     except (RunError, OSError) as error:
-        print(f"error: {sentence(error)}", file=sys.stderr)
-        return error.exit_code if isinstance(error, RunError) else BAD_INPUT
+        # All processes of a machine see the same files, so one of them tells what is wrong.
+        error.everywhere = os.environ.get("LOCAL_RANK", "0") != "0"  # pyright: ignore[reportAttributeAccessIssue]
+        return complain(error)
+    main_rank = os.environ.get("RANK", "0") == "0"
+    try:
+        code = guarded(lambda: _measured(asked), main_rank)
+    except KeyboardInterrupt:
+        if main_rank:
+            print("stopped; start the same command again", file=sys.stderr)
+        code = RESUME_ME
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        leave(code)
+    return code
+
+
+def _measured(asked: Asked) -> int:
+    # Heavy imports only now: bad input is refused within a second.
+    from murmuration.train.evaluate.protocols import run
+
+    told = run(asked)
+    if told is not None:
+        print(told)
+    return DONE
 
 
 def _checked(arguments: argparse.Namespace) -> Asked:
@@ -403,7 +422,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
     if getattr(arguments, "captions", None) is not None and arguments.records is not None:
         raise EvaluationError("--records draws from --data, and --captions lists the pictures; pass one of them")
     if arguments.protocol in TRAINED and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise EvaluationError(f"{arguments.protocol} is one process; start it with plain python")
+        raise EvaluationError(f"{arguments.protocol} trains in one process; start it with plain python")
     if wrong := next((each for each in getattr(arguments, "shadow", []) if len(each) > 2), None):
         raise EvaluationError(f"--shadow takes a model and a list, but was given {len(wrong)} names; repeat it")
 

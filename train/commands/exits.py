@@ -34,7 +34,7 @@ def joined(config: Config) -> Ranks:
 
     quiet_libraries()
     try:
-        return start_ranks(config.run.engine)
+        return start_ranks(config.run.engine, config.run.shard_over)
     except (OSError, RunError) as error:  # torch's own start-up errors are RuntimeErrors, and keep their traceback
         leave(complain(error))
 

@@ -27,6 +27,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--link", type=float, default=None, metavar="GB/S", help="GB/s from one GPU to the next; needed for several"
     )
+    parser.add_argument(
+        "--node-link", type=float, default=None, metavar="GB/S",
+        help="the same within a node, for run.shard_over (default: --link)",
+    )  # fmt: skip
     parser.add_argument("--rate", type=float, default=None, metavar="R", help="records per second of one GPU, measured")
     parser.add_argument("--noise-rate", type=float, default=None, metavar="R", help="normal numbers per second of one "
                         "rank's processor (default: measured here, now)")  # fmt: skip
@@ -57,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
             raise PlannerError(f"--rate must be a positive number of records per second, but is {arguments.rate}")
         cluster = Cluster(
             arguments.gpus, arguments.memory, arguments.tflops, arguments.link or 1.0,
-            arguments.noise_rate or measured_noise_rate(), arguments.free,
+            arguments.noise_rate or measured_noise_rate(), arguments.free, arguments.node_link,
         )  # fmt: skip
         phases = forecast(config, cluster, arguments.rate)
     except RunError as error:

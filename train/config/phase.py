@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from murmuration.data.decode.augment import AREAS, ResizeCrop, require_known
 from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams, Schedule
-from murmuration.train.config.privacy import Clip, Privacy
+from murmuration.train.config.privacy import ALL, Clip, Privacy
 from murmuration.train.config.section import Section, word_given
 
 # The config section of the loss-improvement monitor.
@@ -218,6 +218,16 @@ TEXTUAL = ("caption", "text")
 """Objectives that read a record's text."""
 
 
+def _not_all(given: object) -> object:
+    """`--set phases.N.privacy=null` passes a private phase's "all" on to the twin without privacy."""
+    if given == ALL:
+        raise ValueError(
+            "a phase without privacy is trained on so many records per step; set this to their number, as 'all' is for "
+            "privacy.expected_batch"
+        )
+    return given
+
+
 class Phase(Section):
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9-]*$", description="Name in ledger, logs and plots; unique among the phases."
@@ -243,7 +253,9 @@ class Phase(Section):
         default=None, description="null: the phase is not private, and every output says so."
     )
     mixing: Mixing | None = Field(default=None, description="Mixes public gradients in, after the noise.")
-    batch: int | None = Field(default=None, gt=0, description="Records per step; only in a phase that is not private.")
+    batch: Annotated[int | None, BeforeValidator(_not_all)] = Field(
+        default=None, gt=0, description="Records per step; only in a phase that is not private."
+    )
     optimizer: Optimizer = Field(default=Optimizer(), description="How weights are updated.")
     schedule: Schedule = Field(
         default=Schedule(peak=1.0, shape="constant"),
@@ -320,6 +332,8 @@ class Phase(Section):
             return "simulates another run with privacy.tan, so it needs that run's number of `steps`"
         if self.privacy is not None and self.privacy.noise is not None and (other := self._of_independent_noise()):
             return f"has privacy.noise and {other}, which needs the same independent noise at all steps; drop one"
+        if self.privacy is not None and self.privacy.scaling is not None and (other := self._of_even_noise()):
+            return f"has privacy.scaling and {other}, which needs the same noise on all weights; drop one"
         if self.privacy is not None and self.privacy.sampling == "allocation":
             return self._of_allocation(self.privacy) or self._of_other_parts()
         return self._of_other_parts()
@@ -366,6 +380,8 @@ class Phase(Section):
             return "takes all records in its one step; leave privacy.sampling out"
         if privacy.release or privacy.tan is not None:
             return "is one step before which there is no model; leave privacy.release and privacy.tan out"
+        if privacy.scaling is not None:
+            return "adds up sums that are no gradients; leave privacy.scaling out"
         if privacy.noise is not None:
             return "is one step, whose noise cannot be taken back in later ones; leave privacy.noise out"
         return None
@@ -373,6 +389,9 @@ class Phase(Section):
     def _of_independent_noise(self) -> str | None:
         if self.privacy is not None and self.privacy.tan is not None:
             return "privacy.tan"
+        return self._of_even_noise()
+
+    def _of_even_noise(self) -> str | None:
         if self.monitor is not None:
             return "`monitor`"
         return "optimizer.params.noise_floor" if self.optimizer.params.noise_floor is not None else None

@@ -109,6 +109,36 @@ class BandedNoise(Section):
     )
 
 
+class Scaling(Section):
+    """Gradients are clipped and noised after each element was multiplied by about 1/√v, with v its second moment in a
+    run on public records; what is released is divided by the same numbers again. Less noise for weights whose gradients
+    are small, more for others."""
+
+    source: Literal["checkpoint"] = Field(description="The only source: second moments that a checkpoint holds.")
+    path: str = Field(
+        description="Run directory of a finished run of the same model on public records, with AdamW or LAMB."
+    )
+    public: bool = Field(
+        default=False, description="Must be true: your word that nobody's privacy depends on that run's records."
+    )
+    floor: float = Field(
+        default=1e-2,
+        ge=1e-10,
+        le=1,
+        description="Bound on the scales: second moments of a weight, and of its rows and columns, count as no less "
+        "than this share of their mean. Tune it: at 1 all scales are nearly the same.",
+    )
+
+    @model_validator(mode="after")
+    def _of_public_records(self) -> Scaling:
+        if not self.public:
+            raise ValueError(
+                "privacy.scaling uses its run's records without noise; set public to true if nobody's privacy depends "
+                "on them, or leave scaling out"
+            )
+        return self
+
+
 class Tan(Section):
     """Tune at low cost: batch and noise are divided by the same number. The ε reported is that of this run itself,
     which is far larger."""
@@ -155,6 +185,10 @@ class Privacy(Section):
     )
     noise: BandedNoise | None = Field(
         default=None, description="null: each step has noise of its own; otherwise it is correlated over steps."
+    )
+    scaling: Scaling | None = Field(
+        default=None,
+        description="null: gradients are clipped and noised as they are; otherwise in a space of public scales.",
     )
     views: int = Field(
         default=1,

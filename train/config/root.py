@@ -81,6 +81,12 @@ class Run(Keeping):
         description="fsdp2: PyTorch's fully_shard, without DeepSpeed. local: one process, plain PyTorch. Both ignore "
         "`zero_optimization`. Checkpoints fit all three.",
     )
+    shard_over: int | None = Field(
+        default=None,
+        ge=2,
+        description="With fsdp2: the number of ranks over which one copy of the weights is sharded; further ranks hold "
+        "further copies (HSDP). Best the GPUs of a node. It must divide the ranks; null: one copy on all of them.",
+    )
     clip_engine: Literal["book-keeping", "reference", "opacus"] = Field(
         default="book-keeping",
         description="reference and opacus keep one gradient per record in memory: for checking small models.",
@@ -139,6 +145,10 @@ class Run(Keeping):
     def _engine_fits(self) -> Run:
         if self.clip_engine != "book-keeping" and self.precision != "fp32":
             raise ValueError(f'run.clip_engine = "{self.clip_engine}" works only in fp32; set run.precision to "fp32"')
+        if self.shard_over is not None and self.engine != "fsdp2":
+            raise ValueError(
+                f'run.shard_over is for run.engine = "fsdp2", not "{self.engine}"; leave it out, or use "fsdp2"'
+            )
         return self
 
 
@@ -297,6 +307,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _scales_are_applied(self) -> Config:
+        for phase in self.phases if self.run.clip_engine == "opacus" else ():
+            if phase.privacy is not None and phase.privacy.scaling is not None:
+                raise ValueError(
+                    f'phase {phase.name!r} has privacy.scaling, and run.clip_engine = "opacus" scales no gradients; '
+                    "leave one of them out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _kernel_fits(self) -> Config:
         offload = self.zero_optimization.offload_optimizer
         for phase in self.phases if offload is not None and offload.adam == "deepspeed" else ():
@@ -360,6 +380,8 @@ def _unset(phase: Phase) -> dict[str, Any]:
         out["privacy"] |= {"views": True} if privacy.views == 1 else {}
         out["privacy"] |= {"sampling": True} if privacy.sampling == "poisson" else {}
         out["privacy"] |= {"noise": True} if privacy.noise is None else {}
+        # What a path leads to is among the contents.
+        out["privacy"] |= {"scaling": True if privacy.scaling is None else {"path"}}
     if phase.head is None:
         out["head"] = True
     return out

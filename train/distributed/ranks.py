@@ -16,6 +16,7 @@ from murmuration.train.distributed.watchdog import Pulse, Store, Watchdog
 T = TypeVar("T")
 # A rank that died closes its connections at once; one that is slow may be a whole step behind.
 APART = timedelta(hours=6)
+SUMMED_AT_ONCE = 1 << 20
 
 
 class Disagreement(RunError, RuntimeError):
@@ -36,6 +37,8 @@ class Ranks:
     world: int
     device: torch.device
     pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    """Where these are not all ranks of the job. `barrier` and what is done on the main rank are for all of them."""
 
     @property
     def main(self) -> bool:
@@ -44,14 +47,20 @@ class Ranks:
     def sum(self, value: int) -> int:
         total = torch.tensor(value, dtype=torch.int64, device=self.device)
         with self.pulse.exchange():
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.group)
         return int(total)
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place."""
         with self.pulse.exchange():
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def same_bits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all ranks have the same numbers in them: compared by sums of their bits, so it is evidence against
+        accidents alone. Where some differ, at least one rank learns of it."""
+        bits = torch.stack([_sum_of_bits(tensor.detach().view(-1).view(torch.int32)) for tensor in tensors])
+        return torch.equal(self.add(bits.clone()), bits * self.world)
 
     def swap(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[int]) -> Callable[[], None]:
         """Starts to send rank r the r-th part of `sent`, of sizes[r] elements, and to receive every rank's part for
@@ -59,7 +68,7 @@ class Ranks:
         host on a CPU, the current stream on a GPU."""
         with self.pulse.exchange():
             mine = [sizes[self.rank]] * self.world
-            work = dist.all_to_all_single(received, sent, mine, list(sizes), async_op=True)
+            work = dist.all_to_all_single(received, sent, mine, list(sizes), self.group, async_op=True)
         assert work is not None, "this rank is in no group"
 
         def wait() -> None:
@@ -78,7 +87,7 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.world
         with self.pulse.exchange():
-            dist.all_gather_object(found, value)
+            dist.all_gather_object(found, value, group=self.group)
         return found
 
     def gather_apart(self) -> Callable[[Any], list[Any]]:
@@ -173,6 +182,19 @@ def results_of_all(ranks: Ranks, act: Callable[[], T], *errors: type[Exception])
         if trouble is not None:
             raise raised_on_all_ranks(trouble)
     return [result for result, _ in found]
+
+
+def _sum_of_bits(numbers: torch.Tensor) -> torch.Tensor:
+    """A part at a time, since the sum may need a wider copy."""
+    parts = [part.sum(dtype=torch.int64) for part in numbers.split(SUMMED_AT_ONCE)]
+    return torch.stack(parts).sum()
+
+
+def by_copy(of_ranks: Sequence[T], ranks_per_copy: int) -> list[Sequence[T]]:
+    """What the ranks gave, for each copy of the weights and of the optimizer's state: its ranks are neighbours. With 0,
+    all ranks share a single copy."""
+    size = ranks_per_copy or len(of_ranks)
+    return [of_ranks[first : first + size] for first in range(0, len(of_ranks), size)]
 
 
 def lost_rank(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from murmuration.train.config.root import Config, ZeroOptimization
+from murmuration.train.config.section import RecipeError
 
 if TYPE_CHECKING:
     from murmuration.train.distributed.ranks import Ranks
@@ -22,26 +23,39 @@ class EngineSettings:
     """Records per rank: DeepSpeed requires it, and sums of sharded models are laid out for it."""
     zero: ZeroOptimization = field(default_factory=ZeroOptimization)
     """Used only by DeepSpeed."""
+    shard_over: int | None = None
+    """Used only by FSDP2: the ranks of one copy of the weights; None: all."""
+
+    def __post_init__(self) -> None:
+        if self.shard_over is not None and (self.name != "fsdp2" or self.shard_over < 2):
+            raise RecipeError(
+                f'shard_over = {self.shard_over}: it is for engine "fsdp2", and 2 ranks at least hold a copy of the '
+                "weights; leave it out"
+            )
 
     @staticmethod
     def of(config: Config) -> EngineSettings:
-        return EngineSettings(config.run.engine, config.micro_batch, config.zero_optimization)
+        return EngineSettings(config.run.engine, config.micro_batch, config.zero_optimization, config.run.shard_over)
 
     @property
-    def replicated(self) -> bool:
-        """Whether every rank holds, noises and updates the whole model."""
-        return self.name == "local" or (self.name == "deepspeed" and self.zero.stage == 0)
+    def ranks_per_copy(self) -> int:
+        """How many neighbours hold, noise and update one copy of the model together; 0: all ranks."""
+        if self.name == "fsdp2":
+            return self.shard_over or 0
+        return 1 if self.name == "local" or self.zero.stage == 0 else 0
 
     def __str__(self) -> str:
         if self.name == "local":
             return "one process (PyTorch)"
         if self.name == "fsdp2":
-            return "FSDP2 (torch.distributed.fsdp.fully_shard)"
+            copies = "" if self.shard_over is None else f", a copy of the weights on every {self.shard_over} ranks"
+            return f"FSDP2 (torch.distributed.fsdp.fully_shard){copies}"
         return f"DeepSpeed, ZeRO-{self.zero.stage}"
 
 
-def start_ranks(engine: str) -> Ranks:
-    """Joins the process group that the launcher describes; without a launcher, makes a group of one."""
+def start_ranks(engine: str, shard_over: int | None = None) -> Ranks:
+    """Joins the process group that the launcher describes; without a launcher, makes a group of one. `shard_over`: of
+    FSDP2, which ranks must be able to do."""
     if engine == "local":
         from murmuration.train.engines import local
 
@@ -49,7 +63,7 @@ def start_ranks(engine: str) -> Ranks:
     if engine == "fsdp2":
         from murmuration.train.engines import fsdp2
 
-        return fsdp2.start_ranks()
+        return fsdp2.start_ranks(shard_over)
     from murmuration.train.engines import deepspeed_zero
 
     return deepspeed_zero.start_ranks()
@@ -65,7 +79,7 @@ def make_engine(
     if engine.name == "fsdp2":
         from murmuration.train.engines.fsdp2 import FSDP2Engine
 
-        return FSDP2Engine(forward, optimizer, engine.micro_batch, ranks)
+        return FSDP2Engine(forward, optimizer, engine.micro_batch, ranks, engine.shard_over)
     from murmuration.train.engines.deepspeed_zero import DeepSpeedEngine
 
     return DeepSpeedEngine(forward, optimizer, engine.zero, engine.micro_batch, ranks)

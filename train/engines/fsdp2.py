@@ -5,6 +5,10 @@ what lies in their shards (`sharded_sums.py`); every rank then finishes and appl
 touches a gradient on the way, so the one remaining risk is that an update does not reach the weights with which the
 model computes: that is ruled out when the engine is made, and checked after every step. In a phase without privacy,
 gradients are ordinary ones, which FSDP2 sums and shards after every micro-batch, in fp32.
+
+With several copies of the weights (`run.shard_over`, HSDP), ranks that hold equal shards add up their sums, finish them
+with the same noise, and so keep equal weights and equal state of the optimizer: sums of their bits are compared after
+every step.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +33,7 @@ from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, digests_of, modes_of
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
+from murmuration.train.engines.mesh import Mesh, require_whole_copies
 from murmuration.train.engines.shard_map import ShardMapError, prove_numbering, row_slices
 from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import Update, UpdateError
@@ -43,13 +48,12 @@ from murmuration.train.optim.base import FlatOptimizer
 class Units:
     """The parts of a sharded model. Their operations are collective."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0:
                 raise ShardMapError(
                     f'{name} has no rows to shard; give it the shape [1], or use run.engine "deepspeed"'
                 )
-        mesh = init_device_mesh(ranks.device.type, (ranks.world,))
         self.model = model
         self._parts = [fully_shard(part, mesh=mesh, reshard_after_forward=True) for part in parts_of(model)]
         for part in self._parts:
@@ -142,17 +146,19 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
 
 
-def start_ranks() -> Ranks:
+def start_ranks(shard_over: int | None = None) -> Ranks:
     """Joins the process group that the launcher describes; without a launcher, makes a group of one."""
     device = describe_process()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+    require_whole_copies(dist.get_world_size(), shard_over)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 
 class FSDP2Engine:
     def __init__(
-        self, forward: PrivateForward | PlainForward, optimizer: FlatOptimizer, micro_batch: int, ranks: Ranks
+        self, forward: PrivateForward | PlainForward, optimizer: FlatOptimizer, micro_batch: int, ranks: Ranks,
+        shard_over: int | None = None,
     ) -> None:  # fmt: skip
         assert_exact_matmul()
         self.ranks = ranks
@@ -165,9 +171,10 @@ class FSDP2Engine:
         self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
         _same_everywhere(forward.model, ranks)
         before = digests_of(forward.model.state_dict())
-        self._units = Units(forward.model, ranks)
+        self._mesh = Mesh.of(ranks, shard_over)
+        self._units = Units(forward.model, self._mesh.device_mesh)
         self._trained = self._trained_rows()
-        self._layout = row_slices(self._trained, self.shapes, ranks.rank, ranks.world)
+        self._layout = row_slices(self._trained, self.shapes, self._mesh.holders.rank, self._mesh.holders.world)
         self._prove()
         self.model: nn.Module = GatheredModel(self._units)
         forward.model = self.model
@@ -176,7 +183,8 @@ class FSDP2Engine:
         if isinstance(forward, PrivateForward):
             del forward.handover  # its taps keep the unsharded weights; sums need not pass through FSDP2
             fragments = [fragment for _, parts in self._layout.values() for fragment in parts]
-            forward.begin(self.device, ShardedSums(self.shapes, fragments, ranks, micro_batch))
+            holders, replicas = self._mesh.holders, self._mesh.replicas
+            forward.begin(self.device, ShardedSums(self.shapes, fragments, holders, micro_batch, replicas))
         (group,) = optimizer.param_groups
         group["params"] = [flat for flat, _ in self._layout.values()]
         optimizer.bind(self._layout, self._add_up)
@@ -185,10 +193,10 @@ class FSDP2Engine:
         return {name: local for name, local in self._units.local().items() if name in self.shapes}
 
     def _prove(self) -> None:
-        """Checks that each element is in exactly one shard."""
+        """Checks that each element is in exactly one shard of each copy."""
         if list(self._trained) != list(self.shapes):
             raise ShardMapError("sharding changed the names or the order of parameters, by which noise is drawn")
-        held = self.ranks.sum(sum(f.length for _, fragments in self._layout.values() for f in fragments))
+        held = self._mesh.holders.sum(sum(f.length for _, fragments in self._layout.values() for f in fragments))
         if held != self.trainable_elements:
             raise ShardMapError(
                 f"the shards contain {held} of {self.trainable_elements} elements; some are in two shards, or in none"
@@ -248,19 +256,31 @@ class FSDP2Engine:
         own = all(_is(local, self._trained[name]) for name, local in self._trained_rows().items())
         # Weights only: the padding behind them is memory that was never written.
         finite = all(bool(torch.isfinite(f.of(flat)).all()) for flat, parts in self._layout.values() for f in parts)
-        said = torch.tensor([update.elements, int(applied), int(own), int(finite)], device=self.device)
-        elements, steps, owners, healthy = self.ranks.add(said).tolist()
-        if elements != self.trainable_elements:
-            raise UpdateError(
-                f"{elements} of {self.trainable_elements} elements were finished; some got no noise, or got it twice"
-            )
+        said = [update.elements, int(applied), int(own), int(finite), int(self._copies_are_equal())]
+        elements, steps, owners, healthy, equal = self.ranks.add(torch.tensor(said, device=self.device)).tolist()
+        expected = self.trainable_elements * self._mesh.replicas.world
+        if elements != expected:
+            raise UpdateError(f"{elements} of {expected} elements were finished; some got no noise, or got it twice")
         if steps != self.ranks.world:
             raise UpdateError("the optimizer did not take exactly one step on some rank")
         if owners != self.ranks.world:
             raise UpdateError("the model's shards are no longer those that the optimizer updates; something moved them")
         if healthy != self.ranks.world:
             raise UpdateError("the weights are no longer finite; resume with a lower learning rate and --new-segment")
+        if equal != self.ranks.world:
+            raise UpdateError(
+                "the copies of the weights are no longer equal: a rank did not get the same update as its replicas; "
+                "continue from the last checkpoint"
+            )
         return AppliedUpdate(self.trainable_elements)
+
+    @torch.no_grad()
+    def _copies_are_equal(self) -> bool:
+        """Whether the ranks that hold equal shards have the same bits in weights and optimizer, by sums of the bits."""
+        if self._mesh.replicas.world == 1:
+            return True
+        kept = [tensor for shard in self.shards() for tensor in (shard.weights, *shard.state.values())]
+        return self._mesh.replicas.same_bits(kept)
 
     def observe(self) -> Observation:
         return self._forward.observation()
@@ -278,7 +298,8 @@ class FSDP2Engine:
         self._optimizer.restart(step)
 
     def _add_up(self, sums: Tensor) -> Tensor:
-        return self.ranks.add(sums)
+        """Over the shards of a copy. All ranks add them up together, so that every copy gets the same bits."""
+        return self.ranks.add(sums).div_(self._mesh.replicas.world)
 
     def whole_weights(self) -> dict[str, Tensor]:
         state = dict(self._units.model.state_dict())

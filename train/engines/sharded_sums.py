@@ -15,9 +15,13 @@ WINDOW_ROUNDING in units of C: five micro-batches of 128 records, seven of 64, a
 counts this share within its allowance. Micro-batches that alone have more than MOST_SLOTS get windows in fp64, whose
 rounding does not matter.
 
+Where ranks hold several copies of the model (HSDP), a rank sends windows to those that hold its own copy. At the end of
+a step the ranks that hold equal shards add up their totals, once and before any noise.
+
 The proof of each step. Before a window is sent, each rank adds up its elements, weighted by their positions, parameter
 by parameter. When all windows are sent and empty, the numbers of all ranks must be those of all shards' totals; so a
 rank that was left out, a window that was lost or added twice, a scale, or a shift is an error, not a wrong gradient.
+With several copies, equal shards must have the same bits, and each copy the sum of all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from torch import Tensor
 from murmuration.train.clip.rule import UNIT_ROUNDOFF, WINDOW_ROUNDING, ClipError
 from murmuration.train.clip.sums import FlatSums, product, require_wide
 from murmuration.train.distributed.memory import keep_from_swap
-from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.ranks import Alone, Ranks
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.shard_map import ShardMapError
 from murmuration.train.noise.update import UpdateError
@@ -67,12 +71,14 @@ class _Parcel:
 
 class ShardedSums:
     """`fragments` are the pieces of parameters that this rank's optimizer holds. Ranks must add equally many slots per
-    micro-batch, and make, reduce and clear their sums together."""
+    micro-batch, and make, reduce and clear their sums together. `ranks` hold one copy of the model; `replicas`, if
+    there are several copies, the same pieces of each."""
 
     def __init__(
-        self, shapes: Mapping[str, torch.Size], fragments: Sequence[Fragment], ranks: Ranks, micro_batch: int
+        self, shapes: Mapping[str, torch.Size], fragments: Sequence[Fragment], ranks: Ranks, micro_batch: int,
+        replicas: Ranks | None = None,
     ) -> None:  # fmt: skip
-        self._ranks, self._shapes = ranks, shapes
+        self._ranks, self._shapes, self._replicas = ranks, shapes, replicas or Alone(ranks.device)
         self._limit = MOST_SLOTS if micro_batch <= MOST_SLOTS else None
         self._window = FlatSums(shapes, ranks.device, torch.float64 if self._limit is None else torch.float32)
         self._parcels = _parcels(_held_by_all(shapes, fragments, ranks), self._window.places)
@@ -174,17 +180,25 @@ class ShardedSums:
         """Sends the last window, and proves that the shards hold the sum of all. Collective, the same on all ranks."""
         self.send()
         self._wait()
+        equal = self._add_copies()
         found = torch.zeros_like(self._sent)
         for number, name in enumerate(self._shapes):
             if (fragment := self._fragments.get(name)) is not None:
                 found[:, number] = _weighed(self._own[name], fragment.start, self._shapes[name].numel())
         left = (self._window.flat.count_nonzero() + (self._waiting is not None)).expand_as(found[0])
-        expected, size, found, left = self._ranks.add(torch.stack([*self._sent, found[0], left]))
-        wrong = ~((found - expected).abs() <= AGREEMENT * size)
+        differ = torch.full_like(found[0], not equal)
+        said = self._replicas.add(self._ranks.add(torch.stack([*self._sent, found[0], left, differ])))
+        expected, size, found, left, differ = said
+        # Every copy has the whole sum, so that all have it as often as there are copies.
+        wrong = ~((found / self._replicas.world - expected).abs() <= AGREEMENT * size)
         self._reduced = True
         if bool(left.any()):
             raise UpdateError("a window of clipped gradients was not sent, or not emptied and would be added twice")
         if not bool(wrong.any()):
+            if bool(differ.any()):
+                raise UpdateError(
+                    "ranks with equal shards got different sums; collective operations are unreliable here"
+                )
             return
         name = list(self._shapes)[int(wrong.nonzero()[0])]
         if not bool(torch.isfinite(size).all()):
@@ -194,6 +208,15 @@ class ShardedSums:
         raise UpdateError(
             f"what was reduced for {name} is not the sum over the ranks; collective operations are unreliable here"
         )
+
+    def _add_copies(self) -> bool:
+        """Adds up the totals of the ranks that hold equal shards; whether all of them have the same bits then."""
+        if self._replicas.world == 1:
+            return True
+        # In runs, as windows are sent: some backends need twice the memory of what they add up.
+        for run in self._totals.split(max(SHORTEST_RUN, len(self._totals) // RUNS)):
+            self._replicas.add(run)
+        return self._replicas.same_bits([self._totals])
 
     def of(self, fragment: Fragment) -> Tensor:
         """The sum over all ranks of a piece that this rank holds, in fp64; it may be changed in place."""

@@ -90,6 +90,8 @@ def run_attack(
         ]  # fmt: skip
 
     inside, outside = signals(session.model)
+    shadows = [_joined(*signals(shadow.model)) for shadow in settings.shadows]
+    session.sharing.rest_on_main()
     found = _joined(inside, outside)
     whose = np.arange(len(found.names)) < len(inside.names)
     attacks: dict[str, Attack] = {}
@@ -97,7 +99,6 @@ def run_attack(
         attacks["loss"] = by_threshold(-found.losses, whose)
         attacks["loss and logits"] = by_classifier(np.column_stack([found.losses, found.logits]), whose)
         if settings.shadows:
-            shadows = [_joined(*signals(shadow.model)) for shadow in settings.shadows]
             attacks["LiRA"] = by_threshold(_lira(found, shadows, settings.shadows), whose)
     except MembershipError as error:
         raise EvaluationError(str(error)) from None
@@ -144,7 +145,7 @@ def _signals(
         sure = (own[:, 0] - others.logsumexp(dim=1)).tolist()
         return list(zip(losses.tolist(), sure, logits.tolist(), strict=True))
 
-    answers = session.answers(result, part, spec, act, text, depends_on=name, part=name)
+    answers = session.answers(result, part, spec, act, text, depends_on=name, part=name, last=False)
     names = [f"{name}/{part.name(record)}" for record, _ in answers]
     losses, sure, logits = zip(*(answer for _, answer in answers), strict=True)
     return Signals(names, np.array(losses), np.array(sure), np.array(logits, dtype=float).reshape(len(names), -1))

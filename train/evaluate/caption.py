@@ -72,7 +72,8 @@ def run_caption(session: Session, chosen: Chosen, settings: CaptionSettings, tex
     read_by = text if captioned else None
     answers = session.answers(result, chosen, spec, act, read_by, (captioned, text.digest, settings.gallery))
     rows = [(chosen.name(record), caption, truth) for record, (caption, truth, _, _) in answers]
-    tiles = [Tile(shown, caption, truth) for _, (caption, truth, _, shown) in answers if shown is not None]
+    first = [answer for _, answer in answers[: settings.gallery]]
+    tiles = [Tile(shown, caption, truth) for caption, truth, _, shown in first if shown is not None]
     if captioned:
         result.add("loss per token of the true captions", mean([loss for _, (_, _, loss, _) in answers]))
         result.notes.append("Below each picture: the caption that was written, and in small print its own one.")

@@ -75,7 +75,7 @@ def run_classify(
     ]
     tiles = [
         Tile(shown, f"{each.best[0]} {each.probabilities[0]:.2f}", each.record)
-        for each, (_, (*_, shown)) in zip(predictions, answers, strict=True)
+        for each, (_, (*_, shown)) in zip(predictions[:gallery], answers[:gallery], strict=True)
         if shown is not None
     ]
     _write(predictions, session.out / PREDICTIONS, most)

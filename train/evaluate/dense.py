@@ -194,23 +194,25 @@ def answers(
     """What `act` says of each readable picture that is scored; those of an earlier start are taken over."""
     ids, size = part.ids, session.computing.micro_batch
     told = hashlib.sha256(f"{identity} {_digest(model)}".encode()).hexdigest()
-    with Answers.kept(session.out, told) as kept:
-        begun = min(len(ids), size * len(kept.parts))
-        rows = [[(SCORED, int(record)) for record in ids[at : at + size]] for at in range(begun, len(ids), size)]
-        progress = Progress(result.protocol, "pictures")
-        progress(begun, len(ids))
-        for number, items in enumerate(_loaded(session, pictures, rows)):
+    with Answers.kept(session.out, told, -(-len(ids) // size), session.sharing) as kept:
+        numbers = kept.missing()
+        rows = [[(SCORED, int(record)) for record in ids[at : at + size]] for at in (numbers * size).tolist()]
+        begun = len(ids) - sum(map(len, rows))
+        progress = session.sharing.progress(result.protocol, "pictures", begun, len(ids))
+        progress(0, len(ids))
+        for done, (number, items) in enumerate(zip(numbers.tolist(), _loaded(session, pictures, rows), strict=True)):
             with autocast(session.computing.precision, session.computing.device):
                 found = [(record, act(item)) for record, item, reason in items if reason is None]
-            kept.add(MicroBatchAnswers(found, {record: reason for record, _, reason in items if reason is not None}))
-            progress(min(len(ids), begun + (number + 1) * size), len(ids))
-        unreadable = kept.unreadable()
+            bad = {record: reason for record, _, reason in items if reason is not None}
+            kept.add(MicroBatchAnswers(number, found, bad))
+            progress((done + 1) * size, len(ids))
+        told_of, unreadable = kept.read()
         if len(unreadable) == len(ids):
             raise EvaluationError(
                 f"none of the {len(ids)} pictures can be used ({min(unreadable.values())}); name others"
             )
         result.data["test"]["unreadable"] = len(unreadable)
-        return kept.all()
+        return told_of
 
 
 def _digest(model: nn.Module) -> str:

@@ -8,9 +8,8 @@ neighbours.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,13 +21,13 @@ from torch import Tensor
 from murmuration.data.batch.reader import BatchReader, DataSpec, iterate
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.draw.micro_batch import EMPTY
-from murmuration.data.progress import Progress
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.rows import Rows
 from murmuration.model.captioner import Captioner
 from murmuration.model.encoder import Encoder
 from murmuration.train.clip.precision import Precision, autocast
 from murmuration.train.evaluate.errors import EvaluationError
+from murmuration.train.evaluate.sharing import Sharing
 from murmuration.train.evaluate.weights import Evaluated, digest_of_model
 from murmuration.train.storage.feature_store import PRESENT, FeatureFolder, FeatureRows, RowWriter
 
@@ -49,17 +48,22 @@ class Computing:
     def reading(self) -> ReadOptions:
         return ReadOptions(self.workers, max(1, self.workers + 2))
 
-    @staticmethod
-    def here(precision: Precision, micro_batch: int, workers: int | None) -> Computing:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        cores = len(os.sched_getaffinity(0))
-        return Computing(device, precision, micro_batch, max(0, cores - 1) if workers is None else workers)
+
+MicroBatch = tuple[np.ndarray, dict[str, Tensor], Tensor]
+"""Which records, their inputs on the device, and which rows are present."""
+
+
+def places_of_micro_batches(numbers: np.ndarray, size: int, total: int) -> np.ndarray:
+    """Where the records of some micro-batches are among all `total`."""
+    places = (numbers[:, None] * size + np.arange(size)).reshape(-1)
+    # The last micro-batch is filled up with empty slots by `batches`.
+    return places[places < total]
 
 
 def batches(
     reader: BatchReader, ids: np.ndarray, computing: Computing, step: int, progress: Callable[[int, int], object]
-) -> Iterator[tuple[np.ndarray, dict[str, Tensor], Tensor]]:
-    """Micro-batches of `ids` in order: which records, their inputs on the device, and which rows are present."""
+) -> Iterator[MicroBatch]:
+    """Micro-batches of `ids` in order."""
     size = computing.micro_batch
     rows = np.full((-(-len(ids) // size), size), EMPTY, dtype=np.int64)
     rows.reshape(-1)[: len(ids)] = ids
@@ -104,7 +108,7 @@ class Extracted:
 @torch.no_grad()
 def extract(
     model: Evaluated, way: Way, index: RecordIndex, spec: DataSpec, views: int, folder: Path, computing: Computing,
-    what: str,
+    what: str, sharing: Sharing,
 ) -> Extracted:  # fmt: skip
     """`views` 0: one feature per record, of the view that `spec` names; otherwise so many random crops of each."""
     if views:
@@ -114,19 +118,26 @@ def extract(
     told += f" {spec.class_list.digest if spec.class_list else ''} {computing.precision} {computing.micro_batch}"
     identity = hashlib.sha256(told.encode()).hexdigest()
     store = FeatureFolder.within(folder, identity, count * index.records, width_of(model, way))
-    with store.claimed() as some:
+    with claimed(store, sharing) as some:
         if some:
             reader = BatchReader(index, spec, augment_key=CROPS, reading=computing.reading())
             with closing(reader), closing(RowWriter(store)) as writer:
                 for view in range(count):
                     part = RowsToFill(view * index.records, np.arange(index.records), view)
-                    said = _said(what, view, count)
-                    fill_rows(store, writer, reader, part, lambda x: features_of(model, x, way), computing, said)
+                    filling = Filling(store, writer, reader, computing, sharing, _said(what, view, count))
+                    filling.fill(part, lambda x: features_of(model, x, way))
     return _readable(store.rows(), index.records, count)
 
 
-def _said(what: str, view: int, views: int) -> Progress:
-    return Progress(f"features of {what}" + (f", view {view + 1} of {views}" if views > 1 else ""), "records")
+def _said(what: str, view: int, views: int) -> str:
+    return f"features of {what}" + (f", view {view + 1} of {views}" if views > 1 else "")
+
+
+@contextmanager
+def claimed(store: FeatureFolder, sharing: Sharing) -> Iterator[bool]:
+    """Whether rows are missing, which all ranks fill while rank 0 keeps others away. Entered by all together."""
+    with ExitStack() as until_made:
+        yield sharing.on_main(lambda: until_made.enter_context(store.claimed()))
 
 
 @dataclass(frozen=True)
@@ -138,32 +149,52 @@ class RowsToFill:
     step: int = 0
 
 
-def fill_rows(
-    store: FeatureFolder, writer: RowWriter, reader: BatchReader, part: RowsToFill,
-    values_of: Callable[[Tensor], Tensor], computing: Computing, progress: Progress,
-) -> None:  # fmt: skip
-    """Computes the rows that are missing; `values_of` images [B, …] gives [B, width]."""
-    records = len(part.ids)
-    missing = store.missing(0, 1) - part.first
-    wanted = np.unique(missing[(missing >= 0) & (missing < records)] // computing.micro_batch)
-    places = (wanted[:, None] * computing.micro_batch + np.arange(computing.micro_batch)).reshape(-1)
-    # The last micro-batch is filled up with empty slots by `batches`.
-    places = places[places < records]
-    done, at = records - len(places), 0
-    read = batches(reader, part.ids[places], computing, part.step, lambda ready, _: progress(done + ready, records))
-    for row, inputs, present in read:
-        with autocast(computing.precision, computing.device):
-            values = values_of(inputs["images"])
-        real = row != EMPTY
-        here = places[at : at + int(real.sum())]
-        at += len(here)
-        found = values.float().cpu().numpy()
-        there = present.numpy()
-        bad_values = there & ~np.isfinite(found).all(axis=1)
-        if bad_values.any():
-            raise EvaluationError("the model gives values that are not finite; evaluate an earlier checkpoint")
-        labels = inputs["labels"].cpu().numpy() if "labels" in inputs else np.zeros(len(row), dtype=np.int64)
-        writer.put(part.first + here, found[real], labels[real], there[real])
+@dataclass(frozen=True)
+class Filling:
+    """How rows come into a store, and what is told of it."""
+
+    store: FeatureFolder
+    writer: RowWriter
+    reader: BatchReader
+    computing: Computing
+    sharing: Sharing
+    what: str
+    unit: str = "records"
+
+    def fill(self, part: RowsToFill, values_of: Callable[[Tensor], Tensor]) -> None:
+        """Computes the rows that are missing; `values_of` images [B, …] gives [B, width]."""
+        records, computing, sharing = len(part.ids), self.computing, self.sharing
+        # Told by one rank to all, before any of them fills a row.
+        wanted = sharing.on_main(lambda: self._wanted(part))
+        size = computing.micro_batch
+        rest = len(places_of_micro_batches(wanted, size, records))
+        progress = sharing.progress(self.what, self.unit, records - rest, records)
+        places = places_of_micro_batches(sharing.mine(wanted), size, records)
+        at = 0
+
+        def put(read: MicroBatch) -> None:
+            nonlocal at
+            row, inputs, present = read
+            with autocast(computing.precision, computing.device):
+                values = values_of(inputs["images"])
+            real = row != EMPTY
+            here = places[at : at + int(real.sum())]
+            at += len(here)
+            found = values.float().cpu().numpy()
+            there = present.numpy()
+            bad_values = there & ~np.isfinite(found).all(axis=1)
+            if bad_values.any():
+                raise EvaluationError("the model gives values that are not finite; evaluate an earlier checkpoint")
+            labels = inputs["labels"].cpu().numpy() if "labels" in inputs else np.zeros(len(row), dtype=np.int64)
+            self.writer.put(part.first + here, found[real], labels[real], there[real])
+
+        read = batches(self.reader, part.ids[places], computing, part.step, progress)
+        sharing.share(len(wanted), read, put)
+
+    def _wanted(self, part: RowsToFill) -> np.ndarray:
+        """The micro-batches of which any row is missing."""
+        missing = self.store.missing(0, 1) - part.first
+        return np.unique(missing[(missing >= 0) & (missing < len(part.ids))] // self.computing.micro_batch)
 
 
 def _readable(stored: FeatureRows, records: int, views: int) -> Extracted:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 from argparse import Namespace
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from murmuration.accounting.durable import atomic
+from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.progress import Progress
 from murmuration.evaluation.fine_tuning import HEAD_STD, FineTuneSettings, groups_of
@@ -29,10 +31,12 @@ from murmuration.model.classifier import TransformerClassifier
 from murmuration.model.drop import DROP_KEY
 from murmuration.model.settings import ModelSettings, SettingsError
 from murmuration.train.clip.precision import autocast
+from murmuration.train.evaluate.answers import FOLDER
 from murmuration.train.evaluate.augmented import AugmentedPictures, mixed_batches
 from murmuration.train.evaluate.classify import places_of
+from murmuration.train.evaluate.draws import ByDraw, FewRecords
 from murmuration.train.evaluate.errors import EvaluationError
-from murmuration.train.evaluate.result import Outcome
+from murmuration.train.evaluate.result import Outcome, Result
 from murmuration.train.evaluate.session import Chosen, Session, by_list, numbered
 from murmuration.train.evaluate.training_state import STATE, restored, save_state
 from murmuration.train.evaluate.weights import Evaluated, digest_of_model
@@ -48,35 +52,104 @@ def settings_of(arguments: Namespace) -> FineTuneSettings:
     return FineTuneSettings(**{name: getattr(arguments, name) for name in FineTuneSettings.__dataclass_fields__})
 
 
+@dataclass(frozen=True)
+class FineTuning:
+    """What each training of a command begins with."""
+
+    session: Session
+    sizes: ModelSettings
+    spec: DataSpec
+    classes: ClassList
+    told: dict[str, Any]
+    settings: FineTuneSettings
+
+    def trained(self, train: Chosen, state: Path) -> TransformerClassifier:
+        """`state`: the file from which a stopped training continues."""
+        if len(train.ids) < 2:
+            raise EvaluationError("mixing needs at least two training records; name more")
+        model = _started(self.session, self.sizes)
+        identity = _identity(self.session, train, self.classes, self.told)
+        _train(self.session, model, train, AugmentedPictures(train.index, self.spec, self.settings), self.settings,
+               state, identity)  # fmt: skip
+        return model
+
+    def places(self, model: TransformerClassifier, digest: str, result: Result, test: Chosen) -> list[int]:
+        """At which place each scored record's class comes."""
+        before = self.session.model
+        found = Evaluated(model, "classify", digest, before.report, before.pixels)
+
+        def act(ids: Any, inputs: dict[str, Tensor], before: int) -> list[Any]:
+            return places_of(model.logits(inputs["images"]).float(), inputs["labels"])
+
+        answers = replace(self.session, model=found).answers(result, test, self.spec, act)
+        return [place for _, place in answers]
+
+
 def run_fine_tune(
-    session: Session, train: Chosen, test: Chosen, classes: ClassList | None, label: str, settings: FineTuneSettings
-) -> Outcome:
+    session: Session, train: Chosen, test: Chosen, classes: ClassList | None, label: str, settings: FineTuneSettings,
+    few: FewRecords,
+) -> Outcome:  # fmt: skip
     if session.computing.precision == "fp16":
         raise EvaluationError("fp16 gradients underflow without a loss scale; fine-tune with --precision bf16 or fp32")
     classes = numbered(train, classes, label)
     train, test = (by_list(part, classes) for part in (train, test))
-    if len(train.ids) < 2:
-        raise EvaluationError("mixing needs at least two training records; name more")
-    told = asdict(settings) | {"label": label, "classes": len(classes.names)}
-    result = session.result("fine-tune", told, {"train": train, "test": test})
+    told = asdict(settings) | {"label": label, "classes": len(classes.names)} | (few.told() if few else {})
+    read = Chosen(train.index, few.candidates(train)) if few else train
+    result = session.result("fine-tune", told, {"train": read, "test": test})
     sizes = _sizes(session, len(classes.names), settings)
-    model = _started(session, sizes)
     spec = session.labelled(label, classes, len(classes.names))
-    identity = _identity(session, train, classes, told)
-    _train(session, model, train, AugmentedPictures(train.index, spec, settings), settings, identity)
-    digest = _keep(session, model, sizes, session.out)
-    found = Evaluated(model, "classify", digest, session.model.report, session.model.pixels)
-    scored = replace(session, model=found)
-
-    def act(ids: Any, inputs: dict[str, Tensor], before: int) -> list[Any]:
-        return places_of(model.logits(inputs["images"]).float(), inputs["labels"])
-
-    places = [place for _, place in scored.answers(result, test, spec, act)]
+    tuning = FineTuning(session, sizes, spec, classes, told, settings)
+    if few:
+        return _by_draw(tuning, train, read, test, few, result)
+    model = tuning.trained(train, session.out / STATE)
+    places = tuning.places(model, _keep(session, model, sizes, session.out), result, test)
     result.add("top-1", share(sum(place < 1 for place in places), len(places)))
     if len(classes.names) >= MOST:
         result.add("top-5", share(sum(place < MOST for place in places), len(places)))
     result.notes.append(f"The classifier lies beside this result, in {WEIGHTS}.")
     return Outcome(result)
+
+
+def _by_draw(
+    tuning: FineTuning, train: Chosen, read: Chosen, test: Chosen, few: FewRecords, result: Result
+) -> Outcome:  # fmt: skip
+    """A training for each draw from `train`, of which some records are `read`. What is done of them outlives a stop;
+    the classifiers are not kept."""
+    readable, labels = _labels(tuning, read, result)
+    by_draw = ByDraw(len(tuning.classes.names))
+    for draw in few.draws(train, readable, labels, tuning.classes):
+        by_draw.add(draw, *_scored(tuning, Chosen(train.index, readable[draw.places]), test, result))
+    result.notes.append("The classifiers of draws are not kept.")
+    return by_draw.outcome(result)
+
+
+def _labels(tuning: FineTuning, train: Chosen, result: Result) -> tuple[np.ndarray, np.ndarray]:
+    """The readable records with their classes: each picture is read once, because only readable ones are drawn."""
+
+    def act(ids: Any, inputs: dict[str, Tensor], before: int) -> list[Any]:
+        return inputs["labels"].tolist()
+
+    found = tuning.session.answers(result, train, tuning.spec, act, depends_on="classes of all records", part="train")
+    return np.array([record for record, _ in found]), np.array([label for _, label in found])
+
+
+def _scored(tuning: FineTuning, train: Chosen, test: Chosen, result: Result) -> tuple[float, float]:
+    """Shares of right answers after a training on `train`, which is not repeated if an earlier start ended it."""
+    session = tuning.session
+    name = _identity(session, train, tuning.classes, tuning.told)[:32]
+    state, done = (session.out / FOLDER / f"{name}.{suffix}" for suffix in ("pt", "json"))
+    if done.is_file():
+        told = json.loads(done.read_bytes())
+        result.data["test"]["unreadable"] = told["unreadable"]
+        return told["top-1"], told["top-5"]
+    model = tuning.trained(train, state)
+    places = tuning.places(model, hashlib.sha256(_tensors(model)).hexdigest(), result, test)
+    top1, top5 = (sum(place < most for place in places) / len(places) for most in (1, MOST))
+    with atomic(done) as file:
+        told = {"top-1": top1, "top-5": top5, "unreadable": result.data["test"]["unreadable"]}
+        file.write(json.dumps(told).encode())
+    state.unlink(missing_ok=True)
+    return top1, top5
 
 
 def _sizes(session: Session, classes: int, settings: FineTuneSettings) -> ModelSettings:
@@ -117,10 +190,9 @@ def _identity(session: Session, train: Chosen, classes: ClassList, told: dict[st
 
 def _train(
     session: Session, model: TransformerClassifier, train: Chosen, pictures: AugmentedPictures,
-    settings: FineTuneSettings, identity: str,
+    settings: FineTuneSettings, path: Path, identity: str,
 ) -> None:  # fmt: skip
     optimizer = torch.optim.AdamW(groups_of(model, model.shape.encoder.depth, settings), lr=0.0)
-    path = session.out / STATE
     done = restored(path, identity, model, optimizer)
     batch = settings.batch_of(len(train.ids))
     steps = len(train.ids) // batch
@@ -171,15 +243,19 @@ def _step(
 
 def _keep(session: Session, model: TransformerClassifier, sizes: ModelSettings, out: Path) -> str:
     """Writes the classifier as an export, and gives the digest of its tensors."""
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     subject = session.subject
     start = WarmStart.at(subject.weights if subject.kind != "run" else subject.path)
     statistics = session.model.pixels
-    content = save(state, Provenance(start.origins, start.undeclared).metadata() | metadata(statistics))
+    content = _tensors(model, Provenance(start.origins, start.undeclared).metadata() | metadata(statistics))
     with atomic(out / WEIGHTS) as file:
         file.write(content)
-    shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     note = {"objective": "classify", "shapes": shapes, MODEL: sizes.model_dump(mode="json"), **as_json(statistics)}
     with atomic(out / NOTE) as file:
         file.write(json.dumps(note, indent=2).encode() + b"\n")
     return hashlib.sha256(content).hexdigest()
+
+
+def _tensors(model: TransformerClassifier, more: dict[str, str] | None = None) -> bytes:
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    return save(state, more)

@@ -42,6 +42,7 @@ def run_probe(
     result = session.result("probe", told | ours, {"train": train, "test": test})
     fitted_to = read_features(session, train, classes, settings, settings.views, "training records")
     scored = read_features(session, test, classes, settings, 0, "test records")
+    session.sharing.rest_on_main()
     note_unreadable(result, {"train": fitted_to, "test": scored}, settings.label)
     probe = fitted(session, fitted_to.views, len(classes.names), settings, result)
     right = hits_of(probe, scored.views[0], len(classes.names))
@@ -63,7 +64,9 @@ def read_features(
 ) -> Extracted:  # fmt: skip
     spec = session.labelled(settings.label, classes, len(classes.names))
     folder = session.out / FEATURES
-    return extract(session.model, settings.way, part.index, spec, views, folder, session.computing, what)
+    return extract(
+        session.model, settings.way, part.index, spec, views, folder, session.computing, what, session.sharing
+    )
 
 
 def fitted(

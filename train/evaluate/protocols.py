@@ -6,6 +6,8 @@ from argparse import Namespace
 from pathlib import Path
 from shutil import rmtree
 
+import torch
+
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.lars_probe import LarsSettings
@@ -17,6 +19,7 @@ from murmuration.train.evaluate.caption import CaptionSettings, run_caption
 from murmuration.train.evaluate.classify import run_classify
 from murmuration.train.evaluate.detect import run_detect
 from murmuration.train.evaluate.detect import settings_of as detect_settings
+from murmuration.train.evaluate.draws import FewRecords
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.features import Computing
 from murmuration.train.evaluate.few_shot import FewShotSettings, run_few_shot
@@ -30,6 +33,7 @@ from murmuration.train.evaluate.retrieval import RetrievalSettings, run_retrieva
 from murmuration.train.evaluate.segment import run_segment
 from murmuration.train.evaluate.segment import settings_of as segment_settings
 from murmuration.train.evaluate.session import Chosen, Session
+from murmuration.train.evaluate.sharing import ENDING, PartDone, Sharing, started
 from murmuration.train.evaluate.subject import Asked, Subject
 from murmuration.train.evaluate.training_state import STATE
 from murmuration.train.evaluate.weights import Sizes, open_model, open_text
@@ -44,17 +48,30 @@ LEARNING = ("probe", "few-shot", "fine-tune", "detect", "segment")
 """Protocols that learn from records and score others."""
 
 
-def run(asked: Asked) -> str:
-    """Evaluates, writes the result and gives its lines for the console."""
+def run(asked: Asked) -> str | None:
+    """Evaluates, writes the result and gives its lines for the console; nothing on any but one of several processes."""
+    sharing, device = started()
+    try:
+        return _run(asked, sharing, device)
+    except PartDone:
+        return None
+    except ENDING as error:
+        sharing.fail(error)
+
+
+def _run(asked: Asked, sharing: Sharing, device: torch.device) -> str:
     arguments = asked.arguments
+    workers = sharing.workers()
+    if arguments.workers is not None:
+        workers = arguments.workers
     classes = ClassList.read(arguments.classes) if getattr(arguments, "classes", None) else None
     scratch = arguments.out / SCRATCH
-    opened = _opened(asked, scratch, classes)
+    opened = sharing.main_first(lambda: _opened(asked, scratch, classes, sharing.main))
     sizes = Sizes(arguments.heads, arguments.decoder_heads, arguments.image_size)
     model = open_model(asked.subject, sizes, asked.pixels, headless=arguments.protocol in LEARNING)
-    computing = Computing.here(arguments.precision, arguments.micro_batch, arguments.workers)
-    model.model.to(computing.device)
-    session = Session(asked.subject, model, computing, asked.view, arguments.out)
+    model.model.to(device)
+    computing = Computing(device, arguments.precision, arguments.micro_batch, workers)
+    session = Session(asked.subject, model, computing, asked.view, arguments.out, sharing)
     outcome = _measured(session, asked, opened, classes)
     write(outcome, arguments.out)
     rmtree(arguments.out / FOLDER, ignore_errors=True)
@@ -65,14 +82,16 @@ def run(asked: Asked) -> str:
     return "\n".join([*lines, statement(result), str(arguments.out / RESULT), str(arguments.out / PAGE)])
 
 
-def _opened(asked: Asked, scratch: Path, classes: ClassList | None) -> dict[str, RecordIndex]:
+def _opened(asked: Asked, scratch: Path, classes: ClassList | None, first: bool) -> dict[str, RecordIndex]:
+    """`first`: no other process did it, which would have indexed what needs it and logged an attack."""
     arguments, places = asked.arguments, dict(asked.places)
     opened: dict[str, RecordIndex] = {}
     if getattr(arguments, "stand_in", False):
-        opened["members"] = open_stand_in(places.pop("members"), scratch)
-    public = {name: open_public(place, scratch, arguments.public_part, classes) for name, place in places.items()}
+        opened["members"] = open_stand_in(places.pop("members"), scratch, first)
+    part = arguments.public_part
+    public = {name: open_public(place, scratch, part, classes, first) for name, place in places.items()}
     _refuse_own_records(asked, list(public.values()))
-    if "members" in opened:
+    if "members" in opened and first:
         log_stand_in(opened["members"], asked.subject.path.resolve().name, arguments.out)
     return opened | public
 
@@ -120,19 +139,21 @@ def _learnt(
 ) -> Outcome:
     train, test = (Chosen.of(opened[name], None, DRAWN_BY) for name in ("train", "test"))
     if arguments.protocol == "fine-tune":
-        return run_fine_tune(session, train, test, classes, arguments.label, settings_of(arguments))
+        few, settings = _few_records(arguments), settings_of(arguments)
+        return run_fine_tune(session, train, test, classes, arguments.label, settings, few)
     if arguments.protocol == "detect":
         return run_detect(session, train, test, detect_settings(arguments))
     if arguments.protocol == "segment":
         return run_segment(session, train, test, segment_settings(arguments))
     if arguments.protocol == "few-shot":
-        return run_few_shot(session, train, test, classes, _few_shot_settings(arguments))
+        settings = FewShotSettings(_probe_settings(arguments), _few_records(arguments))
+        return run_few_shot(session, train, test, classes, settings)
     return run_probe(session, train, test, classes, _probe_settings(arguments))
 
 
-def _few_shot_settings(arguments: Namespace) -> FewShotSettings:
+def _few_records(arguments: Namespace) -> FewRecords:
     drawn = tuple(arguments.shots), tuple(arguments.percent), tuple(arguments.list)
-    return FewShotSettings(_probe_settings(arguments), *drawn, tuple(range(arguments.draws)))
+    return FewRecords(*drawn, tuple(range(arguments.draws)))
 
 
 def _writes(session: Session) -> bool:

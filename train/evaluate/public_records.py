@@ -61,13 +61,18 @@ def place_of(given: str, option: str, public: bool) -> RecordsPlace:
     return RecordsPlace(path, None, option)
 
 
-def open_public(place: RecordsPlace, scratch: Path, part: bool, classes: ClassList | None = None) -> RecordIndex:
-    """`part`: only the part that was made public. Pictures without an index get one in `scratch`."""
+def open_public(
+    place: RecordsPlace, scratch: Path, part: bool, classes: ClassList | None = None, make: bool = True
+) -> RecordIndex:
+    """`part`: only the part that was made public. Pictures without an index get one in `scratch`, unless another
+    process did `make` it."""
     try:
         if place.index is None:
             _hold_to_promises(place, None)
         index = (
-            open_index(place.index, excluded="absent" if part else "skipped") if place.index else _new(place, scratch)
+            open_index(place.index, excluded="absent" if part else "skipped")
+            if place.index
+            else _scratch(place, scratch, make)
         )
         if classes is not None and isinstance(index, FolderIndex):
             index = index.numbered_by(classes)
@@ -80,10 +85,10 @@ def open_public(place: RecordsPlace, scratch: Path, part: bool, classes: ClassLi
     return found
 
 
-def open_stand_in(place: RecordsPlace, scratch: Path) -> RecordIndex:
+def open_stand_in(place: RecordsPlace, scratch: Path, make: bool = True) -> RecordIndex:
     """Records that play the private set of a run, which their owner says are public or synthetic: no promise holds."""
     try:
-        index = open_index(place.index, excluded="skipped") if place.index else _new(place, scratch)
+        index = open_index(place.index, excluded="skipped") if place.index else _scratch(place, scratch, make)
         index.check_unchanged()
     except (ShardError, OSError) as error:
         raise EvaluationError(f"{place}: {error}") from None
@@ -112,9 +117,11 @@ def excluded_for_all(index: RecordIndex) -> str:
     return ledger_digests(whole, public=True, keyed=isinstance(whole, SplitIndex))[1]
 
 
-def _new(place: RecordsPlace, scratch: Path) -> FolderIndex:
+def _scratch(place: RecordsPlace, scratch: Path, make: bool) -> FolderIndex:
     pictures = place.given
     name = hashlib.sha256(str(pictures.resolve()).encode()).hexdigest()[:16]
+    if not make:
+        return FolderIndex.open(scratch / name / "index")
     if pictures.is_file():
         alone = scratch / name / "picture"
         alone.mkdir(parents=True, exist_ok=True)

@@ -24,13 +24,13 @@ def run_reconstruct(session: Session, chosen: Chosen, gallery: int) -> Outcome:
     def act(ids: np.ndarray, inputs: dict[str, Tensor], before: int) -> list[Any]:
         losses = model(inputs).float().tolist()
         room = max(0, gallery - before)
-        few = {name: tensor[:room] for name, tensor in inputs.items()}
-        shown: list[Any] = reconstructions(model, few, spec) if room else []
+        # Of the whole micro-batch, because what is rounded depends on its size.
+        shown: list[Any] = reconstructions(model, inputs, spec)[:room] if room else []
         return list(zip(losses, shown + [None] * (len(ids) - len(shown)), strict=True))
 
     told = {"mask_ratio": model.shape.mask_ratio, "masks": "keyed by record, the same in every evaluation"}
     result = session.result("reconstruct", told, {"test": chosen})
     answers = session.answers(result, chosen, spec, act, depends_on=gallery)
     result.add("mean squared error of hidden patches", mean([loss for _, (loss, _) in answers]))
-    shown = [(record, made) for record, (_, made) in answers if made is not None]
+    shown = [(record, made) for record, (_, made) in answers[:gallery] if made is not None]
     return Outcome(result, [Tile(made["png"], made["caption"], chosen.name(record)) for record, made in shown])

@@ -16,7 +16,6 @@ import torch
 
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.batch.shard_reader import ShardReader, open_source
-from murmuration.data.progress import Progress
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.evaluation.caption_scores import all_scores, picture_ranks, text_ranks
 from murmuration.evaluation.interval import share
@@ -24,7 +23,7 @@ from murmuration.model.captioner import Captioner
 from murmuration.train.evaluate.caption import TEXT
 from murmuration.train.evaluate.caption_files import numbers_of, read_captions
 from murmuration.train.evaluate.errors import EvaluationError
-from murmuration.train.evaluate.features import RowsToFill, fill_rows
+from murmuration.train.evaluate.features import Filling, RowsToFill, claimed
 from murmuration.train.evaluate.result import Outcome
 from murmuration.train.evaluate.session import Chosen, Session
 from murmuration.train.evaluate.weights import digest_of_model
@@ -118,11 +117,12 @@ def _scores(session: Session, model: Captioner, paired: Paired, text: TextEncode
     def values_of(images: torch.Tensor) -> torch.Tensor:
         return all_scores(model, model.encode_images(images), tokens)
 
-    with store.claimed() as some:
+    with claimed(store, session.sharing) as some:
         if some:
             reader = BatchReader(index, spec, reading=session.computing.reading())
             with closing(reader), closing(RowWriter(store)) as writer:
-                said = Progress("retrieval", "pictures")
-                fill_rows(store, writer, reader, RowsToFill(0, ids), values_of, session.computing, said)
+                told_of = session.computing, session.sharing, "retrieval", "pictures"
+                Filling(store, writer, reader, *told_of).fill(RowsToFill(0, ids), values_of)
+    session.sharing.rest_on_main()
     found = store.rows()
     return found.features, np.asarray(found.state) == PRESENT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,15 @@ from murmuration.data.decode.augment import Augment, ResizeCrop
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.public_split import SplitIndex
-from murmuration.data.progress import Progress
 from murmuration.data.store.place import RecordIndex
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.train.clip.precision import autocast
 from murmuration.train.evaluate.answers import Answers, MicroBatchAnswers
 from murmuration.train.evaluate.errors import EvaluationError
-from murmuration.train.evaluate.features import Computing, batches
+from murmuration.train.evaluate.features import Computing, MicroBatch, batches, places_of_micro_batches
 from murmuration.train.evaluate.public_records import digest_for_all, excluded_for_all
 from murmuration.train.evaluate.result import Result, certificate_of
+from murmuration.train.evaluate.sharing import Sharing
 from murmuration.train.evaluate.subject import Subject
 from murmuration.train.evaluate.weights import Evaluated, digest_of_model
 from murmuration.train.recipe.labels import FOLDERS
@@ -34,7 +34,8 @@ from murmuration.train.recipe.labels import FOLDERS
 MASKS = b"masks of evaluated pictures"
 """Public, so that two evaluations hide the same patches."""
 Act = Callable[[np.ndarray, dict[str, Tensor], int], list[Any]]
-"""Readable records, their inputs, and how many were answered before -> one answer each."""
+"""Readable records, their inputs, and how many before them were answered -> one answer each. By that number, an answer
+may leave out what is shown of the first ones alone; it is smaller where other processes answered some of them."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Session:
     computing: Computing
     view: Augment
     out: Path
+    sharing: Sharing = field(default_factory=Sharing)
 
     def spec(self, **more: Any) -> DataSpec:
         model = self.model
@@ -97,41 +99,54 @@ class Session:
     @torch.no_grad()
     def answers(
         self, result: Result, chosen: Chosen, spec: DataSpec, act: Act, text: TextEncoder | None = None,
-        depends_on: object = None, part: str = "test",
+        depends_on: object = None, part: str = "test", last: bool = True,
     ) -> list[tuple[int, Any]]:  # fmt: skip
         """Each readable record with its answer, in order; the number of the others goes into the result.
 
         An answer is what JSON can hold. `depends_on` is what else it depends on, beside the result's settings, `part`
-        which of its records they are. Answers of an earlier start of the same command are taken over.
+        which of its records they are. Answers of an earlier start of the same command are taken over. Of several
+        processes, only rank 0 returns if these answers are the `last` that they share.
         """
-        size = self.computing.micro_batch
-        with Answers.kept(self.out, self._identity(result, chosen, spec, text, depends_on)) as kept:
-            begun = min(len(chosen.ids), size * len(kept.parts))
-            if begun < len(chosen.ids):
-                self._answer(kept, Chosen(chosen.index, chosen.ids[begun:]), spec, act, text, result.protocol, begun)
-            unreadable = kept.unreadable()
+        micro_batches = -(-len(chosen.ids) // self.computing.micro_batch)
+        identity = self._identity(result, chosen, spec, text, depends_on)
+        with Answers.kept(self.out, identity, micro_batches, self.sharing) as kept:
+            self._answer(kept, chosen, spec, act, text, result.protocol)
+            if last:
+                self.sharing.rest_on_main()
+            found, unreadable = kept.read()
             if len(unreadable) == len(chosen.ids):
                 reason = next(iter(unreadable.values()), "none was given")
                 raise EvaluationError(f"none of the {len(unreadable)} records can be used ({reason}); name others")
             result.data[part]["unreadable"] = len(unreadable)
-            return kept.all()
+            return found
 
     def _answer(
-        self, kept: Answers, rest: Chosen, spec: DataSpec, act: Act, text: TextEncoder | None, what: str, begun: int
+        self, kept: Answers, chosen: Chosen, spec: DataSpec, act: Act, text: TextEncoder | None, what: str
     ) -> None:
-        reader = BatchReader(rest.index, spec, text, mask_key=MASKS, reading=self.computing.reading())
-        progress, total = Progress(what, "records"), begun + len(rest.ids)
+        missing, sharing, total = kept.missing(), self.sharing, len(chosen.ids)
+        if not len(missing):
+            return
+        numbers, size = sharing.mine(missing), self.computing.micro_batch
+        rest = len(places_of_micro_batches(missing, size, total))
+        progress = sharing.progress(what, "records", total - rest, total)
+        ids = chosen.ids[places_of_micro_batches(numbers, size, total)]
+        reader = BatchReader(chosen.index, spec, text, mask_key=MASKS, reading=self.computing.reading())
+
+        def answer(part: tuple[int, MicroBatch]) -> None:
+            number, (ids, inputs, present) = part
+            here, found = present.numpy(), []
+            if here.any():
+                before = kept.before(number)
+                with autocast(self.computing.precision, self.computing.device):
+                    found = act(ids[here], {name: tensor[present] for name, tensor in inputs.items()}, before)
+            reasons = reader.bad_reasons
+            bad = {int(record): reasons.get(int(record), "excluded") for record in ids[(ids >= 0) & ~here]}
+            records = [int(record) for record in ids[here]]
+            kept.add(MicroBatchAnswers(number, list(zip(records, found, strict=True)), bad))
+
         with closing(reader):
-            told = batches(reader, rest.ids, self.computing, 0, lambda done, _: progress(begun + done, total))
-            for ids, inputs, present in told:
-                here, found = present.numpy(), []
-                if here.any():
-                    with autocast(self.computing.precision, self.computing.device):
-                        found = act(ids[here], {name: tensor[present] for name, tensor in inputs.items()}, kept.count)
-                reasons = reader.bad_reasons
-                bad = {int(record): reasons.get(int(record), "excluded") for record in ids[(ids >= 0) & ~here]}
-                records = [int(record) for record in ids[here]]
-                kept.add(MicroBatchAnswers(list(zip(records, found, strict=True)), bad))
+            read = zip(numbers.tolist(), batches(reader, ids, self.computing, 0, progress), strict=True)
+            sharing.share(len(missing), read, answer)
 
     def _identity(
         self, result: Result, chosen: Chosen, spec: DataSpec, text: TextEncoder | None, depends_on: object

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from murmuration.accounting.certificate.weights import AVERAGED, read_lists, tensor_digest
 from murmuration.data.draw.micro_batch import Normalisation
@@ -26,6 +27,7 @@ from murmuration.model.warm_start import initialise_with
 from murmuration.model.weight_files import read_weights
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.subject import Subject, undescribed
+from murmuration.train.evaluate.timm_classifier import HEAD, open_timm_classifier
 from murmuration.train.recipe.pixels import IMAGENET, Told, in_words, of_settings, of_weights, settled
 from murmuration.train.storage.best_checkpoint import best_checkpoint
 from murmuration.train.storage.checkpoint import Checkpoints
@@ -33,7 +35,6 @@ from murmuration.train.storage.checkpoint_read import hash_of
 from murmuration.train.storage.model_note import ModelNote, ModelNoteError
 from murmuration.train.storage.run_dir import RunDir
 
-HEAD = "head."
 CERTIFICATE = "certificate.json"
 OURS = ("run", "export")
 OBJECTIVES: tuple[Objective, ...] = ("mae", "caption", "classify")
@@ -263,34 +264,50 @@ def _hugging_face(told: dict[str, Any], state: Mapping[str, Tensor], digest: str
 
 
 def _timm(told: dict[str, Any], state: Mapping[str, Tensor], digest: str) -> Evaluated:
-    import timm
-
-    given = {"num_classes": told.get("num_classes", 1000), **told.get("model_args", {})}
-    try:
-        with torch.device("meta"):
-            theirs: Any = timm.create_model(told["architecture"], pretrained=False, **given)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise EvaluationError(f"timm knows no architecture {told['architecture']!r} ({error}); name another") from None
+    """A plain vision transformer or BiT becomes ours; anything else is computed by timm."""
+    name, args = told["architecture"], told.get("model_args") or {}
+    # A head that the file lacks is built all the same; whoever needs it is told that it is missing.
+    given = {**args, "num_classes": max(1, args.get("num_classes", told.get("num_classes", 1000)))}
+    with torch.device("meta"):
+        theirs = _made_by_timm(name, given)
     pretrained = told.get("pretrained_cfg") or theirs.pretrained_cfg or {}
-    found = _filled(_classifier(_timm_sizes(theirs, pretrained, told["architecture"])), "classify", state, digest)
+    size = args.get("img_size") or pretrained.get("input_size", (3, 224, 224))
+    side = size if isinstance(size, int) else size[-1]
+    sizes, found = _timm_sizes(theirs, side), None
+    if sizes is not None:
+        with suppress(WeightsError):  # it has a layer that ours lack
+            found = _filled(_classifier(sizes), "classify", state, digest)
+    if found is None:
+        model, report = open_timm_classifier(_made_by_timm(name, given), name, args, side, state)
+        found = Evaluated(model, "classify", digest, report)
     names = tuple(str(name) for name in told.get("label_names", ()))
     return replace(found, class_names=names)
 
 
-def _timm_sizes(theirs: nn.Module, pretrained: Mapping[str, Any], name: str) -> dict[str, Any]:
-    model: Any = theirs
-    if hasattr(model, "stages") and hasattr(model, "stem"):
-        stages = [len(stage.blocks) for stage in model.stages]
-        side = pretrained.get("input_size", (3, 224, 224))[-1]
-        return {
-            "image_size": side, "width": model.stem.conv.out_channels, "stages": stages, "classes": model.num_classes,
-        }  # fmt: skip
-    if not hasattr(model, "blocks") or getattr(model, "global_pool", "token") != "token":
-        raise EvaluationError(f"timm's {name} is no plain vision transformer with a class token, nor BiT; name another")
+def _made_by_timm(name: str, given: dict[str, Any]) -> Any:
+    import timm
+
+    try:
+        return timm.create_model(name, pretrained=False, **given)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise EvaluationError(f"timm knows no architecture {name!r} ({error}); name another") from None
+
+
+def _timm_sizes(theirs: Any, side: int) -> dict[str, Any] | None:
+    from timm.models.resnetv2 import ResNetV2
+    from timm.models.vision_transformer import VisionTransformer
+
+    kind = type(theirs)
+    if issubclass(kind, ResNetV2):
+        stages = [len(stage.blocks) for stage in theirs.stages]
+        width = theirs.stem.conv.out_channels
+        return {"image_size": side, "width": width, "stages": stages, "classes": theirs.num_classes}
+    if not issubclass(kind, VisionTransformer) or theirs.global_pool != "token":
+        return None
+    patches, blocks = theirs.patch_embed, theirs.blocks
     return {
-        "image_size": model.patch_embed.img_size[0], "patch_size": model.patch_embed.patch_size[0],
-        "width": model.embed_dim, "depth": len(model.blocks), "heads": model.blocks[0].attn.num_heads,
-        "classes": max(1, model.num_classes),
+        "image_size": patches.img_size[0], "patch_size": patches.patch_size[0], "width": theirs.embed_dim,
+        "depth": len(blocks), "heads": blocks[0].attn.num_heads, "classes": theirs.num_classes,
     }  # fmt: skip
 
 

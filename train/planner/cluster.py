@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from murmuration.accounting.errors import RunError
 from murmuration.train.engines.sharded_sums import micro_batches_per_window
@@ -32,13 +32,15 @@ class Cluster:
     """Normal numbers that one rank's processor draws per second."""
     free_share: float = FREE_SHARE
     """Share of the memory that is left to the allocator, the libraries and the communication."""
+    node_link_gb_per_s: float | None = None
+    """The same as `link_gb_per_s` among the ranks that hold one copy of the weights (HSDP); None: no faster."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
             raise PlannerError(f"--gpus {self.gpus}: a plan needs at least one")
-        for name in ("memory_gib", "tflops", "link_gb_per_s", "noise_per_second"):
+        for name in ("memory_gib", "tflops", "link_gb_per_s", "noise_per_second", "node_link_gb_per_s"):
             value = getattr(self, name)
-            if not value > 0:
+            if value is not None and not value > 0:
                 raise PlannerError(f"{name.replace('_', ' ')} must be a positive number, but is {value}")
         if not 0 <= self.free_share < 1:
             raise PlannerError(f"the share of memory to leave free must lie in [0, 1), but is {self.free_share}")
@@ -54,6 +56,11 @@ class Cluster:
     def gather_seconds(self, size: float) -> float:
         """All-gather or reduce-scatter of `size` bytes in all."""
         return self._passed(size)
+
+    def of_one_copy(self, ranks: int) -> Cluster:
+        """The ranks that hold one copy of the weights."""
+        inside = self.link_gb_per_s if ranks == self.gpus else self.node_link_gb_per_s or self.link_gb_per_s
+        return replace(self, gpus=ranks, link_gb_per_s=inside)
 
     def _passed(self, size: float) -> float:
         return size * (self.gpus - 1) / self.gpus / (self.link_gb_per_s * 1e9)
@@ -84,9 +91,11 @@ class StepTime:
 
 def step_time(
     cost: RecordCost, weights: WeightCounts, cluster: Cluster, batch: Batch, micro_batch: int, stage: int,
-    records_per_second: float | None = None, mixed: int = 0,
+    records_per_second: float | None = None, mixed: int = 0, ranks_per_copy: int = 0,
 ) -> StepTime:  # fmt: skip
-    """`records_per_second` of one GPU, where it was measured, replaces the counted arithmetic.
+    """`ranks_per_copy`: FSDP2, and over how many ranks it shards a copy of the weights; 0: DeepSpeed at this stage.
+
+    `records_per_second` of one GPU, where it was measured, replaces the counted arithmetic.
 
     `mixed` is the fixed number of public records beside the batch; they cost no clipping, and have a mean gradient of
     their own that is summed over the ranks in fp32.
@@ -98,6 +107,18 @@ def step_time(
     if mixed:
         public = Batch(mixed).slots(cluster.gpus, micro_batch) / rate * cost.step_flops / flops
     compute = batch.slots(cluster.gpus, micro_batch) / rate + public
+    if ranks_per_copy:
+        exchange = _fsdp2_exchange(weights, cluster, rows, micro_batch, ranks_per_copy)
+    else:
+        exchange = _zero_exchange(weights, cluster, rows, micro_batch, stage, mixed)
+    shards = ranks_per_copy or (cluster.gpus if stage else 1)
+    noise = math.ceil(weights.trainable / shards) / cluster.noise_per_second if weights.private else 0.0
+    return StepTime(compute, exchange, noise, rows, public)
+
+
+def _zero_exchange(
+    weights: WeightCounts, cluster: Cluster, rows: float, micro_batch: int, stage: int, mixed: int
+) -> float:  # fmt: skip
     n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
     exchange = _summing(weights, cluster, rows, micro_batch, stage) if weights.private else 0.0
     exchange += cluster.all_reduce_seconds(4.0 * n) if mixed else 0.0
@@ -107,15 +128,31 @@ def step_time(
     else:
         exchange += cluster.gather_seconds(4.0 * n)
         exchange += rows * GATHERS_PER_MICRO_BATCH * cluster.gather_seconds(whole)
-    share = n if stage == 0 else math.ceil(n / cluster.gpus)
-    noise = share / cluster.noise_per_second if weights.private else 0.0
-    return StepTime(compute, exchange, noise, rows, public)
+    return exchange
+
+
+def _fsdp2_exchange(
+    weights: WeightCounts, cluster: Cluster, rows: float, micro_batch: int, ranks_per_copy: int
+) -> float:  # fmt: skip
+    """Weights are gathered and windows sent among the ranks of a copy; equal shards are added up over the copies: in a
+    private phase once per step, in fp64, otherwise in every micro-batch, in fp32."""
+    n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
+    inside, across = cluster.of_one_copy(ranks_per_copy), replace(cluster, gpus=cluster.gpus // ranks_per_copy)
+    exchange = rows * GATHERS_PER_MICRO_BATCH * inside.gather_seconds(whole)
+    if weights.private:
+        exchange += _windows(weights, inside, rows, micro_batch)
+        return exchange + across.all_reduce_seconds(8.0 * n / ranks_per_copy)
+    return exchange + rows * (inside.gather_seconds(4.0 * n) + across.all_reduce_seconds(4.0 * n / ranks_per_copy))
 
 
 def _summing(weights: WeightCounts, cluster: Cluster, rows: float, micro_batch: int, stage: int) -> float:
     """One all-reduce of the fp64 totals; at stage 3, every window goes to the shards once."""
     if stage < 3:
         return cluster.all_reduce_seconds(8.0 * weights.trainable)
+    return _windows(weights, cluster, rows, micro_batch)
+
+
+def _windows(weights: WeightCounts, cluster: Cluster, rows: float, micro_batch: int) -> float:
     most = micro_batches_per_window(micro_batch)
     if most is None:  # one window, in fp64
         return cluster.gather_seconds(8.0 * weights.trainable)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.model.build import build
 from murmuration.model.trainable import select
 from murmuration.train.config.root import Config, Phase
+from murmuration.train.engines.mesh import require_whole_copies
 from murmuration.train.planner.cluster import Cluster, PlannerError, StepTime, step_time
 from murmuration.train.planner.cost import RecordCost, count
-from murmuration.train.planner.memory import GIB, Memory, WeightCounts, memory, weights_of
+from murmuration.train.planner.memory import GIB, Memory, WeightCounts, fsdp2_memory, memory, weights_of
 from murmuration.train.planner.rows import Batch
 from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import make_plan, resolve_shape, with_steps
@@ -40,6 +42,10 @@ class Layout:
     """The largest that fits; 0 if the phase does not."""
     peak_bytes: float
     """Peak memory with the micro-batch of the config."""
+    ranks_per_copy: int = 0
+    """With FSDP2: over how many ranks a copy of the weights is sharded. 0: DeepSpeed."""
+    recorded: int | None = None
+    """The largest micro-batch that can be recorded as a CUDA graph; None: none is recorded."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,10 @@ class PhaseForecast:
 
 
 def forecast(config: Config, cluster: Cluster, records_per_second: float | None = None) -> list[PhaseForecast]:
-    if config.run.engine != "deepspeed":
-        raise PlannerError(f"the planner supports run.engine = 'deepspeed', not {config.run.engine!r}")
+    if config.run.engine == "local":
+        raise PlannerError("the planner supports run.engine = 'deepspeed' and 'fsdp2', not 'local'")
+    if config.run.engine == "fsdp2":
+        require_whole_copies(cluster.gpus, config.run.shard_over)
     if config.run.noise == "chacha20":
         cluster = replace(cluster, noise_per_second=math.inf)  # on the device, where its time is not known yet
     if config.run.noise == "exact":
@@ -99,28 +107,65 @@ def _of_phase(
         cluster = replace(cluster, noise_per_second=cluster.noise_per_second / plan.banded.draws)
     cost, weights = counted(config, phase)
     per_record = 4.0 * weights.trainable if plan and config.run.clip_engine != "book-keeping" else 0.0
-    # At most a rank's share of nearly every draw; a micro-batch of its mean share would need two rows in half of them.
-    most = math.ceil(batch.most / cluster.gpus)
-    given, layouts = config.train_micro_batch_size_per_gpu, []
-    for stage, offload in LAYOUTS:
-        need = memory(weights, stage, cluster.gpus, offload)
-        fits = min(most, need.micro_batch(cluster.usable_bytes, cost, per_record))
-        wanted = max(1, batch.even(cluster.gpus, fits)) if given == "auto" else given
-        layouts.append(Layout(stage, offload, need, fits, need.peak(wanted, cost, per_record)))
-    own = (config.zero_optimization.stage, config.zero_optimization.offload_optimizer is not None)
-    chosen = next(layout for layout in layouts if (layout.stage, layout.offload) == own)
+    given = config.train_micro_batch_size_per_gpu
+    layouts = [
+        _layout(way, cluster, cost, weights, batch, given, per_record, _records(config, phase))
+        for way in _ways(config, cluster.gpus)
+    ]
+    own = _own_way(config, cluster.gpus)
+    chosen = next(layout for layout in layouts if (layout.stage, layout.offload, layout.ranks_per_copy) == own)
     wanted = max(1, batch.even(cluster.gpus, chosen.micro_batch)) if given == "auto" else given
     fits = chosen.peak_bytes <= cluster.usable_bytes
     micro_batch = wanted if fits else batch.even(cluster.gpus, chosen.micro_batch)
     time = None
     if micro_batch:
-        time = step_time(cost, weights, cluster, batch, micro_batch, chosen.stage, records_per_second, mixed)
+        time = step_time(
+            cost, weights, cluster, batch, micro_batch, chosen.stage, records_per_second, mixed, chosen.ranks_per_copy
+        )
     found = PhaseForecast(
         phase.name, phase.objective, weights, cost, batch, mixed, phase.steps, layouts, chosen, micro_batch, time,
         plan, _epsilons(plan) if plan else [], [],
     )  # fmt: skip
     calibrated = phase.privacy is not None and phase.privacy.noise_multiplier is None
     return replace(found, advice=advice(found, wanted, cluster), calibrated=calibrated)
+
+
+def _layout(
+    way: tuple[int, bool, int], cluster: Cluster, cost: RecordCost, weights: WeightCounts, batch: Batch,
+    given: int | Literal["auto"], per_record: float, records: bool,
+) -> Layout:  # fmt: skip
+    stage, offload, ranks_per_copy = way
+    fsdp2 = fsdp2_memory(weights, ranks_per_copy) if ranks_per_copy else None
+    need = fsdp2 or memory(weights, stage, cluster.gpus, offload)
+    # At most a rank's share of nearly every draw; a micro-batch of its mean share would need two rows in half of them.
+    most = math.ceil(batch.most / cluster.gpus)
+    fits = min(most, need.micro_batch(cluster.usable_bytes, cost, per_record))
+    wanted = max(1, batch.even(cluster.gpus, fits)) if given == "auto" else given
+    peak, recorded = need.peak(wanted, cost, per_record), None
+    if stage < 3 and records:
+        recorded = min(fits, need.recorded_micro_batch(cluster.usable_bytes, cost))
+    return Layout(stage, offload, need, fits, peak, ranks_per_copy, recorded)
+
+
+def _ways(config: Config, gpus: int) -> list[tuple[int, bool, int]]:
+    """(stage, offload, ranks of a copy): with FSDP2, every number of ranks that leaves whole copies."""
+    if config.run.engine == "fsdp2":
+        return [(3, False, ranks) for ranks in range(1, gpus + 1) if gpus % ranks == 0 and (ranks > 1 or gpus == 1)]
+    return [(stage, offload, 0) for stage, offload in LAYOUTS]
+
+
+def _own_way(config: Config, gpus: int) -> tuple[int, bool, int]:
+    if config.run.engine == "fsdp2":
+        return 3, False, config.run.shard_over or gpus
+    zero = config.zero_optimization
+    return zero.stage, zero.offload_optimizer is not None, 0
+
+
+def _records(config: Config, phase: Phase) -> bool:
+    """Whether micro-batches are recorded as a CUDA graph, where there is room for it."""
+    run, privacy = config.run, phase.privacy
+    fixed = privacy is not None and privacy.clip.adaptive is None
+    return fixed and run.cuda_graph == "auto" and run.clip_engine == "book-keeping"
 
 
 def counted(config: Config, phase: Phase) -> tuple[RecordCost, WeightCounts]:
@@ -152,7 +197,7 @@ def advice(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
     lines = _to_fill(found, wanted, cluster.gpus)
     if found.time.exchange > 0.2 * found.time.seconds:
         share = found.time.exchange / found.time.seconds
-        other = " or stage 1, which does not gather weights" if found.chosen.stage == 3 else ""
+        other = _with_less_exchange(found)
         lines.append(f"{share:.0%} of a step is exchange: fewer GPUs, a larger batch, a faster link{other}")
     if found.time.noise > found.time.compute:
         lines.append('drawing the noise takes longer than computing: run.noise = "chacha20" draws on the device')
@@ -161,7 +206,21 @@ def advice(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
     larger = found.batch.even(cluster.gpus, found.chosen.micro_batch)
     if not lines and larger >= 2 * wanted and found.batch.padding(cluster.gpus, larger) <= PADDING:
         lines.append(f"a micro-batch of {larger} would fit, too")
+    recorded = found.chosen.recorded
+    if recorded is not None and recorded < found.micro_batch:
+        lines.append(
+            f"there is room to record a micro-batch of up to {recorded} as a CUDA graph; larger ones are launched "
+            "kernel by kernel"
+        )
     return lines
+
+
+def _with_less_exchange(found: PhaseForecast) -> str:
+    if not found.chosen.ranks_per_copy:
+        return " or stage 1, which does not gather weights" if found.chosen.stage == 3 else ""
+    smaller = [layout for layout in found.layouts if layout.ranks_per_copy < found.chosen.ranks_per_copy]
+    fitting = [layout.ranks_per_copy for layout in smaller if layout.micro_batch >= found.micro_batch]
+    return f", or run.shard_over = {fitting[0]}, which gathers weights among fewer" if fitting else ""
 
 
 def _to_fill(found: PhaseForecast, wanted: int, gpus: int) -> list[str]:
@@ -195,7 +254,10 @@ def _to_fit(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
     ]
     for layout in sorted(others, key=lambda layout: (layout.offload, layout.stage)):
         offload = ' with zero_optimization.offload_optimizer = {"device": "cpu"}' if layout.offload else ""
-        lines.append(f"zero_optimization.stage = {layout.stage}{offload}: a micro-batch of up to {layout.micro_batch}")
+        way = f"zero_optimization.stage = {layout.stage}{offload}"
+        if layout.ranks_per_copy:
+            way = f"run.shard_over = {layout.ranks_per_copy}"
+        lines.append(f"{way}: a micro-batch of up to {layout.micro_batch}")
     if not found.chosen.micro_batch and not others:
         least = min(layout.memory.peak(1, found.cost) for layout in found.layouts) / (1 - cluster.free_share) / GIB
         lines.append(

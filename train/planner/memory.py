@@ -1,9 +1,11 @@
-"""Bytes that one rank holds, by ZeRO stage: what stays, what one micro-batch needs and what the update needs.
+"""Bytes that one rank holds, by ZeRO stage or with FSDP2: what stays, what a micro-batch and what the update need.
 
-The terms are those of this trainer on DeepSpeed 0.19, each confirmed by what real runs allocate
+The terms are those of this trainer on DeepSpeed 0.19 and FSDP2, each confirmed by what real runs allocate
 (tests/end_to_end/test_e2e_planner.py): fp32 weights; in a private phase fp64 totals of all trainable weights on every
-rank, or at stage 3 an fp32 window of them all and the fp64 totals of a shard; the optimizer's fp32 copy and moments,
-split over N ranks from stage 1 on.
+rank, or where the model is sharded an fp32 window of them all and the fp64 totals of a shard; the optimizer's fp32 copy
+and moments, split over N ranks from stage 1 on. FSDP2 needs no such copy, and with `run.shard_over` N are the ranks of
+one copy of the weights. A micro-batch that is recorded as a CUDA graph (`run.cuda_graph`) keeps its memory; before it
+is used, it is compared with one that is computed as usual, in sums that were copied twice.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from torch import nn
 
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.config.optimizer import Optimizer
-from murmuration.train.config.root import Phase
-from murmuration.train.engines.sharded_sums import MOST_SLOTS
+from murmuration.train.config.root import Config, Phase
+from murmuration.train.engines.sharded_sums import MOST_SLOTS, RUNS, SHORTEST_RUN
 
 if TYPE_CHECKING:  # it brings PyTorch's compiler along, which a dry run does without
     from murmuration.train.planner.cost import RecordCost
@@ -87,6 +89,10 @@ class Memory:
         left = room - self.stays - self.wide
         return max(MOST_SLOTS, int((left - self.while_computing) // each) if left >= self.update else 0)
 
+    def recorded_micro_batch(self, room: float, cost: RecordCost) -> int:
+        """The largest micro-batch that can be recorded as a CUDA graph below stage 3; 0 if none can."""
+        return max(0, int((room - self.stays - self.while_computing - 2 * self.sums) // (2 * cost.bytes)))
+
     def _wide(self, micro_batch: int) -> float:
         return self.wide if micro_batch > MOST_SLOTS else 0.0
 
@@ -105,7 +111,29 @@ def moment_bytes(optimizer: Optimizer) -> int:
     return moments + (4 if params.ema_decay is not None else 0)
 
 
+def memory_of(config: Config, weights: WeightCounts, ranks: int) -> Memory:
+    """As the engine of a config holds it."""
+    if config.run.engine == "fsdp2":
+        return fsdp2_memory(weights, config.run.shard_over or ranks)
+    stage = 0 if config.run.engine == "local" else config.zero_optimization.stage
+    return memory(weights, stage, ranks, config.zero_optimization.offload_optimizer is not None)
+
+
+def fsdp2_memory(weights: WeightCounts, ranks_per_copy: int) -> Memory:
+    """The update needs two runs of the last window, both sent and received; later, of the finished fp64 totals, a copy
+    in fp32. All weights are counted as gathered at once, which is more than FSDP2 gathers: block by block."""
+    n, private, ranks = weights.trainable, weights.private, ranks_per_copy
+    own, whole = 4.0 * (n + weights.frozen), 4.0 * n
+    shard, under_way = whole / ranks, 8.0 * min(n, 2 * max(SHORTEST_RUN, n // RUNS))
+    return Memory(
+        weights=own / ranks, sums=whole + 2 * shard if private else 0.0, gradients=0.0 if private else shard,
+        optimizer=weights.moments * n / ranks, gathered=own, update=max(shard, under_way) if private else 0.0,
+        wide=whole if private else 0.0,
+    )  # fmt: skip
+
+
 def memory(weights: WeightCounts, stage: int, ranks: int, offload: bool) -> Memory:
+    """With DeepSpeed."""
     n, private = weights.trainable, weights.private
     own, whole = 4.0 * (n + weights.frozen), 4.0 * n
     shard = whole / ranks

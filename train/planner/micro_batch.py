@@ -19,7 +19,7 @@ from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.planner.memory import GIB, memory
+from murmuration.train.planner.memory import GIB, memory_of
 from murmuration.train.planner.rows import Batch
 
 NAME = "micro_batch.json"
@@ -80,9 +80,7 @@ def _fitting(config: Config, phase: Phase, world: int, room: float) -> int:
     from murmuration.train.planner.forecast import counted  # its counter imports Triton; most configs give a number
 
     cost, weights = counted(config, phase)
-    whole = {"fsdp2": 3, "local": 0}
-    stage = whole.get(config.run.engine, config.zero_optimization.stage)
-    need = memory(weights, stage, world, config.zero_optimization.offload_optimizer is not None)
+    need = memory_of(config, weights, world)
     checking = phase.privacy is not None and config.run.clip_engine != "book-keeping"
     return need.micro_batch(room, cost, 4.0 * weights.trainable if checking else 0.0)
 

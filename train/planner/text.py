@@ -60,11 +60,14 @@ def _phase(phase: PhaseForecast, cluster: Cluster) -> list[str]:
     ]
     for layout in phase.layouts:
         name = f"stage {layout.stage}" + (" + offload" if layout.offload else "")
+        if layout.ranks_per_copy:
+            name = f"FSDP2 over {layout.ranks_per_copy}"
+        graph = "" if layout.recorded is None else f" ({layout.recorded} as a CUDA graph)"
         marked = "  <- config" if layout == phase.chosen else ""
         need = layout.memory
         lines.append(
             f"  {name:<18}{_gib(need.stays):>8} {_gib(need.update):>9} {_gib(need.host + need.host_update):>9}   "
-            f"{layout.micro_batch or 'does not fit'}{marked}"
+            f"{layout.micro_batch or 'does not fit'}{graph if layout.micro_batch else ''}{marked}"
         )
     if phase.time is not None and phase.days is not None:
         time = phase.time

@@ -21,11 +21,13 @@ from murmuration.accounting.plan import (
     PlanError,
     PlannedMetric,
     PrivacyPlan,
+    ScaledSpace,
     parse_delta,
     slots_for,
     threshold_for,
     threshold_of,
 )
+from murmuration.accounting.scale_table import ScaleTable
 from murmuration.accounting.tan import stand_in
 from murmuration.accounting.unit import Reduce, Unit, adjacency_in_words, unit_in_words
 from murmuration.data.batch.reader import DataSpec
@@ -39,8 +41,11 @@ from murmuration.data.index.shard_index import shared_shard
 from murmuration.data.index.units import UnitTable
 from murmuration.data.store.place import RecordIndex, Shard
 from murmuration.data.text.encoder import TextEncoder
+from murmuration.model.build import build
 from murmuration.model.settings import SettingsError, Shape
+from murmuration.model.trainable import select
 from murmuration.train.clip.rule import ClipError, ClipRule
+from murmuration.train.clip.sums import trainable_shapes
 from murmuration.train.config.data import CheckpointData, ReadingSettings, ShardData, StreamData, SyntheticData
 from murmuration.train.config.phase import STATISTICS
 from murmuration.train.config.privacy import AdaptiveClip, Privacy
@@ -60,6 +65,7 @@ from murmuration.train.recipe.open_data import (
 )
 from murmuration.train.recipe.public_use import Use, hold_to_what_was_promised
 from murmuration.train.recipe.record_names import Part, require_names
+from murmuration.train.recipe.scaling import open_scales
 from murmuration.train.recipe.warm_start import WarmStart
 
 __all__ = [
@@ -105,6 +111,8 @@ class ReadyPhase:
     """Whether the held-out records of a captioner have captions."""
     pixels: Normalisation = pixels.IMAGENET
     """The same in every phase of the run."""
+    scales: ScaleTable | None = None
+    """By which gradients are multiplied before they are clipped."""
 
     @property
     def name(self) -> str:
@@ -154,6 +162,8 @@ class ReadyPhase:
             found |= _identity("mixed", self.mixed, True, keyed)
         if self.start is not None:
             found["start"] = self.start.digest
+        if self.scales is not None:
+            found["scaling"] = self.scales.digest
         if self.settings.plateau is not None and self.held_out is not None:
             found |= _identity("held_out", self.held_out, True, keyed)
         if self.pixels != pixels.IMAGENET:  # a run that began before there was a choice can continue
@@ -224,6 +234,7 @@ def prepare(config: Config) -> list[ReadyPhase]:
         phases.append(_open(number, phase, shape, start, classes, config.run.noise))
     _require_one_unit(phases)
     _keep_apart(phases)
+    phases = [replace(phase, scales=_scales(phase, phases)) for phase in phases]
     require_numbers(_label_sources(phases), classes, shape.head.classes)
     hold_to_what_was_promised(_uses(phases))
     for phase in phases:
@@ -243,7 +254,7 @@ def planned(phases: list[ReadyPhase], config: Config) -> list[tuple[ReadyPhase, 
         privacy = phase.settings.privacy
         if privacy is not None:
             where = f"phases.{phase.number}"
-            plan = make_plan(phase.settings, privacy, phase.n, where, noise=config.run.noise)
+            plan = make_plan(phase.settings, privacy, phase.n, where, noise=config.run.noise, scales=phase.scales)
             clip_rule(privacy, plan, config.micro_batch)
             found.append((phase, plan))
     return found
@@ -326,6 +337,19 @@ def _keep_apart(phases: list[ReadyPhase]) -> None:
                 f"{phase.start.path} was trained on the private records of phase {owner.name!r}, and what it spent "
                 "would have to be added; continue that run, or start from other weights"
             )
+
+
+def _scales(phase: ReadyPhase, phases: list[ReadyPhase]) -> ScaleTable | None:
+    """Opened only now that the data of all phases are known to be what they are used as."""
+    privacy = phase.settings.privacy
+    if privacy is None or privacy.scaling is None:
+        return None
+    model = build(phase.shape, phase.settings.objective, device="meta")
+    select(model, phase.settings.trainable)
+    protected = {each.name: every_ledger_digest(each.index) for each in phases if each.private}
+    return open_scales(
+        privacy.scaling, f"phases.{phase.number}.privacy.scaling", trainable_shapes(model), protected
+    )  # fmt: skip
 
 
 def _shared(private: RecordIndex, public: RecordIndex) -> Shard | None:
@@ -414,10 +438,11 @@ def unit_of(phase: Phase) -> Unit | None:
 
 def make_plan(
     phase: Phase, privacy: Privacy, records: int, where: str, known: PrivacyPlan | None = None,
-    noise: NoiseKind = "aes", table: str = "",
+    noise: NoiseKind = "aes", table: str = "", scales: ScaleTable | None = None,
 ) -> PrivacyPlan:  # fmt: skip
     """Freezes n (`records`, or units), q, C, sigma, T and delta; `known` is the ledger's plan, whose sigma need not be
-    calibrated again; `table`: the ledger's digest of the table of units."""
+    calibrated again; `table`: the ledger's digest of the table of units; `scales`: those of the gradients, which a
+    config alone does not give and on which epsilon does not depend."""
     units = unit_of(phase)
     if units is not None:
         units = replace(units, table=table)
@@ -439,6 +464,7 @@ def make_plan(
             epsilon_budget=privacy.epsilon, metrics=metrics, adaptive=adaptive, held_out=privacy.held_out,
             grid_growth=growth, banded=_banded(phase, privacy, known), views=privacy.views, units=units,
             unit=unit_in_words(units), adjacency=adjacency_in_words(units), slots=slots,
+            scaling=None if scales is None else ScaledSpace(scales.digest, *scales.span),
         )  # fmt: skip
         sigma = privacy.noise_multiplier
         if sigma is None and known is not None and all(getattr(known, k) == v for k, v in fixed.items()):

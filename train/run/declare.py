@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.ledger.heads import lost_charges
 from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.scale_table import scales_name
 from murmuration.accounting.unit import RECORD
 from murmuration.data.index.contents import pins_contents
 from murmuration.data.index.keyed_digest import ledger_digests
 from murmuration.data.store.place import RecordIndex
 from murmuration.train.config.data import CheckpointData
+from murmuration.train.config.privacy import Privacy
 from murmuration.train.recipe.open_data import hosts_of
 from murmuration.train.recipe.pixels import as_json
 from murmuration.train.recipe.ready_phase import ReadyPhase, make_plan
@@ -40,10 +43,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
         run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, records)
         declare_public_uses(run, phase)
         return None
-    known = run.writer.history.plans.get(phase.number)
-    where, noise = f"phases.{phase.number}", run.config.run.noise
-    plan = make_plan(phase.settings, privacy, phase.n, where, known, noise, run.contents(phase).get("units", ""))
-    run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
+    plan = _declare_plan(run, phase, privacy)
     declare_public_uses(run, phase)
     for host in hosts_of(phase.index):
         run.writer.declare_store(phase.number, host)
@@ -57,6 +57,18 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
         _register(run, phase, log, plan.epsilon_budget, plan.delta, plan.unit)
     if not seeded:
         run.writer.witnesses[str(log)] = log.note
+    return plan
+
+
+def _declare_plan(run: RunContext, phase: ReadyPhase, privacy: Privacy) -> PrivacyPlan:
+    known = run.writer.history.plans.get(phase.number)
+    where, noise = f"phases.{phase.number}", run.config.run.noise
+    units = run.contents(phase).get("units", "")
+    plan = make_plan(phase.settings, privacy, phase.n, where, known, noise, units, phase.scales)
+    run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
+    if phase.scales is not None:
+        with atomic(run.folder.root / scales_name(phase.number)) as file:
+            file.write(phase.scales.text().encode())
     return plan
 
 
@@ -86,6 +98,8 @@ def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
     data = phase.settings.data
     if phase.start is not None and phase.start.foreign and isinstance(data, CheckpointData) and data.public:
         found["weights"] = phase.start.digest
+    if phase.scales is not None:
+        found["scaling"] = phase.scales.digest
     for use, digest in found.items():
         run.writer.declare_public(phase.number, use, digest)
 

@@ -85,7 +85,7 @@ def run_without_steps(run: RunContext, phase: ReadyPhase, loaded: Loaded | None)
         micro_batch = run.config.micro_batch
         evaluator = PublicEvaluator(phase, engine, ranks, micro_batch, key, None, None)
         measured, unusable = evaluator.measure(), evaluator.news_of_unusable()
-    run.checkpoints.begin(Position(phase.number, 0), engine, True, ranks.on_main(lambda: header(run, phase)))
+    run.checkpoints.begin(Position(phase.number, 0), engine, 1, ranks.on_main(lambda: header(run, phase)))
     run.checkpoints.settle(lambda digest: run.writer.checkpointed(phase.number, 0, digest), measured)
     if measured:
         run.board.measured(phase.settings, 0, measured, unusable)

@@ -20,6 +20,7 @@ from murmuration.model.build import build
 from murmuration.model.statistics_head import StatisticsHead
 from murmuration.model.trainable import select
 from murmuration.train.clip.engine import ClipEngine
+from murmuration.train.clip.scaling import Scaling
 from murmuration.train.config.optimizer import Carry
 from murmuration.train.config.phase import SolvedHead
 from murmuration.train.config.privacy import Privacy
@@ -80,8 +81,9 @@ def train_privately(
         phase = with_stream_order(phase, derive("public-order"))
         reader = _reader(run, phase, model, derive, at_end)
         built = clipping_engine(
-            model, rule, settings.optimizer, plan.noise_std / plan.divisor, engine_settings, ranks, computation
-        )
+            model, rule, settings.optimizer, plan.noise_std / plan.divisor, engine_settings, ranks, computation,
+            scaling=_scaling(run, phase, plan),
+        )  # fmt: skip
         at_end.callback(built.engine.close)
         _note_memory(run, phase, built.forward.kept_from_swap)
         core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise, segment.from_step)
@@ -104,6 +106,19 @@ def train_privately(
         trainer_of(
             run, phase, step, built.engine, pace, watching, plan, rule.bound, done, _lister(run, phase, reader)
         ).run(done)
+
+
+def _scaling(run: RunContext, phase: ReadyPhase, plan: PrivacyPlan) -> Scaling | None:
+    """The scales that this rank read, which must be those that the main rank has planned."""
+    run.ranks.require_same("the scales of the gradients", phase.scales.digest if phase.scales is not None else "none")
+    if phase.scales is None or plan.scaling is None:
+        return None
+    lowest, highest = plan.scaling.noise_on_weights(plan.noise_std)
+    run.board.say(
+        f"{phase.name}  gradients are clipped to C in the space of {len(phase.scales.weights)} weights' scales; on "
+        f"weights, the noise of a sum is {lowest:.3g} to {highest:.3g}"
+    )
+    return Scaling(phase.scales)
 
 
 def _segment(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
@@ -208,8 +223,8 @@ def _prove(
     """Runs the self-test before anything else touches the engine; returns its speed on synthetic records."""
     run.ranks.on_main(lambda: run.require_generator(segment, core.generator))
     synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective, phase.settings.rows_of_a_slot)
-    replicated = EngineSettings.of(run.config).replicated
-    report = core.prove(synthetic, replicated, run.config.micro_batch)
+    ranks_per_copy = EngineSettings.of(run.config).ranks_per_copy
+    report = core.prove(synthetic, ranks_per_copy, run.config.micro_batch)
     run.board.say(
         f"{phase.name}  self-test passed: σ measured {report.measured_sigma:.3f} (planned "
         f"{core.plan.noise_multiplier:.3f}), hostile records move the sum by at most {report.largest_hostile:.3f}·C, "
@@ -239,7 +254,7 @@ def trainer_of(
 ) -> Trainer:  # fmt: skip
     config, number = run.config.run, phase.number
     saving = Saving(
-        run.checkpoints, config.checkpoint_every, config.checkpoint_lag, EngineSettings.of(run.config).replicated,
+        run.checkpoints, config.checkpoint_every, config.checkpoint_lag, EngineSettings.of(run.config).ranks_per_copy,
         header=lambda: header(run, phase),
         checkpointed=lambda t, digest: run.writer.checkpointed(number, t, digest), forget=run.forget,
         list_unusable=list_unusable,

@@ -37,7 +37,8 @@ class Saving:
     every: int
     lag: int
     """How many more steps are made before the loop waits for a checkpoint that is being written."""
-    replicated: bool
+    ranks_per_copy: int
+    """Neighbours that hold a copy of the state together; 0: all."""
     header: Callable[[], dict[str, Any]]
     checkpointed: Callable[[int, str], None]
     """Enters a durable checkpoint into the ledger, on the main rank."""
@@ -142,7 +143,7 @@ class Trainer:
         self._settle()
         header = self.ranks.on_main(self.saving.header)
         position = Position(self.phase.number, step)
-        self.saving.checkpoints.begin(position, self.engine, self.saving.replicated, header)
+        self.saving.checkpoints.begin(position, self.engine, self.saving.ranks_per_copy, header)
         self.writing = step
         evaluator, monitor = self.watching.evaluator, self.watching.monitor
         self.measured = evaluator.measure() if evaluator is not None and measure else {}

@@ -22,7 +22,8 @@ from murmuration.model.safety import CouplingError, coupling_probe, refuse_coupl
 from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
 from murmuration.train.clip.rule import ClipError, ClipRule
-from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.ranks import Ranks, by_copy
+from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.base import ShardedEngine, digests_of, evaluating
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, UpdateError
@@ -55,10 +56,11 @@ class SelfTestReport:
 
 
 def self_test(
-    engine: ShardedEngine, clip: ClipEngine, noise: Noise, replicated: bool, records: SyntheticRecords,
+    engine: ShardedEngine, clip: ClipEngine, noise: Noise, ranks_per_copy: int, records: SyntheticRecords,
     micro_batch: int, ranks: Ranks,
 ) -> SelfTestReport:  # fmt: skip
-    """`noise` has the planned standard deviation and divisor, but the self-test's key."""
+    """`noise` has the planned standard deviation and divisor, but the self-test's key. `ranks_per_copy`: neighbours
+    that hold a copy of the state together; 0: all."""
     batch = records.batch(micro_batch, seed=ranks.rank).to(engine.device)
     absent = MicroBatch(batch.inputs, torch.zeros_like(batch.present))
     if engine.optimizer_step():
@@ -68,8 +70,8 @@ def self_test(
     try:
         fill_zeros(engine, absent, ranks)
         largest = _records_are_bounded(engine, clip, batch, records, ranks)
-        sigma = _noise_is_as_planned(engine, clip, noise, absent, replicated, ranks)
-        seconds = _sums_are_exact(engine, clip, batch, replicated, ranks)
+        sigma = _noise_is_as_planned(engine, clip, noise, absent, ranks_per_copy, ranks)
+        seconds = _sums_are_exact(engine, clip, batch, ranks_per_copy, ranks)
         doubtful = engine.observe().doubtful
         slow = 0 if doubtful is None else int(doubtful.sum())
         put_back(engine, weights)
@@ -103,18 +105,18 @@ def _records_are_bounded(
 
 
 def _noise_is_as_planned(
-    engine: ShardedEngine, clip: ClipEngine, noise: Noise, absent: MicroBatch, replicated: bool, ranks: Ranks
+    engine: ShardedEngine, clip: ClipEngine, noise: Noise, absent: MicroBatch, ranks_per_copy: int, ranks: Ranks
 ) -> float:
     """Checks that noise is on every element once, independent, and of the planned sigma; returns the measured one."""
-    drawn = [_empty_step(engine, noise, step, absent) for step in range(1, _steps(engine) + 1)]
-    _every_element_once(engine, drawn[0], replicated, ranks)
-    sigma = _measured_sigma(drawn, noise, clip, ranks)
-    _streams_differ(drawn, replicated, ranks)
+    drawn = [_empty_step(engine, clip, noise, step, absent) for step in range(1, _steps(engine) + 1)]
+    _every_element_once(engine, drawn[0], ranks_per_copy, ranks)
+    sigma = _measured_sigma(engine, drawn, noise, clip, ranks)
+    _streams_differ(drawn, ranks_per_copy, ranks)
     return sigma
 
 
 def _sums_are_exact(
-    engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, replicated: bool, ranks: Ranks
+    engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, ranks_per_copy: int, ranks: Ranks
 ) -> float:
     """Checks what three micro-batches bring to the optimizer; returns the seconds of two on the slowest rank."""
     with evaluating(engine.model):  # a path may be dropped for all records; here each weight gets its gradient
@@ -126,7 +128,7 @@ def _sums_are_exact(
     gradients = Capture(PlainUpdate(batch=1))
     engine.update(gradients, learning_rate=0.0)
     _all_trained(engine, gradients, ranks)
-    _sum_is_the_sum(engine, clip, batch, gradients, replicated, ranks)
+    _sum_is_the_sum(engine, clip, batch, gradients, ranks_per_copy, ranks)
     return seconds
 
 
@@ -209,17 +211,19 @@ def _steps(engine: ShardedEngine) -> int:
     return max(2, math.ceil(SIGMA_DRAWS / engine.trainable_elements))
 
 
-def _empty_step(engine: ShardedEngine, noise: Noise, step: int, absent: MicroBatch) -> Capture:
+def _empty_step(
+    engine: ShardedEngine, clip: ClipEngine, noise: Noise, step: int, absent: MicroBatch
+) -> Capture:  # fmt: skip
     engine.accumulate(absent)
-    captured = Capture(NoisyUpdate(noise, step))
+    captured = Capture(NoisyUpdate(noise, step, clip.scaling))
     engine.update(captured, learning_rate=0.0)
     return captured
 
 
-def _every_element_once(engine: ShardedEngine, captured: Capture, replicated: bool, ranks: Ranks) -> None:
+def _every_element_once(engine: ShardedEngine, captured: Capture, ranks_per_copy: int, ranks: Ranks) -> None:
     """Checks that the shards of all ranks tile every parameter: no element without noise, none with two draws."""
     parts = ranks.gather([(fragment.name, fragment.start, fragment.length) for fragment, _ in captured.found])
-    for covering in parts if replicated else [[piece for part in parts for piece in part]]:
+    for covering in ([piece for part in copy for piece in part] for copy in by_copy(parts, ranks_per_copy)):
         ends = dict.fromkeys(engine.shapes, 0)
         for name, start, length in sorted(covering):
             if ends.get(name) != start:
@@ -230,9 +234,11 @@ def _every_element_once(engine: ShardedEngine, captured: Capture, replicated: bo
                 raise SelfTestError(f"elements of {name} from {end} on get no noise and no update")
 
 
-def _measured_sigma(drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks: Ranks) -> float:
+def _measured_sigma(
+    engine: ShardedEngine, drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks: Ranks
+) -> float:  # fmt: skip
     """Measured in empty steps, in which only noise reaches the optimizer."""
-    values = [values.double() for captured in drawn for _, values in captured.found]
+    values = [_in_clipped_space(engine, clip, *each) for captured in drawn for each in captured.found]
     parts = ranks.gather((sum(v.numel() for v in values), sum(float(v.square().sum()) for v in values)))
     count, squares = sum(part[0] for part in parts), sum(part[1] for part in parts)
     measured = math.sqrt(squares / max(1, count)) * noise.divisor / clip.rule.sensitivity
@@ -243,13 +249,22 @@ def _measured_sigma(drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks:
     return measured
 
 
+def _in_clipped_space(engine: ShardedEngine, clip: ClipEngine, fragment: Fragment, values: Tensor) -> Tensor:
+    """Fp64. What the optimizer gets was divided by the scales of the clip engine, if it has any; they are multiplied
+    onto it again in the way in which gradients are."""
+    if clip.scaling is None:
+        return values.double()
+    scales = clip.scaling.times(fragment.name, torch.ones(engine.shapes[fragment.name], dtype=torch.float64))
+    return values.double() * scales.flatten()[fragment.start : fragment.start + fragment.length]
+
+
 def _added_std(noise: Noise, steps: int) -> float:
     """The planned deviation of what the empty steps add: that of single draws, unless draws are combined."""
     facts = [noise.correlation(step) for step in range(1, steps + 1)]
     return math.sqrt(sum((noise.std if fact is None else fact.added) ** 2 for fact in facts) / steps)
 
 
-def _streams_differ(drawn: list[Capture], replicated: bool, ranks: Ranks) -> None:
+def _streams_differ(drawn: list[Capture], ranks_per_copy: int, ranks: Ranks) -> None:
     """Checks that noise is equal on replicas, and that otherwise no two parameters, ranks or steps begin with the same
     noise."""
     heads = [tuple(v[:HEAD].tolist()) for captured in drawn[:2] for _, v in captured.found if len(v) >= HEAD]
@@ -257,9 +272,10 @@ def _streams_differ(drawn: list[Capture], replicated: bool, ranks: Ranks) -> Non
     for _, values in drawn[0].found:
         whole.update(values.numpy().tobytes())
     parts = ranks.gather((heads, whole.hexdigest()))
-    if replicated and len({part[1] for part in parts}) > 1:
+    first, *others = by_copy(parts, ranks_per_copy)
+    if any([part[1] for part in other] != [part[1] for part in first] for other in others):
         raise SelfTestError("replicas drew different noise")
-    every = parts[0][0] if replicated else [head for part in parts for head in part[0]]
+    every = [head for part in first for head in part[0]]
     if len(set(every)) != len(every):
         raise SelfTestError("the same noise was drawn for different elements or steps")
 
@@ -274,7 +290,7 @@ def _all_trained(engine: ShardedEngine, gradients: Capture, ranks: Ranks) -> Non
 
 
 def _sum_is_the_sum(
-    engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, gradients: Capture, replicated: bool,
+    engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, gradients: Capture, ranks_per_copy: int,
     ranks: Ranks,
 ) -> None:  # fmt: skip
     """Compares the engine's reduction over micro-batches and ranks with the clip engine's sums: no mean, no scale."""
@@ -284,8 +300,9 @@ def _sum_is_the_sum(
     expected = {name: ranks.add(first[name] + 2 * own[name]).flatten().cpu().double() for name in sorted(own)}
     error = [values.double() - expected[f.name][f.start : f.start + f.length] for f, values in gradients.found]
     parts = ranks.gather(_norm(error) ** 2)
-    off = math.sqrt(parts[0] if replicated else sum(parts)) / max(_norm(expected.values()), 1e-30)
-    # Every rank must reach the same verdict; replicas are added up, too.
+    wrong = max(sum(copy) if math.isfinite(sum(copy)) else math.inf for copy in by_copy(parts, ranks_per_copy))
+    off = math.sqrt(wrong) / max(_norm(expected.values()), 1e-30)
+    # Every rank must reach the same verdict, and sums over ranks may be rounded otherwise on each.
     if not max(ranks.gather(off if math.isfinite(off) else math.inf)) <= SUM_TOLERANCE:
         raise SelfTestError(
             f"the reduced sum differs from the sum of the clipped gradients by {off:.3g} of its size; "

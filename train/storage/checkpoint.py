@@ -163,14 +163,14 @@ class Checkpoints:
         return self.folder / ".latest.tmp"
 
     def save(
-        self, position: Position, engine: ShardedEngine, replicated: bool, header: dict[str, Any],
+        self, position: Position, engine: ShardedEngine, ranks_per_copy: int, header: dict[str, Any],
         mark: Callable[[str], None] = lambda digest: None,
     ) -> str:  # fmt: skip
         """Saves a checkpoint and returns its manifest's digest; the checkpoint is durable when it returns."""
-        self.begin(position, engine, replicated, header)
+        self.begin(position, engine, ranks_per_copy, header)
         return self.settle(mark, {})
 
-    def begin(self, position: Position, engine: ShardedEngine, replicated: bool, header: dict[str, Any]) -> None:
+    def begin(self, position: Position, engine: ShardedEngine, ranks_per_copy: int, header: dict[str, Any]) -> None:
         """Copies what is to be saved; weights may change as soon as this returns. A position is written once."""
         assert self.pending is None, "one checkpoint at a time"
         temporary = self.folder / f".{position.folder}.tmp"
@@ -189,7 +189,7 @@ class Checkpoints:
             **header,
         }
         piece = None
-        if self.ranks.main or not replicated:
+        if self.ranks.rank < (ranks_per_copy or self.ranks.world):  # those of the first copy
             tensors = _tensors_of(engine, whole if self.ranks.main else None)
             name = f"piece-{self.ranks.rank:05d}-of-{self.ranks.world:05d}.safetensors"
             piece = self._writer.submit(_write, temporary / name, tensors)

@@ -1,0 +1,120 @@
+"""Scaled gradients through real launches: wherever the weights lie, and after a stop; what verify refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from murmuration.accounting.certificate.attached import CertificateError
+from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.scale_table import ScaleTable
+from tests.end_to_end.test_e2e_exact_noise import LAYOUTS
+from tests.support.launching import TIMEOUT, Launch, ledger_lines, opened_steps, wait_for
+from tests.support.runs import SMALL_STEPS, different, final_weights
+
+Make = Callable[..., tuple[Launch, Path]]
+
+
+def public_alone(config: dict[str, Any]) -> None:
+    """The warm-up, as a run of its own."""
+    del config["phases"][1]
+    config["run"] |= {"engine": "local", "checkpoint_every": 100}
+    del config["run"]["private_curves"], config["run"]["debug_seed"]
+
+
+@pytest.fixture
+def source(launch: Make) -> Path:
+    job, run_dir = launch("source", public_alone, launcher="python")
+    code, output = job.run()
+    assert code == 0, output
+    return run_dir
+
+
+def scaling(source: Path, **more: Any) -> list[str]:
+    settings = {"source": "checkpoint", "path": str(source), "public": True} | more
+    return ["--set", f"phases.1.privacy.scaling={json.dumps(settings)}"]
+
+
+@pytest.fixture
+def alone(launch: Make, source: Path) -> Path:
+    """By one process, in plain PyTorch."""
+    job, run_dir = launch("alone", launcher="python", arguments=[*scaling(source), "--set", 'run.engine="local"'])
+    code, output = job.run()
+    assert code == 0, output
+    return run_dir
+
+
+@pytest.mark.parametrize("layout", ["ZeRO-1", *(pytest.param(n, marks=pytest.mark.slow) for n in list(LAYOUTS)[1:])])
+def test_two_processes_that_stop_and_go_on_release_what_one_does(
+    launch: Make, source: Path, alone: Path, layout: str
+) -> None:
+    launcher, more = LAYOUTS[layout]
+    job, run_dir = launch("two", launcher=launcher, arguments=[*scaling(source), *more])
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
+    (run_dir / "stop").touch()  # and is continued
+    output, _ = process.communicate(timeout=TIMEOUT)
+    assert "stopped by the file stop" in output, output
+    code, output = job.run()
+    assert code == 0, output
+
+    (plan,) = History.read(run_dir / "ledger.jsonl")[0].plans.values()
+    table = ScaleTable.read((run_dir / "scales-1.json").read_bytes())
+    assert plan.scaling is not None and plan.scaling.scales == table.digest and table.span[0] < 0 < table.span[1]
+    commits = [line["facts"] for line in ledger_lines(run_dir) if line["kind"] == "commit"]
+    assert len(commits) == SMALL_STEPS
+    for facts in commits:
+        assert facts["clipping"]["scales"] == facts["noise"]["scales"] == table.digest
+        assert facts["clipping"]["sensitivity"] == pytest.approx(plan.clip_norm, rel=1e-12)
+        assert facts["noise"]["std"] == plan.noise_std
+    found, expected = final_weights(run_dir), final_weights(alone)
+    # The same noise to the last bit; sums of two processes round otherwise than those of one.
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected)
+
+    told = json.loads((run_dir / "certificate.json").read_text())
+    assert "scaled gradients" in told["mechanism"]
+    assert told["phases"][1]["scaled_space"]["sensitivity"] == plan.clip_norm
+    assert any("second moments scaled gradients" in text for text in told["known_deviations"])
+    verdict = verify(run_dir)
+    assert verdict.epsilon == verify(alone).epsilon <= 8.0
+    assert verdict.attached is not None and any("scales-1.json" in text for text in verdict.attached.checked)
+    name, (rows, columns) = next(iter(table.weights.items()))
+    other = ScaleTable(dict(table.weights) | {name: ((rows[0] + 1, *rows[1:]), columns)})
+    (run_dir / "scales-1.json").write_text(other.text())
+    with pytest.raises(CertificateError, match="other scales"):
+        verify(run_dir)
+
+
+def test_a_run_that_is_killed_and_goes_on_has_every_bit_of_one_that_is_not(
+    launch: Make, source: Path, alone: Path
+) -> None:
+    job, run_dir = launch("killed", launcher="python", arguments=[*scaling(source), "--set", 'run.engine="local"'])
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    code, output = job.run()
+    assert code == 0, output
+    assert different(final_weights(run_dir), final_weights(alone)) == []
+    history, _ = History.read(run_dir / "ledger.jsonl")
+    assert history.opened == History.read(alone / "ledger.jsonl")[0].opened and len(history.segments) == 1
+
+
+@pytest.mark.slow
+def test_other_scales_are_another_plan(launch: Make, source: Path) -> None:
+    job, run_dir = launch("first", launcher="python", arguments=[*scaling(source), "--set", 'run.engine="local"'])
+    process = job.start()
+    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    job.arguments = [*scaling(source, floor=0.1), "--set", 'run.engine="local"']
+    code, output = job.run()
+    assert code == 5 and "scaling changed" in output, output

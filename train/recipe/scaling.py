@@ -1,0 +1,99 @@
+"""Opens the scales of a phase's gradients: second moments that a run on public records left in its last checkpoint.
+
+They are used without noise, so nothing private may be in them. Runs that had a private phase are refused, however much
+noise they added, since what they spent would have to be added to this run's promise; so are runs on the very records
+that this run protects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.scale_table import Moments, ScaleError, ScaleTable, scales_of
+from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.scaling import Scaling, as_matrix
+from murmuration.train.config import privacy
+from murmuration.train.config.section import RecipeError
+from murmuration.train.storage.checkpoint import Checkpoints
+from murmuration.train.storage.checkpoint_read import CheckpointError, Loaded
+from murmuration.train.storage.run_dir import RunDir
+
+SECOND_MOMENT = "exp_avg_sq"
+WHOLE_BITS = 62
+
+
+def open_scales(
+    settings: privacy.Scaling, where: str, trained: Mapping[str, torch.Size], protected: Mapping[str, frozenset[str]]
+) -> ScaleTable:
+    """`trained`: shapes of the phase's trained weights; `protected`: digests of the records of every private phase of
+    this run, by its name."""
+    root = Path(settings.path)
+    try:
+        _require_public(root, protected)
+        loaded = Checkpoints.newest(RunDir(root).checkpoints)
+        if loaded is None:
+            raise RecipeError(f"{root} has no finished checkpoint; name a run that has one")
+        table = scales_of(_moments(loaded, trained), settings.floor)
+        Scaling(table).require_fit(trained)
+    except (RecipeError, LedgerError, CheckpointError, ScaleError, ClipError, OSError) as error:
+        raise RecipeError(f"{where}.path: {error}") from None
+    return table
+
+
+def _require_public(root: Path, protected: Mapping[str, frozenset[str]]) -> None:
+    history, _ = History.read(RunDir(root).ledger)
+    if history.plans or history.origins:
+        raise RecipeError(
+            f"{root} trained on private records, or began with weights that were, and what that spent would have to be "
+            "added; name a run on public records alone"
+        )
+    undeclared = [history.phase_names[number] for number, public in history.nonprivate.items() if not public]
+    if undeclared:
+        raise RecipeError(
+            f"phase {undeclared[0]!r} of {root} trained on records that are not declared public; name another run"
+        )
+    used = frozenset(digest for manifests in history.public_manifests.values() for digest in manifests)
+    for name, digests in protected.items():
+        if used & digests:
+            raise RecipeError(f"{root} trained without noise on the records that phase {name!r} protects; name another")
+
+
+def _moments(loaded: Loaded, trained: Mapping[str, torch.Size]) -> dict[str, Moments]:
+    """Of those weights that both runs train under one name, in one shape."""
+    stored = set(loaded.names(SECOND_MOMENT))
+    if not stored or not loaded.manifest["optimizer_step"]:
+        raise RecipeError("its last checkpoint has no second moments; name a run whose last phase trained with AdamW")
+    shapes = loaded.manifest["shapes"]
+    common = [name for name, shape in trained.items() if name in stored and torch.Size(shapes[name]) == shape]
+    if not common:
+        raise RecipeError("it trained none of this phase's weights, by name and shape; name a run of the same model")
+    return {name: moments_of(loaded.whole(SECOND_MOMENT, name), name) for name in common}
+
+
+def moments_of(second: Tensor, name: str) -> Moments:
+    """Sums are of whole numbers, which come to the same in whichever order a machine adds them: ranks and resumed runs
+    must find the same scales."""
+    rows, columns = as_matrix(second.shape)
+    values = second.double().view(rows, columns)
+    largest = float(values.max())
+    if not (math.isfinite(largest) and float(values.min()) >= 0):
+        raise RecipeError(f"the second moments of {name} are not finite numbers from 0 on; name another run")
+    # 2^places · values below 2^62 / elements: products with powers of two are exact, and only the floor rounds.
+    places = WHOLE_BITS - values.numel().bit_length() - math.frexp(largest)[1]
+    whole = (values * math.ldexp(1.0, places)).floor().to(torch.int64)
+
+    def mean(total: int, count: int) -> float:
+        return math.ldexp(float(total), -places) / count
+
+    of_rows, of_columns = whole.sum(1).tolist(), whole.sum(0).tolist()
+    return Moments(
+        [mean(total, columns) for total in of_rows], [mean(total, rows) for total in of_columns],
+        mean(sum(of_rows), rows * columns),
+    )  # fmt: skip
