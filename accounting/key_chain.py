@@ -40,7 +40,7 @@ class KeyChain:
         """`guard` may lock the bytes that it is given into memory. `together`: how many steps use each other's keys."""
         self._nearby = KEPT_AHEAD + together - 1
         self._segment, self._guard, self._lock = link.segment, guard, threading.Lock()
-        self._first = link.step
+        self._first, self._slots = link.step, link.slots
         self._states: dict[int, bytearray] = {}
         self._keys: dict[tuple[int, StepPurpose], bytes] = {}
         self._hold(link)
@@ -90,7 +90,7 @@ class KeyChain:
     def _link(self, step: int) -> Link:
         """The link of a step, derived from the nearest known one up to it."""
         at = max(known for known in self._states if known <= step)
-        link = Link(self._segment, at, bytes(self._states[at])).at(step)
+        link = Link(self._segment, at, bytes(self._states[at]), self._slots).at(step)
         self._hold(link)
         return link
 
@@ -153,14 +153,15 @@ def forgettable(done: int, together: int) -> int:
     return done - done % together
 
 
-def enter(path: Path, segment: str, first: int, done: int, begun: bool) -> Link:
-    """The link to continue from after `done` steps, from the file. A segment's first link is created and stored."""
+def enter(path: Path, segment: str, first: int, done: int, begun: bool, slots: int = 1) -> Link:
+    """The link to continue from after `done` steps, from the file. A segment's first link is created and stored; with
+    `slots` above 1, for epochs of so many steps."""
     key = load(path)
     if (fault := why_unusable(key, segment, done, begun)) is not None:
         raise KeyFileError(f"{fault}; restore the run key, the ledger and the checkpoints as they last were")
     if key.chain is not None and key.chain.segment == segment:
         return key.chain
-    link = key.first_link(segment, first)
+    link = key.first_link(segment, first, slots)
     rewrite(replace(key, chain=link), path)
     return link
 

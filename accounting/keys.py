@@ -63,23 +63,39 @@ class Link:
 
     The state of step s + 1 is HKDF(state of step s, "next step"); the key of a purpose at step s is HKDF(state of step
     s, "key", purpose).
+
+    With `slots` above 1, records are allocated to the steps of epochs of so many. All steps of an epoch then sample by
+    the same key, which is made from the epoch's first link in the segment and moves along behind the state: it goes
+    when the epoch ends, and the other keys of the epoch's steps go as all others do.
     """
 
     segment: str
     step: int
     state: bytes = field(repr=False)
+    slots: int = 1
+
+    @staticmethod
+    def first(segment: str, step: int, secret: bytes, slots: int = 1) -> Link:
+        return Link(segment, step, secret + _epoch_key(secret) if slots > 1 else secret, slots)
 
     def key(self, purpose: StepPurpose) -> bytes:
         if purpose not in get_args(StepPurpose):
             raise KeyFileError(f"steps have no key for the purpose {purpose!r}")
-        return hkdf(self.state, f"murmuration/2|key|{purpose}")
+        of_epoch = self.slots > 1 and purpose == "sampling"
+        return hkdf(self.state[KEY_BYTES:] if of_epoch else self.state[:KEY_BYTES], f"murmuration/2|key|{purpose}")
 
     def at(self, step: int) -> Link:
         """The same chain at this step or a later one; there is no way back."""
-        state = self.state
-        for _ in range(self.step, step):
+        state, epoch = self.state[:KEY_BYTES], self.state[KEY_BYTES:]
+        for before in range(self.step, step):
             state = hkdf(state, "murmuration/2|next step")
-        return replace(self, step=max(step, self.step), state=state)
+            if self.slots > 1 and before % self.slots == 0:
+                epoch = _epoch_key(state)
+        return replace(self, step=max(step, self.step), state=state + epoch)
+
+
+def _epoch_key(state: bytes) -> bytes:
+    return hkdf(state, "murmuration/2|epoch")
 
 
 @dataclass(frozen=True)
@@ -115,11 +131,11 @@ class RunKey:
         """The key that ranks keep for the whole run."""
         return replace(self, chain=None)
 
-    def first_link(self, segment: str, step: int) -> Link:
+    def first_link(self, segment: str, step: int, slots: int = 1) -> Link:
         """A chain for a new segment, random from the operating system: nothing that leaked earlier reveals it. A debug
         key derives it from its seed, so that runs can be repeated."""
         fresh = hkdf(self.secret, f"murmuration/2|chain|{segment}") if self.debug else secrets.token_bytes(KEY_BYTES)
-        return Link(segment, step, fresh)
+        return Link.first(segment, step, fresh, slots)
 
 
 def hkdf(secret: bytes, info: str) -> bytes:
@@ -197,7 +213,10 @@ def destroy(path: Path) -> bool:
 
 
 def _text(key: RunKey) -> bytes:
-    chain = key.chain and {"segment": key.chain.segment, "step": key.chain.step, "state": key.chain.state.hex()}
+    chain: dict[str, Any] | None = None
+    if key.chain is not None:
+        chain = {"segment": key.chain.segment, "step": key.chain.step, "state": key.chain.state.hex()}
+        chain |= {} if key.chain.slots == 1 else {"slots": key.chain.slots}
     content = {"format": FORMAT, "debug": key.debug, "lasting": key.secret.hex(), "chain": chain}
     return json.dumps({**content, "check": _check(content)}, indent=1).encode() + b"\n"
 

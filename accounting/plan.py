@@ -41,6 +41,32 @@ def threshold_for(records: int, expected_batch: float, parts: int = 1) -> int:
     return min(RATE_DENOMINATOR, max(1, round(rate * RATE_DENOMINATOR)))
 
 
+MOST_SLOTS = 2**20
+MOST_OFF = 0.1
+"""The largest share by which random allocation may change the expected batch that was asked for."""
+
+
+def threshold_of(slots: int) -> int:
+    """The threshold nearest to the rate of random allocation to so many steps."""
+    return max(1, round(RATE_DENOMINATOR / slots))
+
+
+def slots_for(records: int, expected_batch: float, steps: int) -> int:
+    """The steps of an epoch of random allocation: so many that the number of epochs, the last of which may be cut, is
+    the whole number nearest to how often `expected_batch` lets a record take part."""
+    threshold_for(records, expected_batch)  # refused if the batch does not fit
+    often = steps * expected_batch / records
+    slots = -(-steps // max(1, round(often)))
+    if abs(records / slots / expected_batch - 1) > MOST_OFF:
+        other = max(1, round(records / expected_batch))
+        raise PlanError(
+            f"random allocation lets each record take part a whole number of times, but {steps} steps of "
+            f"{expected_batch:g} records are {often:.3g} times; use expected_batch = {records / slots:.6g}, or "
+            f"{records / other:.6g} with steps = {other * max(1, round(often))}, or Poisson sampling"
+        )
+    return slots
+
+
 @dataclass(frozen=True)
 class PlannedMetric:
     """A number that is published with noise at every step; each record adds at most `bound` to it."""
@@ -130,6 +156,9 @@ class PrivacyPlan:
     views: int = 1
     """How often each drawn record is seen in a step. What is clipped is the mean gradient of its views, so that neither
     C nor epsilon depends on it."""
+    slots: int = 1
+    """Above 1: random allocation. The steps are cut into epochs of so many, and each record takes part in exactly one
+    step of every epoch; the last epoch may be cut. `threshold` is then the nearest to 2^32 / slots."""
     scaling: ScaledSpace | None = None
     """Set if gradients are scaled before they are clipped: the space in which C and the noise are meant."""
 
@@ -156,6 +185,7 @@ class PrivacyPlan:
             raise PlanError(f"records and steps must be at least 1, but are {self.records} and {self.steps}")
         self._require_small()
         self._require_plain_if_banded()
+        self._require_plain_if_allocated()
 
     def _require_small(self) -> None:
         if self.views < 1:
@@ -187,6 +217,19 @@ class PrivacyPlan:
         if self.bands > min(self.records, self.steps):
             raise PlanError(f"{self.bands} bands need as many records and steps, not {self.records} and {self.steps}")
 
+    def _require_plain_if_allocated(self) -> None:
+        if self.slots == 1:
+            return
+        if not 1 < self.slots <= min(self.steps, MOST_SLOTS):
+            raise PlanError(
+                f"an epoch of random allocation has at most {MOST_SLOTS:,} steps, and no more than there are: "
+                f"{self.slots} of {self.steps}"
+            )
+        if self.threshold != threshold_of(self.slots):
+            raise PlanError(f"the threshold {self.threshold} is not that of an allocation to {self.slots} steps")
+        if self.banded is not None or self.stands_for is not None:
+            raise PlanError("random allocation is proved for the independent noise of one run; leave bands and tan out")
+
     @property
     def bands(self) -> int:
         """How many parts the records are dealt into, whose turns follow each other; 1 with independent noise."""
@@ -194,18 +237,29 @@ class PrivacyPlan:
 
     @property
     def participations(self) -> int:
-        """The number of planned steps that may draw one record: the number of sampled Gaussian steps to account for."""
-        return -(-self.steps // self.bands)
+        """The number of planned steps that may draw one record: the number of sampled Gaussian steps, or of epochs, to
+        account for."""
+        return self.turns_of(self.steps)
+
+    def turns_of(self, steps: int) -> int:
+        """The most that so many successive steps, from the beginning of a block or epoch on, add to what is charged."""
+        return -(-steps // (self.bands * self.slots))
+
+    def epoch_of(self, step: int) -> int:
+        """The number, from 0, of the epoch of random allocation that a step belongs to."""
+        return (step - 1) // self.slots
 
     @property
     def sampling_rate(self) -> float:
         """The rate at which a step draws the records whose turn it is, exactly: K / 2^32 has at most 33 bits and fits a
-        double. With independent noise it is q."""
-        return self.threshold / RATE_DENOMINATOR
+        double. With independent noise it is q. With random allocation, 1 over the steps of an epoch."""
+        return self.threshold / RATE_DENOMINATOR if self.slots == 1 else 1 / self.slots
 
     @property
     def divisor(self) -> float:
         """The expected batch q·n: the constant by which every noised sum is divided."""
+        if self.slots > 1:
+            return self.records / self.slots
         return self.sampling_rate * self.records / self.bands
 
     @property
@@ -244,12 +298,13 @@ class PrivacyPlan:
 
     def as_dict(self) -> dict[str, object]:
         value = asdict(self)
-        names = ("metrics", "adaptive", "stands_for", "held_out", "units", "grid_growth", "banded", "views")
+        names = ("metrics", "adaptive", "stands_for", "held_out", "units", "grid_growth", "banded", "views", "slots")
         names += ("scaling",)
         optional = {name: value.pop(name) for name in names}
         optional["metrics"] = list(optional["metrics"])
-        if self.views == 1:  # as in plans from before there was a choice
-            del optional["views"]
+        for name in ("views", "slots"):
+            if optional[name] == 1:  # as in plans from before there was a choice
+                del optional[name]
         return value | {name: part for name, part in optional.items() if part}
 
 

@@ -32,10 +32,13 @@ from murmuration.accounting.plan import (
     PlanError,
     PrivacyPlan,
     parse_delta,
+    slots_for,
     threshold_for,
+    threshold_of,
 )
 from murmuration.data.batch.function_reader import FunctionReader, Read
 from murmuration.data.batch.loader import Loader
+from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.data.draw.micro_batch import ROW_SHARE
 from murmuration.data.draw.poisson import Draw, PoissonSampler, Sampler
 from murmuration.data.draw.shared_draw import SHARED_FROM, SharedSampler
@@ -157,8 +160,10 @@ class PrivateCore:
     def generator(self) -> str:
         return GENERATORS[self._noise]
 
-    def sampler(self) -> PoissonSampler:
+    def sampler(self) -> PoissonSampler | AllocationSampler:
         keys = self._derive("sampling"), self._derive("sampling-digest")
+        if self.plan.slots > 1:
+            return AllocationSampler(*keys, self.plan.records, self.plan.slots)
         return PoissonSampler(*keys, self.plan.records, self.plan.threshold, self.plan.bands)
 
     def shared_sampler(self) -> Sampler[Draw]:
@@ -227,6 +232,15 @@ DEVIATIONS = [
 ]
 
 
+def _require_possible(banded: bool, allocated: bool, floor: bool, keep_key: bool) -> None:
+    if banded and floor:
+        raise PlanError("noise_floor needs the same independent noise at all steps; drop it, or bands")
+    if banded and keep_key:
+        raise PlanError("keep_key would keep the keys of the last block's steps; drop it, or bands")
+    if allocated and (banded or keep_key):
+        raise PlanError("random allocation is proved without bands, and keep_key would keep its key; drop them")
+
+
 class PrivateTraining:
     """Trains `model` with (ε, δ)-DP for one record, from the run directory's last checkpoint on.
 
@@ -255,6 +269,7 @@ class PrivateTraining:
         computation: Computation | None = None, keep_checkpoints: int = 2, keep_key: bool = False,
         debug_seed: int | None = None, new_segment: str | None = None, ranks: Ranks | None = None,
         about_data: str | None = None, about_owner: str | None = None, bands: int | None = None, views: int = 1,
+        sampling: Literal["poisson", "allocation"] = "poisson",
         shard_over: int | None = None,
     ) -> None:  # fmt: skip
         """`synthetic(size, seed)`: random inputs of the right form, for the self-test. `dataset`: a name and version of
@@ -263,12 +278,11 @@ class PrivateTraining:
         `about_data`, `about_owner`: what the records are and who is responsible, for the certificate. `bands`: steps of
         a block whose noise is correlated (docs/privacy.md); None is independent noise. With it, `read` must give a
         record the same number whenever the run is continued: its part of the records depends on it. `views`: the most
-        rows that `read` returns for a record; the mean gradient of those that it returns is clipped as one.
+        rows that `read` returns for a record; the mean gradient of those that it returns is clipped as one. `sampling`:
+        with "allocation", each record takes part in one step of every epoch (docs/privacy.md).
         `shard_over`: with FSDP2, the ranks of one copy of the weights; None: all."""
-        if bands is not None and optimizer is not None and optimizer.params.noise_floor is not None:
-            raise PlanError("noise_floor needs the same independent noise at all steps; drop it, or bands")
-        if bands is not None and keep_key:
-            raise PlanError("keep_key would keep the keys of the last block's steps; drop it, or bands")
+        floor = optimizer is not None and optimizer.params.noise_floor is not None
+        _require_possible(bands is not None, sampling == "allocation", floor, keep_key)
         quiet_libraries()
         trained = sum(each.numel() for each in model.parameters())
         self._described = {
@@ -292,7 +306,7 @@ class PrivateTraining:
         self._step: PrivateStep | None = None
         self._failed: int | None = None
         try:
-            asked = records, expected_batch, steps, epsilon, delta, noise_multiplier, clip_norm, bands
+            asked = records, expected_batch, steps, epsilon, delta, noise_multiplier, clip_norm, bands, sampling
             self.plan: PrivacyPlan = self.ranks.on_main(lambda: self._declared(*asked))
             if self._run.secret is not None:  # else finished: nothing is drawn any more
                 self._build(model, clip, optimizer or Optimizer())
@@ -328,7 +342,7 @@ class PrivateTraining:
 
     def _declared(
         self, records: int, expected_batch: float, steps: int, epsilon: float, delta: float | str | None,
-        sigma: float | None, clip_norm: float, bands: int | None,
+        sigma: float | None, clip_norm: float, bands: int | None, sampling: Literal["poisson", "allocation"],
     ) -> PrivacyPlan:  # fmt: skip
         """On the main rank: the plan, frozen in the ledger; its σ and its matrix are not computed again when a run is
         continued."""
@@ -338,17 +352,20 @@ class PrivateTraining:
         if bands is not None:
             same = known is not None and (known.bands, known.steps) == (bands, steps)
             banded = known.banded if known is not None and same else best_banded(bands, steps)
+        slots, threshold = 1, threshold_for(records, expected_batch, bands or 1)
+        if sampling == "allocation":
+            slots = slots_for(records, expected_batch, steps)
+            threshold = threshold_of(slots)
         fixed: dict[str, Any] = dict(
-            records=records, threshold=threshold_for(records, expected_batch, bands or 1), clip_norm=clip_norm,
-            steps=steps, banded=banded,
+            records=records, threshold=threshold, clip_norm=clip_norm, steps=steps, banded=banded, slots=slots,
             delta=parse_delta(delta, records), epsilon_budget=epsilon,
             grid_growth=GRID_GROWTH if self._computation.noise == "exact" else 0.0, views=self._views,
         )  # fmt: skip
         if sigma is None and known is not None and all(getattr(known, name) == value for name, value in fixed.items()):
             sigma = known.noise_multiplier
         if sigma is None:
-            turns = -(-steps // (bands or 1))
-            sigma = calibrate_sigma(fixed["threshold"] / RATE_DENOMINATOR, turns, epsilon, fixed["delta"])
+            turns, rate = -(-steps // ((bands or 1) * slots)), threshold / RATE_DENOMINATOR if slots == 1 else 1 / slots
+            sigma = calibrate_sigma(rate, turns, epsilon, fixed["delta"], slots=slots)
             sigma = enlarged(sigma, fixed["grid_growth"])
         plan = PrivacyPlan(noise_multiplier=sigma, **fixed)
         writer.declare_plan(PHASE, NAME, plan, describe("pld"))

@@ -211,7 +211,8 @@ class StepRecord:
 
     def _facts(self, draw: Draw, clipping: ClippingFact, noise: NoiseFact) -> StepFacts:
         metrics = self.metrics.facts() if self.metrics else ()
-        return StepFacts(SamplingFact(draw.threshold, draw.records, draw.digest, draw.parts), clipping, noise, metrics)
+        sampling = SamplingFact(draw.threshold, draw.records, draw.digest, draw.parts, draw.slots)
+        return StepFacts(sampling, clipping, noise, metrics)
 
 
 # One logical step of a non-private phase: the same engine and data path, without clipping, noise or promise.

@@ -8,11 +8,13 @@ signed one whole: what follows from the ledger is recomputed, and all other word
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from murmuration.accounting.certificate.composition import SUMS, total
 from murmuration.accounting.certificate.limits import claimed_events
 from murmuration.accounting.certificate.statement import compose
+from murmuration.accounting.epsilon.accountant import Event
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.history import History
 
@@ -77,11 +79,11 @@ def _composition(
     if stated["epsilon_sum"] is None:
         return {**stated, "runs": runs}
     before, _ = claimed_events(signed_at)
-    charged = Counter({(event["rate"], event["sigma"]): event["count"] for event in stated["events"]})
-    charged.subtract({(event.rate, event.sigma): event.count for event in before or ()})
-    charged.update({(event.rate, event.sigma): event.count for event in events or ()})
+    charged = Counter({event.kind: event.count for event in map(Event.of_dict, stated["events"])})
+    charged.subtract({event.kind: event.count for event in before or ()})
+    charged.update({event.kind: event.count for event in events or ()})
     return total(
         runs,
-        [{"rate": rate, "sigma": sigma, "count": count} for (rate, sigma), count in charged.items() if count > 0],
+        [replace(kind, count=count).as_dict() for kind, count in charged.items() if count > 0],
         stated["delta"],
     )

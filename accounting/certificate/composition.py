@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,13 @@ def composed(history: History, entries: Sequence[LedgerEntry], claimed: float, o
     everyone = [(history, entries), *((o.history, o.entries) for o in others)]
     at_hand = [(found, lines) for found, lines in everyone if found is not None and _by(found) == "ledger"]
     events = merge(_all_events(at_hand))
-    return total(runs, [{"rate": e.rate, "sigma": e.sigma, "count": e.count} for e in events], history.delta())
+    return total(runs, [event.as_dict() for event in events], history.delta())
 
 
 def total(runs: list[dict[str, Any]], events: list[dict[str, Any]], delta: float) -> dict[str, Any]:
     """Computed only from what a certificate states, so that anyone who reads it can do the same."""
     claims = [run for run in runs if run["by"] == "claim"]
-    together = epsilon([Event(e["rate"], e["sigma"], e["count"]) for e in events], delta)
+    together = epsilon([Event.of_dict(each) for each in events], delta)
     return {
         "runs": runs,
         "epsilon_sum": math.fsum(run["epsilon"] for run in runs),
@@ -133,10 +133,10 @@ def _all_events(ledgers: list[tuple[History, Sequence[LedgerEntry]]]) -> list[Ev
     events: list[Event] = []
     for history, entries in ledgers:
         shared = max((_common(entries, other) for other in counted), default=0)
-        before = Counter({(e.rate, e.sigma): e.count for e in History.of(entries[:shared]).charged(fewest=True)})
+        before = Counter({each.kind: each.count for each in History.of(entries[:shared]).charged(fewest=True)})
         claimed, _ = claimed_events(history, history.finished)  # an unfinished run counts up to its whole budget
-        own = Counter({(e.rate, e.sigma): e.count for e in claimed or ()})
-        events += [Event(rate, sigma, count) for (rate, sigma), count in (own - before).items()]
+        own = Counter({each.kind: each.count for each in claimed or ()})
+        events += [replace(kind, count=count) for kind, count in (own - before).items()]
         counted.append(entries)
     return events
 

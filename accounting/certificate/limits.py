@@ -3,8 +3,8 @@
 All of it follows from the ledger. If the claim is what was spent, the opened steps are composed. If it is the budget,
 because somebody may have chosen by outputs, all steps that the budget would have allowed are composed, and one more:
 choosing when to stop is then post-processing, and no row is better than the headline. If only one (ε, δ) is proved, no
-row for groups is; nor where noise is correlated: several records of a person may then be drawn in different steps of
-one block, whose releases depend on each other.
+row for groups is; nor where noise is correlated or records are allocated: several records of a person may then be drawn
+in different steps of one block or epoch, whose releases depend on each other or on one draw.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def limits(history: History, claimed: float) -> dict[str, Any]:
     return {
         "holds_for": holds_for,
         "events": None if events is None else [
-            {"rate": e.rate, "sigma": e.sigma, "count": e.count} for e in events
+            event.as_dict() for event in events
         ],
         "delta": delta,
         "best_guess": curve.best_guess(),
@@ -91,6 +91,8 @@ def group_row(history: History, events: Sequence[Event] | None, delta: float, re
     def compute() -> float:
         if any(plan.bands > 1 for plan in history.plans.values()):
             raise AccountingError("with correlated noise nothing is proved for several records of one person")
+        if any(plan.slots > 1 for plan in history.plans.values()):
+            raise AccountingError("with random allocation nothing is proved for several records of one person")
         return _known(events, group_epsilon, delta, records)
 
     return row(compute)
@@ -111,10 +113,10 @@ def _known(events: Sequence[Event] | None, compute: Callable[..., float], *asked
 def _allowed(history: History, phase: int) -> list[Event]:
     """Steps of one phase up to the first that its budget would have refused; no fewer than were opened or planned."""
     plan, delta = history.plans[phase], history.delta()
-    kind = Event(plan.sampling_rate, plan.effective_noise_multiplier, 0)
+    kind = Event.of_plan(plan, 0)
     opened = history.charged(phase)
-    others = [event for event in opened if replace(event, count=0) != kind]
-    least = max(plan.participations, sum(event.count for event in opened if replace(event, count=0) == kind))
+    others = [event for event in opened if event.kind != kind]
+    least = max(plan.participations, sum(event.count for event in opened if event.kind == kind))
 
     def passes(count: int) -> bool:
         try:

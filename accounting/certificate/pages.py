@@ -151,7 +151,7 @@ def _dates(dates: dict[str, Any]) -> list[str]:
 def _phase_table(certificate: dict[str, Any]) -> list[list[str]]:
     rows = [["phase", "private", "n", "C", "q", "σ", "T", "steps opened", "charged (q, σ, count)"]]
     for phase in certificate["phases"]:
-        events = "; ".join(f"({e['rate']:.6g}, {e['sigma']:.6g}, {e['count']})" for e in phase.get("events", []))
+        events = "; ".join(_event(event) for event in phase.get("events", []))
         plan = phase.get("plan") or {}
         numbers = [plan.get(name, "") for name in ("records", "clip_norm")]
         numbers += [phase.get("sampling_rate", ""), plan.get("noise_multiplier", ""), plan.get("steps", "")]
@@ -159,6 +159,11 @@ def _phase_table(certificate: dict[str, Any]) -> list[list[str]]:
         private = "yes" if phase["private"] else "no"
         rows.append([phase["name"], private, *shown, str(phase.get("steps_opened", "")), events])
     return rows
+
+
+def _event(event: dict[str, Any]) -> str:
+    times = f"{event['count']} epochs of {event['slots']}" if "slots" in event else event["count"]
+    return f"({event['rate']:.6g}, {event['sigma']:.6g}, {times})"
 
 
 def _meaning(certificate: dict[str, Any]) -> list[str]:
@@ -334,11 +339,17 @@ def model_card(certificate: dict[str, Any]) -> str:
     if claim["private"]:
         lines += [f"  epsilon: {claim['epsilon_claimed']}", f"  delta: {show_delta(_delta(claim))}"]
         lines += [f"  unit: {_unit_of_card(certificate)}", "  neighbours: zero-out"]
-        lines += ["  accountant: PLD", "  sampling: Poisson"]
+        lines += ["  accountant: PLD", f"  sampling: {_sampling(certificate)}"]
     else:
         lines.append(f"  reason: {_quoted(claim['statement'])}")
     lines.append(f"  ledger_head: {certificate['ledger']['head']}")
     return "\n".join(lines) + "\n"
+
+
+def _sampling(certificate: dict[str, Any]) -> str:
+    plans = [phase["plan"] for phase in certificate["phases"] if phase.get("plan")]
+    kinds = {"random allocation" if plan.get("slots", 1) > 1 else "Poisson" for plan in plans}
+    return " and ".join(sorted(kinds)) or "Poisson"
 
 
 def _unit_of_card(certificate: dict[str, Any]) -> str:

@@ -36,6 +36,13 @@ BANDED_MECHANISM = (
     "its noise is the matrix' weighted sum of keyed Gaussian draws of the steps of its block so far, so that a block "
     "is one Poisson-sampled Gaussian step for each record"
 )
+# Appended where some phase allocates records.
+ALLOCATED_MECHANISM = (
+    "; where a plan has `slots`: not a Poisson sample, but epochs of so many steps, in each of which every record "
+    "takes part in one step, chosen uniformly (up to a relative slots/2^32, which is charged) and in secret by a key "
+    "that is new for each epoch and segment; the divisor is n/slots, and an epoch is charged whole once it begins"
+)
+POISSON, ALLOCATED = "Poisson-subsampled Gaussian", "epochs of Gaussian steps, each record in one of them"
 # Appended where the gradients of some phase are scaled.
 SCALED_MECHANISM = (
     "; where a plan has `scaling`: each element of a gradient is first multiplied by the power of two that a public "
@@ -71,6 +78,12 @@ RATCHETED_BLOCKS = (
     "Where noise is correlated, the keys of a block's earlier steps are kept as long as later ones of the block need "
     "them: a checkpoint within a block leaves those of its block in the secret file, and whoever copied that file then "
     "has them, too."
+)
+# Stated in addition where some phase allocates records.
+RATCHETED_EPOCHS = (
+    "Where records are allocated to the steps of an epoch, the key of that allocation is kept until the epoch ends: "
+    "whoever copied the secret file meanwhile can tell in which of the epoch's steps, earlier ones included, each "
+    "record takes part, but not take the noise off those before. Against them the claim covers the epochs before alone."
 )
 # Stated in addition where one ledger has segments of both kinds.
 NOT_RATCHETED = (
@@ -130,6 +143,7 @@ def compose(
         **({"stands_for": objection} if _simulated(history, objection) else {}),
     }
     banded = any(plan.banded is not None for plan in history.plans.values())
+    allocated = any(plan.slots > 1 for plan in history.plans.values())
     stated: dict[str, Any] = {}
     if dates := stated_days(history.run["started"], added.pop("dates", {})):
         added = {"dates": dates, **added}
@@ -148,6 +162,7 @@ def compose(
         "adjacency": adjacency_in_words(history.unit),
         "mechanism": _mechanism(EXACT_MECHANISM if _all_exact(history) else MECHANISM, history.unit)
         + (BANDED_MECHANISM if banded else "")
+        + (ALLOCATED_MECHANISM if allocated else "")
         + (SCALED_MECHANISM if any(plan.scaling is not None for plan in history.plans.values()) else ""),
         "phases": [_phase(history, index) for index in sorted(history.phase_names)],
         "segments": [segment.as_dict() for segment in history.segments],
@@ -187,6 +202,7 @@ def deviations_of(history: History, form: str = FORMAT) -> list[str]:
     if "ratchet" in forms and form == FORMAT:
         found += [RATCHETED] if None not in forms else [RATCHETED, NOT_RATCHETED]
         found += [RATCHETED_BLOCKS] if any(plan.banded is not None for plan in history.plans.values()) else []
+        found += [RATCHETED_EPOCHS] if any(plan.slots > 1 for plan in history.plans.values()) else []
     if lost := sum(charge.count for charge in history.lost):
         found.append(
             f"The ledger was restored from a backup; {lost} steps that its lost part had charged are charged here, and "
@@ -231,8 +247,8 @@ def _phase(history: History, index: int) -> dict[str, Any]:
         "steps_committed": sum(1 for s in history.committed if s.phase == index),
         "segments": len(history.segments_of(index)),
         "events": [
-            {"mechanism": "Poisson-subsampled Gaussian", "rate": e.rate, "sigma": e.sigma, "count": e.count}
-            for e in ([] if faulty else history.charged(index))
+            {"mechanism": ALLOCATED if event.slots > 1 else POISSON, **event.as_dict()}
+            for event in ([] if faulty else history.charged(index))
         ],
         **({"clip_norms": norms} if (norms := _clip_norms(history, index)) else {}),
         **({"faults": history.faults} if faulty else {}),

@@ -16,7 +16,7 @@ from murmuration.accounting.certificate.limits import claimed_events
 from murmuration.accounting.certificate.pages import pages
 from murmuration.accounting.certificate.statement import EARLIER_FORMAT, FORMAT, compose, deviations_of
 from murmuration.accounting.days import fault_of as fault_of_dates
-from murmuration.accounting.epsilon.accountant import Accountant, AccountingError
+from murmuration.accounting.epsilon.accountant import Accountant, AccountingError, Event
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.heads import NAME as HEADS
 from murmuration.accounting.ledger.heads import lost_charges, read_heads, uncharged, unknown
@@ -282,10 +282,10 @@ def _check_composition(certificate: dict[str, Any], history: History, claimed: f
         raise CertificateError("the certificate's composition of several runs leaves this run out")
     if stated["epsilon_sum"] is None:
         return
-    charged = {(event["rate"], event["sigma"]): event["count"] for event in stated["events"]}
+    charged = {event.kind: event.count for event in map(Event.of_dict, stated["events"])}
     events, _ = claimed_events(history)
     if (mine["by"] == "ledger") != (events is not None) or any(
-        charged.get((event.rate, event.sigma), 0) < event.count for event in events or ()
+        charged.get(event.kind, 0) < event.count for event in events or ()
     ):
         raise CertificateError("the certificate's composition of several runs leaves out steps of this run")
     again = total(stated["runs"], stated["events"], history.delta())

@@ -1,4 +1,5 @@
-"""`account.py compare`: what independent and correlated noise add to the weights' path at the same epsilon.
+"""`account.py compare`: what Poisson samples, random allocation and correlated noise add to the weights' path at the
+same epsilon.
 
 The noise of a step is not what the weights keep: over many steps it adds up. Correlated noise has more of it per step
 and less in the sum. How much less follows from the plan's numbers alone and is computed here; what training makes of it
@@ -15,13 +16,14 @@ from typing import Any, NamedTuple
 from murmuration.accounting.banded import MOST_BANDS, best_banded
 from murmuration.accounting.epsilon.accountant import AccountingError, describe, round_up
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
-from murmuration.accounting.plan import RATE_DENOMINATOR, PlanError, parse_delta, threshold_for
+from murmuration.accounting.plan import RATE_DENOMINATOR, PlanError, parse_delta, slots_for, threshold_for
 from murmuration.accounting.strict_json import JsonError, parse
 
 BANDS = (1, *(2**power for power in range(1, int(math.log2(MOST_BANDS)) + 1)))
 CAUTION = (
     "accumulated noise is not accuracy: optimizers with momentum, decay or a second moment keep more or less of this"
 )
+ALLOCATION = "allocation"
 GIVEN = ("n", "batch", "steps", "epsilon")
 
 
@@ -42,6 +44,7 @@ def compare_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
     if not rows:
         raise AccountingError("not even independent noise reaches this epsilon; allow a larger one")
     first = rows[0]
+    rows[1:1] = [row] if (row := _allocated(asked, arguments.accountant)) is not None else []
     for row in rows:
         row["accumulated_ratio"] = row["accumulated"] / first["accumulated"]
         row["per_step_ratio"] = row["per_step"] / first["per_step"]
@@ -74,6 +77,31 @@ def _row(asked: Numbers, bands: int, by: Any) -> dict[str, Any] | None:
         "per_step": sigma * (1.0 if matrix is None else matrix.typical_spread),
         "accumulated": sigma * accumulated,
         "draws_per_step": 1.0 if matrix is None else matrix.draws,
+    }
+
+
+def _allocated(asked: Numbers, by: Any) -> dict[str, Any] | None:
+    """None where each step has all records anyway, or a record cannot take part a whole number of times. Where the
+    batch is not quite the one that was asked for, the noise is stated as it would weigh beside that one."""
+    try:
+        slots = slots_for(asked.n, asked.batch, asked.steps)
+        if slots == 1:
+            return None
+        epochs = -(-asked.steps // slots)
+        sigma = calibrate_sigma(1 / slots, epochs, asked.epsilon, asked.delta, by, slots=slots)
+    except (AccountingError, PlanError):
+        return None
+    per_step = sigma * asked.batch / (asked.n / slots)
+    return {
+        "noise": ALLOCATION,
+        "bands": 1,
+        "rate": 1 / slots,
+        "turns": epochs,
+        "slots": slots,
+        "sigma": sigma,
+        "per_step": per_step,
+        "accumulated": per_step * math.sqrt((asked.steps + 1) / 2),
+        "draws_per_step": 1.0,
     }
 
 
@@ -130,7 +158,9 @@ def _table(values: dict[str, Any], best: dict[str, Any]) -> str:
             f"{row['per_step_ratio']:>7.3f} {row['accumulated']:>10.4g} {row['accumulated_ratio']:>7.3f} "
             f"{row['draws_per_step']:>6g}"
         )
-    if best["bands"] == 1:
+    if best["noise"] == ALLOCATION:
+        verdict = f"least adds up with random allocation: {round_up(best['accumulated_ratio'])} of Poisson samples"
+    elif best["bands"] == 1:
         verdict = "least adds up with independent noise; correlated noise gains nothing here"
     else:
         verdict = f"least adds up with {best['noise']}: {round_up(best['accumulated_ratio'])} of independent noise"
@@ -143,6 +173,8 @@ def _plot(path: Path, rows: list[dict[str, Any]]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
+    allocated = next((row for row in rows if row["noise"] == ALLOCATION), None)
+    rows = [row for row in rows if row is not allocated]
     bands = [row["bands"] for row in rows]
     for axes, name, title in zip(
         figure.subplots(1, 2),
@@ -152,6 +184,9 @@ def _plot(path: Path, rows: list[dict[str, Any]]) -> None:
     ):
         axes.plot(bands, [row[name] for row in rows], marker="o")
         axes.axhline(1.0, linestyle=":", color="grey")
+        if allocated is not None:
+            axes.plot([1], [allocated[name]], marker="x", linestyle="none", label=ALLOCATION)
+            axes.legend()
         axes.set(xlabel="bands (1: independent noise)", ylabel="of independent noise", title=title, ylim=(0, None))
         axes.set_xscale("log", base=2)
     figure.savefig(path)

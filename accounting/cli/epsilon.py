@@ -21,7 +21,7 @@ from murmuration.accounting.epsilon.gaussian import gaussian_epsilon, participat
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.trade_off import of_events
 from murmuration.accounting.epsilon.tuning import Tuning, tuned_epsilon
-from murmuration.accounting.plan import RATE_DENOMINATOR, PlanError, parse_delta, threshold_for
+from murmuration.accounting.plan import RATE_DENOMINATOR, PlanError, parse_delta, slots_for, threshold_for
 
 SAFE_SPREADS = 8
 
@@ -49,10 +49,10 @@ def epsilon_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
     if arguments.sampling == "shuffled":
         return _shuffled(arguments, values)
     cap = arguments.cap
-    events = [Event(values["rate"], arguments.sigma, arguments.steps, cap, arguments.n if cap is not None else None)]
+    events = [_allocated(arguments, values) if arguments.sampling == "allocation" else _sampled(arguments, values)]
     events += [_phase(text) for text in arguments.phase]
     value = epsilon(events, values["delta"], arguments.accountant)
-    values |= {"sampling": "poisson", "epsilon": value, "epsilon_rounded_up": round_up(value)}
+    values |= {"sampling": arguments.sampling, "epsilon": value, "epsilon_rounded_up": round_up(value)}
     if arguments.json and arguments.accountant == "pld":
         values["epsilon_lower"] = epsilon_below(events, values["delta"])
     lines = [f"ε = {round_up(value)} (rounded up)", summary(values)]
@@ -94,6 +94,21 @@ def _asked_beside(
         values["cross_check"] = opacus_epsilon(events, delta)
         lines += [f"{name}: {found}" for name, found in values["cross_check"].items()]
     return values, lines
+
+
+def _sampled(arguments: argparse.Namespace, values: dict[str, Any]) -> Event:
+    cap = arguments.cap
+    return Event(values["rate"], arguments.sigma, arguments.steps, cap, arguments.n if cap is not None else None)
+
+
+def _allocated(arguments: argparse.Namespace, values: dict[str, Any]) -> Event:
+    if arguments.cap is not None:
+        raise AccountingError("--sampling allocation takes no --cap; leave it out")
+    slots = slots_for(arguments.n, arguments.batch, arguments.steps)
+    epochs = -(-arguments.steps // slots)
+    values |= {"rate": 1 / slots, "expected_batch": arguments.n / slots, "slots": slots, "epochs": epochs}
+    del values["threshold"]
+    return Event(1 / slots, arguments.sigma, epochs, slots=slots)
 
 
 def _shuffled(arguments: argparse.Namespace, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -146,10 +161,10 @@ def _cap_note(n: int, rate: float, cap: int) -> str:
 
 def summary(values: dict[str, Any]) -> str:
     method = "PLD" if values["accountant"] == "pld" else f"RDP, dp-accounting {values['dp_accounting']}"
-    return (
-        f"σ = {values['sigma']!r}, q = {values['rate']:.8g} = {values['threshold']}/2^32, T = {values['steps']}, "
-        f"δ = {values['delta']:.6g}; {method}"
-    )
+    drawn = f"q = {values['rate']:.8g} = {values.get('threshold')}/2^32"
+    if "slots" in values:
+        drawn = f"{values['epochs']} epochs of {values['slots']} steps, expected batch {values['expected_batch']:,.2f}"
+    return f"σ = {values['sigma']!r}, {drawn}, T = {values['steps']}, δ = {values['delta']:.6g}; {method}"
 
 
 # `account.py calibrate`: the noise, the steps or the batch that reaches an epsilon without passing it.

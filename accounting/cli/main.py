@@ -56,10 +56,10 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="account.py", description="Recompute, plan, check and explain epsilon.")
     commands = parser.add_subparsers(dest="command", required=True)
-    _epsilon_options(commands.add_parser("epsilon", help="epsilon of Poisson-sampled Gaussian steps"))
+    _epsilon_options(commands.add_parser("epsilon", help="epsilon of sampled Gaussian steps"))
     _calibrate_options(commands.add_parser("calibrate", help="the sigma, steps or batch that reaches an epsilon"))
     _plan_options(commands.add_parser("plan", help="tables and plots: epsilon over steps, sigma over batch"))
-    _compare_options(commands.add_parser("compare", help="independent against correlated noise at one epsilon"))
+    _compare_options(commands.add_parser("compare", help="independent against correlated noise, and allocation"))
     _verify_options(commands.add_parser("verify", help="recompute a run's epsilon from its ledger alone"))
     _retire_options(commands.add_parser("retire", help="destroy the key of a run that will not be continued"))
     _explain_options(commands.add_parser("explain", help="what a run or an epsilon promises, in plain words"))
@@ -83,8 +83,9 @@ def _epsilon_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--cap", type=int, help="most records per step; records drawn beyond it are dropped at random")
     command.add_argument(
-        "--sampling", choices=("poisson", "shuffled"), default="poisson",
-        help="shuffled: fixed slices of shuffled epochs, for which no amplification may be claimed",
+        "--sampling", choices=("poisson", "allocation", "shuffled"), default="poisson",
+        help="allocation: each record in one step of every epoch, chosen in secret; shuffled: fixed slices of shuffled "
+        "epochs, for which no amplification may be claimed",
     )  # fmt: skip
     command.add_argument("--at-epsilon", type=float, metavar="EPSILON", help="also the delta at this epsilon")
     command.add_argument("--gdp", action="store_true", help="also the mu of Gaussian differential privacy")

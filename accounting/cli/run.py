@@ -118,6 +118,8 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
         )
     if asked.correlated:
         raise PlanError("--records-per-person: with correlated noise nothing is proved for several records of a person")
+    if any(event.slots > 1 for event in asked.events or ()):
+        raise PlanError("--records-per-person: with random allocation nothing is proved for several records")
     if asked.events is None:
         raise PlanError(f"--records-per-person needs the steps that were made, but was given {asked.holds_for}")
     events, delta = asked.events, asked.delta

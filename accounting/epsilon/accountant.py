@@ -1,40 +1,45 @@
-"""Epsilon of what was released: Poisson-subsampled Gaussian steps, composed.
+"""Epsilon of what was released: Poisson-subsampled Gaussian steps, and epochs of random allocation, composed.
 
-The default composes privacy loss distributions (PLD): each step is discretised pessimistically (`loss_lattice`), the
-composition is a tilted Fourier transform whose rounding is bounded and added to delta (`composition`), so the result is
-an upper bound on every processor. RDP serves as a second opinion. If all steps have q = 1, they are a plain Gaussian
-mechanism and are answered in closed form. A result that did not converge is an error, never a guess.
+The default composes privacy loss distributions (PLD): each step is discretised pessimistically (`loss_lattice`, or
+`allocation` for an epoch), the composition is a tilted Fourier transform whose rounding is bounded and added to delta
+(`composition`), so the result is an upper bound on every processor. RDP serves as a second opinion on Poisson samples.
+If all steps have q = 1, they are a plain Gaussian mechanism and are answered in closed form. A result that did not
+converge is an error, never a guess.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from murmuration.accounting.epsilon.allocation import allocated, allocated_below
 from murmuration.accounting.epsilon.composition import MOST_ERROR, Composition
 from murmuration.accounting.epsilon.gaussian import AccountingError, gaussian_delta, gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, lower, upper
+from murmuration.accounting.plan import PrivacyPlan
 
 if TYPE_CHECKING:  # takes longer to import than most answers; RDP and capped batches need it
     import dp_accounting
 
 __all__ = [
-    "Accountant", "AccountingError", "Event", "delta_at", "deltas_at", "describe", "epsilon", "epsilon_below",
-    "gaussian_epsilon", "interval_for", "larger_epsilon", "merge", "plain_sigma", "quick_epsilon", "round_up",
-    "show_delta",
+    "Accountant", "AccountingError", "Event", "affordable_steps", "delta_at", "deltas_at", "describe", "epsilon",
+    "epsilon_below", "gaussian_epsilon", "halve", "interval_for", "larger_epsilon", "merge", "plain_sigma",
+    "quick_epsilon", "round_up", "show_delta", "within",
 ]  # fmt: skip
 
 Accountant = Literal["pld", "rdp"]
 INTERVAL = 1e-4
 # Beyond these, squares overflow or underflow; no real training run uses such values.
 LEAST_SIGMA, MOST_SIGMA = 1e-9, 1e9
+# Processors round differently: a plan calibrated on one must stay within its budget on all others.
+MARGIN = 1e-8
 # The lattice is made finer if the sum of all losses spreads over fewer intervals than this.
 LEAST_SPREAD = 2000
 # `quick_epsilon`: the intervals that the spread of all losses must cover, the share of it by which rounding each step's
@@ -51,7 +56,9 @@ MOST_WORK = 2**21
 class Event:
     """`count` steps in which each record took part with probability `rate`, noised with `sigma` = std / sensitivity.
 
-    With a `cap`, at most that many of the `records` took part, chosen uniformly among those that were drawn.
+    With a `cap`, at most that many of the `records` took part, chosen uniformly among those that were drawn. With
+    `slots` above 1 it is `count` epochs of so many steps: each record took part in one of them, chosen uniformly, so
+    that the rate is 1 / `slots`.
     """
 
     rate: float
@@ -59,8 +66,11 @@ class Event:
     count: int
     cap: int | None = None
     records: int | None = None
+    slots: int = 1
 
     def __post_init__(self) -> None:
+        if self.slots < 1 or (self.slots > 1 and (self.rate != 1 / self.slots or self.cap is not None)):
+            raise AccountingError(f"an epoch of random allocation has a rate of 1 over its steps and no cap: {self}")
         if not 0 < self.rate <= 1:
             raise AccountingError(f"a sampling rate must lie in (0, 1], but is {self.rate}")
         if not (math.isfinite(self.sigma) and self.sigma > 0):
@@ -74,6 +84,26 @@ class Event:
         given = [number for number in (self.cap, self.records) if number is not None]
         if len(given) == 1 or any(number < 1 for number in given):
             raise AccountingError(f"a capped batch needs a cap and a record count of at least 1: {self}")
+
+    @staticmethod
+    def of_plan(plan: PrivacyPlan, count: int | None = None) -> Event:
+        """What a plan's steps are for one record; `count`: None means all of them."""
+        turns = plan.participations if count is None else count
+        return Event(plan.sampling_rate, plan.effective_noise_multiplier, turns, slots=plan.slots)
+
+    @property
+    def kind(self) -> Event:
+        """The mechanism alone."""
+        return replace(self, count=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As certificates state it."""
+        found: dict[str, Any] = {"rate": self.rate, "sigma": self.sigma, "count": self.count}
+        return found if self.slots == 1 else {**found, "slots": self.slots}
+
+    @staticmethod
+    def of_dict(value: dict[str, Any]) -> Event:
+        return Event(value["rate"], value["sigma"], value["count"], slots=value.get("slots", 1))
 
 
 def describe(accountant: Accountant) -> dict[str, object]:
@@ -90,10 +120,10 @@ def merge(events: Iterable[Event]) -> list[Event]:
     """Equal mechanisms counted together: composition does not depend on order."""
     counts: dict[Event, int] = {}
     for event in events:
-        kind = replace(event, count=0)
+        kind = event.kind
         counts[kind] = counts.get(kind, 0) + event.count
     merged = [replace(kind, count=count) for kind, count in counts.items() if count]
-    return sorted(merged, key=lambda e: (e.rate, e.sigma, e.cap or 0, e.records or 0))
+    return sorted(merged, key=lambda e: (e.rate, e.sigma, e.cap or 0, e.records or 0, e.slots))
 
 
 def epsilon(events: Sequence[Event], delta: float, accountant: Accountant = "pld") -> float:
@@ -152,7 +182,7 @@ def epsilon_below(events: Sequence[Event], delta: float) -> float | None:
     counts = tuple(event.count for event in merged)
     interval, best = interval_for(merged, delta), (math.inf, ())
     for finer in (1, 2, 4):
-        lattices = tuple(lower(event.rate, event.sigma, interval / finer) for event in merged)
+        lattices = tuple(_below(event, interval / finer) for event in merged)
         rounded = sum(n * lattice.rounded for n, lattice in zip(counts, lattices, strict=True))
         best = min(best, (rounded, lattices), key=lambda found: found[0])
         if rounded < MOST_ROUNDED:
@@ -200,6 +230,34 @@ def plain_sigma(events: Sequence[Event]) -> float | None:
     return sum(e.count / e.sigma**2 for e in events) ** -0.5
 
 
+def affordable_steps(
+    charged: Sequence[Event], kind: Event, wanted: int, budget: float, delta: float, accountant: Accountant = "pld"
+) -> int:
+    """How many of `wanted` further steps (or epochs) of a kind fit the budget after `charged`."""
+
+    def fits(count: int) -> bool:
+        return within(epsilon([*charged, replace(kind, count=count)], delta, accountant), budget)
+
+    if wanted <= 0 or not fits(1):
+        return 0
+    if fits(wanted):
+        return wanted
+    return halve(fits, 1, wanted)
+
+
+def within(spent: float, target: float) -> bool:
+    """Whether a budget is kept, on whichever processor this is computed again."""
+    return spent <= target * (1 - MARGIN)
+
+
+def halve(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Largest number that fits between `low`, which does, and `high`, which does not."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
 @lru_cache(maxsize=256)
 def _pld_epsilon(events: tuple[Event, ...], delta: float) -> float:
     return larger_epsilon(_compositions(events, interval_for(events, delta)), delta)
@@ -222,9 +280,23 @@ def interval_for(events: Sequence[Event], delta: float) -> float:
 
 def _compositions(events: Sequence[Event], interval: float) -> tuple[Composition, Composition]:
     """All steps together, in both directions: with the record against without it, and the reverse."""
-    pairs = [_capped(replace(e, count=1)) if e.cap is not None else upper(e.rate, e.sigma, interval) for e in events]
+    pairs = [_above(event, interval) for event in events]
     counts = tuple(event.count for event in events)
     return Composition(tuple(x for x, _ in pairs), counts), Composition(tuple(x for _, x in pairs), counts)
+
+
+def _above(event: Event, interval: float) -> tuple[LossLattice, LossLattice]:
+    if event.cap is not None:
+        return _capped(replace(event, count=1))
+    if event.slots > 1:
+        return allocated(event.slots, event.sigma, interval)
+    return upper(event.rate, event.sigma, interval)
+
+
+def _below(event: Event, interval: float) -> LossLattice:
+    if event.slots > 1:
+        return allocated_below(event.slots, event.sigma, interval)
+    return lower(event.rate, event.sigma, interval)
 
 
 @lru_cache(maxsize=8)
@@ -256,6 +328,8 @@ def dp_event(event: Event) -> dp_accounting.DpEvent:
 
     if event.cap is not None:
         raise AccountingError("RDP cannot account for a capped batch; use the PLD accountant")
+    if event.slots > 1:
+        raise AccountingError("RDP accounts for Poisson samples, not for random allocation; use the PLD accountant")
     return dp_accounting.PoissonSampledDpEvent(event.rate, dp_accounting.GaussianDpEvent(event.sigma))
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from murmuration.accounting.epsilon.accountant import Accountant, AccountingError, Event, epsilon, quick_epsilon
+from murmuration.accounting.epsilon.accountant import (
+    Accountant,
+    AccountingError,
+    Event,
+    epsilon,
+    halve,
+    quick_epsilon,
+    within,
+)
 from murmuration.accounting.plan import RATE_DENOMINATOR, threshold_for
 
 DIGITS = 5
-# Processors round differently: a plan calibrated on one must stay within its budget on all others.
-MARGIN = 1e-8
 MOST_STEPS = 10**9
 MOST_EPSILON = 100.0
 """The largest target: a larger one promises nothing, and its tiny noise takes minutes to account."""
@@ -23,11 +29,13 @@ By = Accountant | Literal["quick"]
 
 @lru_cache(maxsize=256)
 def calibrate_sigma(
-    rate: float, steps: int, target: float, delta: float, accountant: Accountant = "pld", digits: int = DIGITS
-) -> float:
-    """Smallest noise multiplier with `digits` decimals whose re-accounted epsilon is at most `target`."""
+    rate: float, steps: int, target: float, delta: float, accountant: Accountant = "pld", digits: int = DIGITS,
+    slots: int = 1,
+) -> float:  # fmt: skip
+    """Smallest noise multiplier with `digits` decimals whose re-accounted epsilon is at most `target`. With `slots`
+    above 1, `steps` counts epochs of random allocation to so many steps."""
     _require_target(target)
-    ladder = _SigmaLadder(rate, steps, target, delta, digits)
+    ladder = _SigmaLadder(rate, steps, target, delta, digits, slots)
     if accountant == "rdp":
         return ladder.sigma(_first_tick(lambda ticks: ladder.excess(ticks, "rdp") <= 0, ladder))
     # A quick upper bound finds where the answer is, up to a few ticks, and the accountant itself decides among those.
@@ -67,22 +75,6 @@ def calibrate_batch(
     return _largest(fits, accountant, records)
 
 
-def affordable_steps(
-    charged: Sequence[Event], rate: float, sigma: float, wanted: int, budget: float, delta: float,
-    accountant: Accountant = "pld",
-) -> int:  # fmt: skip
-    """How many of `wanted` further steps fit the budget after `charged`."""
-
-    def fits(count: int) -> bool:
-        return _within(epsilon([*charged, Event(rate, sigma, count)], delta, accountant), budget)
-
-    if wanted <= 0 or not fits(1):
-        return 0
-    if fits(wanted):
-        return wanted
-    return _halve(fits, 1, wanted)
-
-
 def _require_target(target: float) -> None:
     if not (math.isfinite(target) and target > 0):
         raise AccountingError(f"the target epsilon must be finite and positive, but is {target}")
@@ -93,10 +85,6 @@ def _require_target(target: float) -> None:
         )
 
 
-def _within(spent: float, target: float) -> bool:
-    return spent <= target * (1 - MARGIN)
-
-
 def _spent(events: list[Event], delta: float, by: By) -> float:
     return quick_epsilon(events, delta) if by == "quick" else epsilon(events, delta, by)
 
@@ -104,7 +92,7 @@ def _spent(events: list[Event], delta: float, by: By) -> float:
 def _at_most(events: list[Event], target: float, delta: float, by: By) -> bool:
     """If an accountant gives no answer, the events count as too expensive: the safe side of a search."""
     try:
-        return _within(_spent(events, delta, by), target)
+        return within(_spent(events, delta, by), target)
     except AccountingError:
         return False
 
@@ -118,6 +106,7 @@ class _SigmaLadder:
     target: float
     delta: float
     digits: int
+    slots: int = 1
 
     def sigma(self, ticks: int) -> float:
         return round(ticks * 10.0**-self.digits, self.digits)
@@ -125,7 +114,7 @@ class _SigmaLadder:
     def excess(self, ticks: int, by: By) -> float:
         """Log ratio to the target: nearly linear in log sigma, so that interpolation lands close."""
         try:
-            spent = _spent([Event(self.rate, self.sigma(ticks), self.steps)], self.delta, by)
+            spent = _spent([Event(self.rate, self.sigma(ticks), self.steps, slots=self.slots)], self.delta, by)
         except AccountingError:
             # Accountants stop converging where there is far too little noise: that is over the budget.
             if ticks > 50 * 10**self.digits:
@@ -133,7 +122,7 @@ class _SigmaLadder:
             return math.inf
         ratio = math.log(max(spent, 1e-12) / self.target)
         # The logarithm may round an excess away; the comparison itself decides.
-        return min(ratio, 0.0) if _within(spent, self.target) else max(ratio, 1e-300)
+        return min(ratio, 0.0) if within(spent, self.target) else max(ratio, 1e-300)
 
     def doubled(self, ticks: int) -> int:
         if 2 * ticks > 10 ** (self.digits + 5):
@@ -223,15 +212,7 @@ def _largest(fits: Callable[[int, By], bool], accountant: Accountant, most: int)
         while high > low and fits(high, by):
             stride *= 2
             low, high = high, min(most, high + stride)
-        known = _halve(lambda value, by=by: fits(value, by), low, high)
+        known = halve(lambda value, by=by: fits(value, by), low, high)
         if not fits(known, accountant):
             known = 1
     return known
-
-
-def _halve(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Largest number that fits between `low`, which does, and `high`, which does not."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

@@ -98,6 +98,43 @@ def upper(rate: float, sigma: float, interval: float) -> tuple[LossLattice, Loss
     )
 
 
+@dataclass(frozen=True)
+class Dots:
+    """A pair that dominates one Gaussian step that all records take part in: at the losses `interval`·(first + i), a
+    mass under Q and a measure under P. What is missing of either is bounded by `lost_q` and `lost_p`."""
+
+    first: int
+    masses: Array
+    measure: Array
+    lost_p: float
+    lost_q: float
+    error: float
+    slack: float
+
+
+@lru_cache(maxsize=32)
+def gaussian_dots(sigma: float, interval: float) -> Dots:
+    step = _Step(1.0, sigma)
+    first, last = step.span(interval)
+    losses = np.arange(first, last + 1) * interval
+    places = step.place(losses)
+    places[0] = -REACH
+    low, high = step.connect_the_dots(places, float(losses[0]))
+    masses = np.append(low, 0.0) + np.append(0.0, high)
+    end, below = min(float(places[-1]), step.top), float(ndtr(-REACH))
+    lost_p, lost_q = below + float(ndtr(1 / sigma - end)), below + float(ndtr(-end))
+    return Dots(first, masses, masses * np.exp(losses), lost_p, lost_q, step.error, step.slack)
+
+
+def gaussian_cells(sigma: float, interval: float) -> tuple[int, Array, Array]:
+    """A pair that such a step dominates: the number of the first outcome, whose losses are about `interval` apart, and
+    the mass of each under Q and under P."""
+    step = _Step(1.0, sigma)
+    first, last = step.span(interval)
+    masses, losses = step.merge(interval * (np.arange(first, last + 2) - 0.5))
+    return first, masses * np.exp(-losses), masses
+
+
 @lru_cache(maxsize=8)
 def lower(rate: float, sigma: float, interval: float) -> LossLattice:
     """A pair that the step dominates: with the record against without it.
@@ -106,22 +143,25 @@ def lower(rate: float, sigma: float, interval: float) -> LossLattice:
     """
     step = _Step(rate, sigma)
     masses, losses = step.merge(_walls(step, interval))
-    masses, losses = masses[masses > 0], losses[masses > 0]
+    kept = masses > 0
+    return rounded_down(masses[kept], losses[kept], interval, step.error, step.slack)
 
-    def rounded_down(offset: float) -> NDArray[np.int64]:
-        return np.floor((losses - offset + step.slack) / interval).astype(np.int64)
+
+def rounded_down(masses: Array, losses: Array, interval: float, error: float, slack: float) -> LossLattice:
+    """Outcomes with these masses under P, their losses rounded down to a lattice."""
+
+    def rounded(offset: float) -> NDArray[np.int64]:
+        return np.floor((losses - offset + slack) / interval).astype(np.int64)
 
     def lost(offset: float) -> float:
-        return float(masses @ (losses - offset - interval * rounded_down(offset)))
+        return float(masses @ (losses - offset - interval * rounded(offset)))
 
     # Losses just below a point would be rounded by a whole interval: the lattice is lowered a little for them.
     offset = min((float(losses[masses.argmax()]) - interval * 10.0**-x for x in np.arange(2, 10, 0.5)), key=lost)
-    index = rounded_down(offset)
+    index = rounded(offset)
     lowest = int(index.min())
     merged = np.bincount(index - lowest, weights=masses)
-    return LossLattice(
-        interval, lowest, merged, offset=offset, error=step.error, slack=2 * step.slack, rounded=lost(offset)
-    )
+    return LossLattice(interval, lowest, merged, offset=offset, error=error, slack=2 * slack, rounded=lost(offset))
 
 
 def _walls(step: _Step, interval: float) -> Array:

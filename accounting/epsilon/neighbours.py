@@ -48,6 +48,8 @@ def _other_epsilon(events: Sequence[Event], delta: float, moved: int, pair_of: C
         raise AccountingError("for capped batches nothing is known but the epsilon of one record")
     if (sigma := plain_sigma(merged)) is not None:
         return gaussian_epsilon(sigma / moved, delta)
+    if any(event.slots > 1 for event in merged):
+        raise AccountingError("with random allocation nothing is proved for several or for exchanged records")
     pairs, counts = [pair_of(event) for event in merged], tuple(event.count for event in merged)
     # Losses are larger by about that factor, so the interval may be, too.
     interval = interval_for(merged, delta) * 2 ** math.floor(math.log2(moved))

@@ -33,6 +33,8 @@ def opacus_epsilon(events: Sequence[Event], delta: float, timeout: float = 300.0
     """`opacus_rdp` and `opacus_prv`, each a number or the reason why Opacus gives none."""
     if any(event.cap is not None for event in events):
         raise AccountingError("Opacus cannot account for a capped batch; drop --cap or --cross-check")
+    if any(event.slots > 1 for event in events):
+        raise AccountingError("Opacus accounts for Poisson samples, not for random allocation; drop --cross-check")
     asked = {"delta": delta, "events": [{"rate": e.rate, "sigma": e.sigma, "count": e.count} for e in events]}
     try:
         process = subprocess.run(

@@ -35,6 +35,8 @@ class SamplingFact:
     digest: str
     parts: int = 1
     """Into how many parts the records are dealt; the step drew from the one whose turn it was."""
+    slots: int = 1
+    """Above 1: the steps of an epoch, of which each record is allocated to one."""
 
 
 @dataclass(frozen=True)
@@ -103,18 +105,22 @@ class StepFacts:
                 del part["grid"]
         if self.noise.correlation is None:
             del value["noise"]["correlation"]
+        for name in ("parts", "slots"):
+            if value["sampling"][name] == 1:
+                del value["sampling"][name]
         for part in (value["clipping"], value["noise"]):
             if part["scales"] is None:
                 del part["scales"]
-        if self.sampling.parts == 1:
-            del value["sampling"]["parts"]
         return {**value, "metrics": metrics} if metrics else value
 
     def event(self) -> Event:
-        """The mechanism that these facts describe; a step without noise is no mechanism at all."""
+        """The mechanism that these facts describe, where records are allocated that of the step's whole epoch; a step
+        without noise is no mechanism at all."""
         released = [(self.clipping.sensitivity, self.noise.std)]
         released += [(metric.sensitivity, metric.std) for metric in self.metrics]
-        return Event(self.sampling.threshold / RATE_DENOMINATOR, combined_sigma(released), 1)
+        slots = self.sampling.slots
+        rate = self.sampling.threshold / RATE_DENOMINATOR if slots == 1 else 1 / slots
+        return Event(rate, combined_sigma(released), 1, slots=slots)
 
     def departure_from(self, plan: PrivacyPlan) -> str | None:
         """How an announced step contradicts its frozen plan; None if it does not. `NormTrail` checks an adaptive C."""
@@ -130,6 +136,7 @@ class StepFacts:
             ("K", self.sampling.threshold, plan.threshold),
             ("n", self.sampling.records, plan.records),
             ("the number of parts", self.sampling.parts, plan.bands),
+            ("the number of an epoch's steps", self.sampling.slots, plan.slots),
             ("the divisor", self.noise.divisor, plan.divisor),
         ]
         if plan.adaptive is None:
@@ -236,16 +243,24 @@ class Segment:
 
 @dataclass(frozen=True)
 class Charge:
-    """Steps of one phase that are the same mechanism."""
+    """Steps of one phase that are the same mechanism; with `slots` above 1, epochs of so many steps."""
 
     __pydantic_config__ = CLOSED
     phase: int
     rate: float
     sigma: float
     count: int
+    slots: int = 1
+
+    @staticmethod
+    def of(phase: int, event: Event) -> Charge:
+        return Charge(phase, event.rate, event.sigma, event.count, event.slots)
 
     def event(self) -> Event:
-        return Event(self.rate, self.sigma, self.count)
+        return Event(self.rate, self.sigma, self.count, slots=self.slots)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"phase": self.phase, **self.event().as_dict()}
 
 
 @dataclass(frozen=True)
@@ -259,7 +274,7 @@ class Head:
     charged: tuple[Charge, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"charged": [asdict(each) for each in self.charged]}
+        return asdict(self) | {"charged": [each.as_dict() for each in self.charged]}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,11 @@ def lost_charges(entries: Sequence[LedgerEntry], noted: Sequence[Head]) -> tuple
     common = next((head for head in reversed(noted[: strange[0]]) if contains(entries, head)), None)
     if any(contains(entries, head) for head in noted[strange[0] :]):
         common = None  # alternately: it is unknown how many of this ledger's earlier notes are common to both
-    before = {(each.phase, each.rate, each.sigma): each.count for each in common.charged} if common else {}
+    before = {replace(each, count=0): each.count for each in common.charged} if common else {}
     lost = [
-        Charge(each.phase, each.rate, each.sigma, count)
+        replace(each, count=count)
         for each in newest.charged
-        if (count := each.count - before.get((each.phase, each.rate, each.sigma), 0)) > 0
+        if (count := each.count - before.get(replace(each, count=0), 0)) > 0
     ]
     return newest, lost
 
@@ -91,7 +92,8 @@ def uncharged(charged: Sequence[Charge], noted: Sequence[Head]) -> Head | None:
                 sum(
                     each.count
                     for each in found
-                    if (each.phase, each.rate) == (asked.phase, asked.rate) and each.sigma <= asked.sigma * (1 + 1e-9)
+                    if (each.phase, each.rate, each.slots) == (asked.phase, asked.rate, asked.slots)
+                    and each.sigma <= asked.sigma * (1 + 1e-9)
                 )
                 for found in (head.charged, charged)
             )

@@ -5,6 +5,7 @@ Every opened step is charged, committed or not, in whichever segment; a step rep
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -85,6 +86,8 @@ class History:
     """What was last charged for each step, and the facts that this follows from."""
     _turns: dict[tuple[int, Event], Counter[int]] = field(default_factory=dict, compare=False, repr=False)
     """Where records take turns: how often steps of the same kind were opened for each part."""
+    _epochs: dict[tuple[int, int, int], float] = field(default_factory=dict, compare=False, repr=False)
+    """Where records are allocated: the least noise that was announced for a step of each phase's, segment's epoch."""
     _uneven: set[int] = field(default_factory=set, compare=False, repr=False)
     """Phases of which some step did something else than it had announced."""
     _acting: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
@@ -150,7 +153,7 @@ class History:
             raise ValueError(f"the plan promises something for {plan.unit!r} and neighbours {plan.adjacency!r}")
         if other := next((known.unit for known in self.plans.values() if known.unit != plan.unit), None):
             raise ValueError(f"the plan protects {plan.unit}, but an earlier phase protects {other}: no one claim")
-        Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.participations)  # refused if it is no mechanism
+        Event.of_plan(plan)  # refused if it is no mechanism
         if self.opened:
             self.late_plans.append(phase)
         self.plans[phase] = plan
@@ -201,6 +204,9 @@ class History:
         if plan.banded is not None:
             turns = self._turns.setdefault((step_id.phase, self.event(step_id.phase, facts)), Counter())
             turns[self._turn(step_id)] += 1
+        if plan.slots > 1:
+            epoch, sigma = self._epoch(step_id), self.event(step_id.phase, facts).sigma
+            self._epochs[epoch] = min(sigma, self._epochs.get(epoch, sigma))
 
     def _commit(self, line: StepLine) -> None:
         step_id, facts = line.step_id, line.facts
@@ -341,12 +347,16 @@ class History:
 
     def charged(self, phase: int | None = None, fewest: bool = False) -> list[Event]:
         """Each opened step at the weaker of what was announced and what was done; of steps that take turns with the
-        records, those that one record may have been drawn in. That is the most for any record, or the fewest."""
-        counts = Counter(
-            (step_id.phase, self._charge(step_id, announced), self._turn(step_id))
-            for step_id, announced in self.opened.items()
-            if phase in (None, step_id.phase)
-        )
+        records, those that one record may have been drawn in. That is the most for any record, or the fewest. An epoch
+        of random allocation is charged whole as soon as one of its steps is opened, at its step of least noise, and
+        anew in each segment, which allocates all records anew."""
+        steps = [(at, self._charge(at, told)) for at, told in self.opened.items() if phase in (None, at.phase)]
+        epochs: dict[tuple[int, int, int], Event] = {}
+        for step_id, event in steps:
+            if event.slots > 1:
+                epoch = self._epoch(step_id)
+                epochs[epoch] = min(event, epochs.get(epoch, event), key=lambda each: each.sigma)
+        counts = Counter((at.phase, event, self._turn(at)) for at, event in steps if event.slots == 1)
         by_turn: dict[tuple[int, Event], list[int]] = {}
         for (number, event, _), count in counts.items():
             by_turn.setdefault((number, event), []).append(count)
@@ -355,19 +365,27 @@ class History:
             least = min(found) if len(found) == self.plans[number].bands else 0
             events.append(replace(event, count=least if fewest else max(found)))
         events += [charge.event() for charge in self.lost if phase in (None, charge.phase)]
-        return merge(events)
+        return merge([*events, *epochs.values()])
 
     def _turn(self, step_id: StepId) -> int:
         """Which part of the records the step draws from."""
         return step_id.step % self.plans[step_id.phase].bands
 
+    def _epoch(self, step_id: StepId) -> tuple[int, int, int]:
+        """The epoch of random allocation that a step belongs to: with the keys of its segment."""
+        return step_id.phase, step_id.segment, self.plans[step_id.phase].epoch_of(step_id.step)
+
     def charges_more(self, step_id: StepId, event: Event) -> bool:
         """Whether opening this step adds to what is charged: where records take turns, only if no other part has been
-        drawn from more often."""
-        if self.plans[step_id.phase].bands == 1:
+        drawn from more often; where they are allocated, only if it begins an epoch or has less noise than those before
+        it."""
+        plan = self.plans[step_id.phase]
+        if (plan.bands, plan.slots) == (1, 1):
             return True
         if step_id.phase in self._uneven:  # what was announced is not what is charged
             return True
+        if plan.slots > 1:
+            return event.sigma < self._epochs.get(self._epoch(step_id), math.inf)
         counts = self._turns.get((step_id.phase, event), Counter())
         return counts[self._turn(step_id)] >= max(counts.values(), default=0)
 
@@ -375,7 +393,10 @@ class History:
         """How many of the next steps will add to what is charged, if they follow the step that was opened last and are
         of its kind."""
         last = next(reversed(self.opened))
-        bands, kind = self.plans[last.phase].bands, (last.phase, self._charge(last, self.opened[last]))
+        plan, kind = self.plans[last.phase], (last.phase, self._charge(last, self.opened[last]))
+        bands = plan.bands
+        if plan.slots > 1:
+            return plan.epoch_of(last.step + steps) - plan.epoch_of(last.step)
         if bands == 1:
             return steps
         counts = Counter(self._turns.get(kind, Counter()))
@@ -419,9 +440,7 @@ class History:
 
     def charges(self) -> tuple[Charge, ...]:
         """All that is charged, by phase."""
-        return tuple(
-            Charge(phase, event.rate, event.sigma, event.count) for phase in self.plans for event in self.charged(phase)
-        )
+        return tuple(Charge.of(phase, event) for phase in self.plans for event in self.charged(phase))
 
     def event(self, phase: int, facts: StepFacts) -> Event:
         """If C adapts, σ·C_t / C_t is σ except for its last bit: steps that differ by no more are one mechanism."""
@@ -434,9 +453,7 @@ class History:
 
     def planned(self) -> list[Event]:
         """All steps of all plans, as they were planned."""
-        return merge(
-            Event(p.sampling_rate, p.effective_noise_multiplier, p.participations) for p in self.plans.values()
-        )
+        return merge(Event.of_plan(plan) for plan in self.plans.values())
 
     def delta(self) -> float:
         deltas = {plan.delta for plan in self.plans.values()}

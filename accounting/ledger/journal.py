@@ -10,8 +10,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from murmuration.accounting.epsilon.accountant import Event
-from murmuration.accounting.epsilon.calibrate import affordable_steps
+from murmuration.accounting.epsilon.accountant import Event, affordable_steps
 from murmuration.accounting.epsilon.tuning import Declared, tuned_epsilon
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerError, make_entry
@@ -32,7 +31,7 @@ class Journal:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.history = History.of(ledger.entries)
-        self._credit: dict[tuple[float, float], int] = {}
+        self._credit: dict[Event, int] = {}
         self.witnesses: dict[str, Callable[[Head], None]] = {}
         """Called with the ledger's head after every durable checkpoint, and at the end."""
 
@@ -58,7 +57,7 @@ class Journal:
                 "declare --new-segment 'why' (everything that is known to have been opened stays charged)"
             )
         lost = [*lost, *self._uneven_turns(newest)]
-        charged = [{"phase": c.phase, "rate": c.rate, "sigma": c.sigma, "count": c.count} for c in lost]
+        charged = [charge.as_dict() for charge in lost]
         self._append("lost", length=newest.length, head=newest.head, charged=charged)
         self._credit.clear()
         self.tell_witnesses()
@@ -68,9 +67,7 @@ class Journal:
         by one step for each segment, so that more of their steps were lost than the heads' difference."""
         phases = {charge.phase for charge in newest.charged}
         return [
-            Charge(
-                phase, plan.sampling_rate, plan.effective_noise_multiplier, max(1, len(self.history.segments_of(phase)))
-            )
+            Charge.of(phase, Event.of_plan(plan, max(1, len(self.history.segments_of(phase)))))
             for phase, plan in self.history.plans.items()
             if plan.bands > 1 and phase in phases
         ]
@@ -207,9 +204,9 @@ class Journal:
             raise LedgerError(f"step {step} of phase {phase} {departure}")
         event = self.history.event(phase, facts)
         more = self.history.charges_more(step_id, event)
-        key = (event.rate, event.sigma)
+        key = event.kind
         if more and self._credit.get(key, 0) < 1:
-            wanted = max(1, -(-(plan.steps - step + 1) // plan.bands))
+            wanted = max(1, plan.turns_of(plan.steps - step + 1))
             self._credit = {key: self._affordable(phase, event, wanted)}
         if more and self._credit[key] < 1:
             raise BudgetSpent(f"step {step} would pass epsilon = {self._budget(phase):g}; the run ends here")
@@ -358,6 +355,6 @@ class Journal:
         """Steps that fit the budgets of all phases together and of this one: an earlier one's rest may not be spent."""
         history, own = self.history, self.history.plans[phase].epsilon_budget
         return min(
-            affordable_steps(charged, event.rate, event.sigma, wanted, budget, history.delta())
+            affordable_steps(charged, event, wanted, budget, history.delta())
             for charged, budget in ((history.charged(), self._budget(phase)), (history.charged(phase), own))
         )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -47,6 +47,7 @@ class Draw:
     digest: str
     ids: np.ndarray
     parts: int = 1
+    slots: int = 1
 
 
 class Ids(Protocol):
@@ -63,6 +64,16 @@ class Sampler(Protocol[Drawn]):
     def draw(self, step: int) -> Drawn: ...
 
 
+class DrawnInParts(Protocol):
+    """A draw that ranks can make together: each asks for a part of the candidates that begins with a multiple of 4."""
+
+    def candidates(self, step: int) -> int: ...
+
+    def part(self, step: int, first: int, stop: int) -> np.ndarray: ...
+
+    def whole(self, step: int, ids: np.ndarray) -> Draw: ...
+
+
 class PoissonSampler:
     """Draws each of `records` records independently with probability threshold / 2^32, or, with `parts` above 1, each
     of those whose turn it is."""
@@ -71,10 +82,7 @@ class PoissonSampler:
         self, key: bytes | StepKey, digest_key: bytes | StepKey, records: int, threshold: int, parts: int = 1
     ) -> None:
         """A key given as bytes is the key of all steps."""
-        if (isinstance(key, bytes) and len(key) != 32) or (isinstance(digest_key, bytes) and len(digest_key) < 32):
-            raise ValueError("the sampler needs a 32-byte key and a digest key of at least 32 bytes; derive both")
-        if records < 1:
-            raise ValueError(f"{records} records: nothing to sample from; index the shards first")
+        require_keys_and_records(key, digest_key, records)
         if not 1 <= threshold <= LANES:
             raise ValueError(f"threshold {threshold} is outside 1..2**32; q = threshold / 2**32")
         if not 1 <= parts <= records:
@@ -97,34 +105,52 @@ class PoissonSampler:
     def whole(self, step: int, ids: np.ndarray) -> Draw:
         """The draw whose records are `ids`, put together from its parts."""
         ids.flags.writeable = False
-        return Draw(step, self.threshold, self.records, self._digest(step, ids), ids, self.parts)
+        numbers = (step, self.threshold, self.records, *([] if self.parts == 1 else [self.parts]))
+        digest = keyed_digest(self._digest_key(step), numbers, ids)
+        return Draw(step, self.threshold, self.records, digest, ids, self.parts)
 
     def part(self, step: int, first: int, stop: int) -> np.ndarray:
         """The records that one step draws from its candidates, of those from `first`, a multiple of 4, up to `stop`."""
         if not 0 <= step < 1 << 64:
             raise ValueError(f"step {step} is outside 0..2**64-1")
-        if first % 4 or not 0 <= first <= stop <= self.candidates(step):
-            raise ValueError(
-                f"records {first} to {stop} of {self.candidates(step)} are no part that begins with a cipher block"
-            )
-        # An unsigned 64-bit K: as a 32-bit number 2**32 would wrap to 0 and q = 1 would draw nobody.
-        limit = np.uint64(self.threshold)
-        counter = (step << 64) + first // 4
-        stream = Cipher(algorithms.AES256(self._key(step)), modes.CTR(counter.to_bytes(16, "big"))).encryptor()
-        # update_into needs room for one block more than it writes.
-        buffer = bytearray(_CHUNK_BYTES + 16)
-        found = [np.zeros(0, dtype=np.int64)]
-        for start in range(first, stop, _CHUNK_BYTES // 4):
-            count = min(_CHUNK_BYTES // 4, stop - start)
-            stream.update_into(memoryview(_ZEROS)[: 4 * count], buffer)
-            lanes = np.frombuffer(buffer, dtype="<u4", count=count)
-            found.append(np.flatnonzero(np.less(lanes, limit)) + start)
-        drawn = np.concatenate(found).astype(np.int64, copy=False)
+        require_part(first, stop, self.candidates(step))
+        drawn = lanes_between(self._key(step), step, first, stop, 0, self.threshold)
         return drawn if self.parts == 1 else drawn * self.parts + step % self.parts
 
-    def _digest(self, step: int, ids: np.ndarray) -> str:
-        """Keyed, because a bare hash of the ids would let anyone test a guess about who took part."""
-        numbers = (step, self.threshold, self.records, *([] if self.parts == 1 else [self.parts]))
-        mac = hmac.new(self._digest_key(step), struct.pack(f"<{len(numbers)}Q", *numbers), hashlib.sha256)
-        mac.update(np.ascontiguousarray(ids, dtype="<i8").tobytes())
-        return mac.hexdigest()
+
+def lanes_between(key: bytes, number: int, first: int, stop: int, low: int, high: int) -> np.ndarray:
+    """Which of the lanes from `first`, a multiple of 4, up to `stop` of AES-256-CTR(key, counter = number << 64 |
+    lane // 4) are at least `low` and below `high`."""
+    # An unsigned 64-bit limit: as a 32-bit number 2**32 would wrap to 0 and q = 1 would draw nobody.
+    least, limit = np.uint32(low), np.uint64(high - low)
+    counter = (number << 64) + first // 4
+    stream = Cipher(algorithms.AES256(key), modes.CTR(counter.to_bytes(16, "big"))).encryptor()
+    # update_into needs room for one block more than it writes.
+    buffer = bytearray(_CHUNK_BYTES + 16)
+    found = [np.zeros(0, dtype=np.int64)]
+    for start in range(first, stop, _CHUNK_BYTES // 4):
+        count = min(_CHUNK_BYTES // 4, stop - start)
+        stream.update_into(memoryview(_ZEROS)[: 4 * count], buffer)
+        lanes = np.frombuffer(buffer, dtype="<u4", count=count)
+        # Below `low` the difference wraps to more than any limit but 2**32, which comes with low = 0 alone.
+        found.append(np.flatnonzero(np.less(lanes - least if low else lanes, limit)) + start)
+    return np.concatenate(found).astype(np.int64, copy=False)
+
+
+def keyed_digest(key: bytes, numbers: Sequence[int], ids: np.ndarray) -> str:
+    """Keyed, because a bare hash of the ids would let anyone test a guess about who took part."""
+    mac = hmac.new(key, struct.pack(f"<{len(numbers)}Q", *numbers), hashlib.sha256)
+    mac.update(np.ascontiguousarray(ids, dtype="<i8").tobytes())
+    return mac.hexdigest()
+
+
+def require_keys_and_records(key: bytes | StepKey, digest_key: bytes | StepKey, records: int) -> None:
+    if (isinstance(key, bytes) and len(key) != 32) or (isinstance(digest_key, bytes) and len(digest_key) < 32):
+        raise ValueError("the sampler needs a 32-byte key and a digest key of at least 32 bytes; derive both")
+    if records < 1:
+        raise ValueError(f"{records} records: nothing to sample from; index the shards first")
+
+
+def require_part(first: int, stop: int, candidates: int) -> None:
+    if first % 4 or not 0 <= first <= stop <= candidates:
+        raise ValueError(f"records {first} to {stop} of {candidates} are no part that begins with a cipher block")

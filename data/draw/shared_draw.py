@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from murmuration.accounting.errors import REFUSED, RunError
-from murmuration.data.draw.poisson import Draw, PoissonSampler
+from murmuration.data.draw.poisson import Draw, DrawnInParts
 
 # Records from which sharing a draw saves more than it costs.
 SHARED_FROM = 1 << 26
@@ -30,7 +30,7 @@ class DrawError(RunError, RuntimeError):
 class SharedSampler:
     """All ranks call `draw` for the same steps in the same order."""
 
-    def __init__(self, sampler: PoissonSampler, rank: int, world: int, exchange: Exchange) -> None:
+    def __init__(self, sampler: DrawnInParts, rank: int, world: int, exchange: Exchange) -> None:
         self._sampler, self._rank, self._world, self._exchange = sampler, rank, world, exchange
 
     def draw(self, step: int) -> Draw:

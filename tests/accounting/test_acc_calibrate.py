@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.epsilon import calibrate
-from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon, quick_epsilon
-from murmuration.accounting.epsilon.calibrate import affordable_steps, calibrate_batch, calibrate_sigma, calibrate_steps
+from murmuration.accounting.epsilon.accountant import (
+    MARGIN,
+    AccountingError,
+    Event,
+    affordable_steps,
+    epsilon,
+    quick_epsilon,
+)
+from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_steps
 from murmuration.accounting.plan import RATE_DENOMINATOR, threshold_for
 
 DEMO = (20_000, 1000, 50, 2.5e-5)
@@ -104,7 +111,7 @@ def test_few_points_are_accounted_for_in_full_even_far_out(
     sigma = calibrate_sigma.__wrapped__(rate, steps, target, delta)
     assert len(asked) <= 10
     spent, above = (epsilon([Event(rate, each, steps)], delta) for each in (sigma, round(sigma - 1e-5, 5)))
-    assert spent <= target * (1 - calibrate.MARGIN) < above
+    assert spent <= target * (1 - MARGIN) < above
 
 
 @pytest.mark.parametrize(
@@ -127,8 +134,8 @@ def test_what_cannot_be_reached_is_said() -> None:
 
 def test_affordable_steps_meet_the_budget_exactly() -> None:
     charged = [Event(0.05, 0.8, 10)]
-    count = affordable_steps(charged, 0.05, 0.8, 10_000, 5.0, 2.5e-5)
+    count = affordable_steps(charged, Event(0.05, 0.8, 0), 10_000, 5.0, 2.5e-5)
     assert epsilon([Event(0.05, 0.8, 10 + count)], 2.5e-5) <= 5.0 < epsilon([Event(0.05, 0.8, 11 + count)], 2.5e-5)
-    assert affordable_steps(charged, 0.05, 0.8, 3, 5.0, 2.5e-5) == 3
-    assert affordable_steps(charged, 0.05, 0.8, 3, 0.1, 2.5e-5) == 0
-    assert affordable_steps(charged, 0.05, 0.8, 0, 5.0, 2.5e-5) == 0
+    assert affordable_steps(charged, Event(0.05, 0.8, 0), 3, 5.0, 2.5e-5) == 3
+    assert affordable_steps(charged, Event(0.05, 0.8, 0), 3, 0.1, 2.5e-5) == 0
+    assert affordable_steps(charged, Event(0.05, 0.8, 0), 0, 5.0, 2.5e-5) == 0

@@ -16,6 +16,7 @@ import pytest
 from murmuration.accounting.banded import best_banded
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.cli.main import main
+from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from tests.support.acc_world import rewritten, whole_run
 
@@ -125,7 +126,14 @@ def test_compare_names_what_adds_up_to_least(tmp_path: Path) -> None:
     picture = tmp_path / "compare.svg"
     asked = "compare --n 4000 --batch 500 --steps 64 --epsilon 2 --delta 1e-4"
     found = answer(f"{asked} --plot {picture}")
-    rows = {row["bands"]: row for row in found["rows"]}
+    allocated = next(row for row in found["rows"] if row["noise"] == "allocation")
+    assert (allocated["slots"], allocated["turns"], allocated["bands"]) == (8, 8, 1) and allocated["per_step_ratio"] < 1
+    assert epsilon([Event(1 / 8, allocated["sigma"], 8, slots=8)], 1e-4) == pytest.approx(2, rel=1e-4)
+    same = answer(
+        f"epsilon --n 4000 --batch 500 --steps 64 --sigma {allocated['sigma']} --delta 1e-4 --sampling allocation"
+    )
+    assert (same["slots"], same["epochs"], same["expected_batch"]) == (8, 8, 500) and same["epsilon"] <= 2
+    rows = {row["bands"]: row for row in found["rows"] if row is not allocated}
     assert list(rows) == [1, 2, 4, 8] and picture.read_text().startswith("<?xml")
     assert rows[8]["rate"] == 1 and rows[8]["turns"] == 8
     assert gaussian_epsilon(rows[8]["sigma"] / math.sqrt(8), 1e-4) == pytest.approx(2, rel=1e-4)
@@ -137,11 +145,11 @@ def test_compare_names_what_adds_up_to_least(tmp_path: Path) -> None:
         assert row["sigma"] == answer(
             f"calibrate --n 4000 --batch {500 * bands} --steps {row['turns']} --epsilon 2 --delta 1e-4"
         )["sigma"], "a turn is a Poisson-sampled step of the part's rate"  # fmt: skip
-    best = min(rows.values(), key=lambda row: row["accumulated"])
+    best = min(found["rows"], key=lambda row: row["accumulated"])
     assert (
         found["best"] == best["noise"] and "not accuracy" in found["caution"] and "not accuracy" in here(asked).stdout
     )
-    shorter = {row["bands"]: row for row in answer(f"{asked} --horizon 16")["rows"]}
+    shorter = {row["bands"]: row for row in answer(f"{asked} --horizon 16")["rows"] if row["noise"] != "allocation"}
     assert shorter[8]["per_step"] < rows[8]["per_step"] and shorter[8]["accumulated"] > rows[8]["accumulated"]
 
 

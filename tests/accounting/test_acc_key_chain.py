@@ -125,6 +125,36 @@ def test_keys_of_steps_come_from_the_chain_and_all_others_last() -> None:
     assert PhaseKeys(lasting, None)("noise") == lasting("noise"), "in segments of version 0.1"
 
 
+@pytest.mark.parametrize("first", [1, 3, 4])
+def test_steps_of_an_epoch_sample_by_one_key_and_have_all_other_keys_of_their_own(first: int) -> None:
+    secret, slots = bytes(range(32)), 3
+    link = Link.first("a segment", first, secret, slots)
+    state, epoch = secret, by_hand(secret, "murmuration/2|epoch")
+    for step in range(first, first + 10):
+        if step > first and step % slots == 1:
+            epoch = by_hand(state, "murmuration/2|epoch")
+        assert link.at(step).state == state + epoch
+        for purpose in PURPOSES:
+            of = epoch if purpose == "sampling" else state
+            assert link.at(step).key(purpose) == by_hand(of, f"murmuration/2|key|{purpose}")
+        state = by_hand(state, "murmuration/2|next step")
+    chain = KeyChain(link.at(first + 1))
+    assert chain.key("sampling", first + 5) == link.at(first + 5).key("sampling"), "as after a resume"
+    chain.forget(first + 5)
+    assert not any(link.at(step).state[:32] in held for step in range(first, first + 6) for held in chain.held())
+
+
+def test_the_file_keeps_an_epochs_key_with_the_link_and_forgets_it_with_the_epoch(path: Path) -> None:
+    before = enter(path, "a segment", 1, 0, False, slots=3)
+    assert load(path).chain == before and before.slots == 3
+    for done in range(1, 8):
+        forget(path, "a segment", done)
+        assert load(path).chain == before.at(done + 1)
+        assert enter(path, "a segment", 1, done, True, slots=3) == before.at(done + 1)
+        kept = before.state[32:] in path.read_bytes() or before.state[32:].hex().encode() in path.read_bytes()
+        assert kept == (done < 3)
+
+
 # In memory
 
 

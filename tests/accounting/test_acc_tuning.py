@@ -9,8 +9,7 @@ import pytest
 from scipy.stats import norm
 
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
-from murmuration.accounting.epsilon.selection import parameter, selected_epsilon
-from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
+from murmuration.accounting.epsilon.tuning import Declared, Tuning, parameter, selected_epsilon, tuned_epsilon
 from tests.accounting.test_acc_cli import answer, here
 
 SIGMA, STEPS, DELTA = 8.0, 4, 1e-6

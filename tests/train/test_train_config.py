@@ -205,6 +205,7 @@ def test_what_is_missing_is_named(loaded: Callable[..., Config], key: str, messa
 
 
 BANDED = put("phases.1.privacy.noise", {"kind": "banded", "bands": 2})
+ALLOCATED = put("phases.1.privacy.sampling", "allocation")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +235,14 @@ BANDED = put("phases.1.privacy.noise", {"kind": "banded", "bands": 2})
         ([BANDED, put("phases.1.privacy.tan", {"scale": 2})], "has privacy.noise and privacy.tan, which"),
         ([BANDED, put("run.keep_key", True)], "run.keep_key keeps the secret file, which with privacy.noise"),
         ([BANDED, put("phases.1.monitor", {"path": "x", "public": True})], "has privacy.noise and `monitor`"),
+        ([ALLOCATED, BANDED], "has privacy.sampling 'allocation' and privacy.noise, which is proved for Poisson"),
+        ([ALLOCATED, put("phases.1.privacy.tan", {"scale": 2})], "has privacy.sampling 'allocation' and privacy.tan"),
+        ([ALLOCATED, put("run.keep_key", True)], "run.keep_key keeps the secret file, which with privacy.sampling"),
+        ([ALLOCATED, put("phases.1.monitor", {"path": "x", "public": True})], "'allocation' and `monitor`, whose"),
+        (
+            [ALLOCATED, drop("phases.1.steps"), put("phases.1.until_budget", True)],
+            "allocates records to a fixed number of steps",
+        ),
         (
             [BANDED, put("phases.1.optimizer.params.noise_floor", 1e-6)],
             "has privacy.noise and optimizer.params.noise_floor",

@@ -18,7 +18,7 @@ SHAPES: list[tuple[str, Any]] = [
     ("phases.1.schedule.end", 50), ("phases.1.optimizer.params.betas", [0.9, 0.96]),
     ("phases.1.optimizer.params.weight_decay", 0.1), ("phases.1.optimizer.params.eps", 1e-6),
     ("phases.1.optimizer.params.gradient_norm", 1.0),
-    ("phases.1.privacy.noise", {"kind": "banded", "bands": 2}),
+    ("phases.1.privacy.noise", {"kind": "banded", "bands": 2}), ("phases.1.privacy.sampling", "allocation"),
     ("phases.1.data.augment", "center"), ("phases.1.data.weight", "score"), ("phases.1.privacy.clip.norm", 2.0),
     ("phases.1.privacy.clip.kind", "automatic"), ("phases.1.privacy.clip.gamma", 0.5),
     ("phases.1.privacy.clip.groups", "block"), ("run.clip_engine", "reference"), ("run.clip_memory", "fast"),

@@ -66,6 +66,7 @@ def test_its_twin_without_privacy_takes_all_records(tmp_path: Path) -> None:
         ({"privacy": {"epsilon": 1.0, "clip": {"norm": 2.0}}}, "leave privacy.clip out"),
         ({"privacy": {"epsilon": 1.0, "release": [{"name": "loss", "noise_multiplier": 5.0}]}}, "privacy.release"),
         ({"privacy": {"epsilon": 1.0, "noise": {"kind": "banded", "bands": 2}}}, "leave privacy.noise out"),
+        ({"privacy": {"epsilon": 1.0, "sampling": "allocation"}}, "leave privacy.sampling out"),
         ({"head": {"balanced": True}}, "head.balanced needs head.feature_norm"),
         ({"head": {"ridge": 0.0}}, "head.ridge = 0.0 is not usable"),
         ({"head": {"rigde": 1.0}}, "unknown key"),

@@ -90,7 +90,7 @@ def test_plans_that_promise_nothing_are_refused(
 def test_a_resumed_plan_takes_its_sigma_from_the_ledger_unless_something_changed(
     loaded: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipe, "calibrate_sigma", lambda *_: 7.5)
+    monkeypatch.setattr(recipe, "calibrate_sigma", lambda *_, **__: 7.5)
     phase = loaded(put("phases.1.privacy.noise_multiplier", None)).phases[1]
     assert phase.privacy is not None
     first = make_plan(phase, phase.privacy, 40, "phases.1")

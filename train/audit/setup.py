@@ -57,6 +57,8 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
     where = f"phases.{phase.number}"
     if phase.settings.privacy.clip.adaptive is not None:
         raise RecipeError(f"an audit holds C fixed; give --set {where}.privacy.clip.adaptive=null")
+    if phase.settings.privacy.sampling != "poisson":
+        raise RecipeError(f"an audit guesses from Poisson samples alone; give --set {where}.privacy.sampling=poisson")
     if phase.settings.privacy.scaling is not None:
         raise RecipeError(f"an audit is of gradients as they are; give --set {where}.privacy.scaling=null")
     weights = build(phase.shape, phase.settings.objective, device="meta").parameters()

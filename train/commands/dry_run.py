@@ -176,7 +176,7 @@ def _promised(promise: Promise) -> list[str]:
     return [
         f"n             {plan.records:,} ({promise.records_known})",
         *([f"unit          {plan.unit}: {contribution_in_words(plan.units)}"] if plan.units is not None else []),
-        f"q             {plan.sampling_rate:.8g} = {plan.threshold}/2^32 (expected batch {plan.divisor:,.2f})",
+        _drawn(plan),
         f"sigma         {plan.noise_multiplier:g}" + (" (calibrated)" if promise.calibrated else " (given)"),
         *([f"noise         exact; charged as {plan.charged_as(1):.6f}·sigma for its grid"] if plan.grid_growth else []),
         *(f"released      {m.name}: bound {m.bound:g}, noise {m.std:g} per step" for m in plan.metrics),
@@ -188,6 +188,17 @@ def _promised(promise: Promise) -> list[str]:
         f"delta         {plan.delta:.6g}",
         *(f"note          {note}" for note in promise.notes),
     ]
+
+
+def _drawn(plan: PrivacyPlan) -> str:
+    if plan.slots == 1:
+        return f"q             {plan.sampling_rate:.8g} = {plan.threshold}/2^32 (expected batch {plan.divisor:,.2f})"
+    cut = plan.participations * plan.slots - plan.steps
+    text = (
+        f"allocation    each record in one of {plan.slots:,} steps (expected batch {plan.divisor:,.2f}), "
+        f"{plan.participations:,} times"
+    )
+    return text + (f"; the last epoch lacks {cut:,} steps and is charged whole" if cut else "")
 
 
 def _correlated(plan: PrivacyPlan, matrix: BandedNoise) -> str:

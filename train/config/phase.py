@@ -334,6 +334,21 @@ class Phase(Section):
             return f"has privacy.noise and {other}, which needs the same independent noise at all steps; drop one"
         if self.privacy is not None and self.privacy.scaling is not None and (other := self._of_even_noise()):
             return f"has privacy.scaling and {other}, which needs the same noise on all weights; drop one"
+        if self.privacy is not None and self.privacy.sampling == "allocation":
+            return self._of_allocation(self.privacy) or self._of_other_parts()
+        return self._of_other_parts()
+
+    def _of_allocation(self, privacy: Privacy) -> str | None:
+        if self.until_budget:
+            return "allocates records to a fixed number of steps; give steps or epochs instead of until_budget"
+        if privacy.noise is not None or privacy.tan is not None:
+            other = "privacy.noise" if privacy.noise is not None else "privacy.tan"
+            return f"has privacy.sampling 'allocation' and {other}, which is proved for Poisson samples; drop one"
+        if self.monitor is not None:
+            return "has privacy.sampling 'allocation' and `monitor`, whose advice is for Poisson samples; drop one"
+        return None
+
+    def _of_other_parts(self) -> str | None:
         if self.mixing is not None and self.optimizer.params.noise_floor is not None:
             return "has `mixing`, which weakens the noise that noise_floor subtracts; drop one of them"
         if self.plateau is not None and self.evaluation is None:
@@ -361,6 +376,8 @@ class Phase(Section):
             return "has sums to which no record adds more than 1; leave privacy.clip out"
         if privacy.views > 1:
             return "adds up what each record is seen as once; leave privacy.views out"
+        if privacy.sampling == "allocation":
+            return "takes all records in its one step; leave privacy.sampling out"
         if privacy.release or privacy.tan is not None:
             return "is one step before which there is no model; leave privacy.release and privacy.tan out"
         if privacy.scaling is not None:

@@ -173,6 +173,12 @@ class Privacy(Section):
         description="q·n, the expected number of records per step: the constant by which every noised sum is divided. "
         "all: every record in every step.",
     )
+    sampling: Literal["poisson", "allocation"] = Field(
+        default="poisson",
+        description="Who takes part in a step. poisson: each record, independently, with probability q. allocation: "
+        "the steps are cut into epochs, in each of which every record takes part in exactly one step, so that "
+        "expected_batch is rounded to a whole number of times in all; less noise for the same epsilon.",
+    )
     clip: Clip = Field(default=Clip(), description="How each record's gradient is bounded.")
     noise_multiplier: float | None = Field(
         default=None, ge=0.1, description="σ; null: calibrated to epsilon by PLD and rounded up."

@@ -104,8 +104,8 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 PHASE_REFUSED: dict[str, str] = {
-    "sampler": "records are drawn only by the Poisson sampler, and the accounting holds for no other",
-    "shuffle": "records are drawn only by the Poisson sampler, and the accounting holds for no other",
+    "sampler": "records are drawn only as privacy.sampling says, and the accounting holds for no other sampler",
+    "shuffle": "records are drawn only as privacy.sampling says, and the accounting holds for no other sampler",
     "mixup": "it mixes records, so that no gradient belongs to one of them",
     "cutmix": "it mixes records, so that no gradient belongs to one of them",
     "seed": "a known seed makes sampling and noise predictable; keys come from the operating system",

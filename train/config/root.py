@@ -293,8 +293,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _keeps_no_key_of_a_block(self) -> Config:
-        correlated = any(phase.privacy is not None and phase.privacy.noise is not None for phase in self.phases)
-        if self.run.keep_key and correlated:
+        private = [phase.privacy for phase in self.phases if phase.privacy is not None]
+        if self.run.keep_key and any(privacy.sampling == "allocation" for privacy in private):
+            raise ValueError(
+                "run.keep_key keeps the secret file, which with privacy.sampling 'allocation' may contain the key that "
+                "tells in which step of the last epoch each record took part; leave keep_key out"
+            )
+        if self.run.keep_key and any(privacy.noise is not None for privacy in private):
             raise ValueError(
                 "run.keep_key keeps the secret file, which with privacy.noise contains the keys of the last block's "
                 "steps, whose weights were released; leave keep_key out"
@@ -373,6 +378,7 @@ def _unset(phase: Phase) -> dict[str, Any]:
     if (privacy := phase.privacy) is not None:
         out["privacy"] = {"release": {"__all__": {"share"}}} if privacy.held_out is None else {}
         out["privacy"] |= {"views": True} if privacy.views == 1 else {}
+        out["privacy"] |= {"sampling": True} if privacy.sampling == "poisson" else {}
         out["privacy"] |= {"noise": True} if privacy.noise is None else {}
         # What a path leads to is among the contents.
         out["privacy"] |= {"scaling": True if privacy.scaling is None else {"path"}}

@@ -62,9 +62,7 @@ def _spent(plan: PrivacyPlan, weights: int) -> float:
     """An upper bound of what the plan's steps spend with the most noise that leaves it useful."""
     try:
         useful = replace(plan, noise_multiplier=_largest_useful_sigma(plan, weights))
-        return quick_epsilon(
-            [Event(plan.sampling_rate, useful.effective_noise_multiplier, plan.participations)], plan.delta
-        )  # fmt: skip
+        return quick_epsilon([Event.of_plan(useful)], plan.delta)
     except (AccountingError, ZeroDivisionError, ValueError):
         return math.inf
 
@@ -82,8 +80,8 @@ def _other_noise(plan: PrivacyPlan, weights: int) -> str | None:
 def _larger_batch(plan: PrivacyPlan, weights: int) -> str | None:
     """The batch, doubled until what it needs fits the budget; where σ is large, σ/B hardly falls with B and none
     does."""
-    if plan.metrics:
-        return None  # their noise follows the batch
+    if plan.metrics or plan.slots > 1:
+        return None  # the metrics' noise follows the batch, and so does the number of an epoch's steps
     batch = plan.divisor
     largest = plan.records / plan.bands
     while batch < largest:

@@ -180,8 +180,7 @@ def counted(config: Config, phase: Phase) -> tuple[RecordCost, WeightCounts]:
 
 def _epsilons(plan: PrivacyPlan) -> list[tuple[int, float]]:
     marks = sorted({max(1, round(plan.steps * part / MARKS)) for part in range(1, MARKS + 1)})
-    sigma = plan.effective_noise_multiplier
-    return [(t, epsilon([Event(plan.sampling_rate, sigma, -(-t // plan.bands))], plan.delta)) for t in marks]
+    return [(t, epsilon([Event.of_plan(plan, plan.turns_of(t))], plan.delta)) for t in marks]
 
 
 # What to change where a phase does not fit a cluster, or wastes its time there.

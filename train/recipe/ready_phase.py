@@ -23,7 +23,9 @@ from murmuration.accounting.plan import (
     PrivacyPlan,
     ScaledSpace,
     parse_delta,
+    slots_for,
     threshold_for,
+    threshold_of,
 )
 from murmuration.accounting.scale_table import ScaleTable
 from murmuration.accounting.tan import stand_in
@@ -410,6 +412,8 @@ def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes")
     batch = phase.batch or (phase.privacy.expected_batch if phase.privacy else 1)
     if phase.epochs is not None:
         steps = math.ceil(phase.epochs * records / batch)
+        if phase.privacy is not None and phase.privacy.sampling == "allocation" and phase.epochs == int(phase.epochs):
+            steps = int(phase.epochs) * max(1, round(records / batch))  # none of which is cut, and paid for whole
     elif phase.until_budget and phase.privacy is not None:
         bands = phase.privacy.bands
         plan = make_plan(phase.model_copy(update={"steps": bands}), phase.privacy, records, where, noise=noise)
@@ -444,7 +448,10 @@ def make_plan(
         units = replace(units, table=table)
     growth = GRID_GROWTH if noise == "exact" else 0.0
     try:
-        threshold = threshold_for(records, privacy.expected_batch, privacy.bands)
+        slots, threshold = 1, threshold_for(records, privacy.expected_batch, privacy.bands)
+        if privacy.sampling == "allocation":
+            slots = slots_for(records, privacy.expected_batch, phase.steps)
+            threshold = threshold_of(slots)  # with a single step per epoch, that of all records
         delta = parse_delta(privacy.delta, records)
         metrics = tuple(PlannedMetric(m.name, m.bound, m.bound * m.noise_multiplier) for m in privacy.release)
         adaptive = None
@@ -456,15 +463,16 @@ def make_plan(
             records=records, threshold=threshold, clip_norm=privacy.clip.norm, steps=phase.steps, delta=delta,
             epsilon_budget=privacy.epsilon, metrics=metrics, adaptive=adaptive, held_out=privacy.held_out,
             grid_growth=growth, banded=_banded(phase, privacy, known), views=privacy.views, units=units,
-            unit=unit_in_words(units), adjacency=adjacency_in_words(units),
+            unit=unit_in_words(units), adjacency=adjacency_in_words(units), slots=slots,
             scaling=None if scales is None else ScaledSpace(scales.digest, *scales.span),
         )  # fmt: skip
         sigma = privacy.noise_multiplier
         if sigma is None and known is not None and all(getattr(known, k) == v for k, v in fixed.items()):
             sigma = known.noise_multiplier
         if sigma is None:
-            turns = -(-phase.steps // privacy.bands)
-            together = calibrate_sigma(threshold / 2**32, turns, privacy.epsilon, delta)
+            turns = -(-phase.steps // (privacy.bands * slots))
+            rate = threshold / 2**32 if slots == 1 else 1 / slots
+            together = calibrate_sigma(rate, turns, privacy.epsilon, delta, slots=slots)
             sigma = _share_of_gradient(enlarged(together, growth), metrics)
         plan = PrivacyPlan(noise_multiplier=sigma, **fixed)  # pyright: ignore[reportArgumentType]
         return stand_in(plan, privacy.tan.scale) if privacy.tan else plan
@@ -506,7 +514,7 @@ def _share_of_gradient(together: float, metrics: tuple[PlannedMetric, ...]) -> f
 
 @lru_cache(maxsize=256)
 def planned_epsilon(plan: PrivacyPlan) -> float:
-    return epsilon([Event(plan.sampling_rate, plan.effective_noise_multiplier, plan.participations)], plan.delta)
+    return epsilon([Event.of_plan(plan)], plan.delta)
 
 
 def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int) -> ClipRule:

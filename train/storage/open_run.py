@@ -92,7 +92,8 @@ class OpenRun:
     def _enter(self, segment: Segment, done: int) -> Link:
         """On the main rank: the link of the segment's chain to continue from."""
         begun, before = self._opened_in(segment), self._needs_after(segment, done)
-        return key_chain.enter(self.folder.key, segment.chain_name, segment.from_step + 1, before, begun)
+        plan = self.writer.history.plans[segment.phase]
+        return key_chain.enter(self.folder.key, segment.chain_name, segment.from_step + 1, before, begun, plan.slots)
 
     def _together_in(self, phase: int) -> int:
         plan = self.writer.history.plans.get(phase)

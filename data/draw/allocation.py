@@ -1,0 +1,62 @@
+"""Random allocation: each record takes part in exactly one step of every epoch, as a pure function of (key, step).
+
+The steps 1, 2, … are cut into epochs of t. The step of record i in an epoch is the floor of x·t / 2^32, where x is
+32-bit lane i % 4 of AES-256-CTR(key of the epoch, counter = epoch << 64 | i // 4): one number, whose owner takes part
+in one step, however often and by whomever the epoch is drawn. To draw a step means to find the lanes between two whole
+numbers, so it costs what a Poisson draw costs, needs no memory between steps and no seek after a restart. The t steps
+are equally likely up to a relative t / 2^32, for which the accounting pays (`accounting/epsilon/allocation.py`).
+
+The key must be the same at all steps of an epoch; `accounting/keys.py` keeps it for as long. A segment that begins in
+the middle of an epoch allocates all records anew: those that fall on steps before it take no part in the rest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from murmuration.data.draw.poisson import (
+    LANES,
+    Draw,
+    StepKey,
+    by_step,
+    keyed_digest,
+    lanes_between,
+    require_keys_and_records,
+    require_part,
+)  # fmt: skip
+
+
+class AllocationSampler:
+    """Allocates each of `records` records to one of the `slots` steps of every epoch."""
+
+    def __init__(self, key: bytes | StepKey, digest_key: bytes | StepKey, records: int, slots: int) -> None:
+        """A key given as bytes is the key of all steps."""
+        require_keys_and_records(key, digest_key, records)
+        if not 1 < slots <= 1 << 20:
+            raise ValueError(f"records are allocated to the steps of epochs of 2 to 2**20, not {slots}")
+        self._key, self._digest_key = by_step(key), by_step(digest_key)
+        self.records, self.slots, self.threshold = records, slots, max(1, round(LANES / slots))
+
+    def draw(self, step: int) -> Draw:
+        """The records of one step, sorted; the same on any rank, at any time."""
+        return self.whole(step, self.part(step, 0, self.records))
+
+    def candidates(self, step: int) -> int:
+        """The number of records that the step draws from."""
+        del step
+        return self.records
+
+    def whole(self, step: int, ids: np.ndarray) -> Draw:
+        """The draw whose records are `ids`, put together from its parts."""
+        ids.flags.writeable = False
+        digest = keyed_digest(self._digest_key(step), (step, self.threshold, self.records, 1, self.slots), ids)
+        return Draw(step, self.threshold, self.records, digest, ids, slots=self.slots)
+
+    def part(self, step: int, first: int, stop: int) -> np.ndarray:
+        """The records of one step, of those from `first`, a multiple of 4, up to `stop`."""
+        if not 1 <= step < 1 << 64:
+            raise ValueError(f"step {step} is outside 1..2**64-1; epochs begin with step 1")
+        require_part(first, stop, self.records)
+        epoch, slot = divmod(step - 1, self.slots)
+        low, high = (-(-place * LANES // self.slots) for place in (slot, slot + 1))
+        return lanes_between(self._key(step), epoch, first, stop, low, high)

@@ -1,0 +1,188 @@
+"""Epochs of random allocation: the bound on their epsilon against integrals, simulation and closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.integrate import quad
+from scipy.special import ndtr
+from scipy.stats import norm
+
+from murmuration.accounting.epsilon.accountant import (
+    AccountingError,
+    Event,
+    delta_at,
+    deltas_at,
+    epsilon,
+    epsilon_below,
+    quick_epsilon,
+)
+from murmuration.accounting.epsilon.allocation import LANES, allocated, allocated_below
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma
+from murmuration.accounting.epsilon.composition import Composition
+from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon
+from murmuration.accounting.epsilon.loss_lattice import LossLattice, gaussian_dots
+from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
+from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
+
+
+def epochs(slots: int, sigma: float, count: int = 1) -> Event:
+    return Event(1 / slots, sigma, count, slots=slots)
+
+
+def losses_of(slots: int, sigma: float, count: int, samples: int, present: bool) -> np.ndarray:
+    """Exact privacy losses of simulated epochs, with the record or without it."""
+    random = np.random.default_rng(7)
+    total = np.zeros(samples)
+    for _ in range(count):
+        outputs = sigma * random.standard_normal((samples, slots))
+        if present:
+            outputs[np.arange(samples), random.integers(slots, size=samples)] += 1
+        total += np.log(np.mean(np.exp((outputs - 0.5) / sigma**2), axis=1))
+    return total if present else -total
+
+
+@pytest.mark.parametrize("sigma", [0.6, 1.0, 3.0])
+@pytest.mark.parametrize("value", [0.0, 0.5, 2.0])
+def test_an_epoch_of_two_steps_is_as_its_integral_says(sigma: float, value: float) -> None:
+    """For each output of the first step, the second one's part of delta is an option price in closed form."""
+
+    def beyond(first: float, sign: int) -> float:
+        """E[(sign·(mean of both ratios - bound))+] given the first step's output, in units of its noise."""
+        missing = 2 * math.exp(sign * value) - math.exp(first / sigma - 0.5 / sigma**2)
+        if missing <= 0:
+            return 0.5 * (1 - missing) if sign > 0 else 0.0
+        at = sigma * math.log(missing) + 0.5 / sigma
+        return 0.5 * sign * (ndtr(sign * (1 / sigma - at)) - missing * ndtr(-sign * at))
+
+    found = []
+    for sign in (1, -1):
+        whole, error = quad(
+            lambda z, sign=sign: beyond(z, sign) * norm.pdf(z), -12, 14 + 2 / sigma, limit=400, epsabs=1e-13,
+            points=[sigma * math.log(2 * math.exp(sign * value)) + 0.5 / sigma],
+        )  # fmt: skip
+        assert error < 1e-8
+        found.append(whole * math.exp(value) if sign < 0 else whole)
+    exact = max(found)
+    bound = delta_at([epochs(2, sigma)], value)
+    assert exact <= bound <= exact * 1.002 + 1e-9
+    if exact > 1e-4 and value:
+        below = epsilon_below([epochs(2, sigma)], exact)
+        assert below is not None and below <= epsilon([epochs(2, sigma)], exact) + 1e-12
+        assert epsilon([epochs(2, sigma)], exact) == pytest.approx(value, abs=3e-3)
+    if found[0] > 1e-4 and value:
+        assert allocated_only_present(2, sigma, found[0]) == pytest.approx(value, abs=3e-3)
+
+
+def allocated_only_present(slots: int, sigma: float, delta: float) -> float:
+    return Composition((allocated_below(slots, sigma, 1e-4),), (1,)).epsilon_below(delta)
+
+
+@pytest.mark.parametrize(
+    ("slots", "sigma", "count"), [(2, 0.7, 1), (3, 1.2, 2), (7, 0.8, 3), (20, 0.6, 1), (64, 1.0, 4)]
+)
+def test_simulated_losses_agree_and_a_claim_a_tenth_lower_does_not(slots: int, sigma: float, count: int) -> None:
+    delta, samples = 2e-3, 100_000
+    claimed = epsilon([epochs(slots, sigma, count)], delta)
+    assert claimed > 0.05
+    worst = []
+    for present in (True, False):
+        losses = losses_of(slots, sigma, count, samples, present)
+
+        def at(value: float, losses: np.ndarray = losses) -> tuple[float, float]:
+            gains = np.maximum(0.0, -np.expm1(np.minimum(0.0, value - losses)))
+            return gains.mean(), gains.std() / math.sqrt(samples)
+
+        mean, deviation = at(claimed)
+        assert mean <= delta + 4 * deviation
+        mean, deviation = at(0.9 * claimed)
+        worst.append(mean > delta + 4 * deviation)
+    assert any(worst), "the test has no power"
+
+
+@pytest.mark.parametrize(("slots", "sigma", "count"), [(2, 1.0, 5), (3, 0.5, 1), (31, 0.8, 10), (179, 0.8, 2)])
+def test_upper_and_lower_bounds_are_close(slots: int, sigma: float, count: int) -> None:
+    events = [epochs(slots, sigma, count)]
+    below, above = epsilon_below(events, 1e-6), epsilon(events, 1e-6)
+    assert below is not None and below <= above <= below * 1.003 + 1e-3 * count**0.5
+    assert above * (1 - 1e-9) <= quick_epsilon(events, 1e-6) <= above * 1.02
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
+def test_a_single_step_is_the_plain_gaussian(sigma: float) -> None:
+    dots = gaussian_dots(sigma, 1e-3)
+    one = LossLattice(1e-3, dots.first, dots.measure, infinite=dots.lost_p, error=dots.error, slack=dots.slack)
+    for delta in (1e-5, 1e-9):
+        exact = gaussian_epsilon(sigma, delta)
+        assert exact <= Composition((one,), (1,)).epsilon(delta) <= exact * (1 + 1e-4)
+        assert epsilon([epochs(1, sigma)], delta) == exact, "an epoch of one step is that step"
+
+
+@pytest.mark.parametrize(
+    ("slots", "sigma", "count", "delta"), [(5, 0.98, 10, 1e-6), (10, 0.82, 10, 1e-6), (40, 1.5, 20, 1e-8)]
+)
+def test_it_costs_less_than_poisson_sampling_and_more_than_nothing(
+    slots: int, sigma: float, count: int, delta: float
+) -> None:
+    found = epsilon([epochs(slots, sigma, count)], delta)
+    assert found < epsilon([Event(1 / slots, sigma, slots * count)], delta)
+    assert epsilon([epochs(slots + 1, sigma, count)], delta) < found < epsilon([epochs(slots, sigma, count + 1)], delta)
+    assert found < epsilon([Event(1.0, sigma, count)], delta), "less than if everybody knew the step"
+
+
+def test_there_is_noise_for_which_poisson_sampling_would_be_cheaper_and_is_not_charged() -> None:
+    """Little noise and delta not small: a Poisson sample may leave the record out altogether."""
+    allocation, poisson = [epochs(2, 0.3)], [Event(0.5, 0.3, 2)]
+    assert delta_at(allocation, 0.5) > 1.2 * delta_at(poisson, 0.5)
+
+
+def test_dp_cap_at_a_given_sigma() -> None:
+    """n = 233,804,767, T = 5708, so 32 epochs of 179 steps: 1.7 % less noise than Poisson's 0.70711."""
+    n = 233_804_767
+    assert epsilon([epochs(179, 0.69498, 32)], 1 / n) <= 8 < epsilon([epochs(179, 0.69490, 32)], 1 / n)
+
+
+def test_calibrated_noise_is_the_least_that_fits() -> None:
+    """Mehta et al. at a batch of 2^17: 10 epochs of 10 steps, where Poisson sampling needs 0.9."""
+    sigma = calibrate_sigma(0.1, 10, 10.0, 1e-6, slots=10)
+    assert 0.82 < sigma < 0.83
+    assert epsilon([epochs(10, sigma, 10)], 1e-6) <= 10 < epsilon([epochs(10, sigma - 1e-5, 10)], 1e-6)
+
+
+def test_epochs_compose_with_poisson_samples() -> None:
+    poisson, allocation = Event(0.01, 0.8, 500), epochs(25, 0.9, 4)
+    alone = [epsilon([each], 1e-6) for each in (poisson, allocation)]
+    together = epsilon([poisson, allocation], 1e-6)
+    assert max(alone) < together < sum(alone)
+    curve = deltas_at([poisson, allocation], [0.5, 1.0, together], 1e-6)
+    assert curve == sorted(curve, reverse=True) and curve[-1] <= 1.001e-6
+
+
+def test_the_unequal_chances_of_the_lanes_are_paid_for() -> None:
+    """Lane x belongs to step floor(x·t / 2^32), so the steps' chances are not all equal."""
+    for slots in (2, 3, 179, 100_003):
+        walls = [-(-each * 2**32 // slots) for each in range(slots + 1)]
+        chances = np.diff(walls) / LANES
+        worst = np.abs(np.log(chances * slots)).max()
+        if slots < 1000:
+            assert allocated(slots, 1.0, 2e-2)[0].slack >= worst
+        assert -math.log1p(-slots / LANES) >= worst
+
+
+def test_what_is_not_proved_is_refused() -> None:
+    events = [epochs(4, 1.0, 2)]
+    for compute in (
+        lambda: epsilon(events, 1e-5, "rdp"),
+        lambda: group_epsilon(events, 1e-5, 2),
+        lambda: replacement_epsilon(events, 1e-5),
+        lambda: opacus_epsilon(events, 1e-5),
+    ):
+        with pytest.raises(AccountingError, match="random allocation"):
+            compute()
+    with pytest.raises(AccountingError, match="rate of 1 over its steps"):
+        Event(0.3, 1.0, 1, slots=4)
+    with pytest.raises(AccountingError, match="steps, not 2097152"):
+        epsilon([epochs(2**21, 1.0)], 1e-5)
+    assert gaussian_delta(1.0, 1.0) > delta_at([epochs(4, 1.0)], 1.0)
