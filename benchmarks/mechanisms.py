@@ -39,7 +39,8 @@ EPSILON, SIDE = 8.0, 32
 MECHANISMS: dict[str, dict[str, Any]] = {
     "independent": {},
     "blocks of 4": {"noise": {"kind": "banded", "bands": 4}},
-    "blocks of 16": {"noise": {"kind": "banded", "bands": 16}},
+    "blocks of 12": {"noise": {"kind": "banded", "bands": 12}},
+    "allocation": {"sampling": "allocation"},
 }
 WIDTHS = {"image_size": SIDE, "patch_size": 8, "width": 64, "depth": 2, "heads": 2}
 TEXT = {"decoder_width": 64, "decoder_depth": 1, "decoder_heads": 2, "text_length": 16, "vocabulary": 64}
@@ -58,13 +59,15 @@ TUNING_SEED, FIRST_SEED = 1000, 10
 
 @dataclass(frozen=True)
 class Size:
-    records: int = 10_000
+    """Three epochs in whole steps, so that an allocation has the same batch as Poisson draws."""
+
+    records: int = 6_000
     tested: int = 4_000
-    batch: int = 500
-    steps: int = 64
+    batch: int = 300
+    steps: int = 60
 
 
-SMOKE = Size(records=400, tested=64, batch=20, steps=2)
+SMOKE = Size(records=480, tested=64, batch=40, steps=12)
 
 
 @dataclass(frozen=True)
