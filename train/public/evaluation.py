@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
@@ -75,6 +76,13 @@ class Heard:
         self.output = output.detach()
 
 
+def layer_of(parameter: str) -> str:
+    """The block of a parameter, or its module where there are no numbered blocks."""
+    parts = parameter.split(".")[:-1] or [parameter]
+    numbered = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: numbered + 1])
+
+
 class PublicEvaluator:
     def __init__(
         self, phase: ReadyPhase, engine: ShardedEngine, ranks: Ranks, micro_batch: int, mask_key: bytes,
@@ -87,6 +95,8 @@ class PublicEvaluator:
         self.clip, self.plan, self.norm = clip, plan, norm
         self.precision: Precision = precision
         self.phase, self.held, self._told = phase, held, False
+        self.signals: dict[str, float] = {}
+        """What `update_snr` is for each layer alone, by the latest measurement."""
         # Step 0 at every call: the same masks each time, so that the curve shows the weights alone.
         self.reader = BatchReader(held.index, held.spec, held.text, mask_key=mask_key)
 
@@ -103,7 +113,7 @@ class PublicEvaluator:
             if self.held.zero_shot is not None:
                 found |= self._zero_shot(self.held.zero_shot)
             if self.held.has_loss and self.clip is not None and self.plan is not None:
-                found[SIGNAL] = self._signal_to_noise(self.clip, self.plan)
+                found[SIGNAL], self.signals = self._signal_to_noise(self.clip, self.plan)
         return found
 
     def news_of_unusable(self) -> str | None:
@@ -198,8 +208,9 @@ class PublicEvaluator:
         asked = {*self.held.axes, RIGHT_CLASSES}
         return {name: tensor for name, tensor in batch.inputs.items() if name not in asked}
 
-    def _signal_to_noise(self, clip: ClipEngine, plan: PrivacyPlan) -> float:
-        """Norm of the mean clipped gradient of public records over the norm of the noise on a step's mean."""
+    def _signal_to_noise(self, clip: ClipEngine, plan: PrivacyPlan) -> tuple[float, dict[str, float]]:
+        """Norm of the mean clipped gradient of public records over the norm of the noise on a step's mean: of the whole
+        gradient, and of each layer's part."""
         ids = self.held.ids
         records = min(SIGNAL_RECORDS, len(ids))
         ids = ids[np.arange(records) * len(ids) // records] if self.held.folders else ids[:records]
@@ -210,12 +221,18 @@ class PublicEvaluator:
             totals, _ = clipped_totals(clip, self.engine.model, inputs, batch.present, self.engine.shapes, rule)
             for name, gradient in totals.items():
                 sums[name] = sums.get(name, torch.zeros_like(gradient)) + gradient
-        squares = 0.0
-        for gradient in sums.values():
-            squares += float(self.ranks.add(gradient).double().square().sum())
-        signal = math.sqrt(squares) / records
-        noise = plan.added_noise * rule.sensitivity * math.sqrt(self.engine.trainable_elements) / plan.divisor
-        return signal / noise
+        squares, elements = defaultdict[str, float](float), Counter[str]()
+        for name, gradient in sums.items():
+            layer = layer_of(name)
+            squares[layer] += float(self.ranks.add(gradient).double().square().sum())
+            elements[layer] += self.engine.shapes[name].numel()
+        noise = plan.added_noise * rule.sensitivity / plan.divisor
+
+        def ratio(squares: float, elements: int) -> float:
+            return math.sqrt(squares) / records / (noise * math.sqrt(elements))
+
+        layers = {layer: ratio(squares[layer], elements[layer]) for layer in elements}
+        return ratio(sum(squares.values()), self.engine.trainable_elements), layers
 
     def _batches(self, ids: np.ndarray) -> Iterator[MicroBatch]:
         rows = slots(ids, self.ranks.rank, self.ranks.world, self.micro_batch)

@@ -153,6 +153,13 @@ class Board:
         self.latest = {"phase": phase.name, "step": step, **values}
         self.on_measured()
 
+    def signals(self, phase: str, step: int, layers: dict[str, float]) -> None:
+        """Signal to noise of each layer on held-out public records: too many numbers for logs and console."""
+        if self._main:
+            for layer, value in layers.items():
+                tag = f"{self.tag(phase)} signal to noise/{layer}"
+                self._public.add_scalar(tag, value, step, walltime=self._opened)
+
     def private(self, phase: str, step: int, values: dict[str, float]) -> None:
         if self._main and self.keeps_private:
             self._write(self._private, self._private_log, phase, phase, step, values, None)

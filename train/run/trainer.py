@@ -73,6 +73,7 @@ class Trainer:
         self.writing: int | None = None
         """The step whose weights are being written, and what was measured with them."""
         self.measured: dict[str, float] = {}
+        self.signals: dict[str, float] = {}
         self.unusable: str | None = None
         self.monitored: MonitorReading | None = None
 
@@ -147,6 +148,7 @@ class Trainer:
         self.writing = step
         evaluator, monitor = self.watching.evaluator, self.watching.monitor
         self.measured = evaluator.measure() if evaluator is not None and measure else {}
+        self.signals = evaluator.signals if evaluator is not None and measure else {}
         self.unusable = evaluator.news_of_unusable() if evaluator is not None else None
         self.monitored = monitor.measure() if monitor is not None and measure else None
 
@@ -163,6 +165,7 @@ class Trainer:
         self.ending.measured(step, self.measured)
         if self.measured:
             self.board.measured(self.phase.settings, step, self.measured, self.unusable)
+            self.board.signals(self.name, step, self.signals)
         if self.monitored is not None:
             self.board.public(self.name, step, self.monitored.values)
             for text in self.monitored.lines:
