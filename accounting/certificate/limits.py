@@ -70,11 +70,16 @@ def claimed_events(history: History, finished: bool = True) -> tuple[list[Event]
     if finished and history.why_budget_is_claimed() is None:
         events, holds_for = history.charged(), SPENT
     else:
-        events, holds_for = merge(each for phase in history.plans for each in _allowed(history, phase)), BUDGET
+        events, holds_for = allowed(history), BUDGET
     runs = max((int(tuning.mean) for tuning in charged), default=1)
     if runs > 1:
         holds_for += f", in each of {runs} runs"
     return [replace(event, count=event.count * runs) for event in events], holds_for
+
+
+def allowed(history: History) -> list[Event]:
+    """All steps that the budgets of the phases would have allowed, and one more of each."""
+    return merge(each for phase in history.plans for each in _allowed(history, phase))
 
 
 def row(compute: Callable[[], float]) -> dict[str, Any]:

@@ -292,8 +292,9 @@ def _first_deviation(certificate: dict[str, Any]) -> str:
 
 
 def _tuned(certificate: dict[str, Any]) -> str:
+    charged, free = "charged in the claim, as runs with the plan of this one", "declared, not charged"
     told = [
-        f"{each['statement']} ({'charged in the claim' if 'epsilon' in each else 'declared, not charged'})"
+        f"{each['statement']} ({charged if 'epsilon' in each else free})"
         for each in certificate["tuned_on_private_data"]
     ]
     others = [each for each in certificate.get("siblings") or [] if isinstance(each, dict)]

@@ -6,9 +6,9 @@ from typing import Any
 
 from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.certificate.explain import ASSUMPTION
-from murmuration.accounting.certificate.limits import limits
+from murmuration.accounting.certificate.limits import allowed, limits
 from murmuration.accounting.days import stated as stated_days
-from murmuration.accounting.epsilon.accountant import AccountingError, describe, epsilon, round_up, show_delta
+from murmuration.accounting.epsilon.accountant import AccountingError, Event, describe, epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.tuning import tuned_epsilon
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.facts import EXACT
@@ -81,9 +81,10 @@ RATCHETED_BLOCKS = (
 )
 # Stated in addition where some phase allocates records.
 RATCHETED_EPOCHS = (
-    "Where records are allocated to the steps of an epoch, the key of that allocation is kept until the epoch ends: "
-    "whoever copied the secret file meanwhile can tell in which of the epoch's steps, earlier ones included, each "
-    "record takes part, but not take the noise off those before. Against them the claim covers the epochs before alone."
+    "Where records are allocated to the steps of an epoch, the key of that allocation is kept until the epoch ends "
+    "(that of a last epoch which the plan cuts short: until the next private phase, or the end of the run). Whoever "
+    "copied the secret file meanwhile can tell in which of the epoch's steps, earlier ones included, each record takes "
+    "part, but not take the noise off those before. Against them the claim covers the epochs before alone."
 )
 # Stated in addition where one ledger has segments of both kinds.
 NOT_RATCHETED = (
@@ -180,8 +181,7 @@ def claim_of(history: History, spent: float | None) -> tuple[float | None, str |
         return None, None, tunings
     basis = history.why_budget_is_claimed()
     claimed = max(spent, history.budget()) if basis else spent
-    # Where the budget is claimed, each of the runs may have spent it.
-    tuned = [history.charged(), *([history.planned()] if basis else [])]
+    tuned = _of_one_run(history) if basis else [history.charged()]
     for declared, shown in zip(history.tunings, tunings, strict=True):
         if declared.tuning is None:
             continue
@@ -189,6 +189,13 @@ def claim_of(history: History, spent: float | None) -> tuple[float | None, str |
         claimed = max(claimed, cost)
         basis = f"{basis}; and the run was chosen among several" if basis else "the run was chosen among several"
     return claimed, basis, tunings
+
+
+def _of_one_run(history: History) -> list[list[Event]]:
+    """What each of several runs may have spent, where the budget is claimed: stopping early, and keeping a checkpoint
+    that was chosen, are post-processing of all planned steps; a new segment may have used up what was left."""
+    anew = any(segment.number > 0 for segment in history.segments)
+    return [history.charged(), history.planned(), *([allowed(history)] if anew else [])]
 
 
 def deviations_of(history: History, form: str = FORMAT) -> list[str]:

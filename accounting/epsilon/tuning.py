@@ -43,6 +43,8 @@ from murmuration.accounting.epsilon.accountant import (
 # Of the parameter g and of the comparison with d(x); rounding there is far smaller.
 ROOM = 1e-9
 MOST = 200.0
+# Beyond these the parameter g, or what is computed on the way to it, leaves the numbers that a double can hold well.
+MOST_MEAN, LEAST_SHAPE, MOST_SHAPE = 1e12, 1e-6, 1e4
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,11 @@ def _by_rdp(events: Sequence[Event], delta: float, tuning: Tuning) -> float:
 
 def selected_epsilon(events: Sequence[Event], delta: float, mean: float, shape: float) -> float:
     """`mean` runs on average, each of which is `events`; shape 0 is logarithmic, 1 geometric, infinity Poisson."""
+    if mean > MOST_MEAN or not (shape == 0 or math.isinf(shape) or LEAST_SHAPE <= shape <= MOST_SHAPE):
+        raise AccountingError(
+            f"a number of runs with mean {mean:g} and shape {shape:g} has no bound here; give a mean up to "
+            f"{MOST_MEAN:g} and a shape of 0, poisson, or from {LEAST_SHAPE:g} to {MOST_SHAPE:g}"
+        )
     if mean == 1 and not math.isinf(shape):
         return epsilon(events, delta)  # always one run
     best = epsilon(events, delta / mean)

@@ -328,6 +328,12 @@ class History:
             return f"NOT PRIVATE: {self.faults[0]}"
         if free := [declared.statement for declared in self.tunings if declared.tuning is None]:
             return f"NOT PRIVATE: tuned on private data, by a number of runs that is not charged ({free[0]})"
+        if self.late_plans and self.tunings:
+            return (
+                f"NOT PRIVATE: the run was chosen among several, and the plan of phase "
+                f"{self.phase_names[self.late_plans[0]]} was declared after private steps had run: for both together "
+                "nothing is proved"
+            )
         simulated = (str(plan.stands_for) for plan in self.plans.values() if plan.stands_for)
         return next(simulated, None if self.plans else NOTHING_PRIVATE)
 

@@ -164,6 +164,8 @@ class Journal:
     def declare_tuning(self, declared: Declared) -> float | None:
         """Writes it once, before the first step if known then. Returns the epsilon that it makes of the planned run."""
         planned = self.history.planned()
+        # An earlier version's declaration keeps its price.
+        declared = next((known for known in self.history.tunings if known == declared), declared)
         cost = tuned_epsilon(planned, self.history.delta(), declared.tuning) if declared.tuning and planned else None
         if declared not in self.history.tunings:
             self._append("tuning", **declared.as_dict())

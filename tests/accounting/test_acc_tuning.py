@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.stats import norm
 
-from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
+from murmuration.accounting.certificate.certificate import compose
+from murmuration.accounting.epsilon.accountant import AccountingError, Event, describe, epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, parameter, selected_epsilon, tuned_epsilon
 from tests.accounting.test_acc_cli import answer, here
+from tests.support.acc_world import CONFIG, DATA, PLAN, begin, train
 
 SIGMA, STEPS, DELTA = 8.0, 4, 1e-6
 
@@ -181,3 +185,57 @@ def test_a_declaration_says_something(statement: object) -> None:
 def test_a_tuning_whose_cost_cannot_be_bounded_is_refused() -> None:
     with pytest.raises(AccountingError):
         tuned_epsilon([Event(1.0, 1e-3, 1)], 1e-12, Tuning(1e300))
+
+
+@pytest.mark.parametrize("tuning", [Tuning(10), Tuning(10, fixed=True)])
+def test_runs_that_may_have_used_their_whole_budget_in_a_new_segment_are_charged_as_if_they_had(
+    tmp_path: Path, tuning: Tuning
+) -> None:
+    """Four steps were planned and made, of the many that the budget has room for."""
+    plan = replace(PLAN, steps=4, epsilon_budget=4.0, delta=1e-5)
+    journal = begin(tmp_path, plan)
+    journal.declare_tuning(Declared("the best of several", tuning))
+    train(journal, range(1, 4), plan)
+    journal.begin_segment(0, f"{CONFIG}, changed", DATA, 2, "after a look at the weights")
+    train(journal, range(3, 5), plan)
+    journal.finish()
+    claimed = compose(journal.history, journal.ledger.entries, {})["claim"]["epsilon_claimed"]
+    steps = 1
+    while epsilon([Event(1.0, 20.0, steps + 1)], 1e-5) <= 4.0:
+        steps += 1
+    of_all = tuned_epsilon([Event(1.0, 20.0, steps)], 1e-5, tuning)
+    assert of_all <= claimed < 1.02 * of_all and claimed > 1.4 * 4.0
+
+
+def test_a_run_that_ended_early_is_charged_for_what_was_planned(tmp_path: Path) -> None:
+    journal = begin(tmp_path, replace(PLAN, epsilon_budget=1.5))
+    journal.declare_tuning(Declared("the best of several", Tuning(10)))
+    train(journal, range(1, 4))
+    journal.finish()
+    claimed = compose(journal.history, journal.ledger.entries, {})["claim"]["epsilon_claimed"]
+    assert claimed == pytest.approx(tuned_epsilon([Event(1.0, 20.0, PLAN.steps)], PLAN.delta, Tuning(10)), abs=1e-4)
+
+
+def test_nothing_is_claimed_for_the_best_of_several_with_a_plan_made_after_private_steps(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    journal.declare_tuning(Declared("the best of several", Tuning(3, fixed=True)))
+    train(journal, range(1, PLAN.steps + 1))
+    assert journal.history.why_not_private() is None
+    journal.declare_plan(1, "another", PLAN, describe("pld"))
+    said = journal.history.why_not_private()
+    assert said is not None and "another was declared after private steps" in said
+    assert compose(journal.history, journal.ledger.entries, {})["claim"]["private"] is False
+
+
+@pytest.mark.parametrize(("mean", "shape"), [(1e13, 0.0), (10.0, 1e300), (10.0, 1e-9)])
+def test_no_bound_by_deltas_is_given_where_its_numbers_leave_what_a_double_holds(mean: float, shape: float) -> None:
+    with pytest.raises(AccountingError, match="has no bound here"):
+        selected_epsilon([Event(1.0, SIGMA, STEPS)], DELTA, mean, shape)
+
+
+def test_the_price_of_an_earlier_declaration_is_told_when_a_run_continues(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    journal.declare_tuning(Declared("rates", Tuning(10, bound="rdp")))
+    again = journal.declare_tuning(Declared("rates", Tuning(10)))
+    assert again == tuned_epsilon([Event(1.0, 20.0, PLAN.steps)], PLAN.delta, Tuning(10, bound="rdp"))
+    assert len(journal.history.tunings) == 1

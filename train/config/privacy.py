@@ -232,7 +232,8 @@ class Privacy(Section):
 
 
 class Tuning(Section):
-    """Declares what was chosen by looking at outputs of private runs on these records; the certificate includes it."""
+    """Declares what was chosen by looking at outputs of private runs on these records; the certificate includes it. All
+    of these runs are priced as runs with this one's plan (q, σ, T, draws)."""
 
     statement: str = Field(min_length=1, description="What was tried, and which outputs decided the choice.")
     mean: float | None = Field(
