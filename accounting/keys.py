@@ -193,7 +193,8 @@ def load(path: Path) -> RunKey:
 def secrets_in(path: Path) -> list[bytes]:
     """The secrets in the file, which must be found nowhere else."""
     key = _of(path.read_bytes(), path)
-    return [key.secret, *([key.chain.state] if key.chain is not None else [])]
+    state = key.chain.state if key.chain is not None else b""
+    return [key.secret, *(state[at : at + KEY_BYTES] for at in range(0, len(state), KEY_BYTES))]
 
 
 def _of(content: bytes, path: Path) -> RunKey:

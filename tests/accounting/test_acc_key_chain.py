@@ -208,6 +208,13 @@ def test_a_leak_of_the_file_gives_no_key_of_an_earlier_step(path: Path) -> None:
     assert load(path).chain == link.at(9), "nothing goes back"
 
 
+def test_the_key_of_an_epoch_is_looked_for_by_itself(path: Path) -> None:
+    """An export is searched for each secret, so that half of what lies side by side in the file is found, too."""
+    link = enter(path, "a segment", 1, 0, begun=False, slots=4)
+    _, state, epoch = secrets_in(path)
+    assert state + epoch == link.state and len(state) == len(epoch) == 32 and state != epoch
+
+
 def test_a_leak_after_a_new_segment_began_gives_no_key_of_the_one_before(path: Path) -> None:
     old = enter(path, "a segment", 1, 0, begun=False)
     new = enter(path, "another", 6, 5, begun=False)
