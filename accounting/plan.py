@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise
@@ -16,6 +17,7 @@ from murmuration.accounting.strict_json import CLOSED
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
 RATE_DENOMINATOR = 2**32
+Sampling = Literal["poisson", "allocation"]
 ACCURACY = "accuracy"
 UNIT, ADJACENCY = unit_in_words(None), adjacency_in_words(None)
 GRID_GROWTH = 1e-6
@@ -65,6 +67,21 @@ def slots_for(records: int, expected_batch: float, steps: int) -> int:
             f"{records / other:.6g} with steps = {other * max(1, round(often))}, or Poisson sampling"
         )
     return slots
+
+
+def draws_for(sampling: Sampling, records: int, expected_batch: float, steps: int, bands: int = 1) -> tuple[int, int]:
+    """The threshold of a plan, and the steps of an epoch: 1 with Poisson samples, and where allocation has so large a
+    batch that each step takes all records."""
+    if sampling == "poisson":
+        return threshold_for(records, expected_batch, bands), 1
+    slots = slots_for(records, expected_batch, steps)
+    return threshold_of(slots), slots
+
+
+def rate_of(threshold: int, slots: int) -> float:
+    """The rate at which a step draws the records whose turn it is, exactly: K / 2^32 has at most 33 bits and fits a
+    double."""
+    return threshold / RATE_DENOMINATOR if slots == 1 else 1 / slots
 
 
 @dataclass(frozen=True)
@@ -251,9 +268,8 @@ class PrivacyPlan:
 
     @property
     def sampling_rate(self) -> float:
-        """The rate at which a step draws the records whose turn it is, exactly: K / 2^32 has at most 33 bits and fits a
-        double. With independent noise it is q. With random allocation, 1 over the steps of an epoch."""
-        return self.threshold / RATE_DENOMINATOR if self.slots == 1 else 1 / self.slots
+        """With independent noise it is q; with random allocation, 1 over the steps of an epoch."""
+        return rate_of(self.threshold, self.slots)
 
     @property
     def divisor(self) -> float:

@@ -28,13 +28,12 @@ from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.ledger.lines import NAMED
 from murmuration.accounting.plan import (
     GRID_GROWTH,
-    RATE_DENOMINATOR,
     PlanError,
     PrivacyPlan,
+    Sampling,
+    draws_for,
     parse_delta,
-    slots_for,
-    threshold_for,
-    threshold_of,
+    rate_of,
 )
 from murmuration.data.batch.function_reader import FunctionReader, Read
 from murmuration.data.batch.loader import Loader
@@ -269,8 +268,7 @@ class PrivateTraining:
         computation: Computation | None = None, keep_checkpoints: int = 2, keep_key: bool = False,
         debug_seed: int | None = None, new_segment: str | None = None, ranks: Ranks | None = None,
         about_data: str | None = None, about_owner: str | None = None, bands: int | None = None, views: int = 1,
-        sampling: Literal["poisson", "allocation"] = "poisson",
-        shard_over: int | None = None,
+        sampling: Sampling = "poisson", shard_over: int | None = None,
     ) -> None:  # fmt: skip
         """`synthetic(size, seed)`: random inputs of the right form, for the self-test. `dataset`: a name and version of
         the records; a run is continued with records of the same name alone. `delta`: None is 1/(2n). `clip_norm`: C.
@@ -342,7 +340,7 @@ class PrivateTraining:
 
     def _declared(
         self, records: int, expected_batch: float, steps: int, epsilon: float, delta: float | str | None,
-        sigma: float | None, clip_norm: float, bands: int | None, sampling: Literal["poisson", "allocation"],
+        sigma: float | None, clip_norm: float, bands: int | None, sampling: Sampling,
     ) -> PrivacyPlan:  # fmt: skip
         """On the main rank: the plan, frozen in the ledger; its σ and its matrix are not computed again when a run is
         continued."""
@@ -352,10 +350,7 @@ class PrivateTraining:
         if bands is not None:
             same = known is not None and (known.bands, known.steps) == (bands, steps)
             banded = known.banded if known is not None and same else best_banded(bands, steps)
-        slots, threshold = 1, threshold_for(records, expected_batch, bands or 1)
-        if sampling == "allocation":
-            slots = slots_for(records, expected_batch, steps)
-            threshold = threshold_of(slots)
+        threshold, slots = draws_for(sampling, records, expected_batch, steps, bands or 1)
         fixed: dict[str, Any] = dict(
             records=records, threshold=threshold, clip_norm=clip_norm, steps=steps, banded=banded, slots=slots,
             delta=parse_delta(delta, records), epsilon_budget=epsilon,
@@ -364,8 +359,8 @@ class PrivateTraining:
         if sigma is None and known is not None and all(getattr(known, name) == value for name, value in fixed.items()):
             sigma = known.noise_multiplier
         if sigma is None:
-            turns, rate = -(-steps // ((bands or 1) * slots)), threshold / RATE_DENOMINATOR if slots == 1 else 1 / slots
-            sigma = calibrate_sigma(rate, turns, epsilon, fixed["delta"], slots=slots)
+            turns = -(-steps // ((bands or 1) * slots))
+            sigma = calibrate_sigma(rate_of(threshold, slots), turns, epsilon, fixed["delta"], slots=slots)
             sigma = enlarged(sigma, fixed["grid_growth"])
         plan = PrivacyPlan(noise_multiplier=sigma, **fixed)
         writer.declare_plan(PHASE, NAME, plan, describe("pld"))

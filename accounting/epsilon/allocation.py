@@ -33,11 +33,8 @@ from murmuration.accounting.epsilon.loss_lattice import (
     gaussian_dots,
     rounded_down,
 )  # fmt: skip
+from murmuration.accounting.plan import MOST_SLOTS, RATE_DENOMINATOR
 
-LANES = 2.0**32
-"""A record's step follows from a whole number below this, so its t steps are equally likely up to a relative t / 2^32.
-That moves losses by as much, and is charged."""
-MOST_STEPS = 2**20
 CUT = 1e-34
 """Probability that the rarest ratios of a part, at either end, may have together; it counts as an infinite loss."""
 BLUR = 5e-5
@@ -49,8 +46,6 @@ SEARCHED, COARSER = 1e-4, 16
 """Beyond this interval, which only searches ask for, a lattice may blur so many times as much."""
 MOST_WORK = 2.0**31
 """Pairs of points at the last halving, a few seconds. Beyond that the lattice is coarser, and the bound less tight."""
-
-
 TINY = float(np.finfo(np.float64).tiny)
 
 
@@ -94,8 +89,8 @@ def allocated_below(steps: int, sigma: float, interval: float) -> LossLattice:
 
 def _grid(steps: int, sigma: float, interval: float) -> float:
     """The lattice of the last mean: `interval`, or that doubled as often as BLUR allows and MOST_WORK asks for."""
-    if not 2 <= steps <= MOST_STEPS:
-        raise AccountingError(f"an epoch of random allocation has 2 to {MOST_STEPS:,} steps, not {steps}")
+    if not 2 <= steps <= MOST_SLOTS:
+        raise AccountingError(f"an epoch of random allocation has 2 to {MOST_SLOTS:,} steps, not {steps}")
     # Variance of the mean ratio, and of what the lattices of all halvings add to it.
     variance = math.expm1(min(700.0, sigma**-2)) / steps
     blur = BLUR if interval <= SEARCHED else COARSER * BLUR
@@ -134,14 +129,15 @@ def _errors(steps: int, sigma: float, grid: float) -> tuple[float, float]:
     """The relative error of the masses of the whole, and how far its losses may be off.
 
     A mass is a sum of products of one mass of each step. In each halving a point gets at most two terms for each
-    distance of two points, in both orders, and two sums over far ones. Losses are rounded in each halving, and the
-    unequal chances of the lanes move them.
+    distance of two points, in both orders, and two sums over far ones. Losses are rounded in each halving. They also
+    move because a record's step follows from a whole number below 2^32 (`data/draw/allocation.py`), so that its t steps
+    are equally likely only up to a relative t / 2^32.
     """
     dots = gaussian_dots(sigma, grid)
     terms = 6 * len(dots.masses) + 64
     halvings = (steps - 1).bit_length()
     largest = grid * max(abs(dots.first), abs(dots.first + len(dots.masses)))
-    slack = dots.slack + 256 * UNIT * halvings - math.log1p(-steps / LANES)
+    slack = dots.slack + 256 * UNIT * halvings - math.log1p(-steps / RATE_DENOMINATOR)
     return steps * (dots.error + UNIT * terms) + UNIT * (16 + 2 * largest) + slack, slack
 
 

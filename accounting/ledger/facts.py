@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from murmuration.accounting.adaptive import ROUNDING
 from murmuration.accounting.epsilon.accountant import AccountingError, Event
-from murmuration.accounting.plan import RATE_DENOMINATOR, PrivacyPlan, fits_grid
+from murmuration.accounting.plan import PrivacyPlan, fits_grid, rate_of
 from murmuration.accounting.strict_json import CLOSED
 
 RULES = ("flat", "automatic")
@@ -119,8 +119,7 @@ class StepFacts:
         released = [(self.clipping.sensitivity, self.noise.std)]
         released += [(metric.sensitivity, metric.std) for metric in self.metrics]
         slots = self.sampling.slots
-        rate = self.sampling.threshold / RATE_DENOMINATOR if slots == 1 else 1 / slots
-        return Event(rate, combined_sigma(released), 1, slots=slots)
+        return Event(rate_of(self.sampling.threshold, slots), combined_sigma(released), 1, slots=slots)
 
     def departure_from(self, plan: PrivacyPlan) -> str | None:
         """How an announced step contradicts its frozen plan; None if it does not. `NormTrail` checks an adaptive C."""

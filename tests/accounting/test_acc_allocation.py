@@ -19,13 +19,14 @@ from murmuration.accounting.epsilon.accountant import (
     epsilon_below,
     quick_epsilon,
 )
-from murmuration.accounting.epsilon.allocation import LANES, allocated, allocated_below
+from murmuration.accounting.epsilon.allocation import allocated, allocated_below
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.composition import Composition
 from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, gaussian_dots
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
+from murmuration.accounting.plan import RATE_DENOMINATOR
 
 
 def epochs(slots: int, sigma: float, count: int = 1) -> Event:
@@ -164,11 +165,11 @@ def test_the_unequal_chances_of_the_lanes_are_paid_for() -> None:
     """Lane x belongs to step floor(x·t / 2^32), so the steps' chances are not all equal."""
     for slots in (2, 3, 179, 100_003):
         walls = [-(-each * 2**32 // slots) for each in range(slots + 1)]
-        chances = np.diff(walls) / LANES
+        chances = np.diff(walls) / RATE_DENOMINATOR
         worst = np.abs(np.log(chances * slots)).max()
         if slots < 1000:
             assert allocated(slots, 1.0, 2e-2)[0].slack >= worst
-        assert -math.log1p(-slots / LANES) >= worst
+        assert -math.log1p(-slots / RATE_DENOMINATOR) >= worst
 
 
 def test_what_is_not_proved_is_refused() -> None:

@@ -22,10 +22,9 @@ from murmuration.accounting.plan import (
     PlannedMetric,
     PrivacyPlan,
     ScaledSpace,
+    draws_for,
     parse_delta,
-    slots_for,
-    threshold_for,
-    threshold_of,
+    rate_of,
 )
 from murmuration.accounting.scale_table import ScaleTable
 from murmuration.accounting.tan import stand_in
@@ -347,9 +346,8 @@ def _scales(phase: ReadyPhase, phases: list[ReadyPhase]) -> ScaleTable | None:
     model = build(phase.shape, phase.settings.objective, device="meta")
     select(model, phase.settings.trainable)
     protected = {each.name: every_ledger_digest(each.index) for each in phases if each.private}
-    return open_scales(
-        privacy.scaling, f"phases.{phase.number}.privacy.scaling", trainable_shapes(model), protected
-    )  # fmt: skip
+    where = f"phases.{phase.number}.privacy.scaling"
+    return open_scales(privacy.scaling, where, trainable_shapes(model), protected)
 
 
 def _shared(private: RecordIndex, public: RecordIndex) -> Shard | None:
@@ -448,10 +446,7 @@ def make_plan(
         units = replace(units, table=table)
     growth = GRID_GROWTH if noise == "exact" else 0.0
     try:
-        slots, threshold = 1, threshold_for(records, privacy.expected_batch, privacy.bands)
-        if privacy.sampling == "allocation":
-            slots = slots_for(records, privacy.expected_batch, phase.steps)
-            threshold = threshold_of(slots)  # with a single step per epoch, that of all records
+        threshold, slots = draws_for(privacy.sampling, records, privacy.expected_batch, phase.steps, privacy.bands)
         delta = parse_delta(privacy.delta, records)
         metrics = tuple(PlannedMetric(m.name, m.bound, m.bound * m.noise_multiplier) for m in privacy.release)
         adaptive = None
@@ -471,8 +466,7 @@ def make_plan(
             sigma = known.noise_multiplier
         if sigma is None:
             turns = -(-phase.steps // (privacy.bands * slots))
-            rate = threshold / 2**32 if slots == 1 else 1 / slots
-            together = calibrate_sigma(rate, turns, privacy.epsilon, delta, slots=slots)
+            together = calibrate_sigma(rate_of(threshold, slots), turns, privacy.epsilon, delta, slots=slots)
             sigma = _share_of_gradient(enlarged(together, growth), metrics)
         plan = PrivacyPlan(noise_multiplier=sigma, **fixed)  # pyright: ignore[reportArgumentType]
         return stand_in(plan, privacy.tan.scale) if privacy.tan else plan
