@@ -400,7 +400,6 @@ def _audited(config: Config) -> ReadyPhase:
     if phase.settings.privacy.noise is not None:
         raise RecipeError(f"a replay measures independent noise alone; give --set {where}.privacy.noise=null")
     if phase.settings.privacy.sampling != "poisson":
-        where = f"phases.{phase.number}"
         raise RecipeError(f"a replay draws Poisson samples alone; give --set {where}.privacy.sampling=poisson")
     return phase
 
