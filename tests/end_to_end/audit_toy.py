@@ -113,7 +113,7 @@ def toy_audit(
             step.run(t, 1e-2)
             known.append(step.clip.take_known())
             took_part.append(batches.took_part(step.records.draw(t).ids))
-        values = sightings(step).values(known, plan.divisor, ranks, replicated)
+        values = sightings(step).values(known, plan.divisor, ranks, ranks_per_copy=1 if replicated else 0)
         part = np.array(took_part)
         if plan.banded is not None:
             values, part = by_turn(values, part, plan.banded, REAL + np.arange(canaries))

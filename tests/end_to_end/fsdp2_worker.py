@@ -149,7 +149,7 @@ def passes_self_test(objective: str, ranks: Ranks) -> str:
     engine = engine_of(model_of(objective), ranks)
     try:
         clip = engine._forward.clip
-        self_test(engine, clip, noise(), False, SyntheticRecords.of(*shape_of(objective)), MICRO_BATCH, ranks)
+        self_test(engine, clip, noise(), 0, SyntheticRecords.of(*shape_of(objective)), MICRO_BATCH, ranks)
     except SelfTestError as error:
         return f"{error}"
     return "passed"

@@ -35,7 +35,7 @@ def outcome(ranks: Ranks, layout: Layout, precision: Precision, times: float | N
     )  # fmt: skip
     records = SyntheticRecords.of(SHAPE, "caption")
     try:
-        self_test(built.engine, built.clip, noise(), False, records, MICRO_BATCH, ranks)
+        self_test(built.engine, built.clip, noise(), 0, records, MICRO_BATCH, ranks)
         return "passed"
     except SelfTestError as error:
         return f"{error}"

@@ -87,7 +87,7 @@ def save(ranks: Ranks, root: Path) -> None:
             train(engine, ranks, step)
         folder = root / f"{layout}-of-{ranks.world}"
         checkpoints = Checkpoints(folder, ranks, Keep())
-        checkpoints.save(Position(0, SAVED_AFTER), engine, layout == 0, {})
+        checkpoints.save(Position(0, SAVED_AFTER), engine, settings_of(layout).ranks_per_copy, {})
         train(engine, ranks, SAVED_AFTER + 1)
         state = state_of(engine, ranks)
         ranks.on_main(lambda folder=folder, state=state: save_file(state, folder / NEXT))

@@ -24,7 +24,7 @@ def trained(ranks: Any, replicated: bool = False, steps: int = 2) -> LocalEngine
 
 def saved(folder: Path, ranks: Any, step: int = 2, replicated: bool = False, keep: int = 2) -> str:
     engine = trained(ranks, replicated, step)
-    return Checkpoints(folder, ranks, Keep(keep)).save(Position(1, step), engine, replicated, HEADER)
+    return Checkpoints(folder, ranks, Keep(keep)).save(Position(1, step), engine, engine.ranks_per_copy, HEADER)
 
 
 def whole_state(engines: list[LocalEngine]) -> dict[str, torch.Tensor]:
@@ -51,7 +51,7 @@ def stored(checkpoints: Checkpoints, engine: LocalEngine) -> tuple[int, torch.Te
 
 def save(folder: Path, engine: LocalEngine, step: int, keep: Keep | None = None, **public: float) -> None:
     checkpoints = Checkpoints(folder, alone(), keep or Keep(9))
-    checkpoints.begin(Position(0, step), engine, False, HEADER)
+    checkpoints.begin(Position(0, step), engine, 0, HEADER)
     checkpoints.settle(lambda digest: None, public)
 
 

@@ -32,4 +32,5 @@ def tried(
     )
     if change is not None:
         noise = change(built, clip, noise) or noise
-    return self_test(built, clip, noise, replicated, SyntheticRecords.of(SHAPE, objective), MICRO_BATCH, ranks)
+    records = SyntheticRecords.of(SHAPE, objective)
+    return self_test(built, clip, noise, built.ranks_per_copy, records, MICRO_BATCH, ranks)

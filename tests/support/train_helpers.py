@@ -135,6 +135,7 @@ class LocalEngine:
         optimizer: FlatOptimizer | None = None,
     ) -> None:  # fmt: skip
         self.forward, self.ranks, self.replicated = forward, ranks, replicated
+        self.ranks_per_copy = 1 if replicated else 0  # as EngineSettings counts them
         self.device = torch.device("cpu")
         self.model: nn.Module = forward.model
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}

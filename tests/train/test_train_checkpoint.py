@@ -26,7 +26,7 @@ def test_what_one_number_of_ranks_wrote_another_reads_bit_by_bit(
 ) -> None:
     def write(ranks: Any) -> LocalEngine:
         engine = trained(ranks, replicated)
-        Checkpoints(tmp_path, ranks, Keep(2)).save(Position(1, 2), engine, replicated, HEADER)
+        Checkpoints(tmp_path, ranks, Keep(2)).save(Position(1, 2), engine, engine.ranks_per_copy, HEADER)
         return engine
 
     written = on_ranks(write_world, write)
@@ -82,11 +82,11 @@ def test_the_manifest_carries_the_head_of_the_ledger_and_its_digest_is_returned(
 
 def test_a_position_is_written_once(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, alone(), Keep(2))
-    first = checkpoints.save(Position(1, 2), trained(alone()), False, HEADER)
-    second = checkpoints.save(Position(1, 2), trained(alone(), steps=1), False, HEADER)
+    first = checkpoints.save(Position(1, 2), trained(alone()), 0, HEADER)
+    second = checkpoints.save(Position(1, 2), trained(alone(), steps=1), 0, HEADER)
     assert first == second
     marked: list[str] = []
-    checkpoints.begin(Position(1, 2), trained(alone(), steps=1), False, HEADER)
+    checkpoints.begin(Position(1, 2), trained(alone(), steps=1), 0, HEADER)
     assert checkpoints.settle(marked.append, {}) == first and marked == [first], "the ledger may lack its line"
 
 
@@ -176,22 +176,22 @@ def test_a_kill_between_any_two_file_operations_leaves_a_whole_checkpoint(tmp_pa
         moment += 1
         folder = tmp_path / f"at{moment}"
         for step in (1, 2):
-            Checkpoints(folder, alone(), Keep(1)).save(Position(0, step), engines[step], False, HEADER)
+            Checkpoints(folder, alone(), Keep(1)).save(Position(0, step), engines[step], 0, HEADER)
         with pytest.MonkeyPatch.context() as patch:
             operations = kill_at(moment, patch, before)
             with contextlib.suppress(Killed):
-                Checkpoints(folder, alone(), Keep(1)).save(Position(0, 3), engines[3], False, HEADER)
+                Checkpoints(folder, alone(), Keep(1)).save(Position(0, 3), engines[3], 0, HEADER)
             finished = operations() < moment
         loaded = Checkpoints(folder, alone(), Keep(1)).latest()
         assert loaded is not None and loaded.position.step in (2, 3), f"after operation {moment}"
         stored = torch.cat([loaded.read("weights", name, 0, p.numel()) for name, p in engines[1].parameters.items()])
         assert torch.equal(stored, weights[loaded.position.step])
         # The next start cleans up and goes on.
-        Checkpoints(folder, alone(), Keep(1)).save(Position(0, 3), engines[3], False, HEADER)
+        Checkpoints(folder, alone(), Keep(1)).save(Position(0, 3), engines[3], 0, HEADER)
         again = Checkpoints(folder, alone(), Keep(1)).latest()
         assert again is not None and again.position.step == 3
         if not finished:
-            Checkpoints(folder, alone(), Keep(1)).save(Position(0, 4), engines[3], False, HEADER)
+            Checkpoints(folder, alone(), Keep(1)).save(Position(0, 4), engines[3], 0, HEADER)
             left = sorted(path.name for path in folder.iterdir())
             assert left == ["latest", "phase00-step00000004"], "orphans are gone"
     assert moment > 10
@@ -209,7 +209,7 @@ def test_old_checkpoints_are_retired_but_never_the_newest(tmp_path: Path) -> Non
     checkpoints = Checkpoints(tmp_path, alone(), Keep(3))
     engine = trained(alone())
     for position in (Position(0, 5), Position(0, 10), Position(1, 0), Position(1, 5), Position(1, 10)):
-        checkpoints.save(position, engine, False, HEADER)
+        checkpoints.save(position, engine, 0, HEADER)
     names = sorted(path.name for path in tmp_path.glob("phase*"))
     assert names == [Position(1, s).folder for s in (0, 5, 10)]
     loaded = checkpoints.latest()

@@ -37,7 +37,7 @@ def written(folder: Path, world: int, optimizer: Optimizer = ADAMW) -> Loaded:
         for step in (1, 2):
             engine.accumulate(toy_batch(6, seed=10 * step + ranks.rank))
             engine.update(NoisyUpdate(noise, step), 1e-2)
-        Checkpoints(folder, ranks, Keep()).save(Position(1, 2), engine, False, HEADER)
+        Checkpoints(folder, ranks, Keep()).save(Position(1, 2), engine, 0, HEADER)
 
     on_ranks(world, act)
     loaded = Checkpoints.newest(folder)

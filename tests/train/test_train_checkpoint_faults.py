@@ -133,14 +133,14 @@ def test_an_error_of_one_ranks_writer_reaches_every_rank_and_the_ledger_names_no
     def act(ranks: Any) -> str:
         engine = trained(ranks)
         first = Checkpoints(tmp_path, ranks, Keep())
-        first.save(Position(0, 1), engine, False, HEADER)
+        first.save(Position(0, 1), engine, 0, HEADER)
         checkpoints = Obstructed(tmp_path, ranks, Keep())
-        checkpoints.begin(Position(0, 2), engine, False, HEADER)
+        checkpoints.begin(Position(0, 2), engine, 0, HEADER)
         with pytest.raises(StorageError) as refused:
             checkpoints.settle(named.append, {})
         loaded = checkpoints.latest()
         assert loaded is not None and loaded.position.step == 1
-        first.save(Position(0, 2), engine, False, HEADER)  # once it was mended
+        first.save(Position(0, 2), engine, 0, HEADER)  # once it was mended
         return str(refused.value)
 
     messages = on_ranks(2, act)
@@ -160,7 +160,7 @@ def test_weights_may_change_while_they_are_written(tmp_path: Path) -> None:
     engine = trained(alone())
     expected = flat(engine)
     checkpoints = Checkpoints(tmp_path, alone(), Keep())
-    checkpoints.begin(Position(0, 2), engine, False, HEADER)
+    checkpoints.begin(Position(0, 2), engine, 0, HEADER)
     with torch.no_grad():
         engine.flats[0].zero_()
         for tensor in engine.shards()[0].state.values():
@@ -186,7 +186,7 @@ def test_the_ledger_names_a_checkpoint_before_the_pointer_does_and_a_kill_betwee
 
     checkpoints = Checkpoints(tmp_path, alone(), Keep())
     for step in (2, 3):
-        checkpoints.begin(Position(0, step), engine, False, HEADER)
+        checkpoints.begin(Position(0, step), engine, 0, HEADER)
         with pytest.raises(Killed):
             checkpoints.settle(mark, {})
         # The ledger's line may or may not have reached the disk.
@@ -200,7 +200,7 @@ def test_a_damaged_piece_is_named_and_the_one_before_can_be_gone_on_from(tmp_pat
     def write(ranks: Any) -> None:
         for step in (1, 2, 3):
             checkpoints = Checkpoints(tmp_path, ranks, Keep(3))
-            checkpoints.save(Position(0, step), trained(ranks, steps=step), False, HEADER)
+            checkpoints.save(Position(0, step), trained(ranks, steps=step), 0, HEADER)
 
     on_ranks(2, write)
     for step in (2, 3):

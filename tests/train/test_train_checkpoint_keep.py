@@ -43,7 +43,7 @@ def test_what_a_kill_left_goes_before_its_steps_are_made_again(tmp_path: Path) -
     """On other ranks they round otherwise: two results with the same noise must not lie side by side."""
     engine = trained(alone())
     checkpoints = Checkpoints(tmp_path, alone(), Keep())
-    digest = checkpoints.save(Position(0, 2), engine, False, HEADER)
+    digest = checkpoints.save(Position(0, 2), engine, 0, HEADER)
     shutil.copytree(tmp_path / "phase00-step00000002", tmp_path / "phase00-step00000004")  # renamed, never named
     (tmp_path / ".phase00-step00000006.tmp").mkdir()
     (tmp_path / ".phase00-step00000006.tmp" / "piece-00000-of-00001.safetensors").write_bytes(b"weights")

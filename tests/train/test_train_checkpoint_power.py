@@ -121,7 +121,7 @@ def cut_after_every_sync(tmp_path: Path, checkpoints_of: type[Checkpoints] = Che
         ledger.append("run")
         checkpoints = checkpoints_of(root / "checkpoints", alone(), Keep(2))
         for step, engine in engines.items():
-            checkpoints.begin(Position(0, step), engine, False, HEADER)
+            checkpoints.begin(Position(0, step), engine, 0, HEADER)
             checkpoints.settle(
                 lambda digest, step=step: ledger.append("checkpoint", step=step, digest=digest) and None, {}
             )
@@ -189,7 +189,7 @@ def test_every_rename_follows_the_sync_of_what_it_names_and_is_synced_before_the
         patch.setattr(os, "fsync", fsync)
         for name in ("rename", "replace"):
             patch.setattr(os, name, renaming(name))
-        checkpoints.begin(Position(0, 1), trained(alone()), False, HEADER)
+        checkpoints.begin(Position(0, 1), trained(alone()), 0, HEADER)
         checkpoints.settle(lambda digest: acts.append(("ledger", "")), {})
     temporary, final = folder / f".{Position(0, 1).folder}.tmp", folder / Position(0, 1).folder
     assert acts == [

@@ -34,7 +34,7 @@ def start(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     chosen = ADAMW.model_copy(update={"type": optimizer})
     engine, clip, noise = private_engine(ranks, plan_for(), False, model, optimizer=chosen)
-    report = self_test(engine, clip, noise, False, SyntheticRecords.of(model.shape, "classify"), 4, ranks)
+    report = self_test(engine, clip, noise, 0, SyntheticRecords.of(model.shape, "classify"), 4, ranks)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     return report.largest_hostile
 

@@ -90,7 +90,7 @@ def test_a_phase_begins_with_the_weights_that_it_begins_with_in_a_run(tmp_path: 
         for parameter in given.parameters():
             parameter.add_(0.1)
     engine = StillEngine(given, torch.device("cpu"))
-    Checkpoints(tmp_path / "checkpoints", alone(), Keep()).save(Position(0, 0), engine, True, {})
+    Checkpoints(tmp_path / "checkpoints", alone(), Keep()).save(Position(0, 0), engine, 1, {})
     start = {
         "name": "start",
         "objective": "mae",

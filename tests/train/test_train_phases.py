@@ -121,7 +121,7 @@ def plain_engine() -> LocalEngine:
 
 
 def saved(engine: LocalEngine, folder: Path) -> Loaded:
-    Checkpoints(folder, alone(), Keep()).save(Position(0, engine.optimizer_step()), engine, True, {})
+    Checkpoints(folder, alone(), Keep()).save(Position(0, engine.optimizer_step()), engine, 1, {})
     loaded = Checkpoints(folder, alone(), Keep()).latest()
     assert loaded is not None
     return loaded
@@ -214,7 +214,7 @@ def test_a_head_is_taken_from_own_weights_unless_the_config_says_otherwise(
     torch.nn.init.constant_(given.head.bias, 0.5)
     if source == "run":
         engine = StillEngine(given, torch.device("cpu"))
-        Checkpoints(tmp_path / "checkpoints", alone(), Keep()).save(Position(0, 0), engine, True, {})
+        Checkpoints(tmp_path / "checkpoints", alone(), Keep()).save(Position(0, 0), engine, 1, {})
     else:
         save_file(given.state_dict(), tmp_path / "model.safetensors")
         (tmp_path / "export.json").write_text(json.dumps({"objective": "classify", "shapes": {}}))

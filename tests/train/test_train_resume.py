@@ -49,7 +49,7 @@ class Run:
             if number in LOSSES:
                 measured = {"public_loss": LOSSES[number]}
                 header = {"ledger": {"length": journal.ledger.length, "head": journal.ledger.head}}
-                checkpoints.begin(Position(0, number), engine, False, header)
+                checkpoints.begin(Position(0, number), engine, 0, header)
                 checkpoints.settle(lambda digest, number=number: journal.checkpointed(0, number, digest), measured)
                 board.public("private", number, measured)
         board.close()
@@ -165,7 +165,7 @@ def test_steps_are_not_made_again_behind_a_public_phase_that_was_gone_through_ag
         if phase == 1:
             run.derive(1, run.segment(1, "private", "config", "data", 0))
         header = {"ledger": {"length": journal.ledger.length, "head": journal.ledger.head}}
-        run.checkpoints.begin(Position(phase, number), engine, False, header)
+        run.checkpoints.begin(Position(phase, number), engine, 0, header)
         run.checkpoints.settle(lambda digest, at=(phase, number): journal.checkpointed(*at, digest), {})
     train(journal, range(1, 4), plan, phase=1)
     journal.ledger.close()

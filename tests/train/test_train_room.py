@@ -65,4 +65,4 @@ def test_memory_that_runs_out_later_in_the_self_test_is_a_sentence_too(monkeypat
 
     monkeypatch.setattr(module, "_records_are_bounded", full)
     with pytest.raises(RoomError, match="of 4 records does not fit into memory; use a smaller micro-batch"):
-        core.prove(SyntheticRecords.of(SHAPE, "caption"), False, 4)
+        core.prove(SyntheticRecords.of(SHAPE, "caption"), 0, 4)

@@ -194,7 +194,7 @@ TRAINED = {name: p.shape for name, p in Toy().named_parameters() if p.requires_g
 def source(root: Path, tell: Callable[[Journal], Any], steps: int = 2) -> Settings:
     """A run directory with a checkpoint after a few steps of AdamW, and a ledger that says what was trained on."""
     engine = trained(alone(), steps=steps)
-    Checkpoints(root / "checkpoints", alone(), Keep(2)).save(Position(0, steps), engine, False, HEADER)
+    Checkpoints(root / "checkpoints", alone(), Keep(2)).save(Position(0, steps), engine, 0, HEADER)
     journal = Journal(Ledger.open(root / "ledger.jsonl"))
     journal.start_run(root.name, "check", False, {})
     tell(journal)

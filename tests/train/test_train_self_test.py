@@ -31,7 +31,7 @@ def test_an_honest_engine_passes_and_is_left_bit_by_bit_as_it_was(objective: str
     flat, rule = engine.flats[0].detach().clone(), clip.rule
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    report = self_test(engine, clip, noise, False, SyntheticRecords.of(SHAPE, objective), micro_batch, alone())
+    report = self_test(engine, clip, noise, 0, SyntheticRecords.of(SHAPE, objective), micro_batch, alone())
     assert report.measured_sigma == pytest.approx(1.5, rel=0.05)
     assert 0 < report.largest_hostile <= 1 and report.records_per_second > 0 and report.written_out == 0
     after = model.state_dict()
@@ -75,7 +75,7 @@ def test_it_refuses_to_run_where_it_would_lose_the_optimizer_state() -> None:
     engine, clip, noise = private_engine(alone(), model=caption_model())
     engine.set_optimizer_step(7)
     with pytest.raises(SelfTestError, match="before the optimizer's state is restored"):
-        self_test(engine, clip, noise, False, SyntheticRecords.of(SHAPE, "caption"), 4, alone())
+        self_test(engine, clip, noise, 0, SyntheticRecords.of(SHAPE, "caption"), 4, alone())
     assert engine.optimizer_step() == 7
 
 

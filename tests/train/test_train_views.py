@@ -104,7 +104,7 @@ def test_the_self_test_passes_and_names_what_one_row_may_do(objective: str, monk
     model = build(SHAPE, objective)  # pyright: ignore[reportArgumentType]
     engine, clip, noise = private_engine(alone(), plan_for(), False, model)
     records = SyntheticRecords.of(SHAPE, objective, rows=3)
-    report = self_test(engine, clip, noise, False, records, 4, alone())
+    report = self_test(engine, clip, noise, 0, records, 4, alone())
     assert 0 < report.largest_hostile <= 1
     places = [where for where, _ in records.scaled(records.batch(4, 0).inputs, 1e3)]
     assert (
@@ -126,7 +126,7 @@ def test_the_self_test_passes_and_names_what_one_row_may_do(objective: str, monk
     engine, _, noise = private_engine(alone(), plan_for(), False, build(SHAPE, objective))  # pyright: ignore
     engine.forward.clip = clip
     with pytest.raises(SelfTestError, match="clipping does not hold"):
-        self_test(engine, clip, noise, False, records, 4, alone())
+        self_test(engine, clip, noise, 0, records, 4, alone())
 
 
 def test_a_plain_step_sums_the_losses_of_slots() -> None:
