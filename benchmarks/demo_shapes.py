@@ -23,7 +23,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from learning import train  # noqa: E402
+from runs import ADAMW, train  # noqa: E402
 
 from murmuration.data.index.shard_index import build as build_index  # noqa: E402
 from murmuration.data.synthetic.index import Sample, generator, jpeg, shape_samples, write_shards  # noqa: E402
@@ -72,7 +72,7 @@ def config(data: Path, variant: dict[str, Any], run_dir: Path, small: bool) -> d
         "name": "warm-start", "objective": "caption", "batch": variant["batch"], "steps": variant["steps"],
         "data": {"source": "shards", "path": str(data / "public"), "public": True, "tokenizer": tokenizer,
                  "reading": {"workers": 0}},
-        "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.005}},
+        "optimizer": ADAMW,
         "schedule": {"peak": variant["peak"], "warmup": 20, "shape": "cosine"},
     }  # fmt: skip
     if small:

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -47,8 +46,8 @@ from learning_setting import (  # noqa: E402
     phase,
     warm_phase,
 )
+from runs import train, verified_epsilon  # noqa: E402
 
-from murmuration.accounting.certificate.verify import verify  # noqa: E402
 from murmuration.data.index.shard_index import build as build_index  # noqa: E402
 from murmuration.data.synthetic.index import shape_samples, write_shards  # noqa: E402
 from murmuration.model.build import build, take_encoder  # noqa: E402
@@ -73,26 +72,6 @@ def prepare(folder: Path, size: Size) -> None:
 def prepare_stand_in(folder: Path, size: Size, side: int) -> None:
     if not (folder / "index").is_dir():
         build_index(write_shards(folder, shape_samples(TUNING_DRAW, size.private, side, tint=size.tint), 1000))
-
-
-def train(folder: Path, name: str, raw: dict[str, Any]) -> Path:
-    """One finished run; an existing one is not trained again."""
-    run_dir, path = Path(raw["run"]["dir"]), folder / f"{name}.json"
-    state = run_dir / "run_state.json"
-    if state.is_file() and json.loads(state.read_text())["status"] == "done":
-        return run_dir
-    path.write_text(json.dumps(raw, indent=1))
-    began = time.perf_counter()
-    environment = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    # One thread: in models this small, two threads get in each other's way.
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(path)],
-        env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"training failed ({done.returncode}):\n{done.stdout}\n{done.stderr}")
-    print(f"{name:28} {time.perf_counter() - began:6.1f} s", flush=True)
-    return run_dir
 
 
 def encoder_of(setting: Setting, run_dir: Path | None, seed: int) -> Encoder:
@@ -185,10 +164,7 @@ class Experiment:
 
 def _promised(run_dir: Path) -> dict[str, float]:
     """What the run's own ledger says about it, verified."""
-    verdict = verify(run_dir)
-    if verdict.objection is not None or not 0 < verdict.epsilon <= EPSILON:
-        raise RuntimeError(f"{run_dir}: ε = {verdict.epsilon}, {verdict.objection or 'beyond the budget'}")
-    return {"epsilon": verdict.epsilon, "sigma": _sigma(run_dir)}
+    return {"epsilon": verified_epsilon(run_dir, EPSILON), "sigma": _sigma(run_dir)}
 
 
 def _sigma(run_dir: Path) -> float:

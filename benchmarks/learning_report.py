@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from runs import deviation
 from scipy.stats import t as student
 
 ARMS = {
@@ -55,14 +56,14 @@ def verdicts(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str
 
 
 def _spread(values: list[float]) -> dict[str, float]:
-    return {"mean": statistics.mean(values), "std": _std(values)}
+    return {"mean": statistics.mean(values), "std": deviation(values)}
 
 
 def _difference(ours: list[float], theirs: list[float], tested: int) -> dict[str, float]:
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     # As if the two were probed on different records, which overstates it; the spread over few seeds may be too small.
     sampling = math.sqrt(sum(p * (1 - p) for p in map(statistics.mean, (ours, theirs))) / tested)
-    error = _std(differences) / math.sqrt(len(differences))
+    error = deviation(differences) / math.sqrt(len(differences))
     apart = statistics.mean(differences) / math.hypot(error, sampling)
     return {
         "mean": statistics.mean(differences), "standard_error": error, "sampling_error": sampling,
@@ -77,10 +78,6 @@ def least_apart(seeds: int) -> float:
 
 def _arms(runs: Runs) -> dict[str, str]:
     return {arm: name for arm, name in ARMS.items() if arm in runs[0]}
-
-
-def _std(values: list[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def table(result: Mapping[str, Any]) -> str:

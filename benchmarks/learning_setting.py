@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runs import ADAMW, AUTOMATIC
+
 from murmuration.train.config.root import Config
 from murmuration.train.planner.forecast import counted
 
@@ -89,9 +91,9 @@ def phase(arm: Arm, data: Path, shards: Path) -> dict[str, Any]:
         "data": {"source": "shards", "path": str(shards), "reading": {"workers": 0}, **tokenizer},
         "privacy": {
             "epsilon": EPSILON, "delta": "1/(2n)", "expected_batch": arm.batch,
-            "clip": {"kind": "automatic", "norm": 1.0, "gamma": 0.01}, "noise_multiplier": None,
+            "clip": AUTOMATIC, "noise_multiplier": None,
         },
-        "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.005}},
+        "optimizer": ADAMW,
         "schedule": {"peak": arm.peak, "warmup": arm.steps // 6, "shape": "cosine"},
         "steps": arm.steps,
     }  # fmt: skip
@@ -106,7 +108,7 @@ def warm_phase(setting: Setting, data: Path) -> dict[str, Any]:
             "source": "synthetic", "kind": "shapes", "records": size.public, "size": model["image_size"],
             "reading": {"workers": 0}, "tokenizer": str(data / "tokenizer.json"),
         },
-        "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.005}},
+        "optimizer": ADAMW,
         "schedule": {"peak": size.warm_peak, "warmup": 20, "shape": "cosine"},
     }  # fmt: skip
 

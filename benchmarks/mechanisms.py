@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from learning import prepare as prepare_captions  # noqa: E402
-from learning import train  # noqa: E402
 from learning_setting import Size as Captions  # noqa: E402
+from runs import ADAMW, AUTOMATIC, last_measured, mean_and_deviation, train, verified_epsilon  # noqa: E402
 
-from murmuration.accounting.certificate.verify import verify  # noqa: E402
 from murmuration.data.index.shard_index import build as build_index  # noqa: E402
 from murmuration.data.synthetic.index import shape_samples, write_shards  # noqa: E402
 
@@ -49,7 +47,7 @@ MODELS = {
     "caption": {"family": "captioner", "size": "custom", **WIDTHS, **TEXT},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "AdamW": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.005}},
+    "AdamW": ADAMW,
     "SGD": {"type": "SGD", "params": {"momentum": 0.9}},
 }
 PEAKS = {"AdamW": (1e-3, 2e-3, 4e-3), "SGD": (0.5, 1.0, 2.0)}
@@ -99,7 +97,7 @@ def config(data: Path, shards: str, arm: Arm, peak: float, seed: int, size: Size
         "data": {"source": "shards", "path": str(data / shards), "reading": {"workers": 0}, **told},
         "privacy": {
             "epsilon": EPSILON, "expected_batch": size.batch, **MECHANISMS[arm.mechanism],
-            "clip": {"kind": "automatic", "norm": 1.0, "gamma": 0.01},
+            "clip": AUTOMATIC,
         },
         "evaluation": {"path": str(data / "held_out"), "public": True, "records": size.tested},
         "optimizer": OPTIMIZERS[arm.optimizer],
@@ -135,12 +133,9 @@ class Study:
         name = f"{arm.name}-{peak:g}-{seed}"
         raw = config(self._data, shards, arm, peak, seed, self._size, self._runs / name)
         run_dir = train(self._runs, name, raw)
-        verdict = verify(run_dir)
-        if verdict.objection is not None or not 0 < verdict.epsilon <= EPSILON:
-            raise RuntimeError(f"{run_dir}: ε = {verdict.epsilon}, {verdict.objection or 'beyond the budget'}")
-        found = json.loads((run_dir / "run_state.json").read_text())["measured"]
+        epsilon, found = verified_epsilon(run_dir, EPSILON), last_measured(run_dir)
         return {
-            "arm": arm.name, **asdict(arm), "peak": peak, "seed": seed, "epsilon": verdict.epsilon,
+            "arm": arm.name, **asdict(arm), "peak": peak, "seed": seed, "epsilon": epsilon,
             "loss": found["public_loss"], "top_1": found.get("top_1"),
         }  # fmt: skip
 
@@ -153,8 +148,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = [own[0]["objective"], own[0]["optimizer"], own[0]["mechanism"], f"{own[0]['peak']:g}"]
         for measure in ("loss", "top_1"):
             values = [row[measure] for row in own if row[measure] is not None]
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            cells.append(f"{statistics.mean(values):.3f} ± {spread:.3f}" if values else "")
+            cells.append(mean_and_deviation(values) if values else "")
         lines.append(f"| {' | '.join(cells)} | {max(row['epsilon'] for row in own):.3f} |")
     return "\n".join(lines)
 

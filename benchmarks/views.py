@@ -24,9 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from learning import train  # noqa: E402
+from runs import ADAMW, AUTOMATIC, last_measured, mean_and_deviation, train, verified_epsilon  # noqa: E402
 
-from murmuration.accounting.certificate.verify import verify  # noqa: E402
 from murmuration.data.index.shard_index import Wanted  # noqa: E402
 from murmuration.data.index.shard_index import build as build_index  # noqa: E402
 from murmuration.data.synthetic.index import Sample, shape_samples, write_shards  # noqa: E402
@@ -74,12 +73,9 @@ def config(data: Path, size: Size, seed: int, privacy: dict[str, Any], rows: int
             "source": "shards", "path": str(data / "private"), "label": "label", "augment": "random_resized_crop",
             "reading": {"workers": 0}, **more,
         },
-        "privacy": {
-            "epsilon": EPSILON, "expected_batch": size.batch,
-            "clip": {"kind": "automatic", "norm": 1.0, "gamma": 0.01}, **privacy,
-        },
+        "privacy": {"epsilon": EPSILON, "expected_batch": size.batch, "clip": AUTOMATIC, **privacy},
         "evaluation": {"path": str(data / "held_out"), "public": True, "records": size.tested},
-        "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.005}},
+        "optimizer": ADAMW,
         "schedule": {"peak": size.peak, "warmup": size.steps // 6, "shape": "cosine"},
     }  # fmt: skip
     return {
@@ -93,12 +89,10 @@ def measured(runs: Path, arm: str, seed: int, made: dict[str, Any]) -> dict[str,
     name = f"{arm.replace(' ', '-')}-seed-{seed}"
     made["run"]["dir"] = str(runs / name)
     run_dir = train(runs, name, made)
-    verdict = verify(run_dir)
-    if verdict.objection is not None or not 0 < verdict.epsilon <= made["phases"][0]["privacy"]["epsilon"]:
-        raise RuntimeError(f"{run_dir}: ε = {verdict.epsilon}, {verdict.objection or 'beyond the budget'}")
-    found = json.loads((run_dir / "run_state.json").read_text())["measured"]
+    epsilon = verified_epsilon(run_dir, made["phases"][0]["privacy"]["epsilon"])
+    found = last_measured(run_dir)
     return {
-        "arm": arm, "seed": seed, "epsilon": verdict.epsilon, "top_1": found["top_1"], "loss": found["public_loss"],
+        "arm": arm, "seed": seed, "epsilon": epsilon, "top_1": found["top_1"], "loss": found["public_loss"],
         "run": name,
     }  # fmt: skip
 
@@ -110,10 +104,7 @@ def arms_of(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| arm | top-1 | public loss | ε |", "|---|---|---|---|"]
     for arm, own in arms_of(rows).items():
-        cells = []
-        for name in ("top_1", "loss"):
-            values = [row[name] for row in own]
-            cells.append(f"{statistics.mean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0:.3f}")
+        cells = [mean_and_deviation([row[name] for row in own]) for name in ("top_1", "loss")]
         lines.append(f"| {arm} | {' | '.join(cells)} | {max(row['epsilon'] for row in own):.3f} |")
     return "\n".join(lines)
 
