@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +15,7 @@ import torch
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.ledger.history import History
-from tests.support.launching import ROOT, TIMEOUT, Launch, environment, ledger_lines, opened_steps, wait_for
+from tests.support.launching import ROOT, TIMEOUT, Launch, environment, ledger_lines
 from tests.support.runs import SMALL_STEPS, account, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -38,10 +36,7 @@ def test_two_processes_killed_within_an_epoch_draw_what_one_draws_and_pay_once(l
     code, output = alone_job.run()
     assert code == 0, output
     job, run_dir = launch("two", launcher="deepspeed", arguments=ALLOCATED)
-    process = job.start()
-    wait_for(lambda: len(opened_steps(run_dir)) > SAVED, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=TIMEOUT)
+    job.killed(run_dir, SAVED + 1)
     code, output = job.run()
     assert code == 0, output
 
@@ -67,10 +62,7 @@ def test_two_processes_killed_within_an_epoch_draw_what_one_draws_and_pay_once(l
 @pytest.mark.slow
 def test_a_new_segment_within_an_epoch_pays_for_that_epoch_again(launch: Make) -> None:
     job, run_dir = launch("changed", launcher="python", arguments=[*ALLOCATED, "--set", 'run.engine="local"'])
-    process = job.start()
-    wait_for(lambda: len(opened_steps(run_dir)) > SAVED, process)
-    (run_dir / "stop").touch()
-    process.communicate(timeout=TIMEOUT)
+    job.stopped(run_dir, SAVED + 1)
     job.arguments += ["--set", "phases.1.schedule.peak=1e-4", "--new-segment", "another rate"]
     code, output = job.run()
     assert code == 0, output

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.ledger.history import History
 from murmuration.train.storage.checkpoint import Checkpoints
 from tests.end_to_end.test_e2e_exact_noise import LAYOUTS
-from tests.support.launching import TIMEOUT, Launch, ledger_lines, opened_steps, wait_for
+from tests.support.launching import Launch, ledger_lines, opened_steps
 from tests.support.runs import SMALL_STEPS, different, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -41,11 +39,7 @@ def alone(launch: Make) -> Path:
 def test_two_processes_that_stop_in_a_block_add_what_one_adds(launch: Make, alone: Path, layout: str) -> None:
     launcher, more = LAYOUTS[layout]
     job, run_dir = launch("two", launcher=launcher, arguments=[*BANDED, *more])
-    process = job.start()
-    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
-    (run_dir / "stop").touch()  # and is continued
-    output, _ = process.communicate(timeout=TIMEOUT)
-    assert "stopped by the file stop" in output, output
+    job.stopped(run_dir, 5)
     code, output = job.run()
     assert code == 0, output
 
@@ -84,10 +78,7 @@ def test_two_processes_killed_in_the_middle_of_a_block_add_the_noise_that_they_w
 
     job, run_dir = launch("killed", launcher=launcher, arguments=[*BANDED, *more])
     for opened in (3, 7):
-        process = job.start()
-        wait_for(lambda opened=opened: len(opened_steps(run_dir)) >= opened, process)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        job.killed(run_dir, opened)
         assert len(opened_steps(run_dir)) < SMALL_STEPS, "it was over before it could be killed"
     assert saved_steps(run_dir) % BANDS, "it goes on at the beginning of a block"
     code, output = job.run()

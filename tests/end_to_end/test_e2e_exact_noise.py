@@ -12,7 +12,7 @@ import torch
 
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.ledger.history import History
-from tests.support.launching import TIMEOUT, Launch, ledger_lines, opened_steps, wait_for
+from tests.support.launching import Launch, ledger_lines
 from tests.support.runs import SMALL_STEPS, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -49,11 +49,7 @@ def test_two_processes_draw_what_one_draws_and_the_certificate_says_exact(
 ) -> None:
     launcher, more = LAYOUTS[layout]
     job, run_dir = launch("two", launcher=launcher, arguments=[*EXACT, *more])
-    process = job.start()
-    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
-    (run_dir / "stop").touch()  # and is continued
-    output, _ = process.communicate(timeout=TIMEOUT)
-    assert "stopped by the file stop" in output, output
+    job.stopped(run_dir, 5)
     code, output = job.run()
     assert code == 0, output
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.ledger.history import History
-from tests.support.launching import Launch, opened_steps, run_worker, wait_for
+from tests.support.launching import Launch, opened_steps, run_worker
 from tests.support.runs import SMALL_STEPS, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -96,10 +94,7 @@ def test_a_run_killed_on_a_grid_goes_on_with_another_one_to_the_ledger_and_weigh
     assert code == 0, output
 
     job, run_dir = launch("grid", launcher="torchrun", arguments=grid, ranks=4)
-    process = job.start()
-    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    job.killed(run_dir, 5)
     assert 5 <= len(opened_steps(run_dir)) < SMALL_STEPS, "it was over before it could be killed"
     job.ranks = 2  # one copy
     code, output = job.run()

@@ -18,13 +18,6 @@ from tests.support.runs import SMALL_STEPS, account, final_weights, state_of
 Make = Callable[..., tuple[Launch, Path]]
 
 
-def killed_in_mid_run(job: Launch, run_dir: Path) -> None:
-    process = job.start()
-    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -76,7 +69,7 @@ def test_resume_on_one_process_gives_the_same_batches_noise_and_nearly_the_same_
     finished: tuple[Path, str], launch: Make
 ) -> None:
     job, run_dir = launch("elastic")
-    killed_in_mid_run(job, run_dir)
+    job.killed(run_dir, 5)
     job.launcher = "python"
     code, output = job.run()
     assert code == 0, output
@@ -93,7 +86,7 @@ def test_resume_on_one_process_gives_the_same_batches_noise_and_nearly_the_same_
 @pytest.mark.slow
 def test_changed_config_is_refused_until_declared_and_then_charged(launch: Make) -> None:
     job, run_dir = launch("changed")
-    killed_in_mid_run(job, run_dir)
+    job.killed(run_dir, 5)
     before = opened_steps(run_dir)
 
     job.arguments = ["--set", "phases.1.schedule.peak=0.0005"]
@@ -129,7 +122,7 @@ def test_a_second_process_on_the_same_directory_is_refused_while_the_first_lives
 @pytest.mark.slow
 def test_a_copied_run_directory_goes_on_with_new_keys_and_every_step_charged(launch: Make, tmp_path: Path) -> None:
     job, run_dir = launch("original")
-    killed_in_mid_run(job, run_dir)
+    job.killed(run_dir, 5)
     copy = tmp_path / "copy-run"
     shutil.copytree(run_dir, copy)
     (copy / "secret").chmod(0o700)

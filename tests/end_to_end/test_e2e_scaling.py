@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.scale_table import ScaleTable
 from tests.end_to_end.test_e2e_exact_noise import LAYOUTS
-from tests.support.launching import TIMEOUT, Launch, ledger_lines, opened_steps, wait_for
+from tests.support.launching import Launch, ledger_lines
 from tests.support.runs import SMALL_STEPS, different, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -58,11 +56,7 @@ def test_two_processes_that_stop_and_go_on_release_what_one_does(
 ) -> None:
     launcher, more = LAYOUTS[layout]
     job, run_dir = launch("two", launcher=launcher, arguments=[*scaling(source), *more])
-    process = job.start()
-    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
-    (run_dir / "stop").touch()  # and is continued
-    output, _ = process.communicate(timeout=TIMEOUT)
-    assert "stopped by the file stop" in output, output
+    job.stopped(run_dir, 5)
     code, output = job.run()
     assert code == 0, output
 
@@ -97,10 +91,7 @@ def test_a_run_that_is_killed_and_goes_on_has_every_bit_of_one_that_is_not(
     launch: Make, source: Path, alone: Path
 ) -> None:
     job, run_dir = launch("killed", launcher="python", arguments=[*scaling(source), "--set", 'run.engine="local"'])
-    process = job.start()
-    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    job.killed(run_dir, 5)
     code, output = job.run()
     assert code == 0, output
     assert different(final_weights(run_dir), final_weights(alone)) == []
@@ -111,10 +102,7 @@ def test_a_run_that_is_killed_and_goes_on_has_every_bit_of_one_that_is_not(
 @pytest.mark.slow
 def test_other_scales_are_another_plan(launch: Make, source: Path) -> None:
     job, run_dir = launch("first", launcher="python", arguments=[*scaling(source), "--set", 'run.engine="local"'])
-    process = job.start()
-    wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    job.killed(run_dir, 5)
     job.arguments = [*scaling(source, floor=0.1), "--set", 'run.engine="local"']
     code, output = job.run()
     assert code == 5 and "scaling changed" in output, output

@@ -83,6 +83,22 @@ class Launch:
         output, _ = process.communicate(timeout=TIMEOUT)
         return process.returncode, output
 
+    def killed(self, run_dir: Path, opened: int) -> None:
+        """Starts it, and kills all of its processes once so many steps were opened."""
+        process = self.start()
+        wait_for(lambda: len(opened_steps(run_dir)) >= opened, process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=TIMEOUT)
+        assert process.returncode == -signal.SIGKILL, "it was over before it could be killed"
+
+    def stopped(self, run_dir: Path, opened: int) -> None:
+        """Starts it, and lets it stop by itself once so many steps were opened."""
+        process = self.start()
+        wait_for(lambda: len(opened_steps(run_dir)) >= opened, process)
+        (run_dir / "stop").touch()
+        output, _ = process.communicate(timeout=TIMEOUT)
+        assert "stopped by the file stop" in output, output
+
 
 def run_worker(
     name: str,
