@@ -3,7 +3,7 @@
     python benchmarks/demo_shapes.py --work WORK
 
 The public pictures are shapes of the demo's kind in grey, and their captions name the shape truly and the colour at
-random: they teach shapes and grammar, and colours remain to be learnt in private. `words` takes 150 steps of 128
+random: they teach shapes and grammar, and colours remain to be learned in private. `words` takes 150 steps of 128
 pictures, then the demo's private phase; `small_patch` and `steps` only see how far the public phase alone gets with
 patches of 4 pixels (250 steps of 64) and with more steps at a higher rate (600 of 64), and stop after one private step.
 """

@@ -7,7 +7,7 @@ A small vision transformer learns to name shape and colour of synthetic pictures
 describe them, from random weights, by AdamW and by SGD with momentum. Only the mechanism differs: ε, records, expected
 batch and steps are the same. Each arm's peak learning rate is chosen, out of as many as every other's, on another draw
 of pictures, which stands in for public records of the same kind; the seeds that count then set initial weights, and all
-keys come from the operating system. What is told is the loss, and the accuracy, on public pictures after the last step.
+keys come from the operating system. What counts is loss and accuracy on public pictures after the last step.
 It does not show what mechanisms do to a large model, to a pretrained one or over more epochs than these.
 """
 

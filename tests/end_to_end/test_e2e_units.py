@@ -120,7 +120,7 @@ BANDS = 2
 
 def by_dp_accounting(run_dir: Path, bands: int) -> float:
     """ε from the numbers of the plan in the ledger, without any code of ours: gradient and released numbers are one
-    Gaussian event, and with bands a patient has a turn at every so-manieth step."""
+    Gaussian event, and with bands a patient has a turn once in so many steps."""
     (plan,) = [line["plan"] for line in ledger_lines(run_dir) if line["kind"] == "plan"]
     precision = plan["noise_multiplier"] ** -2 + sum((each["bound"] / each["std"]) ** 2 for each in plan["metrics"])
     turns = -(-plan["steps"] // bands)

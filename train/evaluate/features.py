@@ -151,7 +151,7 @@ class RowsToFill:
 
 @dataclass(frozen=True)
 class Filling:
-    """How rows come into a store, and what is told of it."""
+    """How rows come into a store, and under which name their progress is shown."""
 
     store: FeatureFolder
     writer: RowWriter

@@ -266,7 +266,7 @@ def _hugging_face(told: dict[str, Any], state: Mapping[str, Tensor], digest: str
 def _timm(told: dict[str, Any], state: Mapping[str, Tensor], digest: str) -> Evaluated:
     """A plain vision transformer or BiT becomes ours; anything else is computed by timm."""
     name, args = told["architecture"], told.get("model_args") or {}
-    # A head that the file lacks is built all the same; whoever needs it is told that it is missing.
+    # A head that the file lacks is built all the same; protocols that need it refuse the file later.
     given = {**args, "num_classes": max(1, args.get("num_classes", told.get("num_classes", 1000)))}
     with torch.device("meta"):
         theirs = _made_by_timm(name, given)
