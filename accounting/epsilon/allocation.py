@@ -32,7 +32,7 @@ from murmuration.accounting.epsilon.loss_lattice import (
     gaussian_cells,
     gaussian_dots,
     rounded_down,
-)  # fmt: skip
+)
 from murmuration.accounting.plan import MOST_SLOTS, RATE_DENOMINATOR
 
 CUT = 1e-34
@@ -75,7 +75,7 @@ def allocated(steps: int, sigma: float, interval: float) -> tuple[LossLattice, L
         LossLattice(
             interval, -last * width, _spaced(mean.masses[::-1], width), infinite=mean.lost_q, error=error, slack=slack
         ),
-    )  # fmt: skip
+    )
 
 
 def allocated_below(steps: int, sigma: float, interval: float) -> LossLattice:

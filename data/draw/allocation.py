@@ -23,7 +23,7 @@ from murmuration.data.draw.poisson import (
     lanes_between,
     require_keys_and_records,
     require_part,
-)  # fmt: skip
+)
 
 
 class AllocationSampler:

@@ -179,7 +179,7 @@ def test_released_metrics_and_norms_that_adapt_share_its_noise() -> None:
             "release": [{"name": "clipped", "noise_multiplier": 20.0}],
             "clip": {"adaptive": {"noise_multiplier": 30.0}},
         },
-    )  # fmt: skip
+    )
     assert phase.privacy is not None
     plan = make_plan(phase, phase.privacy, 1000, "phases.0")
     assert plan.effective_noise_multiplier < plan.noise_multiplier and plan.slots == 20

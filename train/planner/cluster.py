@@ -118,7 +118,7 @@ def step_time(
 
 def _zero_exchange(
     weights: WeightCounts, cluster: Cluster, rows: float, micro_batch: int, stage: int, mixed: int
-) -> float:  # fmt: skip
+) -> float:
     n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
     exchange = _summing(weights, cluster, rows, micro_batch, stage) if weights.private else 0.0
     exchange += cluster.all_reduce_seconds(4.0 * n) if mixed else 0.0
@@ -133,7 +133,7 @@ def _zero_exchange(
 
 def _fsdp2_exchange(
     weights: WeightCounts, cluster: Cluster, rows: float, micro_batch: int, ranks_per_copy: int
-) -> float:  # fmt: skip
+) -> float:
     """Weights are gathered and windows sent among the ranks of a copy; equal shards are added up over the copies: in a
     private phase once per step, in fp64, otherwise in every micro-batch, in fp32."""
     n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
