@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.plan import PrivacyPlan
@@ -109,7 +109,7 @@ def _of_phase(
     per_record = 4.0 * weights.trainable if plan and config.run.clip_engine != "book-keeping" else 0.0
     given = config.train_micro_batch_size_per_gpu
     layouts = [
-        _layout(way, cluster, cost, weights, batch, given, per_record, _records(config, phase))
+        _layout(way, cluster, cost, weights, batch, given, per_record, _as_graphs(config, phase))
         for way in _ways(config, cluster.gpus)
     ]
     own = _own_way(config, cluster.gpus)
@@ -131,37 +131,44 @@ def _of_phase(
 
 
 def _layout(
-    way: tuple[int, bool, int], cluster: Cluster, cost: RecordCost, weights: WeightCounts, batch: Batch,
-    given: int | Literal["auto"], per_record: float, records: bool,
+    way: Way, cluster: Cluster, cost: RecordCost, weights: WeightCounts, batch: Batch, given: int | Literal["auto"],
+    per_record: float, as_graphs: bool,
 ) -> Layout:  # fmt: skip
     stage, offload, ranks_per_copy = way
-    fsdp2 = fsdp2_memory(weights, ranks_per_copy) if ranks_per_copy else None
-    need = fsdp2 or memory(weights, stage, cluster.gpus, offload)
+    need = fsdp2_memory(weights, ranks_per_copy) if ranks_per_copy else memory(weights, stage, cluster.gpus, offload)
     # At most a rank's share of nearly every draw; a micro-batch of its mean share would need two rows in half of them.
     most = math.ceil(batch.most / cluster.gpus)
     fits = min(most, need.micro_batch(cluster.usable_bytes, cost, per_record))
     wanted = max(1, batch.even(cluster.gpus, fits)) if given == "auto" else given
     peak, recorded = need.peak(wanted, cost, per_record), None
-    if stage < 3 and records:
+    if stage < 3 and as_graphs:
         recorded = min(fits, need.recorded_micro_batch(cluster.usable_bytes, cost))
     return Layout(stage, offload, need, fits, peak, ranks_per_copy, recorded)
 
 
-def _ways(config: Config, gpus: int) -> list[tuple[int, bool, int]]:
-    """(stage, offload, ranks of a copy): with FSDP2, every number of ranks that leaves whole copies."""
-    if config.run.engine == "fsdp2":
-        return [(3, False, ranks) for ranks in range(1, gpus + 1) if gpus % ranks == 0 and (ranks > 1 or gpus == 1)]
-    return [(stage, offload, 0) for stage, offload in LAYOUTS]
+class Way(NamedTuple):
+    """How weights are laid out over the ranks, as in `Layout`."""
+
+    stage: int
+    offload: bool
+    ranks_per_copy: int
 
 
-def _own_way(config: Config, gpus: int) -> tuple[int, bool, int]:
+def _ways(config: Config, gpus: int) -> list[Way]:
+    """With FSDP2, every number of ranks that leaves whole copies."""
     if config.run.engine == "fsdp2":
-        return 3, False, config.run.shard_over or gpus
+        return [Way(3, False, ranks) for ranks in range(1, gpus + 1) if gpus % ranks == 0 and (ranks > 1 or gpus == 1)]
+    return [Way(stage, offload, 0) for stage, offload in LAYOUTS]
+
+
+def _own_way(config: Config, gpus: int) -> Way:
+    if config.run.engine == "fsdp2":
+        return Way(3, False, config.run.shard_over or gpus)
     zero = config.zero_optimization
-    return zero.stage, zero.offload_optimizer is not None, 0
+    return Way(zero.stage, zero.offload_optimizer is not None, 0)
 
 
-def _records(config: Config, phase: Phase) -> bool:
+def _as_graphs(config: Config, phase: Phase) -> bool:
     """Whether micro-batches are recorded as a CUDA graph, where there is room for it."""
     run, privacy = config.run, phase.privacy
     fixed = privacy is not None and privacy.clip.adaptive is None
