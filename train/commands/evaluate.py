@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from murmuration.accounting.errors import DONE, RESUME_ME, RunError
-from murmuration.train.commands.exits import complain, guarded, leave
+from murmuration.train.commands.exits import complain_per_machine, guarded, leave
 
 if TYPE_CHECKING:
     from murmuration.data.decode.augment import Augment
@@ -316,9 +316,7 @@ def main(argv: list[str] | None = None) -> int:
             return _compare(arguments)
         asked = _checked(arguments)
     except (RunError, OSError) as error:
-        # All processes of a machine see the same files, so one of them tells what is wrong.
-        error.everywhere = os.environ.get("LOCAL_RANK", "0") != "0"  # pyright: ignore[reportAttributeAccessIssue]
-        return complain(error)
+        return complain_per_machine(error)
     main_rank = os.environ.get("RANK", "0") == "0"
     try:
         code = guarded(lambda: _measured(asked), main_rank)

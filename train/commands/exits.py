@@ -88,6 +88,12 @@ def storage_sentence(error: OSError, then: str) -> OSError:
     return mended
 
 
+def complain_per_machine(error: Exception) -> int:
+    """For errors in files: all processes of a machine see the same ones, so one of them tells what is wrong."""
+    error.everywhere = os.environ.get("LOCAL_RANK", "0") != "0"  # pyright: ignore[reportAttributeAccessIssue]
+    return complain(error)
+
+
 def complain(error: Exception) -> int:
     """Prints the error, once where all ranks fail alike, otherwise on each rank that may be the only one to fail.
     Returns its exit code."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from murmuration.accounting.errors import DONE, RunError
 from murmuration.train.commands.arguments import add_config
-from murmuration.train.commands.exits import complain, guarded, joined, leave
+from murmuration.train.commands.exits import complain_per_machine, guarded, joined, leave
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Config
@@ -62,8 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         root = run_dir_of(config, arguments.config)
         _check_plans(config, phases, root)
     except RunError as error:
-        error.everywhere = os.environ.get("LOCAL_RANK", "0") != "0"  # pyright: ignore[reportAttributeAccessIssue]
-        return complain(error)
+        return complain_per_machine(error)
     _run(arguments, config, phases, root)
 
 
