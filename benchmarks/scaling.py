@@ -18,7 +18,7 @@ import sys
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -63,7 +63,15 @@ class Parts(NamedTuple):
     held_out: Records
 
 
-class Words(nn.Module):
+class Classifier(nn.Module):
+    def logits(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self.logits(inputs["x"]), inputs["y"], reduction="none")
+
+
+class Words(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, CLASSES)
@@ -72,13 +80,10 @@ class Words(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         return self.head(self.table(x).mean(1))
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(self.logits(inputs["x"]), inputs["y"], reduction="none")
 
-
-class Digits(Words):
+class Digits(Classifier):
     def __init__(self) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         self.body = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
 
     def logits(self, x: Tensor) -> Tensor:
@@ -169,7 +174,7 @@ def trained(task: str, seed: int, optimizer: str, scaled: bool, rate: float, nor
         return float((model.logits(parts.held_out[0]).argmax(1) == parts.held_out[1]).float().mean())
 
 
-def compared(task: str, optimizer: Literal["AdamW", "SGD"], scaled: bool, seeds: int) -> dict[str, Any]:
+def compared(task: str, optimizer: str, scaled: bool, seeds: int) -> dict[str, Any]:
     tried = {
         (rate, norm): trained(task, 500, optimizer, scaled, rate, norm)
         for rate, norm in product(RATES[optimizer], NORMS)
@@ -188,8 +193,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write this JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    every = product(TASKS, OPTIMIZERS, (False, True))
-    rows = [compared(*each, arguments.seeds) for each in every]  # pyright: ignore[reportArgumentType]
+    rows = [compared(*each, arguments.seeds) for each in product(TASKS, OPTIMIZERS, (False, True))]
     if arguments.out is not None:
         setting = {"epsilon": EPSILON, "steps": STEPS, "floor": FLOOR, "rates": RATES, "norms": NORMS}
         arguments.out.write_text(json.dumps(setting | {"rows": rows}, indent=1) + "\n")
