@@ -61,12 +61,9 @@ class ScaleTable:
 
     def text(self) -> str:
         """As it is kept beside the ledger: the digest is that of these bytes."""
-        weights = {name: {"rows": list(rows), "columns": list(columns)} for name, (rows, columns) in self._sorted}
+        ordered = sorted(self.weights.items())
+        weights = {name: {"rows": list(rows), "columns": list(columns)} for name, (rows, columns) in ordered}
         return json.dumps({"format": FORMAT, "weights": weights}, separators=(",", ":"))
-
-    @property
-    def _sorted(self) -> list[tuple[str, Exponents]]:
-        return sorted(self.weights.items())
 
     @staticmethod
     def read(text: bytes) -> ScaleTable:

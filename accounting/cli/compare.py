@@ -44,7 +44,8 @@ def compare_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
     if not rows:
         raise AccountingError("not even independent noise reaches this epsilon; allow a larger one")
     first = rows[0]
-    rows[1:1] = [row] if (row := _allocated(asked, arguments.accountant)) is not None else []
+    if (allocated := _allocated(asked, arguments.accountant)) is not None:
+        rows.insert(1, allocated)
     for row in rows:
         row["accumulated_ratio"] = row["accumulated"] / first["accumulated"]
         row["per_step_ratio"] = row["per_step"] / first["per_step"]

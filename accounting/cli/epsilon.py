@@ -161,9 +161,10 @@ def _cap_note(n: int, rate: float, cap: int) -> str:
 
 def summary(values: dict[str, Any]) -> str:
     method = "PLD" if values["accountant"] == "pld" else f"RDP, dp-accounting {values['dp_accounting']}"
-    drawn = f"q = {values['rate']:.8g} = {values.get('threshold')}/2^32"
     if "slots" in values:
         drawn = f"{values['epochs']} epochs of {values['slots']} steps, expected batch {values['expected_batch']:,.2f}"
+    else:
+        drawn = f"q = {values['rate']:.8g} = {values['threshold']}/2^32"
     return f"σ = {values['sigma']!r}, {drawn}, T = {values['steps']}, δ = {values['delta']:.6g}; {method}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from murmuration.accounting.epsilon.accountant import Event, epsilon
-from murmuration.accounting.keys import KEY_BYTES, load
+from murmuration.accounting.keys import KEY_BYTES, RunKey, load
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import PlanError
 from murmuration.accounting.unit import Unit
@@ -18,7 +19,7 @@ from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.train.config.root import NoiseKind, Phase
 from murmuration.train.private import Computation
 from murmuration.train.recipe.ready_phase import RecipeError, make_plan, planned_epsilon, with_steps
-from tests.support.own_module import RATE, read, training
+from tests.support.own_module import RATE, SEED, read, training
 
 SLOTS = 3
 SETTINGS: dict[str, Any] = {
@@ -92,16 +93,11 @@ def test_the_secret_file_keeps_the_allocation_of_its_epoch_and_no_other_earlier_
     # Whoever has the file of step 6 can name those drawn at steps 4 to 6, and at no others.
     for step in range(1, 10):
         with_it = draws.draw(step).ids
-        truly = AllocationSampler(
-            lambda step: _key_of(tmp_path, step), bytes(32), records, SLOTS
-        ).draw(step).ids  # fmt: skip
+        truly = AllocationSampler(partial(_key_of, tmp_path), bytes(32), records, SLOTS).draw(step).ids
         assert np.array_equal(with_it, truly) == (step in (4, 5, 6))
 
 
 def _key_of(folder: Path, step: int) -> bytes:
-    from murmuration.accounting.keys import RunKey
-    from tests.support.own_module import SEED
-
     (segment,) = History.read(folder / "ledger.jsonl")[0].segments
     return RunKey.from_debug_seed(SEED).first_link(segment.chain_name, 1, SLOTS).at(step).key("sampling")
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from murmuration.accounting.banded import best_banded
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import ScaledSpace
@@ -97,8 +98,6 @@ def test_noise_on_weights_has_the_stated_deviation_row_by_row_and_another_table_
 @pytest.mark.parametrize("kind", ["aes", "exact", "banded"])
 def test_the_noise_of_the_clipped_space_is_the_one_without_scales(kind: str) -> None:
     """Every kind of noise is added as ever; what is mapped back is its quotient, to the last bit."""
-    from murmuration.accounting.banded import best_banded
-
     count = sum(shape.numel() for shape in SHAPES.values())
     noise: Any = NoiseMechanism(KEY, 3.0, 50.0)
     if kind == "exact":

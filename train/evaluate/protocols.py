@@ -61,9 +61,7 @@ def run(asked: Asked) -> str | None:
 
 def _run(asked: Asked, sharing: Sharing, device: torch.device) -> str:
     arguments = asked.arguments
-    workers = sharing.workers()
-    if arguments.workers is not None:
-        workers = arguments.workers
+    workers = sharing.workers() if arguments.workers is None else arguments.workers
     classes = ClassList.read(arguments.classes) if getattr(arguments, "classes", None) else None
     scratch = arguments.out / SCRATCH
     opened = sharing.main_first(lambda: _opened(asked, scratch, classes, sharing.main))
