@@ -75,7 +75,7 @@ def test_a_new_segment_within_an_epoch_pays_for_that_epoch_again(launch: Make) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "words"), [([], "an audit guesses from Poisson"), (["--replay"], "a replay draws Poisson")]
+    ("kind", "words"), [([], "an audit counts on Poisson"), (["--replay"], "a replay counts on Poisson")]
 )
 def test_audits_count_on_poisson_samples_and_say_so(launch: Make, kind: list[str], words: str) -> None:
     job, _ = launch("audited")

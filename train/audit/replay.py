@@ -45,6 +45,7 @@ from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.model.build import build
 from murmuration.model.trainable import select
 from murmuration.train.audit.replay_sinks import console_to, differing, public_sinks, write_last_pages
+from murmuration.train.audit.setup import audited_phase
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
@@ -56,7 +57,7 @@ from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.update import Update
 from murmuration.train.private import Computation, PrivateCore, clipping_engine
-from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, make_plan, prepare
+from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, make_plan
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.phase import trainer_of, watching_of
@@ -357,9 +358,10 @@ def replay(
     config: Config, ranks: Ranks, steps: int, record: int | None, around: Around = lambda noise: noise
 ) -> ReplayReport:
     """Runs both trainings and compares them; `around` is for planted faults in tests."""
-    phase = _audited(config)
-    privacy, where = phase.settings.privacy, f"phases.{phase.number}"
-    assert privacy is not None
+    phase, privacy = audited_phase(config, "a replay")
+    where = f"phases.{phase.number}"
+    if privacy.noise is not None:
+        raise RecipeError(f"a replay measures independent noise alone; give --set {where}.privacy.noise=null")
     plan = make_plan(phase.settings, privacy, phase.n, where, noise=config.run.noise)
     steps = min(steps, plan.steps)
     key = RunKey.fresh()
@@ -386,22 +388,6 @@ def replay(
         for world in worlds:
             world.close()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _audited(config: Config) -> ReadyPhase:
-    phase = next((phase for phase in prepare(config) if phase.private), None)
-    if phase is None or phase.settings.privacy is None:
-        raise RecipeError("no phase of this config has `privacy`, so there is no claim to audit; name a private recipe")
-    where = f"phases.{phase.number}"
-    if phase.settings.privacy.clip.adaptive is not None:
-        raise RecipeError(f"a replay holds C fixed; give --set {where}.privacy.clip.adaptive=null")
-    if phase.settings.privacy.scaling is not None:
-        raise RecipeError(f"a replay is of gradients as they are; give --set {where}.privacy.scaling=null")
-    if phase.settings.privacy.noise is not None:
-        raise RecipeError(f"a replay measures independent noise alone; give --set {where}.privacy.noise=null")
-    if phase.settings.privacy.sampling != "poisson":
-        raise RecipeError(f"a replay draws Poisson samples alone; give --set {where}.privacy.sampling=poisson")
-    return phase
 
 
 def _first_drawn(derive: Derive, plan: PrivacyPlan, steps: int) -> int:
