@@ -1,6 +1,6 @@
 """Gradients scaled by public second moments against gradients as they are, at equal epsilon.
 
-    python benchmarks/scaling.py --seeds 3 --out benchmarks/results/scaling.json
+    python benchmarks/scaled_gradients.py --seeds 3 --out benchmarks/results/scaled_gradients.json
 
 Two toys. `words`: documents of words whose frequencies follow Zipf's law, classified by an embedding, most of whose
 rows hardly ever have a gradient. `digits`: scikit-learn's pictures of digits, classified by two dense layers. A run on
