@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import torch
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.ledger.history import History
-from tests.support.launching import ROOT, TIMEOUT, Launch, environment, ledger_lines
+from tests.support.launching import ROOT, TIMEOUT, Launch, committed, environment, ledger_lines
 from tests.support.runs import SMALL_STEPS, account, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -24,10 +23,6 @@ ALLOCATED = [
     "--set", 'phases.1.privacy.sampling="allocation"', "--set", "phases.1.privacy.expected_batch=100",
     "--set", f"run.checkpoint_every={SAVED}",
 ]  # fmt: skip
-
-
-def committed(run_dir: Path) -> list[dict[str, Any]]:
-    return [line["facts"] for line in ledger_lines(run_dir) if line["kind"] == "commit"]
 
 
 @pytest.mark.slow

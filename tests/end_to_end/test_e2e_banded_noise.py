@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,16 +13,12 @@ from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.ledger.history import History
 from murmuration.train.storage.checkpoint import Checkpoints
 from tests.end_to_end.test_e2e_exact_noise import LAYOUTS
-from tests.support.launching import Launch, ledger_lines, opened_steps
+from tests.support.launching import Launch, committed, opened_steps
 from tests.support.runs import SMALL_STEPS, different, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
 BANDS = 4
 BANDED = ["--set", f'phases.1.privacy.noise={{"kind": "banded", "bands": {BANDS}}}', "--set", "run.checkpoint_every=5"]
-
-
-def committed(run_dir: Path) -> list[dict[str, Any]]:
-    return [line["facts"] for line in ledger_lines(run_dir) if line["kind"] == "commit"]
 
 
 @pytest.fixture

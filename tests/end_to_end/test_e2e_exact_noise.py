@@ -12,7 +12,7 @@ import torch
 
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.ledger.history import History
-from tests.support.launching import Launch, ledger_lines
+from tests.support.launching import Launch, committed
 from tests.support.runs import SMALL_STEPS, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -21,8 +21,7 @@ EXACT = ["--set", 'run.noise="exact"']
 
 def noise_lines(run_dir: Path) -> list[dict[str, Any]]:
     """What the ledger says of the noise on gradients and metrics at each commit."""
-    facts = [line["facts"] for line in ledger_lines(run_dir) if line["kind"] == "commit"]
-    return [{"noise": each["noise"], "metrics": each["metrics"]} for each in facts]
+    return [{"noise": each["noise"], "metrics": each["metrics"]} for each in committed(run_dir)]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.scale_table import ScaleTable
 from tests.end_to_end.test_e2e_exact_noise import LAYOUTS
-from tests.support.launching import Launch, ledger_lines
+from tests.support.launching import Launch, committed
 from tests.support.runs import SMALL_STEPS, different, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -63,7 +63,7 @@ def test_two_processes_that_stop_and_go_on_release_what_one_does(
     (plan,) = History.read(run_dir / "ledger.jsonl")[0].plans.values()
     table = ScaleTable.read((run_dir / "scales-1.json").read_bytes())
     assert plan.scaling is not None and plan.scaling.scales == table.digest and table.span[0] < 0 < table.span[1]
-    commits = [line["facts"] for line in ledger_lines(run_dir) if line["kind"] == "commit"]
+    commits = committed(run_dir)
     assert len(commits) == SMALL_STEPS
     for facts in commits:
         assert facts["clipping"]["scales"] == facts["noise"]["scales"] == table.digest

@@ -139,3 +139,8 @@ def ledger_lines(run_dir: Path) -> list[dict[str, Any]]:
 
 def opened_steps(run_dir: Path) -> list[int]:
     return [line["step"] for line in ledger_lines(run_dir) if line["kind"] == "open"]
+
+
+def committed(run_dir: Path) -> list[dict[str, Any]]:
+    """What the ledger says was done at each step."""
+    return [line["facts"] for line in ledger_lines(run_dir) if line["kind"] == "commit"]
