@@ -37,17 +37,19 @@ class Loop:
             ),
             "watching": Watching(
                 SimpleNamespace(  # pyright: ignore
-                    measure=lambda: {"public_loss": float(self.at)}, news_of_unusable=lambda: None
+                    measure=self.measure, signals={}, news_of_unusable=lambda: None
                 ),
                 SimpleNamespace(measure=lambda: MonitorReading({"monitored": float(self.at)}, [])),  # pyright: ignore
             ),
             "board": SimpleNamespace(
                 public=self.public, measured=lambda phase, step, values, unusable: self.said.append((step, values)),
+                signals=lambda name, step, layers: self.said.append(("signals", step, layers)),
                 private=lambda *_: None, keeps_private=True, say=lambda text: None, progress=lambda *_: None,
             ),
             "pace": SimpleNamespace(tick=dict, rate=lambda: None, line=lambda *_: ""),
             "ending": SimpleNamespace(reason=self.reason, measured=lambda *given: self.said.append(("ending", *given))),
         }  # fmt: skip
+        self.evaluator: Any = parts["watching"].evaluator
         self.trainer = Trainer(
             ranks=alone(), log_every=99, clip_bound=None, spent=lambda: None, budget=None, **parts
         )  # fmt: skip
@@ -58,6 +60,10 @@ class Loop:
         self.at = step
         self.said.append(("step", step))
         return StepSummary(released={"noised_loss": float(step)})
+
+    def measure(self) -> dict[str, float]:
+        self.evaluator.signals = {"block": float(self.at)}
+        return {"public_loss": float(self.at)}
 
     def begin(self, position: Any, *rest: Any) -> None:
         self.said.append(("copy", position.step))
@@ -79,7 +85,9 @@ def told(step: int, released: tuple[int, ...] = (), measured: bool = True) -> li
     found = [("durable", values), ("ledger", step, "digest")]
     found += [(earlier, {"noised_loss": float(earlier)}) for earlier in released]
     found += [("ending", step, values)]
-    return found + ([(step, values), (step, {"monitored": float(step)})] if measured else [])
+    if not measured:
+        return found
+    return [*found, (step, values), ("signals", step, {"block": float(step)}), (step, {"monitored": float(step)})]
 
 
 def test_nothing_that_depends_on_weights_leaves_before_they_are_durable() -> None:
@@ -104,4 +112,4 @@ def test_a_step_that_is_not_made_is_dropped_and_what_came_before_is_saved(stop: 
 def test_a_phase_that_ends_early_saves_and_measures_its_last_step() -> None:
     loop = Loop(ends_after=3)
     loop.trainer.run(0)
-    assert ("step", 4) not in loop.said and loop.said[-7:] == [("copy", 3), *told(3, (3,))]
+    assert ("step", 4) not in loop.said and loop.said[-8:] == [("copy", 3), *told(3, (3,))]
