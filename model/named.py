@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Library = Literal["timm", "hf"]
+Library = Literal["timm", "hf", "torchvision"]
 LIBRARIES: tuple[Library, ...] = ("timm", "hf")
+"""Those whose encoders can be trained."""
+TITLES: dict[Library, str] = {"timm": "timm", "hf": "Hugging Face", "torchvision": "torchvision"}
 CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 _START = 'start from weights by a phase with data.source "checkpoint"'
 # Arguments that other keys of the config decide.
@@ -45,14 +47,14 @@ class Named:
     @staticmethod
     def of(library: Library, name: str, args: dict[str, Any]) -> Named:
         # A folder's path says nothing: what it contained is in `args`.
-        return Named(library, name if library == "timm" else str(args["model_type"]), json.dumps(args, sort_keys=True))
+        return Named(library, str(args["model_type"]) if library == "hf" else name, json.dumps(args, sort_keys=True))
 
     @property
     def arguments(self) -> dict[str, Any]:
         return json.loads(self.args)
 
     def __str__(self) -> str:
-        return f'{"timm" if self.library == "timm" else "Hugging Face"}\'s "{self.name}"'
+        return f'{TITLES[self.library]}\'s "{self.name}"'
 
 
 def completed(given: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def completed(given: dict[str, Any]) -> dict[str, Any]:
     else:
         args = _config(name, args)
         given = {**given, "model_args": args}
-        side = _side(name, args)
+        side = side_of(name, args)
     return {"image_size": side, **given}
 
 
@@ -121,7 +123,7 @@ def _config(name: str, args: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in LEFT_OUT} | args
 
 
-def _side(name: str, args: dict[str, Any]) -> int:
+def side_of(name: str, args: dict[str, Any]) -> int:
     """The side of the pictures that the folder's preprocessing makes, or else that of the model."""
     path = Path(name) / PREPROCESSOR
     told = _object(path) if path.is_file() else {}

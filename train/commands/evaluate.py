@@ -1,7 +1,7 @@
 """evaluate PROTOCOL WHAT --data PUBLIC --public --out DIR: what a trained model can do, measured on public records.
 
-WHAT is a run directory (its last checkpoint), an export, a published ViP or DP-Cap file, or a folder of timm or Hugging
-Face. DIR gets result.json and result.html. If it is stopped, start the same command again, and it continues where it
+WHAT is a run directory (its last checkpoint), an export, a published ViP, DP-Cap or AlexNet file, or a folder of timm or
+Hugging Face. DIR gets result.json and result.html. If it is stopped, start the same command again, and it continues where it
 was. Processes that torchrun or deepspeed starts share the work. `compare RESULT...` prints results side by side.
 """
 

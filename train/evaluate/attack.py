@@ -121,7 +121,7 @@ def _spec(
         if settings.label is None:
             raise EvaluationError("a classifier's losses need labels; name them with --label")
         classes = numbered(members, classes, settings.label)
-        return session.labelled(settings.label, classes, model.head.out_features), [
+        return session.labelled(settings.label, classes, model.shape.head.classes), [
             by_list(members, classes),
             by_list(others, classes),
         ]

@@ -87,7 +87,7 @@ def names_of(session: Session, chosen: Chosen, given: ClassList | None) -> tuple
     model = session.model.model
     if not isinstance(model, Classifier):
         return None
-    outputs = model.head.out_features
+    outputs = model.shape.head.classes
     folders = chosen.folders
     own = session.model.class_names
     if given is not None:

@@ -68,7 +68,7 @@ class WholePictures(Dataset[Any], ABC):
 def backbone_of(session: Session, settings: DenseSettings) -> Backbone:
     model = session.model.model
     if not isinstance(model, Encoder) or model.shape.named is not None:
-        what = "a ResNet" if session.model.shape.named is None else str(session.model.shape.named)
+        what = session.model.shape.named or "a ResNet"
         raise EvaluationError(
             f"{session.subject.path} is {what}, and the pyramid is built on the patches of a transformer of ours; name "
             "a masked autoencoder, a captioner or a vision transformer"

@@ -80,7 +80,7 @@ def features_of(model: Evaluated, images: Tensor, way: Way) -> Tensor:
     body = model.model
     if way == "vip":
         if not isinstance(body, Encoder) or body.shape.named is not None:
-            what = "a ResNet" if body.shape.named is None else str(body.shape.named)
+            what = body.shape.named or "a ResNet"
             raise EvaluationError(
                 f"ViP's probe reads the blocks of a transformer of ours, and this is {what}; choose --way dpcap"
             )

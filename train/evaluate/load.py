@@ -57,7 +57,7 @@ class LoadedModel(nn.Module):
         """Of a classifier's outputs: by its list of classes, or else their numbers; empty for other models."""
         if not isinstance(self.body, Classifier):
             return ()
-        known, outputs = self.found.class_names, self.body.head.out_features
+        known, outputs = self.found.class_names, self.body.shape.head.classes
         return (*known, *(str(number) for number in range(len(known), outputs)))
 
     @property

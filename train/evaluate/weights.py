@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,17 @@ from murmuration.model.classifier import Classifier
 from murmuration.model.encoder import Encoder
 from murmuration.model.language_model import LanguageModel
 from murmuration.model.load_report import LoadReport, WeightsError
+from murmuration.model.named import Named
 from murmuration.model.released import TEXT_EMBEDDING, read_dpcap, read_vip_mae
 from murmuration.model.settings import ModelSettings, NamedPixels, PixelSettings, SettingsError, Shape
 from murmuration.model.warm_start import initialise_with
 from murmuration.model.weight_files import read_weights
 from murmuration.train.evaluate.errors import EvaluationError
+from murmuration.train.evaluate.hugging_face import open_hugging_face
+from murmuration.train.evaluate.library import HEAD, LibraryClassifier
 from murmuration.train.evaluate.subject import Subject, undescribed
-from murmuration.train.evaluate.timm_classifier import HEAD, open_timm_classifier
+from murmuration.train.evaluate.timm_classifier import TimmClassifier, open_timm_classifier
+from murmuration.train.evaluate.torchvision_alexnet import is_alexnet, open_alexnet
 from murmuration.train.recipe.pixels import IMAGENET, Told, in_words, of_settings, of_weights, settled
 from murmuration.train.storage.best_checkpoint import best_checkpoint
 from murmuration.train.storage.checkpoint import Checkpoints
@@ -37,6 +40,8 @@ from murmuration.train.storage.run_dir import RunDir
 
 CERTIFICATE = "certificate.json"
 OURS = ("run", "export")
+SAME = 1e-4
+"""Of the largest feature: far more than how sums are rounded, far less than what another activation changes."""
 OBJECTIVES: tuple[Objective, ...] = ("mae", "caption", "classify")
 
 
@@ -70,8 +75,13 @@ class Evaluated:
 
     @property
     def description(self) -> dict[str, Any]:
-        encoder = self.shape.encoder
+        encoder, named = self.shape.encoder, self.shape.named
         tensors = sum(parameter.numel() for parameter in self.model.parameters())
+        if named is not None:
+            return {
+                "objective": self.objective, "architecture": str(named), "image_size": self.shape.image_size,
+                "width": encoder.width, "parameters": tensors, "pixels": in_words(self.pixels),
+            }  # fmt: skip
         return {
             "objective": self.objective, "image_size": self.shape.image_size, "patch_size": self.shape.patch_size,
             "width": encoder.width, "depth": encoder.depth, "heads": encoder.heads, "parameters": tensors,
@@ -92,9 +102,9 @@ def open_model(
             objective = told.get("objective") or (subject.config.phases[-1].objective if subject.config else None)
             found = _configured(subject, settings, objective, state, digest, sizes)
         elif subject.kind == "hugging-face":
-            found = _hugging_face(subject.note, state, digest)
+            found = _hugging_face(subject, state, digest, sizes)
         elif subject.kind == "timm":
-            found = _timm(subject.note, state, digest)
+            found = _timm(subject.note, state, digest, sizes)
         else:
             found = _published(subject, state, digest, sizes)
     except (WeightsError, SettingsError) as error:
@@ -238,50 +248,81 @@ def _published(subject: Subject, state: Mapping[str, Tensor], digest: str, sizes
     if "decoder_pred.weight" in state and "mask_token" in state:
         autoencoder, report = read_vip_mae(state, **given)
         return Evaluated(autoencoder, "mae", digest, report)
+    if is_alexnet(state):
+        alexnet, report = open_alexnet(state, sizes.image_size)
+        return Evaluated(alexnet, "classify", digest, report)
     raise EvaluationError(
-        f"{subject.path} is neither ViP's nor DP-Cap's, and no config.json lies beside it; pass --config with the model"
+        f"{subject.path} is neither ViP's nor DP-Cap's nor torchvision's AlexNet, and no config.json lies beside it; "
+        "pass --config with the model"
     )
 
 
-def _hugging_face(told: dict[str, Any], state: Mapping[str, Tensor], digest: str) -> Evaluated:
-    width = told.get("hidden_size")
-    same = {"hidden_act": "gelu", "qkv_bias": True, "num_channels": 3}
-    odd = [name for name, value in same.items() if told.get(name, value) != value]
-    if told["model_type"] not in ("vit", "vit_mae") or odd or told.get("intermediate_size") != 4 * (width or 0):
-        raise EvaluationError(
-            f"its config.json describes {told['model_type']}{f' with another {odd[0]}' if odd else ''}, which our "
-            "encoder does not compute; choose a plain ViT with an MLP of four times its width"
-        )
+def _hugging_face(subject: Subject, state: Mapping[str, Tensor], digest: str, given: Sizes) -> Evaluated:
+    """A plain vision transformer becomes ours; anything else is computed by transformers."""
+    told = subject.note
     labels = told.get("id2label") or {}
-    sizes = {
-        "image_size": told.get("image_size"), "patch_size": told.get("patch_size"), "width": width,
-        "depth": told.get("num_hidden_layers"), "heads": told.get("num_attention_heads"),
-        "classes": len(labels) or 2,
-    }  # fmt: skip
-    found = _filled(_classifier(sizes), "classify", state, digest)
+    if _is_plain(told):
+        sizes = {
+            "image_size": given.image_size or told.get("image_size"), "patch_size": told.get("patch_size"),
+            "width": told["hidden_size"], "depth": told.get("num_hidden_layers"),
+            "heads": told.get("num_attention_heads"), "classes": len(labels) or 2,
+        }  # fmt: skip
+        found = _filled(_classifier(sizes), "classify", state, digest)
+    else:
+        model, report = open_hugging_face(subject.path, told, state, given.image_size)
+        found = Evaluated(model, "classify", digest, report)
     names = tuple(str(labels[key]) for key in sorted(labels, key=int))
     return replace(found, class_names=names)
 
 
-def _timm(told: dict[str, Any], state: Mapping[str, Tensor], digest: str) -> Evaluated:
+def _is_plain(told: dict[str, Any]) -> bool:
+    width = told.get("hidden_size")
+    same = {"hidden_act": "gelu", "qkv_bias": True, "num_channels": 3}
+    usual = all(told.get(name, value) == value for name, value in same.items())
+    return told["model_type"] in ("vit", "vit_mae") and usual and told.get("intermediate_size") == 4 * (width or 0)
+
+
+def _timm(told: dict[str, Any], state: Mapping[str, Tensor], digest: str, given: Sizes) -> Evaluated:
     """A plain vision transformer or BiT becomes ours; anything else is computed by timm."""
     name, args = told["architecture"], told.get("model_args") or {}
     # A head that the file lacks is built all the same; protocols that need it refuse the file later.
-    given = {**args, "num_classes": max(1, args.get("num_classes", told.get("num_classes", 1000)))}
-    with torch.device("meta"):
-        theirs = _made_by_timm(name, given)
+    classes = max(1, args.get("num_classes", told.get("num_classes", 1000)))
+    theirs = _made_by_timm(name, {**args, "num_classes": classes})
     pretrained = told.get("pretrained_cfg") or theirs.pretrained_cfg or {}
     size = args.get("img_size") or pretrained.get("input_size", (3, 224, 224))
     side = size if isinstance(size, int) else size[-1]
-    sizes, found = _timm_sizes(theirs, side), None
-    if sizes is not None:
-        with suppress(WeightsError):  # it has a layer that ours lack
-            found = _filled(_classifier(sizes), "classify", state, digest)
+    model, report = open_timm_classifier(theirs, name, args, side, state)
+    found = _as_ours(_timm_sizes(theirs, side), state, digest, model, given.image_size)
     if found is None:
-        model, report = open_timm_classifier(_made_by_timm(name, given), name, args, side, state)
+        if given.image_size not in (None, side):
+            model = TimmClassifier(theirs, Named.of("timm", name, args), given.image_size)
         found = Evaluated(model, "classify", digest, report)
     names = tuple(str(name) for name in told.get("label_names", ()))
     return replace(found, class_names=names)
+
+
+def _as_ours(
+    sizes: dict[str, Any] | None, state: Mapping[str, Tensor], digest: str, theirs: LibraryClassifier,
+    image_size: int | None,
+) -> Evaluated | None:  # fmt: skip
+    """Our model with these weights, if it computes what the library's computes: an activation, a norm's constant or
+    the order of two layers leaves no trace in a file."""
+    if sizes is None:
+        return None
+    try:
+        found = _filled(_classifier(sizes), "classify", state, digest)
+    except WeightsError:  # it has a layer that ours lack
+        return None
+    assert isinstance(found.model, Classifier)
+    side = theirs.shape.image_size
+    picture = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        one, other = (model.eval().features(picture) for model in (found.model, theirs))
+    if not (one - other).abs().max() <= SAME * other.abs().max():
+        return None
+    if image_size in (None, side):
+        return found
+    return _filled(_classifier({**sizes, "image_size": image_size}), "classify", state, digest)
 
 
 def _made_by_timm(name: str, given: dict[str, Any]) -> Any:
@@ -294,6 +335,14 @@ def _made_by_timm(name: str, given: dict[str, Any]) -> Any:
 
 
 def _timm_sizes(theirs: Any, side: int) -> dict[str, Any] | None:
+    """Of what may be one of ours."""
+    try:
+        return _sizes_of(theirs, side)
+    except AttributeError:  # it has other parts in the places of ours
+        return None
+
+
+def _sizes_of(theirs: Any, side: int) -> dict[str, Any] | None:
     from timm.models.resnetv2 import ResNetV2
     from timm.models.vision_transformer import VisionTransformer
 
