@@ -135,6 +135,59 @@ def test_attributes_are_counted_by_pairs_of_25_and_orders_have_no_groups(world: 
     assert list(result(tmp_path / "order")["numbers"]) == ["accuracy"]
 
 
+def test_orders_are_made_of_captions_and_read_again(world: Path, tmp_path: Path) -> None:
+    paths = sorted((world / "pictures").rglob("*.png"))
+    said = [{"image": path.name, "caption": ["a photo of a red square", "red"]} for path in paths]
+    captions = written(tmp_path / "captions.json", said)
+    tags = [{"caption": "a photo of a red square", "words": ["a", "photo", "of", "a", "red", "square"],
+             "tags": ["DT", "NN", "IN", "DT", "JJ", "NN"]},
+            {"caption": "red", "words": ["red"], "tags": ["JJ"]}]  # fmt: skip
+    tagged = ["--tags", written(tmp_path / "tags.json", tags)]
+    made, again, other, plain = (tmp_path / name for name in ("made", "again", "other", "plain"))
+    aro = [*asked(world, "aro", "pictures"), "--captions", captions]
+    for out, more in ((made, tagged), (again, [*tagged, "--seed", 0]), (other, [*tagged, "--seed", 1]), (plain, [])):
+        assert evaluate(*aro, *more, "--out", out) == 0
+    assert (made / "result.json").read_bytes() == (again / "result.json").read_bytes()
+    cases = [json.loads((out / "cases.json").read_text()) for out in (made, other, plain)]
+    assert [{len(case["options"]) for case in each} for each in cases] == [{5}, {5}, {3}] and cases[0] != cases[1]
+    assert [case["image"] for case in cases[0]] == [path.name for path in paths for _ in range(2)]
+    images = [prepared(path, SIDE, *IMAGENET) for path in paths]
+    for each, out in zip(cases, (made, other, plain), strict=True):
+        best = [
+            int(losses(world, [images[number // 2]], case["options"])[0].argmin()) for number, case in enumerate(each)
+        ]
+        told = result(out)
+        assert told["numbers"]["accuracy"]["value"] == pytest.approx(best.count(0) / len(best))
+        assert told["settings"]["chance"] == pytest.approx(
+            sum(1 / len(set(case["options"])) for case in each) / len(each)
+        )
+        assert [bool("no tags were given" in note) for note in told["notes"]].count(True) == (out == plain)
+    read = tmp_path / "read"
+    assert evaluate(*asked(world, "aro", "pictures"), "--cases", made / "cases.json", "--out", read) == 0
+    assert result(read)["numbers"] == result(made)["numbers"]
+    assert result(read)["settings"]["cases_sha256"] == result(made)["settings"]["cases_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("tags", "reason"),
+    [
+        (None, "either --cases or --captions"),
+        ([], "has no tags for 'a red square'"),
+        ({"caption": "a"}, "is no list"),
+        ([{"caption": "a red square", "words": ["a", "red"], "tags": ["DT", "JJ"]}], "are not those of its caption"),
+        ([{"caption": "a red square", "words": ["a", "red", "square"], "tags": ["DT"]}], "entry 0 cannot be used"),
+    ],
+)
+def test_tags_that_do_not_fit_are_refused(
+    world: Path, tmp_path: Path, tags: Any, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = min((world / "pictures").rglob("*.png"))
+    captions = written(tmp_path / "captions.json", [{"image": path.name, "caption": "a red square"}])
+    more = ["--captions", captions, "--tags", written(tmp_path / "tags.json", tags)] if tags is not None else []
+    assert evaluate(*asked(world, "aro", "pictures"), *more, "--out", tmp_path / "out") == 2
+    assert reason in capsys.readouterr().err
+
+
 def test_both_continue_after_a_stop(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from murmuration.train.storage.feature_store import RowWriter
 

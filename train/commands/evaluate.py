@@ -1,8 +1,9 @@
 """evaluate PROTOCOL WHAT --data PUBLIC --public --out DIR: what a trained model can do, measured on public records.
 
-WHAT is a run directory (its last checkpoint), an export, a published ViP, DP-Cap or AlexNet file, or a folder of timm or
-Hugging Face. DIR gets result.json and result.html. If it is stopped, start the same command again, and it continues where it
-was. Processes that torchrun or deepspeed starts share the work. `compare RESULT...` prints results side by side.
+WHAT is a run directory (its last checkpoint), an export, a published ViP, DP-Cap or AlexNet file, or a folder of timm
+or Hugging Face. DIR gets result.json and result.html. If it is stopped, start the same command again, and it continues
+where it was. Processes that torchrun or deepspeed starts share the work. `compare RESULT...` prints results side by
+side.
 """
 
 from __future__ import annotations
@@ -203,9 +204,17 @@ def _retrieval(protocols: Any) -> argparse.ArgumentParser:
 def _aro(protocols: Any) -> argparse.ArgumentParser:
     parser = protocols.add_parser("aro", help="the true one of several captions: relations, attributes, order")
     parser.add_argument(
-        "--cases", type=Path, metavar="JSON", required=True,
+        "--cases", type=Path, metavar="JSON",
         help="visual_genome_relation.json, visual_genome_attribution.json, or [{image, options, true}]",
     )  # fmt: skip
+    parser.add_argument(
+        "--captions", type=Path, metavar="JSON",
+        help="instead of --cases: a Karpathy split or [{image, caption}], whose words are put in other orders",
+    )  # fmt: skip
+    parser.add_argument("--split", help="of a Karpathy file; default: all of it")
+    parser.add_argument("--tags", type=Path, metavar="JSON", help="parts of speech, [{caption, words, tags}], for the "
+                        "two orders that need them")  # fmt: skip
+    parser.add_argument("--seed", type=_natural, default=0, help="of the orders")
     _text(parser)
     return parser
 
@@ -407,7 +416,7 @@ def _places(arguments: argparse.Namespace) -> dict[str, RecordsPlace]:
 def _check_options(arguments: argparse.Namespace) -> None:
     from murmuration.train.evaluate.errors import EvaluationError
 
-    files = ("classes", "names", "real", "list", "captions", "cases", "objects", "test_objects", "class_names")
+    files = ("classes", "names", "real", "list", "captions", "cases", "tags", "objects", "test_objects", "class_names")
     for name in files:
         given = getattr(arguments, name, None) or []
         for path in given if isinstance(given, list) else [given]:
@@ -417,7 +426,11 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise EvaluationError(
             "few-shot needs to know from how many records to learn; pass --shots, --percent or --list"
         )
-    if getattr(arguments, "captions", None) is not None and arguments.records is not None:
+    if arguments.protocol == "aro" and (arguments.cases is None) == (arguments.captions is None):
+        raise EvaluationError("aro reads cases or makes them of captions; pass either --cases or --captions")
+    if arguments.protocol == "aro" and arguments.tags is not None and arguments.captions is None:
+        raise EvaluationError("--tags are of captions to put in other orders; pass --captions with them")
+    if getattr(arguments, "captions", None) is not None and getattr(arguments, "records", None) is not None:
         raise EvaluationError("--records draws from --data, and --captions lists the pictures; pass one of them")
     if arguments.protocol in TRAINED and os.environ.get("WORLD_SIZE", "1") != "1":
         raise EvaluationError(f"{arguments.protocol} trains in one process; start it with plain python")

@@ -1,12 +1,15 @@
 """ARO: of several captions of a picture, does a captioner find the true one likeliest?
 
 VG-Relation and VG-Attribution crop each picture to the box that the captions are about. Their published number is the
-mean over groups of cases, that of the orders over all cases; both are given where there are groups.
+mean over groups of cases, that of the orders over all cases; both are given where there are groups. Cases are read, or
+made of captions whose words are put in another order.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,29 +18,57 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from murmuration.accounting.durable import atomic
 from murmuration.data.index.selection import Selection
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.evaluation.caption_choices import LEAST_ATTRIBUTION, grouped, macro, micro
+from murmuration.evaluation.caption_orders import SHUFFLED, UNTAGGED, chance
 from murmuration.evaluation.caption_scores import chosen_options, pair_scores
 from murmuration.model.captioner import Captioner
-from murmuration.train.evaluate.caption_files import Case, Set, numbers_of, read_cases
+from murmuration.train.evaluate.caption_files import Case, Set, made_cases, numbers_of, read_cases
 from murmuration.train.evaluate.errors import EvaluationError
-from murmuration.train.evaluate.result import Outcome
+from murmuration.train.evaluate.result import Outcome, Result
 from murmuration.train.evaluate.session import Chosen, Session
 
+MADE = "cases.json"
 NAMES: dict[Set, str] = {"relation": "VG-Relation", "attribution": "VG-Attribution", "order": "order"}
 
 
-def run_aro(session: Session, chosen: Chosen, path: Path, text: TextEncoder) -> Outcome:
+@dataclass(frozen=True)
+class Asked:
+    """Cases, what names them, and the bytes that they are or can be read from."""
+
+    kind: Set
+    cases: list[Case]
+    option: str
+    content: bytes
+    made: dict[str, Any]
+    """How they were made; empty for those that were read."""
+
+
+@dataclass(frozen=True)
+class AroSettings:
+    """Either `cases`, or captions to make them of."""
+
+    cases: Path | None
+    captions: Path | None = None
+    split: str | None = None
+    tags: Path | None = None
+    seed: int = 0
+
+
+def run_aro(session: Session, chosen: Chosen, settings: AroSettings, text: TextEncoder) -> Outcome:
     model = session.model.model
     if not isinstance(model, Captioner):
         raise EvaluationError("ARO compares likelihoods of captions, and this model has none; name a captioner")
-    kind, cases = read_cases(path)
-    picked = _picked(chosen, cases, path)
+    asked = _asked(settings)
+    cases = asked.cases
+    picked = _picked(chosen, cases, asked.option)
     told = {
-        "set": NAMES[kind], "cases": len(cases), "tokenizer": text.digest,
-        "cases_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "set": NAMES[asked.kind], "cases": len(cases), "tokenizer": text.digest,
+        "cases_sha256": hashlib.sha256(asked.content).hexdigest(),
         "score": "mean cross-entropy of the caption's tokens",
+        "chance": sum(chance(case.options, case.true) for case in cases) / len(cases), **asked.made,
     }  # fmt: skip
     result = session.result("aro", told, {"test": picked})
 
@@ -50,12 +81,36 @@ def run_aro(session: Session, chosen: Chosen, path: Path, text: TextEncoder) -> 
         return [scores[begin:end] for begin, end in pairwise(places)]
 
     answers = session.answers(result, picked, session.spec(), act)
+    if asked.made:
+        with atomic(session.out / MADE) as file:
+            file.write(asked.content)
     answered = [cases[number] for number, _ in answers]
     best = chosen_options([scores for _, scores in answers])
     right = [choice == case.true for choice, case in zip(best, answered, strict=True)]
     result.add("accuracy", micro(right))
-    if kind == "order":
-        return Outcome(result)
+    result.notes.append(f"A model that knows nothing would be right in {told['chance']:.4f} of the cases.")
+    if asked.made and settings.tags is None:
+        result.notes.append(
+            "Words are shuffled within trigrams and by trigrams alone, because no tags were given: 3 options, where "
+            "the published sets have 5."
+        )
+    return Outcome(result) if asked.kind == "order" else _by_group(result, asked.kind, answered, right)
+
+
+def _asked(settings: AroSettings) -> Asked:
+    path, captions = settings.cases, settings.captions
+    if path is not None:
+        kind, cases = read_cases(path)
+        return Asked(kind, cases, f"--cases {path}", path.read_bytes(), {})
+    assert captions is not None
+    cases = made_cases(captions, settings.split, settings.tags, settings.seed)
+    content = json.dumps([case.told() for case in cases], indent=1).encode() + b"\n"
+    shuffled = SHUFFLED if settings.tags else UNTAGGED
+    made = {"shuffled": list(shuffled), "seed": settings.seed, "split": settings.split}
+    return Asked("order", cases, f"--captions {captions}", content, made)
+
+
+def _by_group(result: Result, kind: Set, answered: list[Case], right: list[bool]) -> Outcome:
     groups = grouped([case.group for case in answered], right)
     least = LEAST_ATTRIBUTION if kind == "attribution" else 1
     what = "pairs of attributes" if kind == "attribution" else "relations"
@@ -70,10 +125,10 @@ def run_aro(session: Session, chosen: Chosen, path: Path, text: TextEncoder) -> 
     return Outcome(result, table=table, table_title=f"By {'pair' if kind == 'attribution' else 'relation'}")
 
 
-def _picked(chosen: Chosen, cases: list[Case], path: Path) -> Chosen:
+def _picked(chosen: Chosen, cases: list[Case], option: str) -> Chosen:
     """A record for each case, cropped to its box."""
     names = [chosen.name(int(record)) for record in chosen.ids]
-    numbers = numbers_of([case.picture for case in cases], names, f"--cases {path}")
+    numbers = numbers_of([case.picture for case in cases], names, option)
     boxes = [case.box for case in cases if case.box is not None]
     ids = chosen.ids[np.array(numbers)]
     return Chosen(Selection(chosen.index, ids, boxes or None), np.arange(len(cases)))

@@ -6,18 +6,21 @@
   "relation_name": "on", "true_caption": "…", "false_caption": "…"}]
 [{…, "attributes": ["old", "red"], …}]                                                 VG-Attribution, else alike
 [{"image": "1.jpg", "options": ["…", "…"], "true": 0}]                                 COCO-Order, Flickr-Order
+[{"caption": "…", "words": ["…", "…"], "tags": ["DT", "NN"]}]                          tags, to make the latter of
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
 from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.data.decode.decode import MAX_PIXELS
 from murmuration.data.index.selection import Box
+from murmuration.evaluation.caption_orders import Tagged, options_of
 from murmuration.train.evaluate.errors import EvaluationError
 
 T = TypeVar("T")
@@ -40,6 +43,10 @@ class Case:
     true: int
     group: str
     """The relation or the pair of attributes; empty where cases have no groups."""
+
+    def told(self) -> dict[str, Any]:
+        """Of a made order, as `read_cases` reads it."""
+        return {"image": self.picture, "options": list(self.options), "true": self.true}
 
 
 def read_captions(path: Path, split: str | None) -> list[Captioned]:
@@ -67,6 +74,36 @@ def read_cases(path: Path) -> tuple[Set, list[Case]]:
         )
     read = _order if kind == "order" else _relation if kind == "relation" else _attribution
     return kind, _each(found, path, "--cases", read)
+
+
+def made_cases(path: Path, split: str | None, tags: Path | None, seed: int) -> list[Case]:
+    """Captions of a file, each with itself in other orders; the true one is the first option."""
+    if find_spec("nltk") is None:
+        raise EvaluationError("captions are cut into words by NLTK; install it: pip install 'murmuration[orders]'")
+    tagged = None if tags is None else dict(_each(_listed(tags), tags, "--tags", _tagged))
+    cases: list[Case] = []
+    for each in read_captions(path, split):
+        for caption in each.captions:
+            if tagged is not None and caption not in tagged:
+                raise EvaluationError(f"--tags {tags} has no tags for {caption!r:.80}; tag all captions of {path}")
+            found = None if tagged is None else tagged[caption]
+            cases.append(Case(each.picture, None, options_of(caption, found, seed, len(cases)), 0, ""))
+    return cases
+
+
+def _listed(path: Path) -> list[Any]:
+    found = _json(path, "--tags")
+    if not isinstance(found, list):
+        raise EvaluationError(f"--tags {path} is no list; write [{{caption, words, tags}}]")
+    return found
+
+
+def _tagged(each: dict[str, Any]) -> tuple[str, Tagged]:
+    caption, words, tags = _text(each["caption"]), each["words"], each["tags"]
+    pairs = [(_text(word), _text(tag)) for word, tag in zip(words, tags, strict=True)]
+    if "".join("".join(words).split()) != "".join(caption.split()):
+        raise ValueError("its words are not those of its caption")
+    return caption, pairs
 
 
 def numbers_of(pictures: Sequence[str], files: Sequence[str], option: str) -> list[int]:

@@ -13,7 +13,7 @@ from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.lars_probe import LarsSettings
 from murmuration.model.captioner import Captioner
 from murmuration.train.evaluate.answers import FOLDER
-from murmuration.train.evaluate.aro import run_aro
+from murmuration.train.evaluate.aro import AroSettings, run_aro
 from murmuration.train.evaluate.attack import AttackSettings, Shadow, log_stand_in, run_attack
 from murmuration.train.evaluate.caption import CaptionSettings, run_caption
 from murmuration.train.evaluate.classify import run_classify
@@ -121,7 +121,8 @@ def _measured(session: Session, asked: Asked, opened: dict[str, RecordIndex], cl
     if arguments.protocol == "retrieval":
         return run_retrieval(session, chosen, RetrievalSettings(arguments.captions, arguments.split), text)
     if arguments.protocol == "aro":
-        return run_aro(session, chosen, arguments.cases, text)
+        made = arguments.captions, arguments.split, arguments.tags, arguments.seed
+        return run_aro(session, chosen, AroSettings(arguments.cases, *made), text)
     templates = tuple(arguments.template or (usual_template(text),))
     settings = ZeroShotSettings(arguments.way, arguments.label, templates, arguments.names)
     return run_zero_shot(session, chosen, classes, settings, text)
