@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.cli.draws import Draws, delta_of, in_words, require_usable
 from murmuration.accounting.epsilon.accountant import (
     AccountingError,
     Event,
@@ -16,45 +17,34 @@ from murmuration.accounting.epsilon.accountant import (
     epsilon_below,
     round_up,
 )  # fmt: skip
-from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_steps
+from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_slots, calibrate_steps
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon, participations
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.trade_off import of_events
 from murmuration.accounting.epsilon.tuning import Tuning, tuned_epsilon
-from murmuration.accounting.plan import RATE_DENOMINATOR, PlanError, parse_delta, slots_for, threshold_for
+from murmuration.accounting.plan import RATE_DENOMINATOR, PlanError, threshold_for
 
 SAFE_SPREADS = 8
 
 
-def setting(n: int, batch: float, steps: int, delta: str | None, accountant: Any) -> dict[str, Any]:
+def setting(draws: Draws, steps: int, delta: float, accountant: Any) -> dict[str, Any]:
     """The numbers as they are accounted, with q on the sampler's grid."""
-    if steps < 1:
-        raise PlanError(f"--steps must be at least 1, but is {steps}")
-    threshold = threshold_for(n, batch)
-    rate = threshold / RATE_DENOMINATOR
-    return {
-        "n": n,
-        "rate": rate,
-        "threshold": threshold,
-        "expected_batch": rate * n,
-        "steps": steps,
-        "delta": parse_delta(delta, n),
-        **describe(accountant),
-    }
+    return {**draws.described(steps), "steps": steps, "delta": delta, **describe(accountant)}
 
 
 def epsilon_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    values = setting(arguments.n, arguments.batch, arguments.steps, arguments.delta, arguments.accountant)
-    values["sigma"] = arguments.sigma
+    delta, steps = delta_of(arguments), arguments.steps
+    draws = Draws.asked(arguments, arguments.batch, steps)
+    values = setting(draws, steps, delta, arguments.accountant) | {"sigma": arguments.sigma}
     if arguments.sampling == "shuffled":
         return _shuffled(arguments, values)
     cap = arguments.cap
-    events = [_allocated(arguments, values) if arguments.sampling == "allocation" else _sampled(arguments, values)]
+    events = [draws.event(arguments.sigma, steps)] if cap is None else [_capped(arguments, draws)]
     events += [_phase(text) for text in arguments.phase]
-    value = epsilon(events, values["delta"], arguments.accountant)
+    value = epsilon(events, delta, arguments.accountant)
     values |= {"sampling": arguments.sampling, "epsilon": value, "epsilon_rounded_up": round_up(value)}
     if arguments.json and arguments.accountant == "pld":
-        values["epsilon_lower"] = epsilon_below(events, values["delta"])
+        values["epsilon_lower"] = epsilon_below(events, delta)
     lines = [f"ε = {round_up(value)} (rounded up)", summary(values)]
     for text in arguments.phase:
         lines.append(f"and a phase n,batch,σ,steps = {text}")
@@ -64,7 +54,7 @@ def epsilon_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
         note = _cap_note(arguments.n, values["rate"], cap)
         values |= {"cap": cap, "cap_note": note}
         lines.append(note)
-    asked, more = _asked_beside(arguments, events, values["delta"])
+    asked, more = _asked_beside(arguments, events, delta)
     return values | asked, "\n".join([*lines, *more])
 
 
@@ -96,19 +86,10 @@ def _asked_beside(
     return values, lines
 
 
-def _sampled(arguments: argparse.Namespace, values: dict[str, Any]) -> Event:
-    cap = arguments.cap
-    return Event(values["rate"], arguments.sigma, arguments.steps, cap, arguments.n if cap is not None else None)
-
-
-def _allocated(arguments: argparse.Namespace, values: dict[str, Any]) -> Event:
-    if arguments.cap is not None:
-        raise AccountingError("--sampling allocation takes no --cap; leave it out")
-    slots = slots_for(arguments.n, arguments.batch, arguments.steps)
-    epochs = -(-arguments.steps // slots)
-    values |= {"rate": 1 / slots, "expected_batch": arguments.n / slots, "slots": slots, "epochs": epochs}
-    del values["threshold"]
-    return Event(1 / slots, arguments.sigma, epochs, slots=slots)
+def _capped(arguments: argparse.Namespace, draws: Draws) -> Event:
+    if arguments.sampling != "poisson" or draws.bands > 1:
+        raise AccountingError("--cap is accounted for plain Poisson samples alone; leave it, --sampling or --bands out")
+    return Event(draws.rate, arguments.sigma, arguments.steps, arguments.cap, arguments.n)
 
 
 def _shuffled(arguments: argparse.Namespace, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -161,11 +142,7 @@ def _cap_note(n: int, rate: float, cap: int) -> str:
 
 def summary(values: dict[str, Any]) -> str:
     method = "PLD" if values["accountant"] == "pld" else f"RDP, dp-accounting {values['dp_accounting']}"
-    if "slots" in values:
-        drawn = f"{values['epochs']} epochs of {values['slots']} steps, expected batch {values['expected_batch']:,.2f}"
-    else:
-        drawn = f"q = {values['rate']:.8g} = {values['threshold']}/2^32"
-    return f"σ = {values['sigma']!r}, {drawn}, T = {values['steps']}, δ = {values['delta']:.6g}; {method}"
+    return f"σ = {values['sigma']!r}, {in_words(values)}, T = {values['steps']}, δ = {values['delta']:.6g}; {method}"
 
 
 # `account.py calibrate`: the noise, the steps or the batch that reaches an epsilon without passing it.
@@ -180,30 +157,55 @@ def calibrate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             f"leave out exactly one of --sigma, --steps and --batch, the one to find; {len(missing)} are missing"
         )
     (unknown,) = missing
-    n, by = arguments.n, arguments.accountant
-    if n < 1:
-        raise PlanError(f"--n must be at least 1, but is {n}")
-    sigma, steps, batch = arguments.sigma, arguments.steps, arguments.batch
-    target, delta = arguments.epsilon, parse_delta(arguments.delta, n)
-    if unknown == "batch":
-        batch = calibrate_batch(n, sigma, steps, target, delta, by)
-    rate = setting(n, batch, steps or 1, arguments.delta, by)["rate"]
-    if unknown == "steps":
-        steps = calibrate_steps(rate, sigma, target, delta, by)
-    elif unknown == "sigma":
-        sigma = calibrate_sigma(rate, setting(n, batch, steps, arguments.delta, by)["steps"], target, delta, by)
-    found = {"sigma": sigma, "steps": steps, "batch": batch}
-    value = epsilon([Event(rate, sigma, steps)], delta, by)
+    delta, target, by = delta_of(arguments), arguments.epsilon, arguments.accountant
+    require_usable(arguments)
+    batch, steps, sigma = arguments.batch, arguments.steps, arguments.sigma
+    if unknown == "sigma":
+        draws = Draws.asked(arguments, batch, steps)
+        sigma = calibrate_sigma(draws.rate, draws.turns(steps), target, delta, by, slots=draws.slots)
+    elif unknown == "steps":
+        draws, steps = _most_steps(arguments, delta)
+    else:
+        draws, batch = _largest_batch(arguments, delta)
+    event = draws.event(sigma, steps)
+    value = epsilon([event], delta, by)
     if value > target:
         raise AccountingError(f"the calibrated {unknown} gives epsilon = {value}, above {target}; report this as a bug")
+    found = {"sigma": sigma, "steps": steps, "batch": batch}
     values = {
-        **setting(n, batch, steps, arguments.delta, by), **found,
-        "unknown": unknown, "target_epsilon": target, "epsilon": value,
+        **setting(draws, steps, delta, by), **found, "sampling": arguments.sampling, "unknown": unknown,
+        "target_epsilon": target, "epsilon": value,
     }  # fmt: skip
     if arguments.json and by == "pld":
-        values["epsilon_lower"] = epsilon_below([Event(rate, sigma, steps)], delta)
+        values["epsilon_lower"] = epsilon_below([event], delta)
     letter = {"sigma": "σ", "steps": "T", "batch": "expected batch"}[unknown]
     return values, f"{letter} = {found[unknown]} gives ε = {value:.6f} ≤ {target:g}\n{summary(values)}"
+
+
+def _most_steps(arguments: argparse.Namespace, delta: float) -> tuple[Draws, int]:
+    """Whole turns or epochs: a cut one would cost as much. An epoch has as many steps as the batch needs to take each
+    record once."""
+    n, batch, bands = arguments.n, arguments.batch, arguments.bands
+    epoch = 1
+    if arguments.sampling == "allocation":
+        threshold_for(n, batch)  # refused if the batch does not fit
+        epoch = max(1, round(n / batch))
+    draws = Draws.asked(arguments, batch, max(epoch, bands))
+    turns = calibrate_steps(
+        draws.rate, arguments.sigma, arguments.epsilon, delta, arguments.accountant, slots=draws.slots
+    )
+    return draws, turns * draws.slots * bands
+
+
+def _largest_batch(arguments: argparse.Namespace, delta: float) -> tuple[Draws, float]:
+    n, sigma, steps, target, by = arguments.n, arguments.sigma, arguments.steps, arguments.epsilon, arguments.accountant
+    if arguments.sampling != "allocation":
+        Draws.asked(arguments, min(1.0, n / arguments.bands), steps)  # refused if the steps are not possible
+        batch = calibrate_batch(n, sigma, steps, target, delta, by, arguments.bands)
+        return Draws.asked(arguments, batch, steps), batch
+    Draws.asked(arguments, n, steps)
+    draws = Draws.allocated(n, calibrate_slots(n, sigma, steps, target, delta, by))
+    return draws, draws.expected_batch
 
 
 # `account.py plan`: how epsilon grows with the steps, and how the noise per record falls with the batch.
@@ -214,20 +216,19 @@ DIGITS = 3
 
 
 def plan_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    n, by, steps = arguments.n, arguments.accountant, arguments.steps
-    values = setting(n, arguments.batch, steps, arguments.delta, by)
+    by, steps, delta = arguments.accountant, arguments.steps, delta_of(arguments)
+    draws = Draws.asked(arguments, arguments.batch, steps)
+    values = setting(draws, steps, delta, by)
     if arguments.plot is not None and arguments.plot.suffix not in (".png", ".svg"):
         raise PlanError(f"--plot writes .png or .svg, not {arguments.plot.suffix!r}; name such a file")
-    rate, delta = values["rate"], values["delta"]
     sigma = arguments.sigma
     if sigma is None:
-        sigma = calibrate_sigma(rate, steps, arguments.epsilon, delta, by)
+        sigma = calibrate_sigma(draws.rate, draws.turns(steps), arguments.epsilon, delta, by, slots=draws.slots)
     marks = sorted({max(1, round(steps * k / POINTS)) for k in range(1, POINTS + 1)})
-    over_steps = [{"steps": t, "epsilon": epsilon([Event(rate, sigma, t)], delta, by)} for t in marks]
+    over_steps = [{"steps": t, "epsilon": epsilon([draws.event(sigma, t)], delta, by)} for t in marks]
     over_batch = []
-    for batch in sorted({min(float(n), max(1.0, arguments.batch * factor)) for factor in FACTORS}):
-        q = threshold_for(n, batch) / RATE_DENOMINATOR
-        needed = calibrate_sigma(q, steps, arguments.epsilon, delta, by, DIGITS)
+    for batch, other in sorted(_other_batches(arguments).items()):
+        needed = calibrate_sigma(other.rate, other.turns(steps), arguments.epsilon, delta, by, DIGITS, other.slots)
         over_batch.append({"batch": batch, "sigma": needed, "noise_per_record": needed / batch})
     values |= {
         "sigma": sigma, "target_epsilon": arguments.epsilon, "epsilon_over_steps": over_steps,
@@ -239,8 +240,22 @@ def plan_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return values, _table(values)
 
 
+def _other_batches(arguments: argparse.Namespace) -> dict[float, Draws]:
+    """Batches about the one that was asked for. With random allocation those that take each record a whole number of
+    times in the steps."""
+    found: dict[float, Draws] = {}
+    for factor in FACTORS:
+        batch = min(arguments.n / arguments.bands, max(1.0, arguments.batch * factor))
+        try:
+            draws = Draws.asked(arguments, batch, arguments.steps)
+        except PlanError:
+            continue  # that of the command itself is possible
+        found[draws.expected_batch if arguments.sampling == "allocation" else batch] = draws
+    return found
+
+
 def _table(values: dict[str, Any]) -> str:
-    lines = [f"σ = {values['sigma']:.5f}, q = {values['rate']:.6g}, δ = {values['delta']:.4g}", ""]
+    lines = [f"σ = {values['sigma']:.5f}, {in_words(values)}, δ = {values['delta']:.4g}", ""]
     lines += [f"{'steps':>10}  {'ε':>10}"]
     lines += [f"{row['steps']:>10}  {round_up(row['epsilon']):>10.4f}" for row in values["epsilon_over_steps"]]
     lines += ["", f"for ε = {values['target_epsilon']:g} after {values['steps']} steps:"]

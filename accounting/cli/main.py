@@ -73,6 +73,19 @@ def _common(command: argparse.ArgumentParser, required: bool = True) -> None:
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
+def _draws_options(command: argparse.ArgumentParser, *more: str) -> None:
+    """In the words of a config; `more` is known to this command alone."""
+    shuffled = "; shuffled: fixed slices of shuffled epochs, for which no amplification may be claimed"
+    command.add_argument(
+        "--sampling", choices=("poisson", "allocation", *more), default="poisson",
+        help=f"allocation: each record in one step of every epoch, chosen in secret{shuffled if more else ''}",
+    )  # fmt: skip
+    command.add_argument(
+        "--bands", type=int, default=1, metavar="B",
+        help="correlated noise of so many bands (privacy.noise), for which records take turns; 1: independent",
+    )  # fmt: skip
+
+
 def _epsilon_options(command: argparse.ArgumentParser) -> None:
     _common(command)
     command.add_argument("--batch", type=float, required=True, help="expected batch, q·n")
@@ -82,11 +95,7 @@ def _epsilon_options(command: argparse.ArgumentParser) -> None:
         "--phase", action="append", default=[], metavar="N,BATCH,SIGMA,STEPS", help="a further phase; may be repeated"
     )
     command.add_argument("--cap", type=int, help="most records per step; records drawn beyond it are dropped at random")
-    command.add_argument(
-        "--sampling", choices=("poisson", "allocation", "shuffled"), default="poisson",
-        help="allocation: each record in one step of every epoch, chosen in secret; shuffled: fixed slices of shuffled "
-        "epochs, for which no amplification may be claimed",
-    )  # fmt: skip
+    _draws_options(command, "shuffled")
     command.add_argument("--at-epsilon", type=float, metavar="EPSILON", help="also the delta at this epsilon")
     command.add_argument("--gdp", action="store_true", help="also the mu of Gaussian differential privacy")
     command.add_argument(
@@ -104,6 +113,7 @@ def _calibrate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch", type=float, help="expected batch, q·n")
     command.add_argument("--steps", type=int)
     command.add_argument("--sigma", type=float, help="noise multiplier, std / C")
+    _draws_options(command)
 
 
 def _plan_options(command: argparse.ArgumentParser) -> None:
@@ -112,6 +122,7 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch", type=float, required=True, help="expected batch, q·n")
     command.add_argument("--steps", type=int, required=True)
     command.add_argument("--sigma", type=float, help="noise multiplier of the first table; calibrated if left out")
+    _draws_options(command)
     command.add_argument("--plot", type=Path, metavar="FILE.png|FILE.svg", help="both tables as a picture")
 
 
@@ -150,3 +161,4 @@ def _explain_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch", type=float, help="with --n, --steps and --sigma: epsilon is computed")
     command.add_argument("--steps", type=int)
     command.add_argument("--sigma", type=float)
+    _draws_options(command)

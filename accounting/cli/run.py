@@ -11,7 +11,7 @@ from murmuration.accounting.certificate.certificate import compose, verify, writ
 from murmuration.accounting.certificate.explain import Attacks, explain
 from murmuration.accounting.certificate.limits import claimed_events, row
 from murmuration.accounting.certificate.signature import signed
-from murmuration.accounting.cli.epsilon import setting
+from murmuration.accounting.cli.draws import Draws, delta_of
 from murmuration.accounting.epsilon import trade_off
 from murmuration.accounting.epsilon.accountant import (
     Event,
@@ -159,10 +159,11 @@ def _asked(arguments: argparse.Namespace) -> Asked:
             raise PlanError(f"epsilon must be at least 0 and delta in (0, 1), but they are {spent} and {delta}")
         return Asked(spent, delta, None, None, "one (ε, δ); give --n, --batch, --steps and --sigma instead")
     if all(value is not None for value in numbers):
-        values = setting(arguments.n, arguments.batch, arguments.steps, arguments.delta, arguments.accountant)
-        events = [Event(values["rate"], arguments.sigma, arguments.steps)]
-        spent = epsilon(events, values["delta"], arguments.accountant)
-        return Asked(spent, values["delta"], None, events, "the steps")
+        delta = delta_of(arguments)
+        draws = Draws.asked(arguments, arguments.batch, arguments.steps)
+        events = [draws.event(arguments.sigma, arguments.steps)]
+        spent = epsilon(events, delta, arguments.accountant)
+        return Asked(spent, delta, None, events, "the steps", correlated=draws.bands > 1)
     raise PlanError("explain needs a RUN_DIR, or --epsilon and --delta, or --n, --batch, --steps and --sigma")
 
 

@@ -17,7 +17,7 @@ from murmuration.accounting.epsilon.accountant import (
     quick_epsilon,
     within,
 )
-from murmuration.accounting.plan import RATE_DENOMINATOR, threshold_for
+from murmuration.accounting.plan import MOST_SLOTS, RATE_DENOMINATOR, PlanError, slots_for, threshold_for
 
 DIGITS = 5
 MOST_STEPS = 10**9
@@ -48,12 +48,15 @@ def enlarged(sigma: float, growth: float) -> float:
     return math.ceil(sigma * (1 + growth) * 10**DIGITS) / 10**DIGITS if growth else sigma
 
 
-def calibrate_steps(rate: float, sigma: float, target: float, delta: float, accountant: Accountant = "pld") -> int:
-    """Most steps whose re-accounted epsilon is at most `target`; at least 1, or an error."""
+def calibrate_steps(
+    rate: float, sigma: float, target: float, delta: float, accountant: Accountant = "pld", slots: int = 1
+) -> int:
+    """Most steps (with `slots` above 1: epochs of random allocation) whose re-accounted epsilon is at most `target`; at
+    least 1, or an error."""
     _require_target(target)
 
     def fits(count: int, by: By) -> bool:
-        return _at_most([Event(rate, sigma, count)], target, delta, by)
+        return _at_most([Event(rate, sigma, count, slots=slots)], target, delta, by)
 
     if not fits(1, accountant):
         raise AccountingError(f"a single step passes epsilon = {target:g}; use more noise or a smaller batch")
@@ -61,18 +64,46 @@ def calibrate_steps(rate: float, sigma: float, target: float, delta: float, acco
 
 
 def calibrate_batch(
-    records: int, sigma: float, steps: int, target: float, delta: float, accountant: Accountant = "pld"
+    records: int, sigma: float, steps: int, target: float, delta: float, accountant: Accountant = "pld", bands: int = 1
 ) -> int:
     """Largest whole expected batch whose re-accounted epsilon is at most `target`; at least 1, or an error."""
     _require_target(target)
+    turns = -(-steps // bands)
 
     def fits(batch: int, by: By) -> bool:
-        rate = threshold_for(records, batch) / RATE_DENOMINATOR
-        return _at_most([Event(rate, sigma, steps)], target, delta, by)
+        rate = threshold_for(records, batch, bands) / RATE_DENOMINATOR
+        return _at_most([Event(rate, sigma, turns)], target, delta, by)
 
     if not fits(1, accountant):
         raise AccountingError(f"even an expected batch of 1 passes epsilon = {target:g}; use more noise or fewer steps")
-    return _largest(fits, accountant, records)
+    return _largest(fits, accountant, records // bands)
+
+
+def calibrate_slots(
+    records: int, sigma: float, steps: int, target: float, delta: float, accountant: Accountant = "pld"
+) -> int:
+    """Fewest steps of an epoch of random allocation, which is the largest batch, whose re-accounted epsilon is at most
+    `target`; or an error. An epoch must be one that `slots_for` cuts so many steps into."""
+    _require_target(target)
+    if steps > MOST_SLOTS:
+        raise AccountingError(f"a batch is looked for in up to {MOST_SLOTS:,} steps, not {steps:,}; give one instead")
+
+    def fits(epochs: int, by: By) -> bool:
+        slots = -(-steps // epochs)
+        return _at_most([Event(1 / slots, sigma, -(-steps // slots), slots=slots)], target, delta, by)
+
+    def cut_into(slots: int) -> bool:
+        try:
+            return slots_for(records, records / slots, steps) == slots
+        except PlanError:
+            return False
+
+    if not fits(1, accountant):
+        raise AccountingError(
+            f"even one epoch of all {steps} steps passes epsilon = {target:g}; use more noise or more steps"
+        )
+    fewest = -(-steps // _largest(fits, accountant, steps))
+    return next(slots for slots in range(fewest, steps + 1) if cut_into(slots))
 
 
 def _require_target(target: float) -> None:

@@ -96,6 +96,68 @@ def test_each_unknown(given: str, unknown: str) -> None:
     assert found["unknown"] == unknown and found["epsilon"] <= 2 and found[unknown] >= 1
 
 
+PLAN = "--n 3000 --batch 300 --delta 1e-4"
+
+
+def test_random_allocation_is_asked_about_in_the_same_words_everywhere() -> None:
+    kind = "--steps 40 --sampling allocation"
+    found = answer(f"calibrate {PLAN} {kind} --epsilon 3")
+    assert (found["slots"], found["epochs"], found["expected_batch"]) == (10, 4, 300)
+    assert found["epsilon"] == epsilon([Event(1 / 10, found["sigma"], 4, slots=10)], 1e-4) <= 3
+    assert epsilon([Event(1 / 10, found["sigma"] - 1e-5, 4, slots=10)], 1e-4) > 3 * (1 - 2e-8)
+    assert found["sigma"] < answer(f"calibrate {PLAN} --steps 40 --epsilon 3")["sigma"]
+    spent = answer(f"epsilon {PLAN} {kind} --sigma {found['sigma']}")["epsilon"]
+    planned = answer(f"plan {PLAN} {kind} --epsilon 3")
+    assert found["epsilon"] == spent == planned["epsilon_over_steps"][-1]["epsilon"]
+    assert planned["sigma"] == found["sigma"]
+    assert spent <= answer(f"explain {PLAN} {kind} --sigma {found['sigma']}")["epsilon"] < spent + 2e-4
+    by_steps = {row["steps"]: row["epsilon"] for row in planned["epsilon_over_steps"]}
+    assert by_steps[4] == by_steps[8] < by_steps[12] == by_steps[20], "an epoch is charged whole"
+    for row in planned["sigma_over_batch"]:
+        same = answer(f"calibrate {PLAN} {kind} --epsilon 3".replace("300 ", f"{row['batch']!r} "))
+        assert same["expected_batch"] == row["batch"] and same["sigma"] <= row["sigma"] < same["sigma"] + 1e-3
+    batches = [row["batch"] for row in planned["sigma_over_batch"]]
+    assert batches == [75, 150, 300, 600], "1200 would be 16 times in 40 steps"
+
+
+def test_the_steps_and_the_batch_that_allocation_affords() -> None:
+    """What is found is what a config with these numbers gets, and one more epoch, or a larger batch, costs too much."""
+    kind = "--sampling allocation --sigma 1"
+    steps = answer(f"calibrate {PLAN} {kind} --epsilon 3")
+    assert steps["steps"] == steps["epochs"] * 10 and steps["batch"] == 300
+    same = answer(f"epsilon {PLAN} {kind} --steps {steps['steps']}")
+    assert (same["epochs"], same["epsilon"]) == (steps["epochs"], steps["epsilon"]) and same["epsilon"] <= 3
+    assert answer(f"epsilon {PLAN} {kind} --steps {steps['steps'] + 10}")["epsilon"] > 3
+    batch = answer(f"calibrate --n 3000 --delta 1e-4 {kind} --steps 47 --epsilon 3")
+    asked = f"epsilon --n 3000 --delta 1e-4 {kind} --steps 47"
+    same = answer(f"{asked} --batch {batch['batch']!r}")
+    assert same["slots"] == batch["slots"] and same["epsilon"] == batch["epsilon"] <= 3
+    larger = (here(f"{asked} --json --batch {3000 / slots!r}") for slots in range(batch["slots"] - 1, 1, -1))
+    possible = (json.loads(done.stdout) for done in larger if not done.returncode)
+    assert next(found["epsilon"] for found in possible if found["slots"] < batch["slots"]) > 3
+
+
+@pytest.mark.parametrize("bands", [2, 8])
+def test_correlated_noise_is_asked_about_in_the_same_words_everywhere(bands: int) -> None:
+    """At q = 1 per turn everything has a closed form: one Gaussian step per turn."""
+    kind = f"--n 4000 --batch {4000 // bands} --delta 1e-4 --bands {bands}"
+    found = answer(f"calibrate {kind} --steps 20 --epsilon 3")
+    turns = math.ceil(20 / bands)
+    assert (found["rate"], found["turns"], found["expected_batch"]) == (1, turns, 4000 // bands)
+    assert gaussian_epsilon(found["sigma"] / math.sqrt(turns), 1e-4) == pytest.approx(3, rel=1e-4)
+    spent = answer(f"epsilon {kind} --steps 20 --sigma {found['sigma']}")["epsilon"]
+    planned = answer(f"plan {kind} --steps 20 --epsilon 3")
+    assert spent == found["epsilon"] == planned["epsilon_over_steps"][-1]["epsilon"]
+    assert planned["sigma"] == found["sigma"]
+    assert spent <= answer(f"explain {kind} --steps 20 --sigma {found['sigma']}")["epsilon"] < spent + 2e-4
+    steps = answer(f"calibrate {kind} --sigma 5 --epsilon 3")["steps"]
+    assert steps % bands == 0 and gaussian_epsilon(5 / math.sqrt(steps / bands), 1e-4) <= 3
+    assert gaussian_epsilon(5 / math.sqrt(steps / bands + 1), 1e-4) > 3
+    batch = answer(f"calibrate --n 4000 --delta 1e-4 --bands {bands} --steps 40 --sigma 2 --epsilon 3")["batch"]
+    tried = [epsilon([Event(each * bands / 4000, 2.0, 40 // bands)], 1e-4) for each in (batch, batch + 2)]
+    assert tried[0] <= 3 < tried[1]
+
+
 def test_plan_draws(tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
     found = answer(f"plan --n 2000 --batch 2000 --steps 4 --epsilon 3 --accountant rdp --plot {picture}")
@@ -185,6 +247,17 @@ def test_compare_reads_a_config(tmp_path: Path) -> None:
         (f"epsilon {SMALL} --sigma 1 --phase 3,4", 2, "--phase takes"),
         (f"epsilon {SMALL} --sigma 1 --phase 2000,40,0,4", 2, "finite and positive"),
         (f"calibrate {SMALL} --epsilon 2 --sigma 1", 2, "leave out exactly one"),
+        (f"calibrate {SMALL} --epsilon 2 --bands 2 --sampling allocation", 2, "leave --bands out"),
+        (f"plan {SMALL} --epsilon 2 --bands 8", 2, "needs as many records and steps"),
+        (f"explain {SMALL} --sigma 1 --bands 257", 2, "must lie between 1 and 256"),
+        ("epsilon --n 100 --batch 40 --steps 4 --sigma 1 --bands 3", 2, "use at most 2 bands"),
+        (f"epsilon {SMALL} --sigma 1 --bands 2 --cap 50", 2, "plain Poisson samples alone"),
+        (f"epsilon {SMALL} --sigma 1 --sampling shuffled --bands 2", 2, "leave --bands out"),
+        ("plan --n 100 --batch 40 --steps 4 --epsilon 1 --sampling allocation", 2, "a whole number of times"),
+        ("calibrate --n 100 --batch 40 --sigma 1 --epsilon 1 --sampling allocation", 2, "a whole number of times"),
+        ("calibrate --n 100 --steps 40 --sigma .2 --epsilon 1 --sampling allocation", 2, "even one epoch"),
+        ("epsilon --n 9 --batch 3 --steps 6 --sigma 1 --sampling allocation --accountant rdp", 2, "use the PLD"),
+        (f"explain {SMALL} --sigma 1 --bands 2 --records-per-person 2", 2, "nothing is proved"),
         (f"calibrate {SMALL} --epsilon 0", 2, "finite and positive"),
         (f"calibrate {SMALL} --epsilon 1 --accountant prv", 2, "invalid choice"),
     ],

@@ -20,7 +20,7 @@ TINY_GPT2 = {key: value for key, value in TINY.items() if key not in ("model.ima
 }  # fmt: skip
 RECORDS = {"private": 600, "texts": 600, "held_out": 64, "protected": 300, "open": 300, "divided": 300}
 """Of the sets that the tests prepare; the last three are single images in class folders."""
-PUBLIC_STEPS, PRIVATE_STEPS, EXPECTED = 6, 12, 60
+PUBLIC_STEPS, PRIVATE_STEPS, EXPECTED, BANDS = 6, 12, 60, 4
 PEAKS = {"AdamW": 5e-3, "LAMB": 2e-2}
 
 
@@ -80,6 +80,8 @@ def _phase(recipe: str, phase: dict[str, Any], data: Path, runs: Path) -> dict[s
     found |= {"epochs": None, "steps": 1 if once else PRIVATE_STEPS if private else PUBLIC_STEPS}
     batch = found["data.expected_records"] if once else EXPECTED
     found |= {"privacy.expected_batch": batch} if private else {"batch": 24}
+    if private and phase["privacy"].get("noise"):
+        found |= {"privacy.noise.bands": BANDS}
     schedule = phase["schedule"]
     found |= {f"schedule.{key}": None for key in ("warmup_epochs", "end") if key in schedule}
     if not once and "warmup_epochs" not in schedule:

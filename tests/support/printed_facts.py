@@ -83,10 +83,14 @@ PRINTED: list[Fact] = [
         last__schedule__warmup=1000, last__schedule__shape="cosine", last__schedule__shape_from="first-step",
         run__precision="fp32",
     ),
+    *facts(f"{VIP}; {CAP}; {BU}", "vip_* dpcap_* continual_*", noise_of_steps="independent"),
     *facts(
         VIP, "vip_* !vip_data_2m !vip_data_23m !vip_batch_* !vip_imagenet !vip_finetune",
-        last__data__expected_records=233_000_000, last__privacy__expected_batch=98_304,
-        last__privacy__noise_multiplier=0.48, last__steps=6000,
+        last__data__expected_records=233_000_000, last__privacy__expected_batch=98_304, last__steps=6000,
+    ),
+    *facts(
+        VIP, "vip_* !vip_data_2m !vip_data_23m !vip_batch_* !vip_imagenet !vip_finetune !*_banded",
+        last__privacy__noise_multiplier=0.48,
     ),
     *facts(VIP, "vip_data_2m", last__data__expected_records=2_330_000, last__privacy__noise_multiplier=2.5),
     *facts(VIP, "vip_data_23m", last__data__expected_records=23_300_000, last__privacy__noise_multiplier=0.66),
@@ -156,6 +160,7 @@ PRINTED: list[Fact] = [
         CAP, "dpcap_large dpcap_nano dpcap_tiny dpcap_small dpcap_base dpcap_huge dpcap_init_* dpcap_batch_1300k",
         last__privacy__expected_batch=1_310_720, last__privacy__noise_multiplier=0.728,
     ),
+    *facts(CAP, "dpcap_*_banded", last__privacy__expected_batch=1_310_720),
     *facts(
         CAP_CODE, f"{CAP_RUNS} !dpcap_base_eps2 !dpcap_data_1pct !dpcap_2b",
         last__schedule__warmup=2000, last__schedule__end=10_000,
@@ -187,12 +192,12 @@ PRINTED: list[Fact] = [
     *facts(CAP_CODE, "dpcap_batch_200k", last__privacy__expected_batch=200_000),
     *facts(CAP_CODE, "dpcap_batch_200k", last__privacy__noise_multiplier=0.513),
     *facts(
-        BU, "continual_base continual_fraction mixed_base",
+        BU, "continual_base* continual_fraction mixed_base",
         last__privacy__epsilon=8, last__privacy__clip__kind="automatic", last__privacy__clip__gamma=0.01,
         model__size="base", model__classes=11_221, last__optimizer__type="AdamW",
         last__data__expected_records=12_000_000,
     ),
-    *facts(BU, "continual_base", last__optimizer__carry="second-moment", phases__0__data__expected_records=1_281_167),
+    *facts(BU, "continual_base*", last__optimizer__carry="second-moment", phases__0__data__expected_records=1_281_167),
     *facts(BU, "continual_fraction", last__optimizer__carry="second-moment", phases__0__data__public_fraction=0.1),
     *facts(BU, "continual_base", millions_of_parameters=94.4),
     *facts(BU, "gpt2_*", model__family="gpt2", last__privacy__clip__kind="automatic", last__privacy__clip__gamma=0.01),
@@ -239,6 +244,7 @@ PRINTED: list[Fact] = [
 ]  # fmt: skip
 
 DEVIATIONS: list[Deviation] = [
+    Deviation("*_banded", "noise_of_steps", "Variants with correlated noise", ("independent", "banded")),
     Deviation("*", "phases.-1.privacy.noise_multiplier", "Rounded noise", ("σ", "RDP", "PLD")),
     Deviation(VIP_RUNS, "run.precision", "Precision", ("fp32", "bf16")),
     Deviation(CAP_RUNS, "run.precision", "Precision", ("fp16", "bf16")),
@@ -273,6 +279,7 @@ def values_of(name: str, *overrides: str) -> dict[str, Any]:
     if first["data"]["source"] == "synthetic":
         config["synthetic_images"] = first["data"]["records"] * first["epochs"]
     config["public_set"] = first["data"]["path"].rpartition("/")[2] if first["data"].get("public") else None
+    config["noise_of_steps"] = ((config["phases"][-1]["privacy"] or {}).get("noise") or {}).get("kind", "independent")
     config["millions_of_parameters"] = COUNTS.get(name, 0) / 1e6
     return config
 

@@ -44,6 +44,12 @@ PLANS: dict[str, tuple[int, int, int, float, float]] = {
     **{f"transfer_vith_{part}_384": (IMAGENET, 2**20, 13, 10.0, 1.70266) for part in ("full", "last")},
     "transfer_vith_onestep": (IMAGENET, IMAGENET, 1, 4.0, 1.20511), "demo": (20_000, 1000, 50, 8.0, 0.60742),
 }  # fmt: skip
+# Variant -> the recipe that it varies, bands of its correlated noise, sigma as PLD calibrates it.
+VARIANTS: dict[str, tuple[str, int, float]] = {
+    "vip_base_banded": ("vip_base", 256, 0.91591), "continual_base_banded": ("continual_base", 16, 2.11461),
+    **{f"dpcap_{size}_banded": (f"dpcap_{size}", 32, 2.07332) for size in ("base", "large")},
+}  # fmt: skip
+SIGMAS = {name: plan[4] for name, plan in PLANS.items()} | {name: variant[2] for name, variant in VARIANTS.items()}
 # Trainable parameters of the private phase (of the only one, in pre-training), as counted from the published code.
 COUNTS: dict[str, int] = {
     "vip_nano": 18_590_464, "vip_tiny": 34_792_192, "vip_small": 61_610_752, "vip_base": 99_046_144,

@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from murmuration.accounting.cli.main import main as account
+from murmuration.train.commands.dry_run import meaning
+from murmuration.train.config.load import load
 from tests.support.config_base import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,3 +73,26 @@ def test_missing_data_are_bad_input_in_one_sentence_with_the_mend(tmp_path: Path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json"]
     refused = command("--config", str(path), "--set", "gradient_clipping=1", cwd=tmp_path)
     assert refused.returncode == 2 and "gradient_clipping = 1 is refused" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], ""),
+        (["phases.1.privacy.sampling=allocation"], "--sampling allocation"),
+        (['phases.1.privacy.noise={"kind":"banded","bands":4}'], "--bands 4"),
+    ],
+)
+def test_account_calibrates_the_noise_that_a_config_in_the_same_words_gets(
+    settings: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load(ROOT / "ds_configs" / "demo.json", ["phases.1.steps=40", *settings])
+    promise = meaning(config).phases[1].promise
+    assert promise is not None and promise.calibrated
+    plan = promise.plan
+    assert account(f"calibrate --n 20000 --batch 1000 --steps 40 --epsilon 8 {words} --json".split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["sigma"], found["delta"], found["rate"]) == (plan.noise_multiplier, plan.delta, plan.sampling_rate)
+    asked = f"epsilon --n 20000 --batch 1000 --steps 40 --sigma {plan.noise_multiplier!r} {words} --json"
+    assert account(asked.split()) == 0
+    assert json.loads(capsys.readouterr().out)["epsilon_rounded_up"] == promise.epsilon

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from murmuration.accounting.banded import best_banded
+from murmuration.accounting.cli.main import main as account
 from murmuration.accounting.epsilon.accountant import Event, epsilon, epsilon_below
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.plan import RATE_DENOMINATOR, parse_delta, threshold_for
 from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
 from murmuration.train.recipe.ready_phase import make_plan, planned_epsilon, with_steps
-from tests.support.shipped_recipes import COUNTS, FILES, IMAGENET, PLANS, ROOT, private_phase
+from tests.support.shipped_recipes import COUNTS, FILES, IMAGENET, PLANS, ROOT, SIGMAS, VARIANTS, private_phase
 
 PUBLIC = {f"pretrain_{body}" for body in ("vitb", "vitl", "vith", "r50x4", "r152x4")}
 
@@ -27,7 +32,7 @@ def shown(name: str, *overrides: str) -> str:
 
 
 def test_the_table_names_every_shipped_recipe() -> None:
-    assert set(FILES) == set(PLANS) | PUBLIC
+    assert set(FILES) == set(SIGMAS) | PUBLIC
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -58,9 +63,60 @@ def test_the_noise_is_calibrated_to_it(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PLANS))
+@pytest.mark.parametrize("name", sorted(SIGMAS))
 def test_the_noise_of_every_recipe_is_calibrated_to_it(name: str) -> None:
-    assert float(re.findall(r"sigma +(\S+) \(calibrated\)", shown(name))[0]) == PLANS[name][4]
+    assert float(re.findall(r"sigma +(\S+) \(calibrated\)", shown(name))[0]) == SIGMAS[name]
+
+
+def differing(one: Any, other: Any, where: str = "") -> set[str]:
+    """The keys whose values differ, down to the first that one of the two lacks."""
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        one, other = dict(enumerate(one)), dict(enumerate(other))
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return set() if one == other else {where}
+    keys = one.keys() | other.keys()
+    return set().union(*(differing(one.get(key), other.get(key), f"{where}.{key}".strip(".")) for key in keys))
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_a_variant_differs_from_its_recipe_in_its_noise_alone(name: str) -> None:
+    base, bands, _ = VARIANTS[name]
+    ours, theirs = (load(FILES[each], []).model_dump(mode="json", by_alias=True) for each in (name, base))
+    for config in (ours, theirs):
+        del config["$schema"]  # as the paths below, relative to the file
+        for phase in config["phases"]:
+            if "path" in phase["data"]:
+                phase["data"]["path"] = os.path.normpath(phase["data"]["path"])
+    number, every = private_phase(load(FILES[name], [])), ours["run"]["checkpoint_every"]
+    changed = {key for key in differing(ours, theirs) if not key.startswith("about.")}
+    assert changed == {f"phases.{number}.privacy.noise", "run.checkpoint_every"}
+    assert ours["phases"][number]["privacy"]["noise"] == {"kind": "banded", "bands": bands, "horizon": None}
+    assert every % bands == 0, "no key of an earlier step is kept at a checkpoint"
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_a_variant_keeps_the_budget_and_adds_up_to_what_is_said(name: str) -> None:
+    base, bands, sigma = VARIANTS[name]
+    records, batch, steps, budget, independent = PLANS[base]
+    number = private_phase(load(FILES[name], []))
+    text = shown(name, f"phases.{number}.privacy.noise_multiplier={sigma}").partition(f"phase {number} ")[2]
+    found = dict(re.findall(r"^ {2}(\S+) +(\S+)", text, flags=re.MULTILINE))
+    assert abs(float(found["q"]) - bands * batch / records) < 1e-8 and int(found["T"]) == steps
+    assert 0.999 * budget <= float(found["epsilon"]) <= budget
+    matrix = best_banded(bands, steps)
+    added_up = sigma * matrix.accumulated(steps) / (independent * math.sqrt((steps + 1) / 2))
+    each = sigma * matrix.typical_spread / independent
+    assert f" adds up to {added_up:.3f} of {base}'s, a step has {each:.1f} times" in load(FILES[name], []).about.expect
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+    assert row == f"| `{name}` | {bands} | {sigma} | {added_up:.3f} | {each:.1f} |"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_a_variant_has_the_noise_that_compare_finds_best(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert account(["compare", "--config", str(FILES[name]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"] == f"banded, {VARIANTS[name][1]} bands"
 
 
 @pytest.mark.slow
@@ -118,7 +174,7 @@ def test_ten_epochs_are_as_many_steps_at_every_batch(batch: int, steps: int) -> 
     assert resolved.steps == steps and resolved.schedule.warmup == round(0.25 * IMAGENET / batch)
 
 
-@pytest.mark.parametrize("name", sorted(PLANS))
+@pytest.mark.parametrize("name", sorted(SIGMAS))
 def test_every_recipe_has_a_non_private_twin_with_its_batch(name: str) -> None:
     config = load(FILES[name], [])
     number = private_phase(config)
@@ -129,7 +185,7 @@ def test_every_recipe_has_a_non_private_twin_with_its_batch(name: str) -> None:
     assert "the run is NOT PRIVATE" in text and "epsilon" not in text.partition("resolved model")[2]
 
 
-@pytest.mark.parametrize("name", sorted(PLANS))
+@pytest.mark.parametrize("name", sorted(SIGMAS))
 def test_every_private_classifier_shows_its_accuracy(name: str) -> None:
     config = load(FILES[name], [])
     phase = config.phases[private_phase(config)]

@@ -18,7 +18,7 @@ from murmuration.train.planner.cluster import Cluster
 from murmuration.train.planner.forecast import forecast
 from murmuration.train.recipe.ready_phase import resolve_shape
 from murmuration.train.run.public_mixing import alpha
-from tests.support.shipped_recipes import FILES, PLANS, ROOT, private_phase
+from tests.support.shipped_recipes import FILES, PLANS, ROOT, SIGMAS, VARIANTS, private_phase
 
 
 def tabled(heading: str) -> list[tuple[str, list[str]]]:
@@ -39,7 +39,7 @@ def tabled(heading: str) -> list[tuple[str, list[str]]]:
 
 def test_every_override_that_is_documented_loads() -> None:
     runs = tabled("## Mehta et al.'s one factor")
-    assert len(runs) == 6 + 1 + 8 + 9 + 1 + 4 + 3 + 1 + 3 + 3 + 4 + 1 + 5 + 8
+    assert len(runs) == 6 + 4 + 1 + 8 + 9 + 1 + 4 + 3 + 1 + 3 + 3 + 4 + 1 + 5 + 8
     for base, overrides in runs:
         load(FILES[base or "transfer_vitb_full"], overrides)
     for path in FILES.values():
@@ -115,16 +115,17 @@ def test_planned_hardware_is_named_and_private_recipes_say_their_epsilon() -> No
         about = load(path, []).about
         planned = r"planned, not measured: 8 GPUs of 80 GiB .*, [\d,.]+ GPU-hours"
         assert name == "demo" or re.match(planned, about.hardware)
-        if name in PLANS:
-            assert about.expect.startswith(f"epsilon <= {PLANS[name][3]:g}")
+        if name in SIGMAS:
+            base = VARIANTS[name][0] if name in VARIANTS else name
+            assert about.expect.startswith(f"epsilon <= {PLANS[base][3]:g}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FILES if name != "demo"])
 def test_planned_hours_are_the_planners(name: str) -> None:
     config = load(FILES[name], [])
-    if name in PLANS:
-        config = load(FILES[name], [f"phases.{private_phase(config)}.privacy.noise_multiplier={PLANS[name][4]}"])
+    if name in SIGMAS:
+        config = load(FILES[name], [f"phases.{private_phase(config)}.privacy.noise_multiplier={SIGMAS[name]}"])
     cluster = Cluster(8, 80, 150, 25, 4e8)
     hours = sum(phase.gpu_hours(cluster) or math.nan for phase in forecast(config, cluster))
     said = float(re.findall(r"([\d,.]+) GPU-hours", config.about.hardware)[0].replace(",", ""))
