@@ -11,6 +11,10 @@ Rounding: tensor cores accumulate over at most `part` columns, since they trunca
 added up in ordinary fp32: the error of an entry is that of `norms.cut_off`, in whichever order a part is added.
 Entries of AAᵀ and GGᵀ are multiplied in fp32 and added up in fp64, as `norms.product_error` assumes. A sum of a tile's
 4,096 terms in fp32 would err by more than the one percent that is left there.
+
+The rows that a program holds are all that a bias needs of an output gradient: its sum over tokens. Each strip (a block,
+or what remains) is summed in fp32 by ordinary additions, and so are the strips' sums. That is T - 1 additions in a
+fixed order, as `per_record.TokenSum` assumes of any order; zeros beyond the last token add nothing.
 """
 
 # Triton's language is not Python: it cannot unpack a tuple, and its loops and constants are unrolled and folded.
@@ -26,7 +30,9 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-# Up to this many tokens, one program handles a record by blocks of 16; beyond, programs handle blocks of 64.
+# Up to this many tokens, one program handles a record by blocks of 16; beyond, programs handle blocks of 64. Of 50
+# tokens, tiles of 16 × 8 are 16; by groups of 8 they could be 14, but their rows would be loaded three times as often,
+# and these products wait for their loads.
 FEW, SMALL_BLOCK, BLOCK = 64, 16, 64
 # A single warp for few tokens: more warps would repeat the products of tiles this small.
 FEW_WARPS, WARPS, STAGES = 1, 4, 3
