@@ -16,7 +16,7 @@ from murmuration.train.clip import norms
 from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
 from murmuration.train.clip.layers import _layer_norm
-from murmuration.train.clip.per_record import OuterProduct
+from murmuration.train.clip.per_record import OuterProduct, TokenSum
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.forward import PrivateForward
@@ -49,20 +49,32 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def norms_within_their_doubt(size: tuple[int, int, int, int], dtype: torch.dtype, setting: Setting) -> Found:
-    """Squares as the device's kernel gives them: no further from fp64 than the doubt that it states."""
+    """Squares as the device's kernel gives them, no further from fp64 than the doubt that it states; and a bias's sums
+    over tokens, no further than additions in fp32 may be."""
     records, tokens, columns, rows = size
     draw = torch.Generator().manual_seed(1)
     left = torch.randn(records, tokens, columns, generator=draw).to(setting.device, dtype)
     right = torch.randn(records, tokens, rows, generator=draw).to(setting.device, dtype)
     right[0] -= right[0].double().mean(0).to(dtype)  # a record whose tokens cancel
-    found = norms.measure([OuterProduct("w", left, right, torch.Size((rows, columns)))])
+    piece = OuterProduct("w", left, right, torch.Size((columns, rows)))
+    found = norms.measure([piece], over=right)
+    far = _far_from_sum(found.sums, right)
     exact = _squares(left, right)
     off = (found.square.double() - exact).abs()
     doubt = torch.zeros_like(off) if found.doubt is None else found.doubt
     return {
-        "holds": bool((off <= doubt + 1e-9 * exact).all()), "largest_error": float((off / exact).max()),
-        "largest_doubt": float((doubt / exact).max()),
+        "holds": bool((off <= doubt + 1e-9 * exact).all()) and far <= 1,
+        "largest_error": float((off / exact).max()), "largest_doubt": float((doubt / exact).max()),
+        "sums_by_kernel": found.sums is not None, "sums_error": far,
     }  # fmt: skip
+
+
+def _far_from_sum(sums: Tensor | None, over: Tensor) -> float:
+    """In units of what T - 1 additions in fp32 may do."""
+    found = TokenSum("b", over, over.shape[2:]).taken(sums).value
+    steps = (over.shape[1] - 1) * torch.finfo(torch.float32).eps / 2
+    exact, size = over.double().sum(1), over.double().abs().sum(1)
+    return float(((found - exact).abs() / (size * steps / (1 - steps))).max())
 
 
 def _squares(left: Tensor, right: Tensor) -> Tensor:

@@ -234,14 +234,19 @@ def place() -> str:
 def gram_stand_in(count: Count) -> Any:
     """What the Gram kernel returns, counted by the tiles that it takes."""
 
-    def gram(left: Tensor, right: Tensor, part: int, bounds: Any) -> tuple[Tensor, ...]:
+    def gram(left: Tensor, right: Tensor, part: int, bounds: Any, summed: bool = False) -> tuple[Tensor, ...]:
         records, tokens, rows = left.shape
         width, own = rows + right.shape[2], cut(tokens)
         issued = records * own.products * 2 * width
-        count.add(2 * records * tokens * width, "gram", issued, 2 * records * own.rows * width)
+        of_strips = left.new_empty((records, own.strips, rows) if summed else 0, dtype=torch.float32)
+        written = 2 * records * tokens * width + touched(of_strips)
+        count.add(written, "gram", issued, 2 * records * own.rows * width)
         count.found.flops["gram that is needed"] += records * tokens * (tokens + 1) * width
-        count.add(8 * records * (own.programs + tokens), "", 0)  # what makes one number of a record's parts
-        return torch.empty(3, records, dtype=torch.float64, device=GPU).unbind()
+        sums = of_strips if own.strips == 1 else left.new_empty((records, rows), dtype=torch.float32)
+        again = touched(of_strips) + touched(sums) if summed and own.strips > 1 else 0
+        count.add(8 * records * (own.programs + tokens) + again, "", 0)  # what makes one number of a record's parts
+        found = torch.empty(3, records, dtype=torch.float64, device=GPU).unbind()
+        return (*found, sums.view(records, rows)) if summed else found
 
     return gram
 

@@ -5,8 +5,10 @@ The interpreter has no bf16 for products: half precision is fp16 here.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,8 @@ def products(dtype: torch.dtype, part: int, shapes: Sequence[tuple[int, int, int
         left = torch.randn(3, tokens, left_width, generator=draw).to(dtype)
         right = torch.randn(3, right_width, tokens, generator=draw).to(dtype).transpose(1, 2)  # not as rows lie
         bounds = norms.Bounds(3e-8, 1e-7, 1e-9, 2e-9)  # so that each part of the doubt is seen
-        inner, doubt, lengths = gram(left, right, part, bounds)
+        inner, doubt, lengths, sums = gram(left, right, part, bounds, True)
+        without = gram(left, right, part, bounds) if tokens in (17, 50, 65, 197) else (inner, doubt, lengths)
         wide_left, wide_right = left.double(), right.double()
         a, g = wide_left.square().sum(2), wide_right.square().sum(2)
         exact, length = (wide_left.transpose(1, 2) @ wide_right).square().sum((1, 2)), (a * g).sqrt().sum(1)
@@ -73,23 +76,71 @@ def products(dtype: torch.dtype, part: int, shapes: Sequence[tuple[int, int, int
         plain = norms.measure([piece, piece])
         norms.KERNEL_DEVICES = ("cpu",)
         fused = norms.measure([piece, piece])
+        turned = norms.measure([piece], over=right).sums  # None where no kernel measures
         assert plain.doubt is not None and fused.doubt is not None
         rows.append({
             "tokens": tokens,
             "inner": far(inner, exact), "length": far(lengths, length), "doubted": far(doubt, doubted),
+            "sums": far_from_sum(sums, left), "alike": all(map(torch.equal, without, (inner, doubt, lengths))),
+            "turned": None if turned is None else far_from_sum(turned, right),
             "measured": far(fused.square, plain.square), "doubt": float((fused.doubt / plain.doubt).min()),
         })  # fmt: skip
     return rows
 
 
+def far_from_sum(found: Tensor, over: Tensor) -> float:
+    """How far sums over tokens are from fp64, in units of what T - 1 additions in fp32 may do."""
+    steps = (over.shape[1] - 1) * torch.finfo(torch.float32).eps / 2
+    exact, size = over.double().sum(1), over.double().abs().sum(1)
+    assert found.shape == exact.shape and found.dtype == torch.float32
+    return float(((found - exact).abs() / (size * steps / (1 - steps))).max())
+
+
+# What to change in the kernel so that its sums are wrong: a rest or a strip is left out, counted twice, written over
+# another's or into another record's, or added up in half precision.
+FAULTS = (
+    ("if PADDED > 0:\n                total += _over_tokens(last)", "if PADDED < 0:\n                pass"),
+    ("total += _over_tokens(last)", "total += _over_tokens(last) + _over_tokens(last)"),
+    ("sums + (record * STRIPS + part) * rows", "sums + record * STRIPS * rows"),
+    ("sums + (record * STRIPS + BLOCKS) * rows", "sums + (record * STRIPS + BLOCKS - 1) * rows"),
+    ("(strip[:, None] < strips)", "(strip[:, None] < strips - 1)"),
+    ("sums += record * rows", "sums += 0 * rows"),
+    ("tl.sum(rows.to(tl.float32), 0)", "tl.sum(rows, 0).to(tl.float32)"),
+)
+
+
+def planted() -> list[float]:
+    """How far the sums are with each fault, and first with none."""
+    source, found = Path(sys.modules[gram.__module__].__file__ or "").read_text(), []
+    for number, (written, instead) in enumerate((("", ""), *FAULTS)):
+        assert not written or source.count(written) == 1, written
+        place = Path(tempfile.mkdtemp()) / f"faulty_{number}.py"
+        place.write_text(source.replace(written, instead) if written else source)
+        spec = importlib.util.spec_from_file_location(place.stem, place)
+        assert spec is not None and spec.loader is not None
+        faulty = importlib.util.module_from_spec(spec)
+        sys.modules[place.stem] = faulty
+        spec.loader.exec_module(faulty)
+        worst = 0.0
+        for tokens in (50, 135):
+            draw = torch.Generator().manual_seed(tokens)
+            left = (torch.randn(2, tokens, 20, generator=draw) + 3).half()
+            worst = max(worst, far_from_sum(faulty.gram(left, left[:, :, :9], norms.PART, (0.0,) * 4, True)[3], left))
+        found.append(worst)
+    return found
+
+
 def not_a_number() -> list[bool]:
-    """Of two records, one holds NaN in one place: for each place, whether it alone has no square and no doubt."""
+    """Of two records, one holds NaN in one place: for each place, whether it alone has no square, no doubt, and no sum
+    in that column."""
     found = []
     for tokens, side in ((7, 0), (70, 0), (70, 1)):
         sides = [torch.ones(2, tokens, 8, dtype=torch.float16) for _ in range(2)]
         sides[side][0, tokens - 1, 3] = torch.nan
-        square, doubt, _ = gram(*sides, norms.PART, (1e-7, 1e-7, 0.0, 0.0))
+        square, doubt, _, sums = gram(*sides, norms.PART, (1e-7, 1e-7, 0.0, 0.0), True)
+        missing = sums.isnan().nonzero().tolist()
         found.append(square.isnan().tolist() == doubt.isnan().tolist() == [True, False])
+        found.append(missing == ([[0, 3]] if side == 0 else []))
     return found
 
 
@@ -159,12 +210,12 @@ def clipped(objective: Objective, all_kernels: bool) -> dict[str, Any]:
     layers._layer_norm = (lambda: backward) if all_kernels else (lambda: None)
     model = build(SHAPE, objective)
     inputs, present = nano_inputs(objective, 6), torch.ones(6, dtype=torch.bool)
-    calls = 0
+    calls, sums = 0, 0
 
-    def counted(*asked: Any) -> tuple[Tensor, ...]:
-        nonlocal calls
-        calls += 1
-        return gram(*asked)
+    def counted(left: Tensor, right: Tensor, part: int, bounds: Any, summed: bool) -> tuple[Tensor, ...]:
+        nonlocal calls, sums
+        calls, sums = calls + 1, sums + summed
+        return gram(left, right, part, bounds, summed)
 
     found = {}
     norms._kernel = lambda: counted
@@ -175,13 +226,16 @@ def clipped(objective: Objective, all_kernels: bool) -> dict[str, Any]:
         totals, seen = clipped_totals(clip, model, inputs, present)
         found[bool(devices)] = torch.cat([t.flatten().double() for t in totals.values()]), seen.norms
     (plain, plain_norms), (fused, fused_norms) = found[False], found[True]
-    return {"calls": calls, "sum": float((fused - plain).norm() / plain.norm()), "norms": far(fused_norms, plain_norms)}
+    return {
+        "calls": calls, "sums": sums, "sum": float((fused - plain).norm() / plain.norm()),
+        "norms": far(fused_norms, plain_norms),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
     print("RESULTS " + json.dumps({
         "fp16": products(torch.float16, norms.PART), "fp32": products(torch.float32, norms.PART, SHAPES[::2]),
-        "parts": products(torch.float16, 16, SHAPES[1::3]), "not a number": not_a_number(),
+        "parts": products(torch.float16, 16, SHAPES[1::3]), "not a number": not_a_number(), "planted": planted(),
         "layer norm": layer_norms(), "added": added(), "far apart": far_apart(),
         "clipped": {"mae": clipped("mae", False), "caption": clipped("caption", False)},
         "all": {"mae": clipped("mae", True), "caption": clipped("caption", True)},

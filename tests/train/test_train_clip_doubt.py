@@ -24,6 +24,7 @@ from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import Float32Sums, trainable_shapes
 from murmuration.train.config.load import load
 from murmuration.train.self_test.probes import synthetic_batch
+from tests.support.gram_in_torch import gram
 from tests.support.shipped_recipes import FILES, PLANS, private_phase
 
 SHALLOW = {"depth": 1, "decoder_depth": 1, "mae_decoder_depth": 1}
@@ -47,20 +48,10 @@ def widths() -> dict[str, tuple[dict[str, Any], str]]:
 WIDTHS = widths()
 
 
-def in_fp32(left: Tensor, right: Tensor, part: int, bounds: norms.Bounds) -> tuple[Tensor, Tensor, Tensor]:
-    """What the kernel computes, by products of the CPU."""
-    lefts, rights = (x.float() @ x.float().transpose(1, 2) for x in (left, right))
-    a, g = (x.diagonal(dim1=1, dim2=2).double() for x in (lefts, rights))
-    length = (a * g).sqrt().sum(1)
-    square, added = (lefts * rights).double().sum((1, 2)), bounds.added * length
-    doubt = bounds.share * length.square() + (2 * square.clamp(min=0.0).sqrt() + added) * added
-    return square, doubt + bounds.lost_left * a.amax(1) + bounds.lost_right * g.amax(1), length
-
-
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "KERNEL_DEVICES", ("cpu",))
-    monkeypatch.setattr(norms, "_kernel", lambda: in_fp32)
+    monkeypatch.setattr(norms, "_kernel", lambda: gram)
     monkeypatch.setattr(layers, "_layer_norm", lambda: None)
 
 

@@ -40,6 +40,24 @@ def test_sums_and_diagonals_are_those_of_the_products_at_every_border_of_tiles(
         assert max(row["inner"], row["length"], row["doubted"]) <= ROUNDING, row
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp32", "parts"])
+def test_sums_over_tokens_are_within_the_rounding_of_additions_at_every_border_of_tiles(
+    found: dict[str, Any], precision: str
+) -> None:
+    """Of either operand, and nothing else changes by them in any bit."""
+    for row in found[precision]:
+        assert row["sums"] <= 1 and row["alike"], row
+    turned = [row["turned"] for row in found[precision] if row["turned"] is not None]
+    assert all(far <= 1 for far in turned)
+    assert bool(turned) == (precision != "fp32"), "in fp32, no kernel measures"
+
+
+def test_sums_that_miss_tokens_or_mix_up_strips_and_records_are_found(found: dict[str, Any]) -> None:
+    honest, *faulty = found["planted"]
+    assert honest <= 1 and len(faulty) == 7
+    assert min(faulty) > 2, faulty
+
+
 def test_a_record_that_is_no_number_has_no_norm_and_its_neighbour_has_one(found: dict[str, Any]) -> None:
     assert all(found["not a number"])
 
@@ -72,13 +90,14 @@ def test_parts_are_found_beyond_the_reach_of_32_bits(found: dict[str, Any]) -> N
 def test_clipped_sums_with_the_kernel_are_those_without(found: dict[str, Any], model: str) -> None:
     seen = found["clipped"][model]
     assert seen["calls"] >= 5, "once for every layer with tokens"
+    assert seen["sums"] >= (4 if model == "mae" else 1), "a captioner's decoder has few biases"
     assert seen["sum"] <= ROUNDING and seen["norms"] <= ROUNDING
     # Another kernel's gradients of inputs differ in their last bits, and are then rounded to fp16 by the layers below.
     every = found["all"][model]
     assert every["sum"] <= HALF and every["norms"] <= HALF
 
 
-def compiled_gram(kind: str, tokens: int, capability: int) -> tuple[Any, Cut]:
+def compiled_gram(kind: str, tokens: int, capability: int, summed: bool = True) -> tuple[Any, Cut]:
     """By Triton's compiler and NVIDIA's assembler, which need no GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -89,8 +108,10 @@ def compiled_gram(kind: str, tokens: int, capability: int) -> tuple[Any, Cut]:
     own = gram_triton.cut(tokens)
     kernel = gram_triton._few_tokens if own.block == gram_triton.SMALL_BLOCK else gram_triton._many_tokens
     warps = gram_triton.FEW_WARPS if kernel is gram_triton._few_tokens else gram_triton.WARPS
-    pointers = {"left": kind, "right": kind, "inner": "fp64", "left_sizes": "fp32", "right_sizes": "fp32"}
-    constants = {"BLOCKS": own.blocks, "PADDED": own.padded, "PART": PART}
+    pointers = {"left": kind, "right": kind, "inner": "fp64"} | dict.fromkeys(
+        ("left_sizes", "right_sizes", "sums"), "fp32"
+    )
+    constants = {"BLOCKS": own.blocks, "PADDED": own.padded, "PART": PART, "SUMMED": summed}
     names: list[str] = kernel.arg_names
     signature = {name: f"*{pointers[name]}" if name in pointers else "i32" for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
@@ -114,6 +135,18 @@ def test_it_compiles_for_cards_to_tensor_cores(kind: str, tokens: int, capabilit
     assert capability < 90 or own.block < 64 or "wgmma.mma_async" in code, "Hopper's own instruction, for 64 rows"
     assert compiled.metadata.shared <= MOST_SHARED[capability]
     assert ".local" not in code and len(compiled.asm["cubin"]) > 1000
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("tokens", [50, 197])
+def test_sums_load_nothing_that_the_products_do_not(tokens: int, capability: int) -> None:
+    """The compiler could bring an operand from memory a second time, or in another way than the products want it."""
+    moving = ("async_copy_global_to_local", "tt.load ", "local_alloc", "wgmma.mma_async", "mma.sync")
+    counts = [
+        {what: compiled.asm["ttgir"].count(what) + compiled.asm["ptx"].count(what) for what in moving}
+        for compiled, _ in (compiled_gram("bf16", tokens, capability, summed) for summed in (False, True))
+    ]
+    assert counts[0] == counts[1] and counts[0]["async_copy_global_to_local"] > 0
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -148,20 +181,24 @@ def test_few_products_are_computed_that_are_not_needed(tokens: int, most: float)
     assert cut(tokens).products <= most * tokens * (tokens + 1) / 2
 
 
-def test_what_makes_one_number_of_the_tiles_compiles_too() -> None:
+@pytest.mark.parametrize("strips", [1, 4])
+def test_what_makes_one_number_of_the_tiles_compiles_too(strips: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from murmuration.train.clip.gram_triton import _finish
+    from murmuration.train.clip.gram_triton import COLUMNS, _finish
 
-    constants = {"SHARE": 1e-5, "ADDED": 1e-5, "LOST_LEFT": 1e-38, "LOST_RIGHT": 1e-38, "PARTS": 16, "TOKENS": 256}
-    pointers = {"inner": "*fp64", "left_sizes": "*fp32", "right_sizes": "*fp32", "found": "*fp64"}
+    constants = {"SHARE": 1e-5, "ADDED": 1e-5, "LOST_LEFT": 1e-38, "LOST_RIGHT": 1e-38, "PARTS": 16, "TOKENS": 256,
+                 "STRIPS": strips, "COLUMNS": COLUMNS}  # fmt: skip
+    pointers = {"inner": "*fp64", "left_sizes": "*fp32", "right_sizes": "*fp32", "found": "*fp64",
+                "of_strips": "*fp32", "sums": "*fp32"}  # fmt: skip
     names: list[str] = _finish.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     compiled = triton.compile(ASTSource(_finish, signature, values), target=GPUTarget("cuda", 90, 32))
     assert "fma.rn.f64" in compiled.asm["ptx"] or "mul.rn.f64" in compiled.asm["ptx"], "in fp64"
+    assert ("add.f32" in compiled.asm["ptx"]) == (strips > 1), "sums of strips, and in ordinary additions"
 
 
 def adding_kernel(source: Path, asked: bool, total: str = "*fp64") -> dict[str, str]:

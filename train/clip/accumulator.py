@@ -7,7 +7,7 @@ products with the clip factors wait until the norms of all parameters are known;
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -23,6 +23,8 @@ from murmuration.train.clip.per_record import (
     OuterProduct,
     PerRecordGradient,
     Recomputed,
+    Reported,
+    TokenSum,
     ViaReparametrisation,
     flat,
     lengths_of_stretches,
@@ -113,23 +115,26 @@ class NormAccumulator:
         self._none = torch.zeros(records, dtype=torch.float64, device=device)
         self._terms = [Terms() for _ in range(max(group_of.values()) + 1)]
 
-    def add(self, pieces: list[PerRecordGradient], uses: Mapping[str, int]) -> None:
+    def add(self, pieces: Sequence[Reported], uses: Mapping[str, int]) -> None:
         if self._is_affine(pieces, uses):
             weight, bias = pieces
-            assert isinstance(weight, OuterProduct)
+            assert isinstance(weight, OuterProduct) and isinstance(bias, Dense)
             self._pieces[weight.name], self._pieces[bias.name] = [weight], [bias]
             self._add(weight.name, measure_affine(weight, lengths=self._rounded))
             self._measured |= {weight.name, bias.name}
             return
-        for piece in pieces:
+        over, sums = next((piece.over for piece in pieces if isinstance(piece, TokenSum)), None), None
+        for reported in pieces:  # a weight, and then its bias
+            piece = reported.taken(sums) if isinstance(reported, TokenSum) else reported
             own = self._pieces.setdefault(piece.name, [])
             own.append(piece)
             if piece.name in self._measured or len(own) > uses[piece.name]:
                 raise ClipError(f"{piece.name} reported more uses than the forward pass had; its norm would be wrong")
             if len(own) == uses[piece.name]:
-                self._measure(piece.name)
+                sums = self._measure(piece.name, over)
 
-    def _measure(self, name: str) -> None:
+    def _measure(self, name: str, over: Tensor | None = None) -> Tensor | None:
+        """Also returns the sum over tokens of `over`, if that was a by-product."""
         own = self._pieces[name]
         for number, piece in enumerate(own):
             if _only_written(piece) or (len(own) == 1 and self._worth_holding(piece)):
@@ -137,11 +142,13 @@ class NormAccumulator:
         self._measured.add(name)
         if self._together and len(own) == 1 and _is_small(own[0]):
             self._small.add(name)
-            return
+            return None
         if len(own) == 1 and isinstance(own[0], Dense):
             self._terms[self._group_of[name]].roots += lengths_of_stretches(flat(own[0].value))
-            return
-        self._add(name, measure(own, lengths=self._rounded))
+            return None
+        found = measure(own, lengths=self._rounded, over=over)
+        self._add(name, found)
+        return found.sums
 
     def _add(self, name: str, found: Squares) -> None:
         terms = self._terms[self._group_of[name]]
@@ -151,7 +158,7 @@ class NormAccumulator:
         if self._rounded and found.length is not None:
             terms.lengths.append(found.length)
 
-    def _is_affine(self, pieces: list[PerRecordGradient], uses: Mapping[str, int]) -> bool:
+    def _is_affine(self, pieces: Sequence[Reported], uses: Mapping[str, int]) -> bool:
         """Whether these are a weight and its bias, each used once, by one token per record, and clipped together: then
         they share lengths."""
         if len(pieces) != 2:

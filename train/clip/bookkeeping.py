@@ -23,7 +23,7 @@ from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.engine import Clipped
 from murmuration.train.clip.groups import Grouping, groups_of
 from murmuration.train.clip.layers import LAYER_RULES, fallback
-from murmuration.train.clip.per_record import PerRecordGradient
+from murmuration.train.clip.per_record import Reported
 from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast, full_precision
 from murmuration.train.clip.rows import rows_of, slot_losses
 from murmuration.train.clip.rule import ClipError, ClipRule
@@ -185,7 +185,7 @@ class BookKeepingClip:
 
 def _scaled_first(
     scaling: Scaling, accumulator: NormAccumulator
-) -> Callable[[list[PerRecordGradient], Mapping[str, int]], None]:
+) -> Callable[[Sequence[Reported], Mapping[str, int]], None]:
     return lambda pieces, uses: accumulator.add(scaling.of(pieces), uses)
 
 

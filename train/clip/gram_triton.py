@@ -11,6 +11,10 @@ Rounding: tensor cores accumulate over at most `part` columns, since they trunca
 added up in ordinary fp32: the error of an entry is that of `norms.cut_off`, in whichever order a part is added.
 Entries of AAᵀ and GGᵀ are multiplied in fp32 and added up in fp64, as `norms.product_error` assumes. A sum of a tile's
 4,096 terms in fp32 would err by more than the one percent that is left there.
+
+The rows that a program holds are all that a bias needs of an output gradient: its sum over tokens. Each strip (a block,
+or what remains) is summed in fp32 by ordinary additions, and so are the strips' sums. That is T - 1 additions in a
+fixed order, as `per_record.TokenSum` assumes of any order; zeros beyond the last token add nothing.
 """
 
 # Triton's language is not Python: it cannot unpack a tuple, and its loops and constants are unrolled and folded.
@@ -26,10 +30,14 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-# Up to this many tokens, one program handles a record by blocks of 16; beyond, programs handle blocks of 64.
+# Up to this many tokens, one program handles a record by blocks of 16; beyond, programs handle blocks of 64. Of 50
+# tokens, tiles of 16 × 8 are 16; by groups of 8 they could be 14, but their rows would be loaded three times as often,
+# and these products wait for their loads.
 FEW, SMALL_BLOCK, BLOCK = 64, 16, 64
 # A single warp for few tokens: more warps would repeat the products of tiles this small.
 FEW_WARPS, WARPS, STAGES = 1, 4, 3
+# Columns of the strips' sums that are added up at a time.
+COLUMNS = 512
 
 
 class Cut(NamedTuple):
@@ -45,6 +53,11 @@ class Cut(NamedTuple):
         """For each record: one for few tokens, otherwise for each block, each pair of distant blocks, and the rest."""
         distant = max(0, self.blocks - 3) * (self.blocks - 2) // 2
         return 1 if self.block == SMALL_BLOCK else self.blocks + distant + (self.rest > 0)
+
+    @property
+    def strips(self) -> int:
+        """Programs that each sum over some of a record's tokens: the blocks, and the rest."""
+        return 1 if self.block == SMALL_BLOCK else self.blocks + (self.rest > 0)
 
     @property
     def products(self) -> int:
@@ -96,6 +109,12 @@ def _product(one, other, PART: tl.constexpr):  # pyright: ignore
 
 
 @triton.jit
+def _over_tokens(rows):  # pyright: ignore
+    """The sum of a tile's rows, in fp32."""
+    return tl.sum(rows.to(tl.float32), 0)
+
+
+@triton.jit
 def _zeros(COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # pyright: ignore
     tiles = ()
     for _tile in tl.static_range(COUNT):
@@ -105,10 +124,11 @@ def _zeros(COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # p
 
 @triton.jit
 def _of_few(  # pyright: ignore
-    base, tokens, width, stride, rest, BLOCKS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr
+    base, sums, tokens, width, stride, rest,
+    BLOCKS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """All tiles of one matrix of at most 64 tokens: of each block with itself, with the blocks before it, and with the
-    rest; last, of the rest with itself."""
+    rest; last, of the rest with itself. If `SUMMED`, stores the sum over its tokens, too."""
     own, pairs = _zeros(BLOCKS, 16, 16), _zeros(BLOCKS * (BLOCKS - 1) // 2, 16, 16)
     others = _zeros(BLOCKS + 1 if PADDED > 0 else 0, 16, PADDED if PADDED > 0 else 8)
     for start in range(0, width, PART):
@@ -126,8 +146,15 @@ def _of_few(  # pyright: ignore
             first = _columns(base, 0, rest, stride, along, width, PADDED)
             for row in tl.static_range(BLOCKS):
                 more_others = more_others + (others[row] + _product(rows[row], first, PART),)
-            more = _product(_rows(base, 0, rest, stride, along, width, 16), first, PART)
-            others = more_others + (others[BLOCKS] + more,)
+            last = _rows(base, 0, rest, stride, along, width, 16)
+            others = more_others + (others[BLOCKS] + _product(last, first, PART),)
+        if SUMMED:
+            total = tl.zeros([PART], tl.float32)
+            for row in tl.static_range(BLOCKS):
+                total += _over_tokens(rows[row])
+            if PADDED > 0:
+                total += _over_tokens(last)
+            tl.store(sums + along, total, mask=along < width)
     return own, pairs, others
 
 
@@ -147,15 +174,18 @@ def _store_sizes(to, first, tokens, tile, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def _few_tokens(  # pyright: ignore
-    left, right, inner, left_sizes, right_sizes, tokens, rows, columns,
+    left, right, inner, left_sizes, right_sizes, sums, tokens, rows, columns,
     left_record, left_token, right_record, right_token, rest,
-    BLOCKS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
+    BLOCKS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Each program handles one record."""
     record = tl.program_id(0).to(tl.int64)
-    own, pairs, others = _of_few(left + record * left_record, tokens, rows, left_token, rest, BLOCKS, PADDED, PART)
+    sums += record * rows
+    own, pairs, others = _of_few(
+        left + record * left_record, sums, tokens, rows, left_token, rest, BLOCKS, PADDED, PART, SUMMED
+    )
     own_right, pairs_right, others_right = _of_few(
-        right + record * right_record, tokens, columns, right_token, rest, BLOCKS, PADDED, PART
+        right + record * right_record, sums, tokens, columns, right_token, rest, BLOCKS, PADDED, PART, False
     )
     left_sizes, right_sizes = left_sizes + record * tokens, right_sizes + record * tokens
     once, twice = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
@@ -176,10 +206,12 @@ def _few_tokens(  # pyright: ignore
 
 @triton.jit
 def _of_block(  # pyright: ignore
-    base, first, tokens, width, stride, rest, EARLIER: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr
+    base, sums, first, tokens, width, stride, rest,
+    EARLIER: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """A block of 64 tokens with its first half, with the blocks just before it, and with the rest. Then its second half
-    with itself, in a loop of its own, where the compiler gives each warp a quarter of the tile."""
+    with itself, in a loop of its own, where the compiler gives each warp a quarter of the tile. If `SUMMED`, stores the
+    sum over the block's tokens, too."""
     near, far = tl.zeros([64, 32], tl.float32), tl.zeros([32, 32], tl.float32)
     others = tl.zeros([64, PADDED if PADDED > 0 else 8], tl.float32)
     before = _zeros(EARLIER, 64, 64)
@@ -194,6 +226,8 @@ def _of_block(  # pyright: ignore
         before = more
         if PADDED > 0:
             others += _product(rows, _columns(base, 0, rest, stride, along, width, PADDED), PART)
+        if SUMMED:
+            tl.store(sums + along, _over_tokens(rows), mask=along < width)
     for start in range(0, width, PART):
         half = _rows(base, first + 32, tokens, stride, start + tl.arange(0, PART), width, 32)
         far += _product(half, tl.trans(half), PART)
@@ -202,27 +236,33 @@ def _of_block(  # pyright: ignore
 
 @triton.jit
 def _of_two(  # pyright: ignore
-    base, first, other, tokens, stop, width, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr
+    base, sums, first, other, tokens, stop, width, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """The tokens from `first` on, up to `tokens`, with those from `other` on, up to `stop`."""
+    """The tokens from `first` on, up to `tokens`, with those from `other` on, up to `stop`. If `SUMMED`, stores the sum
+    over the former, too."""
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, width, PART):
         along = start + tl.arange(0, PART)
         rows = _rows(base, first, tokens, stride, along, width, ROWS)
         total += _product(rows, _columns(base, other, stop, stride, along, width, COLUMNS), PART)
+        if SUMMED:
+            tl.store(sums + along, _over_tokens(rows), mask=along < width)
     return total
 
 
 @triton.jit
 def _block(  # pyright: ignore
-    left, right, left_sizes, right_sizes, tokens, rows, columns, left_token, right_token, rest, number,
-    EARLIER: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
+    left, right, left_sizes, right_sizes, sums, tokens, rows, columns, left_token, right_token, rest, number,
+    EARLIER: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """A block with itself, with so many earlier ones, and with the rest."""
     first = rest + number * 64
-    near, far, others, before = _of_block(left, first, tokens, rows, left_token, rest, EARLIER, PADDED, PART)
+    near, far, others, before = _of_block(
+        left, sums, first, tokens, rows, left_token, rest, EARLIER, PADDED, PART, SUMMED
+    )
     near_right, far_right, others_right, before_right = _of_block(
-        right, first, tokens, columns, right_token, rest, EARLIER, PADDED, PART
+        right, sums, first, tokens, columns, right_token, rest, EARLIER, PADDED, PART, False
     )
     _store_sizes(left_sizes, first, tokens, near, 64, 32)
     _store_sizes(right_sizes, first, tokens, near_right, 64, 32)
@@ -248,18 +288,19 @@ def _pair(  # pyright: ignore
     row = tl.where(row * (row + 1) // 2 > number, row - 1, row)
     row = tl.where((row + 1) * (row + 2) // 2 <= number, row + 1, row)
     first, other = rest + (row + 3) * 64, rest + (number - row * (row + 1) // 2) * 64
-    lefts = _of_two(left, first, other, tokens, tokens, rows, left_token, 64, 64, PART)
-    return 2.0 * _inner(lefts, _of_two(right, first, other, tokens, tokens, columns, right_token, 64, 64, PART))
+    lefts = _of_two(left, left, first, other, tokens, tokens, rows, left_token, 64, 64, PART, False)
+    rights = _of_two(right, right, first, other, tokens, tokens, columns, right_token, 64, 64, PART, False)
+    return 2.0 * _inner(lefts, rights)
 
 
 @triton.jit
 def _rest(  # pyright: ignore
-    left, right, left_sizes, right_sizes, rows, columns, left_token, right_token, rest,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
+    left, right, left_sizes, right_sizes, sums, rows, columns, left_token, right_token, rest,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """The rest with itself."""
-    lefts = _of_two(left, 0, 0, rest, rest, rows, left_token, ROWS, COLUMNS, PART)
-    rights = _of_two(right, 0, 0, rest, rest, columns, right_token, ROWS, COLUMNS, PART)
+    lefts = _of_two(left, sums, 0, 0, rest, rest, rows, left_token, ROWS, COLUMNS, PART, SUMMED)
+    rights = _of_two(right, sums, 0, 0, rest, rest, columns, right_token, ROWS, COLUMNS, PART, False)
     _store_sizes(left_sizes, 0, rest, lefts, ROWS, COLUMNS)
     _store_sizes(right_sizes, 0, rest, rights, ROWS, COLUMNS)
     return _inner(lefts, rights)
@@ -267,40 +308,42 @@ def _rest(  # pyright: ignore
 
 @triton.jit
 def _many_tokens(  # pyright: ignore
-    left, right, inner, left_sizes, right_sizes, tokens, rows, columns,
+    left, right, inner, left_sizes, right_sizes, sums, tokens, rows, columns,
     left_record, left_token, right_record, right_token, rest,
-    BLOCKS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
+    BLOCKS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Each program handles a part of one record."""
     record, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     left, right = left + record * left_record, right + record * right_record
     left_sizes, right_sizes = left_sizes + record * tokens, right_sizes + record * tokens
+    STRIPS: tl.constexpr = BLOCKS + 1 if PADDED > 0 else BLOCKS
     PAIRS: tl.constexpr = (BLOCKS - 3) * (BLOCKS - 2) // 2 if BLOCKS > 3 else 0
     total = tl.zeros([], tl.float64)
     if part < BLOCKS:
         for earlier in tl.static_range(BLOCKS if BLOCKS < 3 else 3):
             if (part == earlier) | ((part > 2) & (earlier == 2)):
                 total = _block(
-                    left, right, left_sizes, right_sizes, tokens, rows, columns, left_token, right_token, rest, part,
-                    earlier, PADDED, PART,
+                    left, right, left_sizes, right_sizes, sums + (record * STRIPS + part) * rows, tokens, rows, columns,
+                    left_token, right_token, rest, part, earlier, PADDED, PART, SUMMED,
                 )  # fmt: skip
     elif part < BLOCKS + PAIRS:
         total = _pair(left, right, tokens, rows, columns, left_token, right_token, rest, part - BLOCKS, PART)
     elif PADDED > 0:
         total = _rest(
-            left, right, left_sizes, right_sizes, rows, columns, left_token, right_token, rest,
-            PADDED if PADDED > 16 else 16, PADDED, PART,
+            left, right, left_sizes, right_sizes, sums + (record * STRIPS + BLOCKS) * rows, rows, columns,
+            left_token, right_token, rest, PADDED if PADDED > 16 else 16, PADDED, PART, SUMMED,
         )  # fmt: skip
     tl.store(inner + record * parts + part, total)
 
 
 @triton.jit
 def _finish(  # pyright: ignore
-    inner, left_sizes, right_sizes, found, parts, tokens,
+    inner, left_sizes, right_sizes, of_strips, found, sums, parts, tokens, rows, strips,
     SHARE: tl.constexpr, ADDED: tl.constexpr, LOST_LEFT: tl.constexpr, LOST_RIGHT: tl.constexpr,
-    PARTS: tl.constexpr, TOKENS: tl.constexpr,
+    PARTS: tl.constexpr, TOKENS: tl.constexpr, STRIPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Each program handles one record: its square, doubt and length in fp64, from the results of its parts."""
+    """Each program handles one record: its square, doubt and length in fp64, from the results of its parts; and, where
+    there is more than one strip, the sum over its tokens, from those over each strip's."""
     record, records = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     part, token = tl.arange(0, PARTS), tl.arange(0, TOKENS)
     squares = tl.load(inner + record * parts + part, mask=part < parts, other=0.0)
@@ -316,31 +359,45 @@ def _finish(  # pyright: ignore
     tl.store(found + record, square)
     tl.store(found + records + record, doubt)
     tl.store(found + 2 * records + record, length)
+    if STRIPS > 1:
+        strip = tl.arange(0, STRIPS)
+        for start in range(0, rows, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            there = (strip[:, None] < strips) & (column[None, :] < rows)
+            place = of_strips + (record * strips + strip[:, None]) * rows + column[None, :]
+            total = tl.sum(tl.load(place, mask=there, other=0.0), 0)
+            tl.store(sums + record * rows + column, total, mask=column < rows)
 
 
-def gram(left: Tensor, right: Tensor, part: int, bounds: tuple[float, float, float, float]) -> tuple[Tensor, ...]:
+def gram(
+    left: Tensor, right: Tensor, part: int, bounds: tuple[float, float, float, float], summed: bool = False
+) -> tuple[Tensor, ...]:
     """left [B, T, rows], right [B, T, columns] -> three tensors [B] in fp64: Σ (AAᵀ ∘ GGᵀ); its error bound, from
-    `bounds` (`norms.Bounds`); and the summed lengths |a||g|.
+    `bounds` (`norms.Bounds`); and the summed lengths |a||g|. If `summed`, a fourth, [B, rows] in fp32: the sum of
+    `left` over a record's tokens.
 
     `part`, a power of two from 16 on, is the number of columns over which tensor cores accumulate.
     """
     left, right = (x if x.stride(2) == 1 else x.contiguous() for x in (left, right))
-    records, tokens = right.shape[:2]
-    own = cut(tokens)
+    (records, tokens, rows), own = left.shape, cut(right.shape[1])
     grid = (records, own.programs)
     inner = torch.empty(grid, dtype=torch.float64, device=right.device)
     left_sizes = torch.empty(records, tokens, dtype=torch.float32, device=right.device)
     right_sizes = torch.empty_like(left_sizes)
+    of_strips = left.new_empty((records, own.strips, rows) if summed else 0, dtype=torch.float32)
+    found = torch.empty(3, records, dtype=torch.float64, device=right.device)
+    sums = left.new_empty((records, rows), dtype=torch.float32) if summed and own.strips > 1 else of_strips
     kernel, warps = (_few_tokens, FEW_WARPS) if own.block == SMALL_BLOCK else (_many_tokens, WARPS)
     with torch.cuda.device_of(right):
         kernel[grid](
-            left, right, inner, left_sizes, right_sizes, tokens, left.shape[2], right.shape[2],
+            left, right, inner, left_sizes, right_sizes, of_strips, tokens, rows, right.shape[2],
             left.stride(0), left.stride(1), right.stride(0), right.stride(1), own.rest,
-            BLOCKS=own.blocks, PADDED=own.padded, PART=part, num_warps=warps, num_stages=STAGES,  # pyright: ignore
+            BLOCKS=own.blocks, PADDED=own.padded, PART=part, SUMMED=summed,  # pyright: ignore
+            num_warps=warps, num_stages=STAGES,  # pyright: ignore
         )  # fmt: skip
-        found = torch.empty(3, records, dtype=torch.float64, device=right.device)
         _finish[(records,)](
-            inner, left_sizes, right_sizes, found, own.programs, tokens, *bounds,  # pyright: ignore
-            PARTS=triton.next_power_of_2(own.programs), TOKENS=triton.next_power_of_2(tokens),  # pyright: ignore
+            inner, left_sizes, right_sizes, of_strips, found, sums, own.programs, tokens, rows, own.strips,
+            *bounds, PARTS=triton.next_power_of_2(own.programs), TOKENS=triton.next_power_of_2(tokens),  # pyright: ignore
+            STRIPS=triton.next_power_of_2(own.strips) if summed else 1, COLUMNS=COLUMNS,  # pyright: ignore
         )  # fmt: skip
-    return found.unbind()
+    return (*found.unbind(), sums.view(records, rows)) if summed else found.unbind()

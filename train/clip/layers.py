@@ -30,7 +30,7 @@ from murmuration.train.clip.functions import (
     Standardised,
     frozen_linear,
 )
-from murmuration.train.clip.per_record import PerRecordGradient, wide
+from murmuration.train.clip.per_record import PerRecordGradient, Reported, over_tokens, wide
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.tracker import ParameterTracker, TrackedTensor, swapped, tensors_in
 
@@ -154,9 +154,9 @@ def _product(tracker: ParameterTracker, x: Tensor, weight: Tensor, bias: Tensor 
 
     def report(activation: Tensor, gradient: Tensor) -> None:
         right, left = rows(tracker, activation), rows(tracker, gradient)
-        pieces: list[PerRecordGradient] = source.outer(right, left) if flipped else source.outer(left, right)
+        pieces: list[Reported] = [*(source.outer(right, left) if flipped else source.outer(left, right))]
         if offset is not None:
-            pieces += offset.whole(over_tokens(left))
+            pieces += offset.summed(left)
         tracker.report(pieces)
 
     value = source.value.detach().t() if flipped else source.value
@@ -367,11 +367,6 @@ def dot_product_attention(
 def rows(tracker: ParameterTracker, x: Tensor) -> Tensor:
     """[B·m, …, d] -> [B, T, d]"""
     return x.reshape(tracker.records, -1, x.shape[-1])
-
-
-def over_tokens(x: Tensor) -> Tensor:
-    """[B, T, …] -> [B, …], added up in fp32 or better; one token is its own sum."""
-    return x.squeeze(1) if x.shape[1] == 1 else x.sum(1, dtype=wide(x.dtype))
 
 
 def _source(tracker: ParameterTracker, tensor: Tensor | None) -> TrackedTensor | None:

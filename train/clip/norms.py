@@ -60,27 +60,29 @@ class Bounds(NamedTuple):
     lost_right: float
 
 
-Gram = Callable[[Tensor, Tensor, int, Bounds], tuple[Tensor, ...]]
+Gram = Callable[[Tensor, Tensor, int, Bounds, bool], tuple[Tensor, ...]]
 
 
 class Squares(NamedTuple):
     """[B] each, fp64: squared norms, the bound on their error, and the summed lengths of their terms.
 
     The error is None where exactly what is measured is added; lengths are None where nobody asked for them or nothing
-    is rounded.
+    is rounded. `sums` [B, elements], fp32, is what a `TokenSum` waits for, where the kernel that measured took it.
     """
 
     square: Tensor
     doubt: Tensor | None
     length: Tensor | None
+    sums: Tensor | None = None
 
 
-def measure(pieces: list[PerRecordGradient], lengths: bool = True) -> Squares:
-    """Measures the gradient of one parameter, which is the sum of its pieces."""
+def measure(pieces: list[PerRecordGradient], lengths: bool = True, over: Tensor | None = None) -> Squares:
+    """Measures the gradient of one parameter, which is the sum of its pieces. If `over` is an operand of the only one,
+    its sum over tokens may be found as well."""
     outers = [piece for piece in pieces if isinstance(piece, OuterProduct)]
     if len(outers) < len(pieces) or (len(pieces) == 1 and not gram_is_cheaper(outers[0])):
         return _written_out(pieces, lengths)
-    found = [_own(piece) for piece in outers]
+    found = [_own(piece, over if len(outers) == 1 else None) for piece in outers]
     rounded = [own.length for piece, own in zip(outers, found, strict=True) if lengths and not piece.sparse]
     if len(found) == 1:
         return found[0]._replace(length=_total(rounded))
@@ -172,12 +174,10 @@ def _length(piece: OuterProduct) -> Tensor:
     return (right if piece.sparse else squared_length(piece.left) * right).sqrt().sum(1)
 
 
-def _own(piece: OuterProduct) -> Squares:
+def _own(piece: OuterProduct, over: Tensor | None) -> Squares:
     kernel = _kernel_for(piece)
     if kernel is not None:
-        share = product_error(cut_off(piece.rows), cut_off(piece.columns))
-        square, doubt, length = kernel(piece.left, piece.right, PART, Bounds(share, _added(piece), *_vanishing(piece)))
-        return Squares(square, doubt, length)
+        return _by_kernel(kernel, piece, over)
     right = _wide(piece.right)
     left = piece.left if piece.sparse else _wide(piece.left)
     if piece.tokens == 1:
@@ -187,6 +187,17 @@ def _own(piece: OuterProduct) -> Squares:
     length = (left_sizes * right_sizes).clamp(min=0.0).sqrt().sum(1)
     doubt = _share(piece) * length.square() + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
     return Squares(inner, doubt + _lengthened(inner, _added(piece) * length), length)
+
+
+def _by_kernel(kernel: Gram, piece: OuterProduct, over: Tensor | None) -> Squares:
+    """The kernel takes sums of its first operand. Sides may be swapped: neither the norm nor its doubt changes."""
+    share = product_error(cut_off(piece.rows), cut_off(piece.columns))
+    of_left, of_right = _vanishing(piece)
+    if over is piece.right:
+        bounds = Bounds(share, _added(piece), of_right, of_left)
+        return Squares(*kernel(piece.right, piece.left, PART, bounds, True))
+    bounds = Bounds(share, _added(piece), of_left, of_right)
+    return Squares(*kernel(piece.left, piece.right, PART, bounds, over is piece.left))
 
 
 def chain(width: int, unit: float) -> float:

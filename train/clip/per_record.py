@@ -22,6 +22,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def over_tokens(x: Tensor) -> Tensor:
+    """[B, T, …] -> [B, …], added up in fp32 or better; one token is its own sum."""
+    return x.squeeze(1) if x.shape[1] == 1 else x.sum(1, dtype=wide(x.dtype))
+
+
 def flat(x: Tensor) -> Tensor:
     """[B, …] -> [B, elements]; a scalar has one element."""
     return x.reshape(len(x), -1)
@@ -166,6 +171,27 @@ class Dense:
 
     def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
         sums.add_product(self.name, *self.operands(weights))
+
+
+@dataclass(frozen=True)
+class TokenSum:
+    """A bias: each record's gradient is the sum over its tokens of `over` [B, T, …], which is not taken yet.
+
+    A kernel that reads `over` for the norm of the weight may take the sum on the way (`norms.measure`). In whichever
+    order T numbers are added in fp32, there are T - 1 additions, each of which errs by at most u of a sum that is no
+    larger than Σ|g|: both ways, an element is right to within (T - 1)·u/(1 - (T - 1)·u) of its Σ|g|. The norm is that
+    of the very numbers that are then added with the clip factor, so a record's share is as large as was measured,
+    whatever their rounding, and there is nothing to doubt.
+    """
+
+    name: str
+    over: Tensor
+    shape: torch.Size
+
+    def taken(self, sums: Tensor | None = None) -> Dense:
+        """Written out; `sums` [B, elements] are those of a kernel, if one has taken them."""
+        value = over_tokens(self.over) if sums is None else sums
+        return Dense(self.name, value.reshape(len(self.over), *self.shape))
 
 
 @dataclass(frozen=True)
@@ -348,3 +374,7 @@ class ViaReparametrisation:
 
 def _widened(x: Tensor) -> Tensor:
     return x.to(wide(x.dtype)) if x.is_floating_point() else x
+
+
+# What a layer reports of one of its parameters.
+Reported = PerRecordGradient | TokenSum

@@ -9,14 +9,22 @@ sum's sensitivity and its rounding are of that space; `undo` maps back, once the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from murmuration.accounting.scale_table import ScaleTable
-from murmuration.train.clip.per_record import Dense, OuterProduct, PerRecordGradient, Recomputed, ViaReparametrisation
+from murmuration.train.clip.per_record import (
+    Dense,
+    OuterProduct,
+    PerRecordGradient,
+    Recomputed,
+    Reported,
+    TokenSum,
+    ViaReparametrisation,
+)
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.sums import product
 from murmuration.train.distributed.shards import Fragment
@@ -47,7 +55,7 @@ class Scaling:
                     "take them from a run of the same model"
                 )
 
-    def of(self, pieces: list[PerRecordGradient]) -> list[PerRecordGradient]:
+    def of(self, pieces: Sequence[Reported]) -> list[Reported]:
         """What a layer reported, scaled."""
         return [self._scaled(piece) if piece.name in self._table.weights else piece for piece in pieces]
 
@@ -69,7 +77,9 @@ class Scaling:
         places = torch.arange(fragment.start, fragment.start + fragment.length, device=values.device)
         values.div_(rows[places // len(columns)] * columns[places % len(columns)])
 
-    def _scaled(self, piece: PerRecordGradient) -> PerRecordGradient:
+    def _scaled(self, piece: Reported) -> PerRecordGradient:
+        if isinstance(piece, TokenSum):
+            piece = piece.taken()
         if isinstance(piece, OuterProduct):
             rows, columns = self._on(piece.name, piece.right.device)
             if (piece.rows, piece.columns) == (len(rows), len(columns)):

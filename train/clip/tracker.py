@@ -7,7 +7,7 @@ weights are seen wherever they are used, and a parameter used in an unforeseen w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +19,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from murmuration.train.clip.functions import PerRecord, frozen_linear
-from murmuration.train.clip.per_record import Dense, OuterProduct, PerRecordGradient, Recomputed, ViaReparametrisation
+from murmuration.train.clip.per_record import (
+    Dense,
+    OuterProduct,
+    PerRecordGradient,
+    Recomputed,
+    Reported,
+    TokenSum,
+    ViaReparametrisation,
+    over_tokens,
+)
 from murmuration.train.clip.rule import ClipError
 
 # Where a tensor of weights comes from: a parameter, a view of one, or something computed from parameters.
@@ -69,6 +78,13 @@ class TrackedTensor:
         if self.view == "transposed":
             value = value.transpose(1, 2)
         return [Dense(name, value.reshape(len(value), *leaf.shape))]
+
+    def summed(self, over: Tensor) -> Sequence[Reported]:
+        """The sum over tokens of [B, T, *shape of the tensor]."""
+        if self.view != "same" or over.shape[1] == 1:
+            return self.whole(over_tokens(over))
+        ((name, leaf),) = self.leaves.items()
+        return [TokenSum(name, over, leaf.shape)]
 
     def written(
         self,
@@ -121,7 +137,7 @@ class ParameterTracker(TorchFunctionMode):
         parameters: Mapping[str, nn.Parameter],
         constants: Iterable[Tensor],
         records: int,
-        report: Callable[[list[PerRecordGradient], Mapping[str, int]], None],
+        report: Callable[[Sequence[Reported], Mapping[str, int]], None],
         layers: Mapping[Any, Handler],
         fallback: Handler,
     ) -> None:
@@ -180,7 +196,7 @@ class ParameterTracker(TorchFunctionMode):
             for name in source.leaves:
                 self.used[name] = self.used.get(name, 0) + 1
 
-    def report(self, pieces: list[PerRecordGradient]) -> None:
+    def report(self, pieces: Sequence[Reported]) -> None:
         # Handling pieces is not a use of a parameter, so it need not pass through here.
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             self._report(pieces, self.used)
