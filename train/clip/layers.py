@@ -32,6 +32,7 @@ from murmuration.train.clip.functions import (
 )
 from murmuration.train.clip.per_record import PerRecordGradient, wide
 from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.standardised import Standardisation
 from murmuration.train.clip.tracker import ParameterTracker, TrackedTensor, swapped, tensors_in
 
 # The widest LayerNorm whose rows fit into the registers of its kernel.
@@ -318,7 +319,8 @@ def convolution(
 
     def report(activation: Tensor, gradient: Tensor) -> None:
         own = gradient.unflatten(0, (tracker.records, -1))
-        pieces = source.written((activation.unflatten(0, (tracker.records, -1)),), own, write, together, terms)
+        inputs = (activation.unflatten(0, (tracker.records, -1)),)
+        pieces = source.written(inputs, own, write, together, terms, row_dimension=2)
         if offset is not None:
             pieces += offset.whole(own.flatten(3).sum((1, 3), dtype=wide(own.dtype)))
         tracker.report(pieces)
@@ -339,10 +341,25 @@ def _patches(tracker: ParameterTracker, x: Tensor, weight: Tensor, bias: Tensor 
     return out.transpose(1, 2).unflatten(2, grid)
 
 
-def batch_norm(tracker: ParameterTracker, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def batch_norm(
+    tracker: ParameterTracker, input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Of a weight: timm's way to standardise its rows."""
     if tracker.varies(input):
         raise ClipError("batch normalisation makes records depend on one another; use layer or group normalisation")
-    return tracker.computed(F.batch_norm, (input, *args), kwargs)
+    made = tracker.computed(F.batch_norm, (input, running_mean, running_var, weight, bias, training, momentum, eps), {})
+    source, gain = tracker.source(input), _source(tracker, weight)
+    by_its_own = training and running_mean is None and running_var is None and bias is None
+    if source is None or not by_its_own or input.dim() != 3 or len(input) != 1 or source.view != "same":
+        return made
+    ((name, leaf),) = source.leaves.items()
+    if leaf.shape[0] == input.shape[1] and (gain is None or name not in gain.leaves):
+        with torch.no_grad(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            by = Standardisation.of(input.detach(), None if weight is None else weight.detach(), eps)
+        tracker.standardised(made, name, by, gain)
+    return made
 
 
 def attention(tracker: ParameterTracker, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from murmuration.train.clip.sums import GradientSums
+from murmuration.train.clip.sums import GradientSums, product
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -233,6 +233,10 @@ class OuterProduct:
             return
         sums.add_product(self.name, *self.operands(weights))
 
+    def weighted(self, weights: ClipWeights) -> Tensor:
+        """The weighted sum itself, in fp32 or better. Not for tables of row numbers."""
+        return product(*self.operands(weights)).view(self.shape)
+
     def operands(self, weights: ClipWeights) -> tuple[Tensor, Tensor]:
         """[B·T, rows] and [B·T, columns], whose product is the weighted sum; contiguous, as above. Not for tables of
         row numbers."""
@@ -250,7 +254,8 @@ class Recomputed:
     gradients: for convolutions, and everything that has no rule of its own.
 
     Both take `inputs` [B, …] and the output gradients `upstream` [B, …]. `terms` gives the sum of the squared terms of
-    a record's gradient, if known.
+    a record's gradient, if known; `row_dimension`, which dimension of `upstream` has one place for each row of the
+    parameter.
     """
 
     name: str
@@ -260,6 +265,7 @@ class Recomputed:
     write: Callable[[tuple[Tensor, ...], Tensor], Tensor]
     total: Callable[[tuple[Tensor, ...], Tensor], Tensor]
     terms: Callable[[tuple[Tensor, ...], Tensor], Tensor] | None = None
+    row_dimension: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -285,13 +291,16 @@ class Recomputed:
         return self.terms(self.inputs, self.upstream)
 
     def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
+        sums.add(self.name, self.weighted(weights))
+
+    def weighted(self, weights: ClipWeights) -> Tensor:
         inputs = tuple(_widened(weights.mask(x)) for x in self.inputs)
-        sums.add(self.name, self.total(inputs, _widened(weights.apply(self.upstream))))
+        return self.total(inputs, _widened(weights.apply(self.upstream)))
 
 
 @dataclass(frozen=True)
 class ViaReparametrisation:
-    """A piece of a tensor that was computed from the parameter alone (a standardised or sliced weight).
+    """A piece of a tensor that was computed from the parameter alone, in any way: a sliced or normalised weight.
 
     Gradients are written out: the chain rule may shorten them (standardising takes parts away), and rounding before it
     would outgrow what is left.
