@@ -310,6 +310,9 @@ def convolution(
             inputs[0], upstream
         )
 
+    def write_halves(x: Tensor, upstream: Tensor) -> Tensor:
+        return geometry.from_patches(x.squeeze(1), source.shape, upstream.squeeze(1))
+
     def together(inputs: tuple[Tensor, ...], upstream: Tensor) -> Tensor:
         return geometry.weight_gradient(inputs[0].flatten(0, 1), source.shape, upstream.flatten(0, 1))
 
@@ -320,12 +323,20 @@ def convolution(
     def report(activation: Tensor, gradient: Tensor) -> None:
         own = gradient.unflatten(0, (tracker.records, -1))
         inputs = (activation.unflatten(0, (tracker.records, -1)),)
-        pieces = source.written(inputs, own, write, together, terms, row_dimension=2)
+        halves = write_halves if _by_patches(geometry, inputs[0], own) else None
+        pieces = source.written(inputs, own, write, together, terms, row_dimension=2, write_halves=halves)
         if offset is not None:
             pieces += offset.whole(own.flatten(3).sum((1, 3), dtype=wide(own.dtype)))
         tracker.report(pieces)
 
     return Convolution.apply(tracker.anchor, x, geometry, Affine(source.value, _value(offset, bias), report))
+
+
+def _by_patches(geometry: Geometry, x: Tensor, gradient: Tensor) -> bool:
+    """[B, m, channels, …]: whether each record's gradient is best written as a product with its patches. On GPUs their
+    matrix units then take operands in half precision, for which libraries of convolutions round what they return."""
+    halves = x.dtype == gradient.dtype and x.dtype.itemsize == 2 and x.device.type in norms.KERNEL_DEVICES
+    return halves and x.shape[1] == 1 and geometry.groups == 1 and len(geometry.stride) == 2
 
 
 def _patches(tracker: ParameterTracker, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: list[int]) -> Tensor:

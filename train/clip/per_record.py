@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from murmuration.train.clip.sums import GradientSums, product
+from murmuration.train.clip.sums import GradientSums, product, products
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -209,13 +209,15 @@ class OuterProduct:
         return self.shape.numel()
 
     def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        right = self.right[rows].to(dtype)
         if self.sparse:
+            right = self.right[rows].to(dtype)
             written = right.new_zeros(len(right), self.rows, self.columns)
             written.scatter_add_(1, self.left[rows].unsqueeze(-1).expand_as(right), right)
+        elif dtype == torch.float32:
+            written = products(self.left[rows], self.right[rows])
         else:
-            written = self.left[rows].to(dtype).transpose(1, 2) @ right
-        return written.view(len(right), *self.shape)
+            written = self.left[rows].to(dtype).transpose(1, 2) @ self.right[rows].to(dtype)
+        return written.view(-1, *self.shape)
 
     def part(self, rows: slice) -> OuterProduct:
         return replace(self, left=self.left[rows], right=self.right[rows])
@@ -266,6 +268,8 @@ class Recomputed:
     total: Callable[[tuple[Tensor, ...], Tensor], Tensor]
     terms: Callable[[tuple[Tensor, ...], Tensor], Tensor] | None = None
     row_dimension: int | None = None
+    write_halves: Callable[[Tensor, Tensor], Tensor] | None = None
+    """`write` for a single input in half precision, as its output gradients are: a product that adds up in fp32."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -280,6 +284,8 @@ class Recomputed:
         return self.shape.numel()
 
     def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        if self.write_halves is not None and dtype == torch.float32:
+            return self.write_halves(self.inputs[0][rows], self.upstream[rows])
         inputs = tuple(x[rows].to(dtype) if x.is_floating_point() else x[rows] for x in self.inputs)
         return self.write(inputs, self.upstream[rows].to(dtype))
 

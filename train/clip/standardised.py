@@ -27,7 +27,9 @@ written out in fp64, Jᵀ and all, and what was measured is added.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -39,12 +41,15 @@ from murmuration.train.clip.per_record import (
     OuterProduct,
     Recomputed,
     ViaReparametrisation,
+    squared_length,
     wide,
 )
 from murmuration.train.clip.sums import GradientSums
 
 # Elements of a row that are added up in fp32.
 ALONG = 1 << 9
+# Elements of per-record gradients that are written out at a time on a GPU, where fewer kernels count for more.
+ON_GPU = 1 << 26
 # How many times fewer records are added up in fp32 than for other weights, and how much longer they may be before
 # parts are taken away.
 FEWER, LARGEST = 4, 8.0
@@ -65,11 +70,15 @@ class Standardisation:
     direction: Tensor
     scale: Tensor
 
+    size: Tensor
+    """|ŵ|² over the elements of a row, fp64 [rows]: var / (var + ε)."""
+
     @staticmethod
     def of(weight: Tensor, gain: Tensor | None, eps: float) -> Standardisation:
         """`weight` is [1, rows, elements of one], as `batch_norm` takes it."""
         direction, _, inverse = torch.native_batch_norm(weight, None, None, None, None, True, 0.0, eps)
-        return Standardisation(direction[0], inverse if gain is None else inverse * gain)
+        scale, size = inverse if gain is None else inverse * gain, squared_length(direction[0]) / weight.shape[2]
+        return Standardisation(direction[0], scale, size)
 
     @property
     def shape(self) -> torch.Size:
@@ -86,21 +95,27 @@ class Standardisation:
     def squares(self, sums: RowSums) -> tuple[Tensor, Tensor]:
         """[B] in fp64: the squared lengths of Jᵀg, and of g with its rows scaled."""
         scale, elements = self.scale.double().square(), self.shape[1]
-        size = flat_sum(self.direction.unsqueeze(0), squared=True) / elements
-        taken = (sums.ones.square() + (2 - size) * sums.direction.square()) / elements
-        whole = sums.squares * scale
-        return (whole - taken * scale).sum(1), whole.sum(1)
+        # A square below the smallest number of fp32 may have vanished, and its row's scale may lift it.
+        whole = sums.squares + torch.finfo(torch.float32).tiny * elements
+        left = whole - (sums.ones.square() + (2 - self.size) * sums.direction.square()) / elements
+        return (left * scale).sum(1), (whole * scale).sum(1)
 
 
-def flat_sum(values: Tensor, squared: bool = False) -> Tensor:
-    """[…, elements] -> […] in fp64: added up in fp32 over at most ALONG of them."""
-    whole = values.shape[-1] // ALONG * ALONG
+@cache
+def cut(elements: int) -> list[int]:
+    """Lengths of at most ALONG; equal ones where the elements have such a divisor, else with a shorter one at the
+    end."""
+    equal = max(length for length in range(1, min(ALONG, elements) + 1) if elements % length == 0)
+    return [equal] if equal >= min(64, elements) else [ALONG, elements % ALONG]
 
-    def added(x: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(x, dim=-1).double().square() if squared else x.sum(-1).double()
 
-    total = added(values[..., whole:])
-    return total + added(values[..., :whole].unflatten(-1, (-1, ALONG))).sum(-1) if whole else total
+def along(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """[…, elements] -> […, stretches], reduced over at most ALONG elements at a time."""
+    length, *rest = cut(values.shape[-1])
+    if not rest:
+        return reduce(values.unflatten(-1, (-1, length)))
+    whole = reduce(values[..., : -rest[0]].unflatten(-1, (-1, length)))
+    return torch.cat([whole, reduce(values[..., -rest[0] :]).unsqueeze(-1)], -1)
 
 
 @dataclass(frozen=True)
@@ -152,12 +167,14 @@ class ViaStandardisation:
         """Writes the gradients out, some records at a time."""
         if self.known is not None:
             return self.known
-        at_once, found = max(1, CHUNK // self.elements), []
+        at_once = max(1, (ON_GPU if self.by.scale.is_cuda else CHUNK) // self.elements)
+        found: list[tuple[Tensor, ...]] = []
         for start in range(0, self.records, at_once):
             own = self.inner.instances(slice(start, start + at_once), wide(self.dtype)).view(-1, *self.by.shape)
-            direction = self.by.direction.to(own.dtype)
-            found.append((flat_sum(own, squared=True), flat_sum(own), flat_sum(own * direction)))
-        return RowSums(*(torch.cat(each) for each in zip(*found, strict=True)))
+            lengths, ones = along(own, lambda x: torch.linalg.vector_norm(x, dim=-1)), along(own, lambda x: x.sum(-1))
+            found.append((lengths, ones, along(own.mul_(self.by.direction), lambda x: x.sum(-1))))
+        lengths, ones, direction = (torch.cat(each).double() for each in zip(*found, strict=True))
+        return RowSums(lengths.square().sum(-1), ones.sum(-1), direction.sum(-1))
 
     def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
         total = self.inner.weighted(weights).double()
@@ -171,8 +188,4 @@ class ViaStandardisation:
 def taken(piece: ViaStandardisation, whole: Tensor, tolerance: float) -> Tensor:
     """[B]: what makes a record's norm doubtful where errors beyond `tolerance` of its square do: both the error of the
     square and, if sizes before anything is taken away exceed LARGEST times those after it, its rounding in the sum."""
-    unit = torch.finfo(wide(piece.dtype)).eps / 2
-    # What vanishes in fp32 counts by what a row's scale lifts it to.
-    format = torch.finfo(wide(piece.dtype))
-    lost = format.tiny * format.eps * piece.by.shape[1] * piece.by.scale.double().square().sum()
-    return max(5 * ALONG * unit, tolerance / LARGEST**2) * whole + lost
+    return max(5 * ALONG * torch.finfo(wide(piece.dtype)).eps / 2, tolerance / LARGEST**2) * whole

@@ -98,12 +98,14 @@ class TrackedTensor:
         total: Callable[[tuple[Tensor, ...], Tensor], Tensor],
         terms: Callable[[tuple[Tensor, ...], Tensor], Tensor] | None = None,
         row_dimension: int | None = None,
+        write_halves: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> list[PerRecordGradient]:
+        own = Recomputed("", inputs, upstream, self.shape, write, total, terms, row_dimension, write_halves)
         if self.view == "same":
             ((name, leaf),) = self.leaves.items()
             if leaf.shape == self.shape:
-                return [Recomputed(name, inputs, upstream, self.shape, write, total, terms, row_dimension)]
-        return self._through(Recomputed("", inputs, upstream, self.shape, write, total, terms, row_dimension))
+                return [replace(own, name=name)]
+        return self._through(own)
 
     def _through(self, inner: PerRecordGradient) -> list[PerRecordGradient]:
         """Works for views too, since their autograd record is also kept."""
