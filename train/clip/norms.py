@@ -155,9 +155,9 @@ def _written_out(pieces: list[PerRecordGradient], lengths: bool) -> Squares:
         if isinstance(piece, ViaStandardisation):
             doubt = doubt + taken(piece, piece.by.squares(piece.row_sums())[1], TOLERANCE)
     own = [_length(piece) for piece in outers]
-    # One addition for each token, and one for each other piece.
+    # One addition for each token, and one for each other piece; tensor cores truncate.
     depth = sum(piece.tokens for piece in outers) + len(pieces)
-    written = depth * _roundoff(first) * sum(own, torch.zeros_like(square))
+    written = 2 * depth * _roundoff(first) * sum(own, torch.zeros_like(square))
     added = sum((_added(piece) * length for piece, length in zip(outers, own, strict=True)), torch.zeros_like(square))
     rounded = [length for piece, length in zip(outers, own, strict=True) if lengths and not piece.sparse]
     return Squares(square, doubt + _lengthened(square, written + added), _total(rounded))
@@ -169,7 +169,7 @@ def _standardised(piece: ViaStandardisation, lengths: bool) -> Squares:
     doubt = taken(piece, whole, TOLERANCE)
     if isinstance(scaled, OuterProduct):
         length = _length(scaled)
-        written = (scaled.tokens + 1) * _roundoff(scaled)
+        written = 2 * (scaled.tokens + 1) * _roundoff(scaled)
         doubt = doubt + _lengthened(square, (written + _added(scaled)) * length)
     else:
         doubt = doubt + _unit(scaled) * scaled.spread()
