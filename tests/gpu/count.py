@@ -45,7 +45,10 @@ COUNTED = Path(__file__).with_name("counted.json")
 GPU = torch.device("cuda", 0)
 OBJECTIVES = {"mae": "mae", "captioner": "caption", "classifier": "classify"}
 # Models of the shipped recipes at the micro-batches that they ship with.
-CASES = {"mae/base": 256, "mae/large": 256, "captioner/base": 256, "captioner/large": 256, "classifier/base": 32}
+CASES = {
+    "mae/base": 256, "mae/large": 256, "captioner/base": 256, "captioner/large": 256, "classifier/base": 32,
+    "classifier/r50x1": 32,
+}  # fmt: skip
 
 VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes",
