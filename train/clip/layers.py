@@ -288,10 +288,8 @@ def convolution(
     source, offset = tracker.source(weight), _source(tracker, bias)
     x = _autocast(input)
     stride, dilation, kernel = _each(stride, dims), _each(dilation, dims), list(weight.shape[2:])
-    if isinstance(padding, str) and padding == "same":
-        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        # Uneven padding: the longer side comes last, as in PyTorch.
-        x = F.pad(x, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
+    if padding == "same":
+        x = _padded(x, kernel, dilation)
     padding = [0] * dims if isinstance(padding, str) else _each(padding, dims)
     geometry = Geometry(stride, padding, dilation, groups)
     if source is None:
@@ -330,6 +328,12 @@ def convolution(
         tracker.report(pieces)
 
     return Convolution.apply(tracker.anchor, x, geometry, Affine(source.value, _value(offset, bias), report))
+
+
+def _padded(x: Tensor, kernel: list[int], dilation: list[int]) -> Tensor:
+    """For an output of the same size. Where padding is uneven, the longer side comes last, as in PyTorch."""
+    total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    return F.pad(x, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
 
 
 def _by_patches(geometry: Geometry, x: Tensor, gradient: Tensor) -> bool:
