@@ -290,7 +290,7 @@ def convolution(
     stride, dilation, kernel = _each(stride, dims), _each(dilation, dims), list(weight.shape[2:])
     if padding == "same":
         x = _padded(x, kernel, dilation)
-    padding = [0] * dims if isinstance(padding, str) else _each(padding, dims)
+    padding = _each(0 if isinstance(padding, str) else padding, dims)
     geometry = Geometry(stride, padding, dilation, groups)
     if source is None:
         plain = geometry.forward(x, weight.to(x.dtype), None)
@@ -308,9 +308,6 @@ def convolution(
             inputs[0], upstream
         )
 
-    def write_halves(x: Tensor, upstream: Tensor) -> Tensor:
-        return geometry.from_patches(x.squeeze(1), source.shape, upstream.squeeze(1))
-
     def together(inputs: tuple[Tensor, ...], upstream: Tensor) -> Tensor:
         return geometry.weight_gradient(inputs[0].flatten(0, 1), source.shape, upstream.flatten(0, 1))
 
@@ -321,7 +318,7 @@ def convolution(
     def report(activation: Tensor, gradient: Tensor) -> None:
         own = gradient.unflatten(0, (tracker.records, -1))
         inputs = (activation.unflatten(0, (tracker.records, -1)),)
-        halves = write_halves if _by_patches(geometry, inputs[0], own) else None
+        halves = _by_patches(geometry, inputs[0], own, source.shape)
         pieces = source.written(inputs, own, write, together, terms, row_dimension=2, write_halves=halves)
         if offset is not None:
             pieces += offset.whole(own.flatten(3).sum((1, 3), dtype=wide(own.dtype)))
@@ -336,11 +333,15 @@ def _padded(x: Tensor, kernel: list[int], dilation: list[int]) -> Tensor:
     return F.pad(x, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
 
 
-def _by_patches(geometry: Geometry, x: Tensor, gradient: Tensor) -> bool:
-    """[B, m, channels, …]: whether each record's gradient is best written as a product with its patches. On GPUs their
-    matrix units then take operands in half precision, for which libraries of convolutions round what they return."""
+def _by_patches(
+    geometry: Geometry, x: Tensor, gradient: Tensor, shape: torch.Size
+) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Writes each record's gradient as a product with its patches, where that is best, of operands [B, m, channels, …].
+    Matrix units of GPUs then take halves, for which libraries of convolutions would round what they return."""
     halves = x.dtype == gradient.dtype and x.dtype.itemsize == 2 and x.device.type in norms.KERNEL_DEVICES
-    return halves and x.shape[1] == 1 and geometry.groups == 1 and len(geometry.stride) == 2
+    if not halves or x.shape[1] != 1 or geometry.groups != 1 or len(geometry.stride) != 2:
+        return None
+    return lambda x, upstream: geometry.from_patches(x.squeeze(1), shape, upstream.squeeze(1))
 
 
 def _patches(tracker: ParameterTracker, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: list[int]) -> Tensor:
