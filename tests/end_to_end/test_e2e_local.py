@@ -44,3 +44,22 @@ def test_several_processes_of_it_are_refused_in_a_sentence(launch: Make) -> None
     code, output = job.run()
     assert code != 0 and 'run.engine = "local" is one process, but 2 were started' in output
     assert not (run_dir / "ledger.jsonl").exists()
+
+
+def test_what_can_no_longer_be_private_is_said_before_the_first_step(launch: Make) -> None:
+    """A run goes on with a phase of which nobody had thought, and turns out to be the best of several."""
+    job, run_dir = launch("longer", lambda config: config["run"].pop("debug_seed"), **LOCAL)
+    process = job.start()
+    wait_for(lambda: opened_steps(run_dir), process)
+    (run_dir / "stop").touch()
+    assert process.wait(TIMEOUT) == 75
+
+    config = json.loads(job.config.read_text())
+    config["phases"].append({**config["phases"][-1], "name": "afterthought", "steps": 3})
+    job.config.write_text(json.dumps(config))
+    tuning = '{"statement": "three learning rates", "mean": 3, "fixed": true}'
+    job.arguments = [*LOCAL["arguments"], "--set", f"run.tuned_on_private_data={tuning}"]
+    code, output = job.run()
+    assert code == 0, output
+    told = output.index("NOT PRIVATE: the run was chosen among several, and the plan of phase afterthought")
+    assert told < output.index("afterthought  step")

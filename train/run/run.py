@@ -76,8 +76,6 @@ def run_all(
 
 def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
     """Trains what is left of all phases; returns the reason if the budget ended them."""
-    if run.key.debug:
-        run.board.say("NOT PRIVATE (debug): the keys come from run.debug_seed")
 
     def stalled(reason: str) -> None:
         tell_state(run, status=RESUMABLE, error=reason)
@@ -91,6 +89,7 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
             if phase.private:
                 run.ranks.on_main(lambda phase=phase: declare(run, phase))
         run.ranks.on_main(lambda: _declare_choices(run))
+        run.ranks.on_main(lambda: _tell_objection(run))
         run.ranks.on_main(lambda: run.board.describe(shown_config(run.config), *_compared(run, phases)))
         for phase in phases:
             loaded = run.latest_checkpoint()
@@ -209,6 +208,13 @@ def _declare_choices(run: RunContext) -> None:
         run.board.say(
             f"chosen among several private runs: ε = {round_up(cost):g} will be claimed for the planned steps"
         )
+
+
+def _tell_objection(run: RunContext) -> None:
+    """What the certificate will say is known before the first step, while another config costs nothing."""
+    history = run.writer.history
+    if (history.plans or run.key.debug) and (objection := history.why_not_private()) is not None:
+        run.board.say(objection)
 
 
 def _require_same_run(run: RunContext, phases: list[ReadyPhase]) -> None:
