@@ -45,7 +45,10 @@ COUNTED = Path(__file__).with_name("counted.json")
 GPU = torch.device("cuda", 0)
 OBJECTIVES = {"mae": "mae", "captioner": "caption", "classifier": "classify"}
 # Models of the shipped recipes at the micro-batches that they ship with.
-CASES = {"mae/base": 256, "mae/large": 256, "captioner/base": 256, "captioner/large": 256, "classifier/base": 32}
+CASES = {
+    "mae/base": 256, "mae/large": 256, "captioner/base": 256, "captioner/large": 256, "classifier/base": 32,
+    "classifier/r50x1": 32,
+}  # fmt: skip
 
 VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes",
@@ -69,6 +72,7 @@ WRITE_ONLY = {
     "new_full",
 }
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+CONVOLUTIONS = {"convolution", "convolution_backward"}
 # What cannot go on without an answer from the device.
 ASKING = {"nonzero", "is_nonzero", "equal", "masked_select"}
 
@@ -138,6 +142,9 @@ class Count(TorchDispatchMode):
         if name in VIEWS or name in NO_KERNEL or func._schema.name.startswith("prim::"):
             return out
         read = (args, {key: value for key, value in kwargs.items() if key != "out"})
+        if name in CONVOLUTIONS:
+            self._convolution(name, args, outs)
+            return out
         self._kernel(name, [each for each in tree_leaves(read) if isinstance(each, Tensor)], outs)
         return out
 
@@ -162,6 +169,17 @@ class Count(TorchDispatchMode):
             moved = 2 * sum(map(touched, outs))
         kind, flops = _work(name, ins, outs)
         self.add(moved, kind, flops)
+
+    def _convolution(self, name: str, args: Any, outs: list[Tensor]) -> None:
+        """As many kernels as gradients are asked for; each reads its two operands and writes what it is for."""
+        if name == "convolution":
+            (out,), (x, weight) = outs, args[:2]
+            self.add(sum(map(touched, (x, weight, out))), *_of_convolution(x, weight, out))
+            return
+        gradient, x, weight, mask = *args[:3], args[-1]
+        for result, wanted in zip((x, weight), mask, strict=False):
+            if wanted:
+                self.add(sum(map(touched, (x, weight, gradient))), *_of_convolution(result, weight, gradient))
 
     def add(self, moved: int, kind: str, flops: int, from_cache: int = 0) -> None:
         """`from_cache`: bytes that a kernel of ours loads, which may be more than it reads of memory."""
@@ -198,6 +216,12 @@ def _work(name: str, ins: list[Tensor], outs: list[Tensor]) -> tuple[str, int]:
         records, heads, tokens, width = query.shape
         return "attention", (10 if backward else 4) * records * heads * tokens * key.shape[-2] * width
     return "", 0
+
+
+def _of_convolution(x: Tensor, weight: Tensor, out: Tensor) -> tuple[str, int]:
+    """The operations of a convolution from x to `out`; each of its gradients takes as many."""
+    kind = "half" if x.dtype.itemsize == 2 else "fp32" if x.dtype.itemsize == 4 else "fp64"
+    return f"product {kind}", 2 * out.numel() * weight[0].numel()
 
 
 def _is_mask(value: Any) -> bool:

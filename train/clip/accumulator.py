@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from murmuration.train.clip.norms import Squares, measure, measure_affine, squared
+from murmuration.train.clip.norms import TOLERANCE, Squares, measure, measure_affine, squared
 from murmuration.train.clip.per_record import (
     CHUNK,
     ClipWeights,
@@ -31,11 +31,10 @@ from murmuration.train.clip.per_record import (
     wide,
 )
 from murmuration.train.clip.rule import ClipError, stretches
+from murmuration.train.clip.standardised import FEWER, ViaStandardisation
 from murmuration.train.clip.sums import SMALL, WIDEST_SPAN, GradientSums, OnlyIf, SpanSums, products_into
 
-# Relative error of a squared norm above which it is computed again (`rule.FACTOR_ROUNDING` allows for it). Outside the
-# range, squares may have overflowed or vanished in fp32.
-TOLERANCE = 1e-2
+# Outside this range, squares may have overflowed or vanished in fp32.
 SMALLEST, LARGEST = 1e-24, 1e24
 # Relative rounding error of the elements of a bf16 operand that carries the clip factor.
 BF16_ROUNDING = 2.0**-8
@@ -174,6 +173,8 @@ class NormAccumulator:
         )  # fmt: skip
 
     def _worth_holding(self, piece: PerRecordGradient) -> bool:
+        if isinstance(piece, ViaStandardisation):
+            return self._worth_holding(piece.inner)
         if isinstance(piece, Recomputed):
             return piece.elements * piece.records <= self._hold * (piece.inputs[0].numel() + piece.upstream.numel())
         if not isinstance(piece, OuterProduct) or piece.sparse or piece.tokens == 1:
@@ -318,6 +319,8 @@ def _is_product(piece: PerRecordGradient) -> bool:
 
 def add_in_stretches(piece: PerRecordGradient, weights: ClipWeights, sums: GradientSums, rows: int = 1) -> None:
     """Adds each stretch's sum to the totals separately (`rounding_allowance`)."""
+    if isinstance(piece, ViaStandardisation):
+        rows *= FEWER
     parts = stretches(piece.records, rows)
     if len(parts) == 1:
         piece.add_weighted(weights, sums)

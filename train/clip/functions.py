@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from murmuration.train.clip.sums import products
+
 
 @dataclass(frozen=True)
 class Affine:
@@ -172,6 +174,12 @@ class Geometry:
     def weight_gradient(self, x: Tensor, shape: torch.Size, gradient: Tensor) -> Tensor:
         """The weight gradient, summed over the given records."""
         return self._backward(x, x.new_empty(shape), gradient, [False, True, False])[1]
+
+    def from_patches(self, x: Tensor, shape: torch.Size, gradient: Tensor) -> Tensor:
+        """[N, *shape]: each record's weight gradient as a product with its patches, written side by side, which adds up
+        in fp32 whatever x is in; for images, and without groups."""
+        patches = F.unfold(x, shape[2:], self.dilation, self.padding, self.stride)
+        return products(gradient.flatten(2).transpose(1, 2), patches.transpose(1, 2)).view(-1, *shape)
 
     def terms(self, x: Tensor, kernel: torch.Size, gradient: Tensor) -> Tensor:
         """[N] in fp64: |input patch|² · |output gradient|², summed over all positions."""

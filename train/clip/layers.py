@@ -32,6 +32,7 @@ from murmuration.train.clip.functions import (
 )
 from murmuration.train.clip.per_record import PerRecordGradient, Reported, over_tokens, wide
 from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.standardised import Standardisation
 from murmuration.train.clip.tracker import ParameterTracker, TrackedTensor, swapped, tensors_in
 
 # The widest LayerNorm whose rows fit into the registers of its kernel.
@@ -287,11 +288,9 @@ def convolution(
     source, offset = tracker.source(weight), _source(tracker, bias)
     x = _autocast(input)
     stride, dilation, kernel = _each(stride, dims), _each(dilation, dims), list(weight.shape[2:])
-    if isinstance(padding, str) and padding == "same":
-        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        # Uneven padding: the longer side comes last, as in PyTorch.
-        x = F.pad(x, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
-    padding = [0] * dims if isinstance(padding, str) else _each(padding, dims)
+    if padding == "same":
+        x = _padded(x, kernel, dilation)
+    padding = _each(0 if isinstance(padding, str) else padding, dims)
     geometry = Geometry(stride, padding, dilation, groups)
     if source is None:
         plain = geometry.forward(x, weight.to(x.dtype), None)
@@ -318,12 +317,31 @@ def convolution(
 
     def report(activation: Tensor, gradient: Tensor) -> None:
         own = gradient.unflatten(0, (tracker.records, -1))
-        pieces = source.written((activation.unflatten(0, (tracker.records, -1)),), own, write, together, terms)
+        inputs = (activation.unflatten(0, (tracker.records, -1)),)
+        halves = _by_patches(geometry, inputs[0], own, source.shape)
+        pieces = source.written(inputs, own, write, together, terms, row_dimension=2, write_halves=halves)
         if offset is not None:
             pieces += offset.whole(own.flatten(3).sum((1, 3), dtype=wide(own.dtype)))
         tracker.report(pieces)
 
     return Convolution.apply(tracker.anchor, x, geometry, Affine(source.value, _value(offset, bias), report))
+
+
+def _padded(x: Tensor, kernel: list[int], dilation: list[int]) -> Tensor:
+    """For an output of the same size. Where padding is uneven, the longer side comes last, as in PyTorch."""
+    total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    return F.pad(x, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
+
+
+def _by_patches(
+    geometry: Geometry, x: Tensor, gradient: Tensor, shape: torch.Size
+) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Writes each record's gradient as a product with its patches, where that is best, of operands [B, m, channels, …].
+    Matrix units of GPUs then take halves, for which libraries of convolutions would round what they return."""
+    halves = x.dtype == gradient.dtype and x.dtype.itemsize == 2 and x.device.type in norms.KERNEL_DEVICES
+    if not halves or x.shape[1] != 1 or geometry.groups != 1 or len(geometry.stride) != 2:
+        return None
+    return lambda x, upstream: geometry.from_patches(x.squeeze(1), shape, upstream.squeeze(1))
 
 
 def _patches(tracker: ParameterTracker, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: list[int]) -> Tensor:
@@ -339,10 +357,25 @@ def _patches(tracker: ParameterTracker, x: Tensor, weight: Tensor, bias: Tensor 
     return out.transpose(1, 2).unflatten(2, grid)
 
 
-def batch_norm(tracker: ParameterTracker, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def batch_norm(
+    tracker: ParameterTracker, input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Of a weight: timm's way to standardise its rows."""
     if tracker.varies(input):
         raise ClipError("batch normalisation makes records depend on one another; use layer or group normalisation")
-    return tracker.computed(F.batch_norm, (input, *args), kwargs)
+    made = tracker.computed(F.batch_norm, (input, running_mean, running_var, weight, bias, training, momentum, eps), {})
+    source, gain = tracker.source(input), _source(tracker, weight)
+    by_its_own = training and running_mean is None and running_var is None and bias is None
+    if source is None or not by_its_own or input.dim() != 3 or len(input) != 1 or source.view != "same":
+        return made
+    ((name, leaf),) = source.leaves.items()
+    if leaf.shape[0] == input.shape[1] and (gain is None or name not in gain.leaves):
+        with torch.no_grad(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            by = Standardisation.of(input.detach(), None if weight is None else weight.detach(), eps)
+        tracker.standardised(made, name, by, gain)
+    return made
 
 
 def attention(tracker: ParameterTracker, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

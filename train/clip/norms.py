@@ -29,7 +29,10 @@ from murmuration.train.clip.per_record import (
     squared_length,
     wide,
 )
+from murmuration.train.clip.standardised import ViaStandardisation, taken
 
+# Relative error of a squared norm above which it is computed again (`rule.FACTOR_ROUNDING` allows for it).
+TOLERANCE = 1e-2
 # From this many tokens on, the Gram matrices are computed in strips, which skips most of their upper half.
 STRIPS_FROM, STRIPS = 96, 4
 STRIP_SHARE = 0.5 + 0.5 / STRIPS
@@ -79,6 +82,8 @@ class Squares(NamedTuple):
 def measure(pieces: list[PerRecordGradient], lengths: bool = True, over: Tensor | None = None) -> Squares:
     """Measures the gradient of one parameter, which is the sum of its pieces. If `over` is an operand of the only one,
     its sum over tokens may be found as well."""
+    if len(pieces) == 1 and isinstance(pieces[0], ViaStandardisation):
+        return _standardised(pieces[0], lengths)
     outers = [piece for piece in pieces if isinstance(piece, OuterProduct)]
     if len(outers) < len(pieces) or (len(pieces) == 1 and not gram_is_cheaper(outers[0])):
         return _written_out(pieces, lengths)
@@ -148,13 +153,29 @@ def _written_out(pieces: list[PerRecordGradient], lengths: bool) -> Squares:
     outers = [piece for piece in pieces if isinstance(piece, OuterProduct)]
     others = [_unit(piece) * piece.spread() for piece in pieces if not isinstance(piece, OuterProduct)]
     doubt = _together(others) if others else torch.zeros_like(square)
+    for piece in pieces:
+        if isinstance(piece, ViaStandardisation):
+            doubt = doubt + taken(piece, piece.by.squares(piece.row_sums())[1], TOLERANCE)
     own = [_length(piece) for piece in outers]
-    # One addition for each token, and one for each other piece.
+    # One addition for each token, and one for each other piece; tensor cores truncate.
     depth = sum(piece.tokens for piece in outers) + len(pieces)
-    written = depth * _roundoff(first) * sum(own, torch.zeros_like(square))
+    written = 2 * depth * _roundoff(first) * sum(own, torch.zeros_like(square))
     added = sum((_added(piece) * length for piece, length in zip(outers, own, strict=True)), torch.zeros_like(square))
     rounded = [length for piece, length in zip(outers, own, strict=True) if lengths and not piece.sparse]
     return Squares(square, doubt + _lengthened(square, written + added), _total(rounded))
+
+
+def _standardised(piece: ViaStandardisation, lengths: bool) -> Squares:
+    square, whole = piece.by.squares(piece.row_sums())
+    scaled, length = piece.scaled(), None
+    doubt = taken(piece, whole, TOLERANCE)
+    if isinstance(scaled, OuterProduct):
+        length = _length(scaled)
+        written = 2 * (scaled.tokens + 1) * _roundoff(scaled)
+        doubt = doubt + _lengthened(square, (written + _added(scaled)) * length)
+    else:
+        doubt = doubt + _unit(scaled) * scaled.spread()
+    return Squares(square, doubt, length if lengths else None)
 
 
 def _added(piece: OuterProduct) -> float:

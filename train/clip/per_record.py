@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from murmuration.train.clip.sums import GradientSums
+from murmuration.train.clip.sums import GradientSums, product, products
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -235,13 +235,15 @@ class OuterProduct:
         return self.shape.numel()
 
     def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        right = self.right[rows].to(dtype)
         if self.sparse:
+            right = self.right[rows].to(dtype)
             written = right.new_zeros(len(right), self.rows, self.columns)
             written.scatter_add_(1, self.left[rows].unsqueeze(-1).expand_as(right), right)
+        elif dtype == torch.float32:
+            written = products(self.left[rows], self.right[rows])
         else:
-            written = self.left[rows].to(dtype).transpose(1, 2) @ right
-        return written.view(len(right), *self.shape)
+            written = self.left[rows].to(dtype).transpose(1, 2) @ self.right[rows].to(dtype)
+        return written.view(-1, *self.shape)
 
     def part(self, rows: slice) -> OuterProduct:
         return replace(self, left=self.left[rows], right=self.right[rows])
@@ -258,6 +260,10 @@ class OuterProduct:
             sums.add(self.name, total.view(self.shape))
             return
         sums.add_product(self.name, *self.operands(weights))
+
+    def weighted(self, weights: ClipWeights) -> Tensor:
+        """The weighted sum itself, in fp32 or better. Not for tables of row numbers."""
+        return product(*self.operands(weights)).view(self.shape)
 
     def operands(self, weights: ClipWeights) -> tuple[Tensor, Tensor]:
         """[B·T, rows] and [B·T, columns], whose product is the weighted sum; contiguous, as above. Not for tables of
@@ -276,7 +282,8 @@ class Recomputed:
     gradients: for convolutions, and everything that has no rule of its own.
 
     Both take `inputs` [B, …] and the output gradients `upstream` [B, …]. `terms` gives the sum of the squared terms of
-    a record's gradient, if known.
+    a record's gradient, if known; `row_dimension`, which dimension of `upstream` has one place for each row of the
+    parameter.
     """
 
     name: str
@@ -286,6 +293,9 @@ class Recomputed:
     write: Callable[[tuple[Tensor, ...], Tensor], Tensor]
     total: Callable[[tuple[Tensor, ...], Tensor], Tensor]
     terms: Callable[[tuple[Tensor, ...], Tensor], Tensor] | None = None
+    row_dimension: int | None = None
+    write_halves: Callable[[Tensor, Tensor], Tensor] | None = None
+    """`write` for a single input in half precision, as its output gradients are: a product that adds up in fp32."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -300,6 +310,8 @@ class Recomputed:
         return self.shape.numel()
 
     def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        if self.write_halves is not None and dtype == torch.float32:
+            return self.write_halves(self.inputs[0][rows], self.upstream[rows])
         inputs = tuple(x[rows].to(dtype) if x.is_floating_point() else x[rows] for x in self.inputs)
         return self.write(inputs, self.upstream[rows].to(dtype))
 
@@ -311,13 +323,16 @@ class Recomputed:
         return self.terms(self.inputs, self.upstream)
 
     def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
+        sums.add(self.name, self.weighted(weights))
+
+    def weighted(self, weights: ClipWeights) -> Tensor:
         inputs = tuple(_widened(weights.mask(x)) for x in self.inputs)
-        sums.add(self.name, self.total(inputs, _widened(weights.apply(self.upstream))))
+        return self.total(inputs, _widened(weights.apply(self.upstream)))
 
 
 @dataclass(frozen=True)
 class ViaReparametrisation:
-    """A piece of a tensor that was computed from the parameter alone (a standardised or sliced weight).
+    """A piece of a tensor that was computed from the parameter alone, in any way: a sliced or normalised weight.
 
     Gradients are written out: the chain rule may shorten them (standardising takes parts away), and rounding before it
     would outgrow what is left.

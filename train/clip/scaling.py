@@ -26,6 +26,7 @@ from murmuration.train.clip.per_record import (
     ViaReparametrisation,
 )
 from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.standardised import ViaStandardisation
 from murmuration.train.clip.sums import product
 from murmuration.train.distributed.shards import Fragment
 
@@ -89,6 +90,8 @@ class Scaling:
             return replace(piece, value=self.times(piece.name, piece.value))
         if isinstance(piece, Recomputed):
             return self._written(piece)
+        if isinstance(piece, ViaStandardisation):  # scales differ along a row
+            piece = piece.written()
         if isinstance(piece, ViaReparametrisation):
             return replace(piece, then=lambda value: self.times(piece.name, value))
         raise ClipError(f"{piece.name} has gradients of a kind that cannot be scaled ({type(piece).__name__})")

@@ -219,8 +219,15 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return left.float().t() @ right.float()
 
 
+def products(left: Tensor, right: Tensor) -> Tensor:
+    """`product` for each of several parts: left [parts, k, rows] and right [parts, k, columns], in fp32."""
+    out = torch.empty(len(left), left.shape[2], right.shape[2], device=left.device)
+    products_into(out, left, right)
+    return out
+
+
 def products_into(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """`product` for each of several parts: left [parts, k, rows] and right [parts, k, columns] into `out` in fp32."""
+    """The same into `out`."""
     left = left.transpose(1, 2)
     if left.dtype == right.dtype == torch.float32:
         torch.bmm(left, right, out=out)

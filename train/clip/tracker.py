@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,21 @@ from murmuration.train.clip.per_record import (
     TokenSum,
     ViaReparametrisation,
     over_tokens,
+    wide,
 )
 from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.standardised import Standardisation, ViaStandardisation
+
+
+@dataclass(frozen=True)
+class Standardised:
+    """How the rows of a tensor were standardised from those of the parameter `name`; `gain` is what they were then
+    multiplied by, where that is trained too."""
+
+    name: str
+    by: Standardisation
+    gain: TrackedTensor | None
+
 
 # Where a tensor of weights comes from: a parameter, a view of one, or something computed from parameters.
 #
@@ -48,6 +61,7 @@ class TrackedTensor:
     tensor: Tensor
     leaves: dict[str, Tensor]
     view: Literal["same", "transposed"] | None
+    standardised: Standardised | None = None
 
     @property
     def value(self) -> Tensor:
@@ -93,16 +107,38 @@ class TrackedTensor:
         write: Callable[[tuple[Tensor, ...], Tensor], Tensor],
         total: Callable[[tuple[Tensor, ...], Tensor], Tensor],
         terms: Callable[[tuple[Tensor, ...], Tensor], Tensor] | None = None,
+        row_dimension: int | None = None,
+        write_halves: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> list[PerRecordGradient]:
+        own = Recomputed("", inputs, upstream, self.shape, write, total, terms, row_dimension, write_halves)
         if self.view == "same":
             ((name, leaf),) = self.leaves.items()
             if leaf.shape == self.shape:
-                return [Recomputed(name, inputs, upstream, self.shape, write, total, terms)]
-        return self._through(Recomputed("", inputs, upstream, self.shape, write, total, terms))
+                return [replace(own, name=name)]
+        return self._through(own)
 
     def _through(self, inner: PerRecordGradient) -> list[PerRecordGradient]:
         """Works for views too, since their autograd record is also kept."""
+        if self.standardised is not None and _has_rows(inner, self.standardised.by):
+            return self._through_rows(inner, self.standardised)
         return [ViaReparametrisation(name, inner, self.tensor, leaf) for name, leaf in self.leaves.items()]
+
+    def _through_rows(self, inner: OuterProduct | Recomputed, standardised: Standardised) -> list[PerRecordGradient]:
+        name, by, gain = standardised.name, standardised.by, standardised.gain
+        piece = ViaStandardisation(name, inner, by, self.tensor, self.leaves[name])
+        if gain is None:
+            return [piece]
+        # A row's gain scales ŵ, so its gradient is one of the sums that the norm of the weight's needs.
+        sums = piece.row_sums()
+        own = sums.direction.to(wide(inner.dtype)).view(-1, *gain.shape)
+        return [replace(piece, known=sums), *gain.whole(own)]
+
+
+def _has_rows(inner: PerRecordGradient, by: Standardisation) -> TypeGuard[OuterProduct | Recomputed]:
+    """Whether the rows that were standardised are those of the piece, and can be scaled in it."""
+    if isinstance(inner, OuterProduct):
+        return not inner.sparse and (inner.rows, inner.columns) == tuple(by.shape)
+    return isinstance(inner, Recomputed) and inner.row_dimension is not None and inner.terms is not None
 
 
 # Views that keep the elements in order: the gradient's norm and its flat form are those of the parameter.
@@ -248,8 +284,13 @@ class ParameterTracker(TorchFunctionMode):
         leaves = {leaf_name: leaf for source in known for leaf_name, leaf in source.leaves.items()}
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in self._sources:
-                self._sources[id(tensor)] = TrackedTensor(tensor, leaves, _view(name, first, tensor, len(known)))
+                view = _view(name, first, tensor, len(known))
+                self._sources[id(tensor)] = TrackedTensor(tensor, leaves, view, _rows_kept(name, first, tensor, leaves))
         return out
+
+    def standardised(self, made: Tensor, name: str, by: Standardisation, gain: TrackedTensor | None) -> None:
+        """Says of a computed tensor how its rows were made."""
+        self._sources[id(made)] = replace(self._sources[id(made)], standardised=Standardised(name, by, gain))
 
     def _leaf(self, tensor: Tensor) -> Tensor:
         name = self._names.get(id(tensor))
@@ -318,6 +359,12 @@ def _view(name: str, source: TrackedTensor, out: Tensor, sources: int) -> Any:
     if name in TRANSPOSING and out.dim() == source.tensor.dim() == 2:
         return "transposed" if source.view == "same" and len(next(iter(source.leaves.values())).shape) == 2 else None
     return None
+
+
+def _rows_kept(name: str, source: TrackedTensor, out: Tensor, leaves: Mapping[str, Tensor]) -> Standardised | None:
+    """The rows of a standardised tensor that was only given another shape, maybe that of its own parameter."""
+    kept = name in IN_ORDER and leaves.keys() == source.leaves.keys() and out.dtype == source.tensor.dtype
+    return source.standardised if kept else None
 
 
 def _name(func: Any) -> str:

@@ -1,0 +1,191 @@
+"""Weights that are standardised row by row before they are used, as in BiT's convolutions.
+
+w' = γ·ŵ with ŵ = (w - mean)/√(var + ε). All records share the weight, and hence the Jacobian J of this map. For a row
+of n elements
+
+    Jᵀg = γ/√(var + ε) · (g - mean(g) - mean(g·ŵ)·ŵ).
+
+It scales a row, and takes away what lies along ones and along ŵ, which are at right angles to each other. So the norms
+of all records' gradients of w follow from three numbers for each row of what they are for w' (`RowSums`), and since Jᵀ
+is linear, the clipped sum is Jᵀ of the clipped sum for w', which is one product like that of any other layer.
+
+Rounding. Let h be g with its rows scaled, |h| ≥ |Jᵀg| the size before anything is taken away, and κ = |h|/|Jᵀg|, both
+over all parameters that are clipped together.
+
+- The norm. |h|² and both parts that are subtracted are no larger than |h|² each. Each number is added up in fp32 over
+  at most ALONG elements and beyond them in fp64, so it errs by ALONG·u of Σ|terms| at most, and the three together by
+  at most 5·ALONG·u·|h|², whichever elements cancel. Jᵀ never lengthens the error of h itself.
+- The sum. Records are added up in fp32 before Jᵀ, where each has a size of κ·C instead of C; what Jᵀ takes away of the
+  sum leaves the rounding of that sum behind. A chain of b additions of terms of size S errs by b·u·b·S, and tokens that
+  are added to what other records have summed to by √(b·T)·u·b·S (`rule.rounding_allowance`, which allows for b = 128
+  and S = C). Weights that are standardised are added up over b = 128/FEWER records, and Jᵀ is applied in fp64. At
+  FEWER = 4, both stay below what is allowed for as long as κ ≤ LARGEST = 8: 32²·8 < 128² and 32^1.5·8 < 128^1.5.
+
+A record whose norm may be wrong, or of which more than that is taken away, is in doubt (`taken`): its gradient is
+written out in fp64, Jᵀ and all, and what was measured is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from murmuration.train.clip.per_record import (
+    CHUNK,
+    ClipWeights,
+    OuterProduct,
+    Recomputed,
+    ViaReparametrisation,
+    squared_length,
+    wide,
+)
+from murmuration.train.clip.sums import GradientSums
+
+# Elements of a row that are added up in fp32.
+ALONG = 1 << 9
+# Elements of per-record gradients that are written out at a time on a GPU, where fewer kernels count for more.
+ON_GPU = 1 << 26
+# How many times fewer records are added up in fp32 than for other weights, and how much longer they may be before
+# parts are taken away.
+FEWER, LARGEST = 4, 8.0
+
+
+class RowSums(NamedTuple):
+    """Of every record's gradient g of the standardised weight, fp64 [B, rows]: Σg², Σg, and Σg·ŵ."""
+
+    squares: Tensor
+    ones: Tensor
+    direction: Tensor
+
+
+@dataclass(frozen=True)
+class Standardisation:
+    """The Jacobian. `direction` is ŵ, [rows, elements of one]; `scale` is γ/√(var + ε), [rows]."""
+
+    direction: Tensor
+    scale: Tensor
+
+    size: Tensor
+    """|ŵ|² over the elements of a row, fp64 [rows]: var / (var + ε)."""
+
+    @staticmethod
+    def of(weight: Tensor, gain: Tensor | None, eps: float) -> Standardisation:
+        """`weight` is [1, rows, elements of one], as `batch_norm` takes it."""
+        direction, _, inverse = torch.native_batch_norm(weight, None, None, None, None, True, 0.0, eps)
+        scale, size = inverse if gain is None else inverse * gain, squared_length(direction[0]) / weight.shape[2]
+        return Standardisation(direction[0], scale, size)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.direction.shape
+
+    def back(self, gradient: Tensor) -> Tensor:
+        """[B, …, elements of the weight, in order] -> Jᵀ of each, in the same precision: [B, rows, elements of one]."""
+        own = gradient.reshape(-1, *self.shape)
+        direction = self.direction.to(own.dtype)
+        found = own - own.mean(2, keepdim=True)
+        along = (found * direction).mean(2, keepdim=True)
+        return found.addcmul_(direction, along, value=-1).mul_(self.scale.to(own.dtype).unsqueeze(1))
+
+    def squares(self, sums: RowSums) -> tuple[Tensor, Tensor]:
+        """[B] in fp64: the squared lengths of Jᵀg, and of g with its rows scaled."""
+        scale, elements = self.scale.double().square(), self.shape[1]
+        # A square below the smallest number of fp32 may have vanished, and its row's scale may lift it.
+        whole = sums.squares + torch.finfo(torch.float32).tiny * elements
+        left = whole - (sums.ones.square() + (2 - self.size) * sums.direction.square()) / elements
+        return (left * scale).sum(1), (whole * scale).sum(1)
+
+
+@cache
+def cut(elements: int) -> list[int]:
+    """Lengths of at most ALONG; equal ones where the elements have such a divisor, else with a shorter one at the
+    end."""
+    equal = max(length for length in range(1, min(ALONG, elements) + 1) if elements % length == 0)
+    return [equal] if equal >= min(64, elements) else [ALONG, elements % ALONG]
+
+
+def along(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """[…, elements] -> […, stretches], reduced over at most ALONG elements at a time."""
+    length, *rest = cut(values.shape[-1])
+    if not rest:
+        return reduce(values.unflatten(-1, (-1, length)))
+    whole = reduce(values[..., : -rest[0]].unflatten(-1, (-1, length)))
+    return torch.cat([whole, reduce(values[..., -rest[0] :]).unsqueeze(-1)], -1)
+
+
+@dataclass(frozen=True)
+class ViaStandardisation:
+    """A piece of a weight that was standardised from the parameter `leaf`, which autograd also recorded (`made`)."""
+
+    name: str
+    inner: OuterProduct | Recomputed
+    by: Standardisation
+    made: Tensor
+    leaf: Tensor
+    known: RowSums | None = None
+    """Where they were needed for another parameter."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inner.dtype
+
+    @property
+    def records(self) -> int:
+        return self.inner.records
+
+    @property
+    def elements(self) -> int:
+        return self.inner.elements
+
+    def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        written = self.inner.instances(rows, dtype)
+        return self.by.back(written).view(len(written), *self.leaf.shape)
+
+    def part(self, rows: slice) -> ViaStandardisation:
+        known = self.known if self.known is None else RowSums(*(each[rows] for each in self.known))
+        return replace(self, inner=self.inner.part(rows), known=known)
+
+    def scaled(self) -> OuterProduct | Recomputed:
+        """The inner piece with its rows scaled: what parts are taken away from."""
+        inner, scale = self.inner, self.by.scale
+        if isinstance(inner, OuterProduct):
+            return replace(inner, left=inner.left.to(wide(inner.left.dtype)) * scale)
+        assert inner.row_dimension is not None, "such pieces have no scaled rows"
+        along = [1] * inner.upstream.dim()
+        along[inner.row_dimension] = -1
+        return replace(inner, upstream=inner.upstream.to(wide(inner.dtype)) * scale.view(along))
+
+    def spread(self) -> Tensor:
+        return self.scaled().spread()
+
+    def row_sums(self) -> RowSums:
+        """Writes the gradients out, some records at a time."""
+        if self.known is not None:
+            return self.known
+        at_once = max(1, (ON_GPU if self.by.scale.is_cuda else CHUNK) // self.elements)
+        found: list[tuple[Tensor, ...]] = []
+        for start in range(0, self.records, at_once):
+            own = self.inner.instances(slice(start, start + at_once), wide(self.dtype)).view(-1, *self.by.shape)
+            lengths, ones = along(own, lambda x: torch.linalg.vector_norm(x, dim=-1)), along(own, lambda x: x.sum(-1))
+            found.append((lengths, ones, along(own.mul_(self.by.direction), lambda x: x.sum(-1))))
+        lengths, ones, direction = (torch.cat(each).double() for each in zip(*found, strict=True))
+        return RowSums(lengths.square().sum(-1), ones.sum(-1), direction.sum(-1))
+
+    def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
+        total = self.inner.weighted(weights).double()
+        sums.add(self.name, self.by.back(total).view(self.leaf.shape))
+
+    def written(self) -> ViaReparametrisation:
+        """The same gradients by autograd's chain rule, record by record."""
+        return ViaReparametrisation(self.name, self.inner, self.made, self.leaf)
+
+
+def taken(piece: ViaStandardisation, whole: Tensor, tolerance: float) -> Tensor:
+    """[B]: what makes a record's norm doubtful where errors beyond `tolerance` of its square do: both the error of the
+    square and, if sizes before anything is taken away exceed LARGEST times those after it, its rounding in the sum."""
+    return max(5 * ALONG * torch.finfo(wide(piece.dtype)).eps / 2, tolerance / LARGEST**2) * whole
