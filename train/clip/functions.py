@@ -178,7 +178,7 @@ class Geometry:
     def from_patches(self, x: Tensor, shape: torch.Size, gradient: Tensor) -> Tensor:
         """[N, *shape]: each record's weight gradient as a product with its patches, written side by side, which adds up
         in fp32 whatever x is in; for images, and without groups."""
-        patches = F.unfold(x, shape[2:], self.dilation, self.padding, self.stride)
+        patches = F.unfold(x, shape[2:], tuple(self.dilation), tuple(self.padding), tuple(self.stride))
         return products(gradient.flatten(2).transpose(1, 2), patches.transpose(1, 2)).view(-1, *shape)
 
     def terms(self, x: Tensor, kernel: torch.Size, gradient: Tensor) -> Tensor:
