@@ -84,6 +84,12 @@ def rate_of(threshold: int, slots: int) -> float:
     return threshold / RATE_DENOMINATOR if slots == 1 else 1 / slots
 
 
+def turns_for(steps: int, bands: int, slots: int) -> int:
+    """How often one record can take part in so many successive steps, from the beginning of a block or epoch on: with
+    bands, once in each block, and with slots, once in each epoch, of which a cut one counts as whole."""
+    return -(-steps // (bands * slots))
+
+
 @dataclass(frozen=True)
 class PlannedMetric:
     """A number that is published with noise at every step; each record adds at most `bound` to it."""
@@ -260,7 +266,7 @@ class PrivacyPlan:
 
     def turns_of(self, steps: int) -> int:
         """The most that so many successive steps, from the beginning of a block or epoch on, add to what is charged."""
-        return -(-steps // (self.bands * self.slots))
+        return turns_for(steps, self.bands, self.slots)
 
     def epoch_of(self, step: int) -> int:
         """The number, from 0, of the epoch of random allocation that a step belongs to."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from murmuration.accounting.banded import MOST_BANDS
 from murmuration.accounting.epsilon.accountant import Event
-from murmuration.accounting.plan import PlanError, draws_for, parse_delta, rate_of, threshold_of
+from murmuration.accounting.plan import PlanError, draws_for, parse_delta, rate_of, threshold_of, turns_for
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Draws:
 
     def turns(self, steps: int) -> int:
         """The sampled Gaussian steps, or epochs, that so many steps are for one record."""
-        return -(-steps // (self.bands * self.slots))
+        return turns_for(steps, self.bands, self.slots)
 
     def event(self, sigma: float, steps: int) -> Event:
         return Event(self.rate, sigma, self.turns(steps), slots=self.slots)

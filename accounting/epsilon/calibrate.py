@@ -17,7 +17,7 @@ from murmuration.accounting.epsilon.accountant import (
     quick_epsilon,
     within,
 )
-from murmuration.accounting.plan import MOST_SLOTS, RATE_DENOMINATOR, PlanError, slots_for, threshold_for
+from murmuration.accounting.plan import MOST_SLOTS, RATE_DENOMINATOR, PlanError, slots_for, threshold_for, turns_for
 
 DIGITS = 5
 MOST_STEPS = 10**9
@@ -68,7 +68,7 @@ def calibrate_batch(
 ) -> int:
     """Largest whole expected batch whose re-accounted epsilon is at most `target`; at least 1, or an error."""
     _require_target(target)
-    turns = -(-steps // bands)
+    turns = turns_for(steps, bands, slots=1)
 
     def fits(batch: int, by: By) -> bool:
         rate = threshold_for(records, batch, bands) / RATE_DENOMINATOR
@@ -90,7 +90,7 @@ def calibrate_slots(
 
     def fits(epochs: int, by: By) -> bool:
         slots = -(-steps // epochs)
-        return _at_most([Event(1 / slots, sigma, -(-steps // slots), slots=slots)], target, delta, by)
+        return _at_most([Event(1 / slots, sigma, turns_for(steps, 1, slots), slots=slots)], target, delta, by)
 
     def cut_into(slots: int) -> bool:
         try:

@@ -44,8 +44,9 @@ HEAVY = ("torch", "numpy", "scipy.stats", "scipy.signal", "dp_accounting", "pyda
          "jinja2", "hypothesis", "opacus", "PIL.Image", "matplotlib", "mpmath", "timm", "transformers")  # fmt: skip
 QUIET = ["-q", "-x", "-m", "not slow", "--no-header", "--no-summary", "--durations=0"]
 ALIVE, DEAD = 0, 1
-WAITS = 60.0
-"""Seconds without 0.2 s of work: a mutant that sleeps or waits."""
+WAITS, IDLE = 60.0, 0.2
+"""A mutant that does less than so many seconds of work in so many on the wall sleeps, or waits for ever."""
+
 # In memory, where that can be: tests of ledgers wait for the disk most of their time.
 SCRATCH = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()) / f"mutants-{os.getpid()}"
 
@@ -91,7 +92,7 @@ def ends_within(pid: int, seconds: float) -> bool:
             if select.select([ended], [], [], 1.0)[0]:
                 return True
             now = processor_seconds(pid)
-            if now > used + WAITS / 300:
+            if now > used + IDLE:
                 used, moved = now, time.monotonic()
         return False
     finally:

@@ -117,8 +117,15 @@ def test_no_gradient_goes_through_autograd_record_by_record(name: str, monkeypat
     assert all(isinstance(inner, Dense) for inner in used)
 
 
-@pytest.mark.parametrize("name", ["plain", "gain, padding", "one pixel", "twice", "BiT"])
-@pytest.mark.parametrize("fault", ["no mean", "no direction", "not scaled", "norm of the made weight"])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        (name, fault)
+        for name in ("plain", "gain, padding", "one pixel", "twice", "BiT")
+        for fault in ("no mean", "no direction", "not scaled", "norm of the made weight")
+        if (name, fault) != ("twice", "norm of the made weight")  # of several uses, gradients are written out
+    ],
+)
 def test_a_part_that_is_forgotten_is_found(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def back(self: Standardisation, gradient: Tensor) -> Tensor:
         own = gradient.reshape(-1, *self.shape)
@@ -130,8 +137,6 @@ def test_a_part_that_is_forgotten_is_found(name: str, fault: str, monkeypatch: p
     if fault == "norm of the made weight":
         honest = Standardisation.squares
         monkeypatch.setattr(Standardisation, "squares", lambda self, sums: (honest(self, sums)[1],) * 2)
-        if name == "twice":
-            pytest.skip("of several uses, gradients are written out")
     else:
         monkeypatch.setattr(Standardisation, "back", back)
     assert error_of(name, NEVER) > 1e-6
@@ -174,7 +179,7 @@ def test_the_bound_holds_whatever_is_taken_away(elements: int, drowned: float, t
     right[1:] += drowned
     right[2] += drowned * by.direction[0]
     inner = OuterProduct("", left, right, by.shape)
-    piece = ViaStandardisation("w", inner, by, weight, weight[0])
+    piece = ViaStandardisation("w", inner, weight, weight[0], by)
     exact = piece.instances(slice(None), torch.float64).flatten(1).square().sum(1)
     before = piece.scaled().instances(slice(None), torch.float64).flatten(1).square().sum(1)
     found = measure([piece])

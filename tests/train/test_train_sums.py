@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from murmuration.train.clip import sums as sums_of
 from murmuration.train.clip.accumulator import add_in_stretches
 from murmuration.train.clip.per_record import ClipWeights, Dense, OuterProduct, PerRecordGradient, Recomputed
 from murmuration.train.clip.rule import FACTOR_ROUNDING, RECORDS_AT_ONCE, ClipRule, rounding_allowance
-from murmuration.train.clip.sums import ExactSums, Float32Sums, product
+from murmuration.train.clip.sums import ExactSums, Float32Sums, product, products
 from murmuration.train.engines.gradient_injection import GradientInjector
 from tests.support.train_helpers import on_ranks, plan_for
 
@@ -126,6 +128,38 @@ def test_products_of_any_operands_are_accumulated_in_fp32() -> None:
         sums.add("w", torch.ones(3, 5))
     with pytest.raises(TypeError, match="would round records away"):
         ExactSums({"w": torch.Size([1])}, CPU).add("w", torch.ones(1, dtype=torch.bfloat16))
+
+
+def truncating(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """A tensor core that adds 16 products at a time to what it has, and cuts off what fp32 does not hold."""
+    total = np.zeros(out.shape)
+    for start in range(0, left.shape[1], 16):
+        few = slice(start, start + 16)
+        exact = total + (left[:, few].double().transpose(1, 2) @ right[:, few].double()).numpy()
+        kept = exact.astype(np.float32)
+        beyond = np.abs(kept.astype(np.float64)) > np.abs(exact)
+        total = np.where(beyond, np.nextafter(kept, np.float32(0)), kept).astype(np.float64)
+    out.copy_(torch.from_numpy(total))
+
+
+def test_products_of_many_tokens_survive_that_tensor_cores_truncate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a record adds on one half of a picture, it takes away on the other."""
+    tokens = 112 * 112
+    torch.manual_seed(0)
+    sign = torch.ones(1, tokens, 1)
+    sign[:, tokens // 2 :] = -1
+    left = (1 + torch.rand(1, tokens, 3)).bfloat16()
+    right = (sign * (1 + torch.rand(1, tokens, 2))).bfloat16()
+    exact = left.double().transpose(1, 2) @ right.double()
+    monkeypatch.setattr(sums_of, "products_into", truncating)
+    independent = 4 * tokens**0.5 * 2.0**-24 * (left.double().transpose(1, 2).square() @ right.double().square()).sqrt()
+
+    def error() -> Tensor:
+        return (products(left, right).double() - exact).abs() / independent
+
+    assert error().max() < 1
+    monkeypatch.setattr(sums_of, "AT_ONCE", tokens)
+    assert error().max() > 10, "the fault that is guarded against"
 
 
 def test_the_totals_arrive_as_gradients_whatever_scales_the_loss() -> None:

@@ -331,19 +331,11 @@ class Recomputed:
 
 
 @dataclass(frozen=True)
-class ViaReparametrisation:
-    """A piece of a tensor that was computed from the parameter alone, in any way: a sliced or normalised weight.
-
-    Gradients are written out: the chain rule may shorten them (standardising takes parts away), and rounding before it
-    would outgrow what is left.
-    """
+class Through:
+    """A piece of a tensor that was computed from a parameter: the chain rule leads on from `inner`."""
 
     name: str
     inner: PerRecordGradient
-    made: Tensor
-    leaf: Tensor
-    then: Callable[[Tensor], Tensor] | None = None
-    """What is done to gradients of the parameter once the chain rule has given them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -352,6 +344,20 @@ class ViaReparametrisation:
     @property
     def records(self) -> int:
         return self.inner.records
+
+
+@dataclass(frozen=True)
+class ViaReparametrisation(Through):
+    """A piece of a tensor that was computed from the parameter alone, in any way: a sliced or normalised weight.
+
+    Gradients are written out: the chain rule may shorten them (standardising takes parts away), and rounding before it
+    would outgrow what is left.
+    """
+
+    made: Tensor
+    leaf: Tensor
+    then: Callable[[Tensor], Tensor] | None = None
+    """What is done to gradients of the parameter once the chain rule has given them."""
 
     @property
     def elements(self) -> int:

@@ -40,6 +40,7 @@ from murmuration.train.clip.per_record import (
     ClipWeights,
     OuterProduct,
     Recomputed,
+    Through,
     ViaReparametrisation,
     squared_length,
     wide,
@@ -119,24 +120,15 @@ def along(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ViaStandardisation:
+class ViaStandardisation(Through):
     """A piece of a weight that was standardised from the parameter `leaf`, which autograd also recorded (`made`)."""
 
-    name: str
     inner: OuterProduct | Recomputed
-    by: Standardisation
     made: Tensor
     leaf: Tensor
+    by: Standardisation
     known: RowSums | None = None
     """Where they were needed for another parameter."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.inner.dtype
-
-    @property
-    def records(self) -> int:
-        return self.inner.records
 
     @property
     def elements(self) -> int:
@@ -156,9 +148,9 @@ class ViaStandardisation:
         if isinstance(inner, OuterProduct):
             return replace(inner, left=inner.left.to(wide(inner.left.dtype)) * scale)
         assert inner.row_dimension is not None, "such pieces have no scaled rows"
-        along = [1] * inner.upstream.dim()
-        along[inner.row_dimension] = -1
-        return replace(inner, upstream=inner.upstream.to(wide(inner.dtype)) * scale.view(along))
+        places = [1] * inner.upstream.dim()
+        places[inner.row_dimension] = -1
+        return replace(inner, upstream=inner.upstream.to(wide(inner.dtype)) * scale.view(places))
 
     def spread(self) -> Tensor:
         return self.scaled().spread()

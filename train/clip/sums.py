@@ -24,6 +24,8 @@ KERNEL_DEVICES = ("cuda",)
 SPAN, WIDEST_SPAN = 1 << 25, 1 << 28
 # Parameters with at most this many elements are neighbours in the totals: one product and one addition serve them all.
 SMALL = 1 << 14
+# The longest sum of products of halves that is left to tensor cores.
+AT_ONCE = 1 << 10
 
 
 class GradientSums(Protocol):
@@ -220,9 +222,18 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:
-    """`product` for each of several parts: left [parts, k, rows] and right [parts, k, columns], in fp32."""
+    """`product` for each of several parts: left [parts, k, rows] and right [parts, k, columns], in fp32.
+
+    Tensor cores truncate, always towards zero, so that their errors do not even out over a long sum. Halves are added
+    up there over at most AT_ONCE of k, and these sums by ordinary additions.
+    """
     out = torch.empty(len(left), left.shape[2], right.shape[2], device=left.device)
-    products_into(out, left, right)
+    at_once = AT_ONCE if left.dtype.itemsize == right.dtype.itemsize == 2 else left.shape[1]
+    products_into(out, left[:, :at_once], right[:, :at_once])
+    for start in range(at_once, left.shape[1], at_once):
+        along, more = slice(start, start + at_once), torch.empty_like(out)
+        products_into(more, left[:, along], right[:, along])
+        out += more
     return out
 
 

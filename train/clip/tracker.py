@@ -125,7 +125,7 @@ class TrackedTensor:
 
     def _through_rows(self, inner: OuterProduct | Recomputed, standardised: Standardised) -> list[PerRecordGradient]:
         name, by, gain = standardised.name, standardised.by, standardised.gain
-        piece = ViaStandardisation(name, inner, by, self.tensor, self.leaves[name])
+        piece = ViaStandardisation(name, inner, self.tensor, self.leaves[name], by)
         if gain is None:
             return [piece]
         # A row's gain scales ŵ, so its gradient is one of the sums that the norm of the weight's needs.

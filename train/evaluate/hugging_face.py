@@ -43,8 +43,6 @@ class HuggingFaceClassifier(LibraryClassifier):
 
 
 class HuggingFaceEncoder(LibraryClassifier):
-    has_head = False
-
     def __init__(self, net: Any, named: Named, side: int, pools: bool) -> None:
         self.pools = pools
         super().__init__(net, named, side)
@@ -60,6 +58,9 @@ class HuggingFaceEncoder(LibraryClassifier):
             return pooled
         last = found.last_hidden_state
         return last.mean(dim=1) if last.dim() == 3 else last
+
+    def logits_of(self, images: Tensor) -> None:
+        return None
 
 
 def open_hugging_face(

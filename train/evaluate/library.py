@@ -29,9 +29,7 @@ UNUSED = "num_batches_tracked"
 
 
 class LibraryClassifier(Classifier):
-    """`net` is the library's own module. It has a head under the library's name, not under ours."""
-
-    has_head = True
+    """`net` is the library's own module. If it has a head, that is under the library's name, not under ours."""
 
     def __init__(self, net: nn.Module, named: Named, side: int) -> None:
         super().__init__()
@@ -42,19 +40,20 @@ class LibraryClassifier(Classifier):
     def read_by_head(self, images: Tensor) -> Tensor:
         """Features as the library gives them: [B, width], or a map [B, width, rows, columns]."""
 
-    def logits_of(self, images: Tensor) -> Tensor:
-        """The library's own logits, where it has a head."""
-        raise NotImplementedError
+    @abstractmethod
+    def logits_of(self, images: Tensor) -> Tensor | None:
+        """The library's own logits; None without a head."""
 
     def features(self, images: Tensor) -> Tensor:
         check_images(images, self.shape.image_size)
         return pooled(self.read_by_head(images))
 
     def logits(self, images: Tensor) -> Tensor:
-        if not self.has_head:
-            raise EvaluationError(f"{self.shape.named} has no classifier here; measure its features with a probe")
         check_images(images, self.shape.image_size)
-        return self.logits_of(images)
+        found = self.logits_of(images)
+        if found is None:
+            raise EvaluationError(f"{self.shape.named} has no classifier here; measure its features with a probe")
+        return found
 
     def forward(self, inputs: Inputs) -> Tensor:
         return classification_loss(self.logits(inputs["images"]), inputs["labels"], self.shape.head.loss)
@@ -65,7 +64,8 @@ class LibraryClassifier(Classifier):
         image = torch.zeros(1, 3, side, side)
         try:
             features = pooled(self.read_by_head(image))
-            logits = self.logits_of(image) if self.has_head else torch.zeros(1, 1)
+            logits = self.logits_of(image)
+            logits = torch.zeros(1, 1) if logits is None else logits
         except Exception as error:  # whatever a library raises on pictures of a size that it does not take
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise EvaluationError(
