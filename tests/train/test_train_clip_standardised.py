@@ -26,7 +26,7 @@ from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.functions import Geometry
 from murmuration.train.clip.norms import TOLERANCE, measure
 from murmuration.train.clip.per_record import Dense, OuterProduct, ViaReparametrisation
-from murmuration.train.clip.rule import ClipRule, rounding_allowance
+from murmuration.train.clip.rule import RECORDS_AT_ONCE, ClipRule, rounding_allowance
 from murmuration.train.clip.standardised import ALONG, LARGEST, Standardisation, ViaStandardisation, along
 from murmuration.train.clip.sums import ExactSums, Float32Sums, trainable_shapes
 from tests.support import brute_force
@@ -100,6 +100,25 @@ def error_of(name: str, hold: float) -> float:
 @pytest.mark.parametrize("name", FOUND_CASES)
 def test_clipped_sums_are_those_of_plain_autograd(name: str, hold: float) -> None:
     assert error_of(name, hold) <= 1e-9
+
+
+def test_few_records_are_added_up_before_parts_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before that each may be LARGEST times as long, so that `rounding_allowance` holds for fewer of them."""
+    added: list[int] = []
+    honest = ViaStandardisation.add_weighted
+
+    def watched(self: ViaStandardisation, *rest: Any) -> None:
+        added.append(self.records)
+        honest(self, *rest)
+
+    monkeypatch.setattr(ViaStandardisation, "add_weighted", watched)
+    case, records = FOUND_CASES["plain"], RECORDS_AT_ONCE
+    model = case.model(torch.float32)
+    batch = case.batch(records, torch.float32)
+    summed(clip_of(model, rule_of("flat", 1.0), NEVER), model, [(batch, torch.ones(records, dtype=torch.bool))])
+    assert sum(added) == records
+    most = max(added)
+    assert (records / most) ** 2 >= LARGEST and (records / most) ** 1.5 >= LARGEST
 
 
 @pytest.mark.parametrize("name", ["plain", "gain, padding", "one pixel", "linear", "BiT"])

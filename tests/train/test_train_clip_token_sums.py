@@ -171,3 +171,19 @@ def test_the_way_without_a_kernel_keeps_the_bound_too(dtype: torch.dtype, tokens
     assert bool(((found.value - exact).abs() <= steps / (1 - steps) * size).all())
     in_half = over.to(torch.bfloat16).cumsum(1)[:, -1]  # each sum rounded: a planted fault
     assert not bool(((in_half - exact).abs() <= steps / (1 - steps) * size).all())
+
+
+def test_the_doubt_is_the_same_on_whichever_side_the_sums_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of operands so small that what vanishes in fp32 is most of the doubt, and so unlike that sides matter."""
+    monkeypatch.setattr(norms, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(norms, "_kernel", lambda: gram_in_torch.gram)
+    draw = torch.Generator().manual_seed(3)
+    left = (1e-19 * torch.randn(4, TOKENS, 16, generator=draw)).bfloat16()
+    right = torch.randn(4, TOKENS, WIDTH, generator=draw).bfloat16()
+    piece = per_record.OuterProduct("w", left, right, torch.Size([16, WIDTH]))
+    bare, of_left, of_right = (norms.measure([piece], over=over) for over in (None, left, right))
+    assert bare.sums is None and bare.doubt is not None
+    for found in (of_left, of_right):
+        assert found.sums is not None and found.doubt is not None
+        torch.testing.assert_close(found.doubt, bare.doubt, rtol=1e-9, atol=0.0)
+        torch.testing.assert_close(found.square, bare.square, rtol=1e-5, atol=0.0)

@@ -19,7 +19,7 @@ over all parameters that are clipped together.
   sum leaves the rounding of that sum behind. A chain of b additions of terms of size S errs by b·u·b·S, and tokens that
   are added to what other records have summed to by √(b·T)·u·b·S (`rule.rounding_allowance`, which allows for b = 128
   and S = C). Weights that are standardised are added up over b = 128/FEWER records, and Jᵀ is applied in fp64. At
-  FEWER = 4, both stay below what is allowed for as long as κ ≤ LARGEST = 8: 32²·8 < 128² and 32^1.5·8 < 128^1.5.
+  FEWER = 4, neither exceeds what is allowed for as long as κ ≤ LARGEST = 8: 32²·8 < 128² and 32^1.5·8 = 128^1.5.
 
 A record whose norm may be wrong, or of which more than that is taken away, is in doubt (`taken`): its gradient is
 written out in fp64, Jᵀ and all, and what was measured is added.
