@@ -5,9 +5,10 @@ of n elements
 
     Jᵀg = γ/√(var + ε) · (g - mean(g) - mean(g·ŵ)·ŵ).
 
-It scales a row, and takes away what lies along ones and along ŵ, which are at right angles to each other. So the norms
-of all records' gradients of w follow from three numbers for each row of what they are for w' (`RowSums`), and since Jᵀ
-is linear, the clipped sum is Jᵀ of the clipped sum for w', which is one product like that of any other layer.
+It scales a row, and takes away what lies along ones and along ŵ, which are at right angles to each other. So the norm
+of a record's gradient with respect to w follows from three sums over each row of its gradient with respect to w'
+(`RowSums`). Since Jᵀ is linear, the clipped sum is Jᵀ of the clipped sum for w', which is one product like that of any
+other layer.
 
 Rounding. Let h be g with its rows scaled, |h| ≥ |Jᵀg| the size before anything is taken away, and κ = |h|/|Jᵀg|, both
 over all parameters that are clipped together.

@@ -35,7 +35,7 @@ from murmuration.train.clip.standardised import Standardisation, ViaStandardisat
 
 
 @dataclass(frozen=True)
-class Standardised:
+class StandardisedRows:
     """How the rows of a tensor were standardised from those of the parameter `name`; `gain` is what they were then
     multiplied by, where that is trained too."""
 
@@ -61,7 +61,7 @@ class TrackedTensor:
     tensor: Tensor
     leaves: dict[str, Tensor]
     view: Literal["same", "transposed"] | None
-    standardised: Standardised | None = None
+    standardised: StandardisedRows | None = None
 
     @property
     def value(self) -> Tensor:
@@ -123,7 +123,9 @@ class TrackedTensor:
             return self._through_rows(inner, self.standardised)
         return [ViaReparametrisation(name, inner, self.tensor, leaf) for name, leaf in self.leaves.items()]
 
-    def _through_rows(self, inner: OuterProduct | Recomputed, standardised: Standardised) -> list[PerRecordGradient]:
+    def _through_rows(
+        self, inner: OuterProduct | Recomputed, standardised: StandardisedRows
+    ) -> list[PerRecordGradient]:
         name, by, gain = standardised.name, standardised.by, standardised.gain
         piece = ViaStandardisation(name, inner, self.tensor, self.leaves[name], by)
         if gain is None:
@@ -290,7 +292,7 @@ class ParameterTracker(TorchFunctionMode):
 
     def standardised(self, made: Tensor, name: str, by: Standardisation, gain: TrackedTensor | None) -> None:
         """Says of a computed tensor how its rows were made."""
-        self._sources[id(made)] = replace(self._sources[id(made)], standardised=Standardised(name, by, gain))
+        self._sources[id(made)] = replace(self._sources[id(made)], standardised=StandardisedRows(name, by, gain))
 
     def _leaf(self, tensor: Tensor) -> Tensor:
         name = self._names.get(id(tensor))
@@ -361,7 +363,7 @@ def _view(name: str, source: TrackedTensor, out: Tensor, sources: int) -> Any:
     return None
 
 
-def _rows_kept(name: str, source: TrackedTensor, out: Tensor, leaves: Mapping[str, Tensor]) -> Standardised | None:
+def _rows_kept(name: str, source: TrackedTensor, out: Tensor, leaves: Mapping[str, Tensor]) -> StandardisedRows | None:
     """The rows of a standardised tensor that was only given another shape, maybe that of its own parameter."""
     kept = name in IN_ORDER and leaves.keys() == source.leaves.keys() and out.dtype == source.tensor.dtype
     return source.standardised if kept else None
