@@ -81,7 +81,9 @@ def fitted(
             )
         return fit_lars(views, classes, device, settings.lars, Progress("LARS", "steps"))
     found = fit_logistic(views[0], classes, device, settings.iterations, Progress("L-BFGS", "iterations"))
-    result.settings |= {"iterations": found.iterations, "largest_gradient": found.gradient}
+    # Two digits: at the solution the others are rounding, which depends on where the processor finds its operands.
+    gradient = float(f"{found.gradient:.1e}")
+    result.settings |= {"iterations": found.iterations, "largest_gradient": gradient}
     return found
 
 
