@@ -16,8 +16,6 @@ from tests.end_to_end.test_e2e_exact_noise import LAYOUTS
 from tests.support.launching import Launch, committed, opened_steps
 from tests.support.runs import SMALL_STEPS, different, final_weights
 
-pytestmark = pytest.mark.slow  # many starts of real runs: each takes longer than its toy training
-
 Make = Callable[..., tuple[Launch, Path]]
 BANDS = 4
 BANDED = ["--set", f'phases.1.privacy.noise={{"kind": "banded", "bands": {BANDS}}}', "--set", "run.checkpoint_every=5"]

@@ -22,8 +22,6 @@ from murmuration.train.storage.checkpoint import Checkpoints
 from tests.support.evaluation_world import class_folders, class_list, evaluate, result
 from tests.support.launching import Launch
 
-pytestmark = pytest.mark.slow  # many starts of real runs: each takes longer than its toy training
-
 DINO = {"embed_dim": 32, "depth": 2, "num_heads": 2}
 CONVNEXT = {"dims": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "ls_init_value": 0.5}
 SIDE = 32

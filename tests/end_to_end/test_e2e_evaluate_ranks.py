@@ -21,8 +21,6 @@ from tests.support.foreign_models import timm_vit
 from tests.support.launching import BIN, ROOT, TIMEOUT, environment, free_port
 from tests.support.published import dpcap, vip_mae
 
-pytestmark = pytest.mark.slow  # many starts of real runs: each takes longer than its toy training
-
 EVALUATE = ROOT / "launch" / "evaluate.py"
 RANKS = 2
 

@@ -15,8 +15,6 @@ from murmuration.accounting.ledger.history import History
 from tests.support.launching import Launch, committed
 from tests.support.runs import SMALL_STEPS, final_weights
 
-pytestmark = pytest.mark.slow  # many starts of real runs: each takes longer than its toy training
-
 Make = Callable[..., tuple[Launch, Path]]
 EXACT = ["--set", 'run.noise="exact"']
 

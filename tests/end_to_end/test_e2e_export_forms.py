@@ -25,8 +25,6 @@ from tests.support.evaluation_world import class_folders, class_list, shards, to
 from tests.support.foreign_models import ENCODER
 from tests.support.launching import ROOT, Launch
 
-pytestmark = pytest.mark.slow  # many starts of real runs: each takes longer than its toy training
-
 COLOURS = {"blue", "green", "grey", "red", "white"}
 KINDS = ("classify", "mae", "caption")
 OWNED = {

@@ -21,8 +21,6 @@ from tests.support.hostile_files import blank_a_picture
 from tests.support.launching import ROOT, TIMEOUT, Launch, environment, opened_steps, wait_for
 from tests.support.runs import SMALL_STEPS, account
 
-pytestmark = pytest.mark.slow  # many starts of real runs: each takes longer than its toy training
-
 Make = Callable[..., tuple[Launch, Path]]
 LOCAL = ["--set", 'run.engine="local"']
 

@@ -23,8 +23,6 @@ from murmuration.model.trainable import merged, select
 from tests.support.launching import ROOT, Launch, environment, ledger_lines
 from tests.support.runs import final_weights
 
-pytestmark = pytest.mark.slow  # many starts of real runs: each takes longer than its toy training
-
 RECORDS, EPSILON, CLASSES = 300, 8.0, 8
 MODEL: dict[str, Any] = {
     "family": "classifier", "size": "custom", "image_size": 32, "patch_size": 8, "width": 32, "depth": 1, "heads": 2,

@@ -13,8 +13,6 @@ from murmuration.accounting.ledger.history import History
 from tests.support.launching import Launch, opened_steps, run_worker
 from tests.support.runs import SMALL_STEPS, final_weights
 
-pytestmark = pytest.mark.slow  # many starts of real runs: each takes longer than its toy training
-
 Make = Callable[..., tuple[Launch, Path]]
 # Where the model is sharded, a rank's sum over a few micro-batches is rounded to fp32: of the distance moved.
 WINDOWS = 1e-7

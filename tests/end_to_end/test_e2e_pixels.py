@@ -17,8 +17,6 @@ from tests.support.evaluation_world import class_folders, class_list, evaluate, 
 from tests.support.foreign_models import ENCODER, timm_vit
 from tests.support.launching import Launch
 
-pytestmark = pytest.mark.slow  # many starts of real runs: each takes longer than its toy training
-
 HALF = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
 
 

@@ -17,8 +17,6 @@ from murmuration.accounting.certificate.certificate import verify
 from tests.support.evaluation_world import COLOURS, class_folders, class_list, picture, tokenizer
 from tests.support.launching import ROOT, environment
 
-pytestmark = pytest.mark.slow  # many starts of real runs: each takes longer than its toy training
-
 PAGES = ROOT / "docs" / "tutorials"
 PICTURES = 121
 PACKED = PICTURES - 1

@@ -31,8 +31,6 @@ from tests.support.runs import TOY_STEPS, account, different, final_weights, toy
 from tests.support.warm import WarmLauncher
 from tests.train.test_train_units import RowByRow
 
-pytestmark = pytest.mark.slow  # many starts of real runs: each takes longer than its toy training
-
 Make = Callable[..., tuple[Launch, Path]]
 PATIENT = r"key:0*(\d{1,2})"
 """The first digits of a record's number: 100 patients, of whom half have one record and half have eleven."""

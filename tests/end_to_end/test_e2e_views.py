@@ -7,16 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.ledger.history import History
 from murmuration.train.audit.replay import replay
 from murmuration.train.config.load import load
 from murmuration.train.engines.local import start_ranks
 from tests.support.launching import Launch
-
-pytestmark = pytest.mark.slow  # many starts of real runs: each takes longer than its toy training
 
 LOCAL: dict[str, Any] = {"launcher": "python", "arguments": ["--set", 'run.engine="local"']}
 VIEWS, STEPS = 3, 3
