@@ -19,7 +19,9 @@ command -v git >/dev/null || need git git git
 echo "Setting up .venv: about 5 GB on disk, most of it PyTorch with its GPU libraries."
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
-.venv/bin/uv pip install --quiet --python .venv/bin/python -r pyproject.toml --extra dev -c constraints.txt
+# Compiled here and once: where PYTHONDONTWRITEBYTECODE is set, as in many containers, every start would compile anew.
+.venv/bin/uv pip install --quiet --compile-bytecode --python .venv/bin/python -r pyproject.toml --extra dev \
+    -c constraints.txt
 .venv/bin/python -c 'import torch, deepspeed, timm' 2>/dev/null >/dev/null \
     || { echo "error: the installed packages do not import; remove .venv and run make setup again" >&2; exit 2; }
 echo "Ready: .venv/bin/python"
