@@ -65,7 +65,7 @@ KERNEL_TESTS := tests/accounting/test_acc_composition.py $(addprefix tests/train
 
 test-kernels: $(READY)
 	@OMP_NUM_THREADS=1 $(OLDEST_KERNELS) $(BIN)/python -W error::ImportWarning -m pytest \
-	    -m "not slow" -q -n auto --maxprocesses 8 --dist loadfile $(KERNEL_TESTS)
+	    -m "not slow" -q -n auto --maxprocesses 8 --dist worksteal $(KERNEL_TESTS)
 
 test-slow: $(READY)
 	$(call run_tests,"slow",loadfile)

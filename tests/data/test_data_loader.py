@@ -258,15 +258,15 @@ def test_bad_records_are_reported_when_they_are_used(
 
 
 def test_closing_in_the_middle_ends_all_threads(small_set: ShardIndex) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     reader = _reader(small_set, in_flight=4)
     with loading(reader, _sampler(small_set, 1.0)) as loader:
         batches: Iterator[MicroBatch] = loader.step(1)[1]
         next(batches)
-    for thread in threading.enumerate():
-        if thread.name.startswith(("records", "micro-batch", "draw")):
-            thread.join(20)
-    assert threading.active_count() == before
+    begun = set(threading.enumerate()) - before
+    for thread in begun:
+        thread.join(20)
+    assert not [thread for thread in begun if thread.is_alive()]
     with pytest.raises(RuntimeError):
         list(loader.step(1)[1])
 

@@ -93,6 +93,7 @@ def table(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_from_a_table_of_captions_to_a_model_that_other_packages_load(table: Path) -> None:
     small = {
         "--epsilon 8 --size small --image-size 224 --tokenizer clip":
@@ -112,6 +113,7 @@ def test_from_a_table_of_captions_to_a_model_that_other_packages_load(table: Pat
     assert "001.png" in told["use.py"] and (table / "gallery.html").is_file()
 
 
+@pytest.mark.slow
 def test_from_class_folders_and_a_vit_of_timm_to_a_model_of_transformers(tmp_path: Path) -> None:
     class_folders(tmp_path / "pictures", 12)
     class_list(tmp_path)
