@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                          all parts, then the report; the same command continues
     python benchmarks/gpu.py truth micro --minutes 8  only these parts, each for at most so long
+    python benchmarks/gpu.py micro --only captioner   the cases with this word in their names
     python benchmarks/gpu.py report --out DIR         the report of what was measured so far
     python benchmarks/gpu.py --smoke                  toy shapes on this machine's processor: shows that it runs
 
@@ -10,6 +11,7 @@ Parts:
     truth   kernels against fp64, records against brute force, order of rows, doubtful records, repeatability;
             a claim that does not hold ends the command with 1
     micro   one micro-batch of the shipped recipes: plain, compiled and private, through the engine's own `accumulate`
+    kernels which kernels the device's time goes to, plain and private
     step    what happens once per logical step: noise from each generator, division, optimizer
     feed    reading and decoding against what the device needs, and the copy to it
     report  report.md, report.json and plots of all that
@@ -36,7 +38,7 @@ from gpu_cases import Results, Setting, environment  # noqa: E402
 
 PARTS = {
     "probe": gpu_probe.cases, "truth": gpu_truth.cases, "micro": gpu_speed.micro_batches,
-    "step": gpu_speed.once_per_step, "feed": gpu_speed.feeding,
+    "kernels": gpu_speed.kernels, "step": gpu_speed.once_per_step, "feed": gpu_speed.feeding,
 }  # fmt: skip
 
 
@@ -45,6 +47,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, report; default: all")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu")
     parser.add_argument("--minutes", type=float, default=8.0, help="at most so long for each part; default 8")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", default=[""], help="cases whose names hold one of these")
     parser.add_argument("--again", action="store_true", help="measure again what was measured before")
     parser.add_argument("--smoke", action="store_true", help="toy shapes on the processor")
     arguments = parser.parse_args()
@@ -62,7 +65,8 @@ def main() -> int:
             print(gpu_report.write(arguments.out))
             continue
         results = Results.at(arguments.out / f"{part}.json", part, environment(setting))
-        left = results.run(PARTS[part](setting), arguments.minutes, arguments.again)
+        chosen = (case for case in PARTS[part](setting) if any(text in case.name for text in arguments.only))
+        left = results.run(chosen, arguments.minutes, arguments.again)
         broken += results.broken
         if left:
             print(f"{part}: {left} cases are left; the same command continues", flush=True)

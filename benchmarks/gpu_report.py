@@ -8,7 +8,7 @@ from typing import Any
 
 from gpu_cases import Found
 
-ORDER = ("probe", "truth", "micro", "step", "feed")
+ORDER = ("probe", "truth", "micro", "kernels", "step", "feed")
 
 
 def write(folder: Path) -> str:
@@ -34,11 +34,25 @@ def _head(parts: Found) -> str:
 
 
 def _section(part: str, cases: Found) -> str:
+    if part == "kernels":
+        return "\n\n".join(["## kernels", *(_kernels(name, found) for name, found in cases.items())])
     rows = {name: _flat(found) for name, found in cases.items()}
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     lines = [f"## {part}", "", "| case | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, row in rows.items():
         lines.append(f"| {name} | " + " | ".join(_shown(row.get(column)) for column in columns) + " |")
+    return "\n".join(lines)
+
+
+def _kernels(name: str, found: Found) -> str:
+    """One line for each kernel: launches and milliseconds, plain and private."""
+    if "kernels" not in found:
+        return f"### {name}\n\n{found}"
+    lines = [f"### {name}: {found['plain_ms']:.2f} ms plain, {found['private_ms']:.2f} ms private", ""]
+    lines += ["| kernel | plain | ms | private | ms |", "|---|---|---|---|---|"]
+    for kernel, plain, plain_ms, private, private_ms in found["kernels"]:
+        shown = kernel[:120].replace("|", "/")
+        lines.append(f"| `{shown}` | {plain} | {plain_ms:.3f} | {private} | {private_ms:.3f} |")
     return "\n".join(lines)
 
 

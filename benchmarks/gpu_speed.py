@@ -29,6 +29,7 @@ from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.update import NoisyUpdate
 
 MICRO_BATCHES = (32, 64, 128, 256, 512)
+PROFILED, SHOWN = 128, 40
 KEY = bytes(range(32))
 
 
@@ -100,6 +101,42 @@ def _watched(engine: LocalEngine, batch: MicroBatch, setting: Setting) -> Found:
         torch.cuda.synchronize()
     found["kernels"] = sum(event.count for event in profiled.key_averages())
     return found
+
+
+def kernels(setting: Setting) -> Iterator[Case]:
+    for model in setting.models:
+        records = 4 if setting.smoke else PROFILED
+        yield Case(f"{model} {records}", partial(by_kernel, model, records, setting))
+
+
+def by_kernel(model: str, records: int, setting: Setting) -> Found:
+    """Launches and milliseconds of each kernel of one micro-batch, without a graph; those that cost most first."""
+    batch, table = batch_of(model, records, setting), dict[str, list[float]]()
+    milliseconds = []
+    for column, private in enumerate((False, True)):
+        engine, total = engine_of(model_of(model), private, records, setting), 0.0
+        for _ in range(2):
+            engine.accumulate(batch)
+        synchronise(setting.device)
+        with profile(
+            activities=[ProfilerActivity.CUDA if setting.device.type == "cuda" else ProfilerActivity.CPU]
+        ) as seen:
+            engine.accumulate(batch)
+            synchronise(setting.device)
+        for event in seen.key_averages():
+            spent = event.self_device_time_total if setting.device.type == "cuda" else event.self_cpu_time_total
+            row = table.setdefault(event.key, [0, 0.0, 0, 0.0])
+            row[2 * column] += event.count
+            row[2 * column + 1] += spent / 1e3
+            total += spent / 1e3
+        milliseconds.append(total)
+        del engine
+    first = sorted(table.items(), key=lambda row: -row[1][1] - row[1][3])[:SHOWN]
+    return {
+        "plain_ms": milliseconds[0],
+        "private_ms": milliseconds[1],
+        "kernels": [[name, *row] for name, row in first],
+    }
 
 
 def once_per_step(setting: Setting) -> Iterator[Case]:
