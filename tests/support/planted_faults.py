@@ -291,9 +291,10 @@ class OffBy(BookKeepingClip):
     """Gradients, or the norms alone, that are some percent off: in half precision only, or always."""
 
     def __init__(
-        self, precision: Precision, rule: ClipRule, sums: float = 1.0, norms: float = 1.0, always: bool = False
-    ) -> None:
-        super().__init__(rule, precision)
+        self, precision: Precision, rule: ClipRule, sums: float = 1.0, norms: float = 1.0, always: bool = False,
+        **how: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(rule, precision, **how)
         self.times_sums, self.times_norms, self.always = sums, norms, always
 
     def add_clipped(
@@ -303,7 +304,8 @@ class OffBy(BookKeepingClip):
         if self.precision == "fp32" and not self.always:
             return super().add_clipped(model, inputs, present, sums, rule)
         found = super().add_clipped(model, inputs, present, _Times(sums, self.times_sums), rule)
-        return dataclasses.replace(found, norms=found.norms * self.times_norms)
+        measured = None if found.measured is None else found.measured * self.times_norms
+        return dataclasses.replace(found, norms=found.norms * self.times_norms, measured=measured)
 
 
 class _Times:

@@ -96,15 +96,14 @@ def far_from_sum(found: Tensor, over: Tensor) -> float:
     return float(((found - exact).abs() / (size * steps / (1 - steps))).max())
 
 
-# What to change in the kernel so that its sums are wrong: a rest or a strip is left out, counted twice, written over
+# What to change in the kernel so that its sums are wrong: a token, a rest or a strip is left out, written over
 # another's or into another record's, or added up in half precision.
 FAULTS = (
-    ("if PADDED > 0:\n                total += _over_tokens(last)", "if PADDED < 0:\n                pass"),
-    ("total += _over_tokens(last)", "total += _over_tokens(last) + _over_tokens(last)"),
+    ("_rows(base, 0, tokens, stride, along, width, 64)", "_rows(base, 1, tokens, stride, along, width, 64)"),
+    ("sums + record * rows, tokens", "sums, tokens"),
     ("sums + (record * STRIPS + part) * rows", "sums + record * STRIPS * rows"),
     ("sums + (record * STRIPS + BLOCKS) * rows", "sums + (record * STRIPS + BLOCKS - 1) * rows"),
     ("(strip[:, None] < strips)", "(strip[:, None] < strips - 1)"),
-    ("sums += record * rows", "sums += 0 * rows"),
     ("tl.sum(rows.to(tl.float32), 0)", "tl.sum(rows, 0).to(tl.float32)"),
 )
 

@@ -108,6 +108,8 @@ class NormAccumulator:
         self._measured: set[str] = set()
         self._rounded = rounded
         self.doubtful: Tensor | None = None
+        self.measured: Tensor | None = None
+        """Norms [groups, B] without what rounding of operands may add; None if nothing is added for it."""
         self._records = records
         self.keep = torch.zeros(records, dtype=torch.bool, device=device)
         self._keeps_all = False
@@ -217,7 +219,10 @@ class NormAccumulator:
 
     def _norms(self, squares: Tensor, roundings: Tensor) -> Tensor:
         norms = squares.sqrt()
-        return norms + roundings.sqrt() if self._rounded else norms
+        if not self._rounded:
+            return norms
+        self.measured = norms
+        return norms + roundings.sqrt()
 
     def write_sums(self, factors: Tensor, sums: GradientSums) -> None:
         """Adds the sums with `factors` [groups, B] over the kept records to the totals, and empties the book.

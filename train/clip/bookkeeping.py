@@ -158,10 +158,11 @@ class BookKeepingClip:
             precise = torch.float64 if losses.dtype == torch.float64 else torch.float32
             factors = torch.where(accumulator.keep, rule.group_factors(norms, precise), 0.0)
             accumulator.write_sums(factors if self._scale == 1.0 else factors / self._scale, sums)
-        norm, factor = norms[0], factors[0]
-        if len(norms) > 1:
-            norm, factor = torch.linalg.vector_norm(norms, dim=0), factors.amin(0)
-        return Clipped(losses, norm, factor, rule.sensitivity, accumulator.doubtful, accumulator.ordinary)
+        measured = None if accumulator.measured is None else _over_groups(accumulator.measured)
+        factor = factors[0] if len(factors) == 1 else factors.amin(0)
+        return Clipped(
+            losses, _over_groups(norms), factor, rule.sensitivity, accumulator.doubtful, accumulator.ordinary, measured
+        )
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
         """Losses [B]; afterwards the book contains the pieces of every trainable parameter."""
@@ -181,6 +182,11 @@ class BookKeepingClip:
         with _uncompiled(), tracker:
             _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
         return losses
+
+
+def _over_groups(norms: Tensor) -> Tensor:
+    """[groups, B] -> [B]"""
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, dim=0)
 
 
 def _scaled_first(

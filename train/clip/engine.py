@@ -31,6 +31,8 @@ class Clipped:
     """Records whose norm was computed again from gradients written out in fp64, which is slow; None if none was."""
     ordinary: Tensor | None = None
     """A scalar on the device: whether the micro-batch was added, where that was left open (`add_if_ordinary`)."""
+    measured: Tensor | None = None
+    """The norms without what is added to them for the rounding of operands; None if nothing is."""
 
 
 class GradientScaling(Protocol):

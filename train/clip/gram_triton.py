@@ -30,59 +30,63 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-# Up to this many tokens, one program handles a record by blocks of 16; beyond, programs handle blocks of 64. Of 50
-# tokens, tiles of 16 × 8 are 16; by groups of 8 they could be 14, but their rows would be loaded three times as often,
-# and these products wait for their loads.
-FEW, SMALL_BLOCK, BLOCK = 64, 16, 64
-# A single warp for few tokens: more warps would repeat the products of tiles this small.
-FEW_WARPS, WARPS, STAGES = 1, 4, 3
+# Up to this many tokens, one program takes a record as one tile; beyond, programs handle blocks of as many. Most of a
+# tile's entries are then computed twice, but a single tile keeps the loads coming, which is what these products wait for:
+# on an H200, tiles of 16 × 8, less than half the products, took MEASURED times as long.
+BLOCK = 64
+WARPS, FEW_STAGES, STAGES = 4, 4, 3
 # Columns of the strips' sums that are added up at a time.
 COLUMNS = 512
 
 
 class Cut(NamedTuple):
-    """How tokens are cut: whole blocks, and what remains before them, padded to what tensor cores multiply."""
+    """How tokens are cut: whole blocks, and what remains before them, padded to what tensor cores multiply. Few tokens
+    are a rest alone."""
 
-    block: int
     blocks: int
     rest: int
     padded: int
 
     @property
+    def few(self) -> bool:
+        return self.blocks == 0
+
+    @property
     def programs(self) -> int:
-        """For each record: one for few tokens, otherwise for each block, each pair of distant blocks, and the rest."""
+        """For each record: one for each block, each pair of distant blocks, and the rest."""
         distant = max(0, self.blocks - 3) * (self.blocks - 2) // 2
-        return 1 if self.block == SMALL_BLOCK else self.blocks + distant + (self.rest > 0)
+        return self.blocks + distant + (self.rest > 0)
 
     @property
     def strips(self) -> int:
         """Programs that each sum over some of a record's tokens: the blocks, and the rest."""
-        return 1 if self.block == SMALL_BLOCK else self.blocks + (self.rest > 0)
+        return self.blocks + (self.rest > 0)
 
     @property
     def products(self) -> int:
         """Entries of one matrix that tensor cores compute for a record; T(T + 1)/2 differ. They compute 16 × 8 at a
         time, and of a tile that is too small for all warps, each computes the same."""
-        pairs = self.blocks * (self.blocks - 1) // 2 * self.block**2
-        if self.block == SMALL_BLOCK:
-            return self.blocks * self.block**2 + pairs + (self.blocks + (self.rest > 0)) * self.block * self.padded
+        if self.few:
+            return BLOCK * self.padded
+        pairs = self.blocks * (self.blocks - 1) // 2 * BLOCK**2
         rest = max(self.padded**2, WARPS * 16 * 8) if self.rest else 0
-        return self.blocks * (3 * self.block**2 // 4 + self.block * self.padded) + pairs + rest
+        return self.blocks * (3 * BLOCK**2 // 4 + BLOCK * self.padded) + pairs + rest
 
     @property
     def rows(self) -> int:
         """Rows of one matrix that the programs of a record load, each over all columns."""
-        if self.block == SMALL_BLOCK:
-            return self.blocks * self.block + (2 * self.rest if self.rest else 0)
+        if self.few:
+            return self.rest if self.padded == BLOCK else 2 * self.rest
         near = sum(min(2, earlier) for earlier in range(self.blocks))
         distant = self.blocks * (self.blocks - 1) // 2 - near
-        return self.blocks * (2 * self.block + self.rest) + self.block * (near + 2 * distant) + 2 * self.rest
+        return self.blocks * (2 * BLOCK + self.rest) + BLOCK * (near + 2 * distant) + 2 * self.rest
 
 
 def cut(tokens: int) -> Cut:
-    block = SMALL_BLOCK if tokens <= FEW else BLOCK
-    blocks, rest = divmod(tokens, block) if tokens > block else (1, 0)
-    return Cut(block, blocks, rest, max(8, triton.next_power_of_2(rest)) if rest else 0)
+    if tokens <= BLOCK:
+        return Cut(0, tokens, max(16, triton.next_power_of_2(tokens)))
+    blocks, rest = divmod(tokens, BLOCK)
+    return Cut(blocks, rest, max(8, triton.next_power_of_2(rest)) if rest else 0)
 
 
 @triton.jit
@@ -124,38 +128,20 @@ def _zeros(COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # p
 
 @triton.jit
 def _of_few(  # pyright: ignore
-    base, sums, tokens, width, stride, rest,
-    BLOCKS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
+    base, sums, tokens, width, stride, COLUMNS: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr
 ):  # fmt: skip
-    """All tiles of one matrix of at most 64 tokens: of each block with itself, with the blocks before it, and with the
-    rest; last, of the rest with itself. If `SUMMED`, stores the sum over its tokens, too."""
-    own, pairs = _zeros(BLOCKS, 16, 16), _zeros(BLOCKS * (BLOCKS - 1) // 2, 16, 16)
-    others = _zeros(BLOCKS + 1 if PADDED > 0 else 0, 16, PADDED if PADDED > 0 else 8)
+    """One matrix of at most 64 tokens, as a single tile. If `SUMMED`, stores the sum over its tokens, too."""
+    total = tl.zeros([64, COLUMNS], tl.float32)
     for start in range(0, width, PART):
         along = start + tl.arange(0, PART)
-        rows, more_own, more_pairs, more_others = (), (), (), ()
-        for row in tl.static_range(BLOCKS):
-            rows = rows + (_rows(base, rest + 16 * row, tokens, stride, along, width, 16),)
-        for row in tl.static_range(BLOCKS):
-            more_own = more_own + (own[row] + _product(rows[row], tl.trans(rows[row]), PART),)
-            for column in tl.static_range(row):
-                more = _product(rows[row], tl.trans(rows[column]), PART)
-                more_pairs = more_pairs + (pairs[row * (row - 1) // 2 + column] + more,)
-        own, pairs = more_own, more_pairs
-        if PADDED > 0:
-            first = _columns(base, 0, rest, stride, along, width, PADDED)
-            for row in tl.static_range(BLOCKS):
-                more_others = more_others + (others[row] + _product(rows[row], first, PART),)
-            last = _rows(base, 0, rest, stride, along, width, 16)
-            others = more_others + (others[BLOCKS] + _product(last, first, PART),)
+        rows = _rows(base, 0, tokens, stride, along, width, 64)
+        if COLUMNS == 64:
+            total += _product(rows, tl.trans(rows), PART)
+        else:
+            total += _product(rows, _columns(base, 0, tokens, stride, along, width, COLUMNS), PART)
         if SUMMED:
-            total = tl.zeros([PART], tl.float32)
-            for row in tl.static_range(BLOCKS):
-                total += _over_tokens(rows[row])
-            if PADDED > 0:
-                total += _over_tokens(last)
-            tl.store(sums + along, total, mask=along < width)
-    return own, pairs, others
+            tl.store(sums + along, _over_tokens(rows), mask=along < width)
+    return total
 
 
 @triton.jit
@@ -175,33 +161,16 @@ def _store_sizes(to, first, tokens, tile, ROWS: tl.constexpr, COLUMNS: tl.conste
 @triton.jit
 def _few_tokens(  # pyright: ignore
     left, right, inner, left_sizes, right_sizes, sums, tokens, rows, columns,
-    left_record, left_token, right_record, right_token, rest,
-    BLOCKS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
+    left_record, left_token, right_record, right_token,
+    COLUMNS: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Each program handles one record."""
     record = tl.program_id(0).to(tl.int64)
-    sums += record * rows
-    own, pairs, others = _of_few(
-        left + record * left_record, sums, tokens, rows, left_token, rest, BLOCKS, PADDED, PART, SUMMED
-    )
-    own_right, pairs_right, others_right = _of_few(
-        right + record * right_record, sums, tokens, columns, right_token, rest, BLOCKS, PADDED, PART, False
-    )
-    left_sizes, right_sizes = left_sizes + record * tokens, right_sizes + record * tokens
-    once, twice = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
-    for row in tl.static_range(BLOCKS):
-        once += _inner(own[row], own_right[row])
-        _store_sizes(left_sizes, rest + 16 * row, tokens, own[row], 16, 16)
-        _store_sizes(right_sizes, rest + 16 * row, tokens, own_right[row], 16, 16)
-        for column in tl.static_range(row):
-            twice += _inner(pairs[row * (row - 1) // 2 + column], pairs_right[row * (row - 1) // 2 + column])
-    if PADDED > 0:
-        for row in tl.static_range(BLOCKS):
-            twice += _inner(others[row], others_right[row])
-        once += _inner(others[BLOCKS], others_right[BLOCKS])
-        _store_sizes(left_sizes, 0, rest, others[BLOCKS], 16, PADDED)
-        _store_sizes(right_sizes, 0, rest, others_right[BLOCKS], 16, PADDED)
-    tl.store(inner + record, once + 2.0 * twice)
+    lefts = _of_few(left + record * left_record, sums + record * rows, tokens, rows, left_token, COLUMNS, PART, SUMMED)
+    rights = _of_few(right + record * right_record, sums, tokens, columns, right_token, COLUMNS, PART, False)
+    _store_sizes(left_sizes + record * tokens, 0, tokens, lefts, 64, COLUMNS)
+    _store_sizes(right_sizes + record * tokens, 0, tokens, rights, 64, COLUMNS)
+    tl.store(inner + record, _inner(lefts, rights))
 
 
 @triton.jit
@@ -387,14 +356,19 @@ def gram(
     of_strips = left.new_empty((records, own.strips, rows) if summed else 0, dtype=torch.float32)
     found = torch.empty(3, records, dtype=torch.float64, device=right.device)
     sums = left.new_empty((records, rows), dtype=torch.float32) if summed and own.strips > 1 else of_strips
-    kernel, warps = (_few_tokens, FEW_WARPS) if own.block == SMALL_BLOCK else (_many_tokens, WARPS)
+    common = (left, right, inner, left_sizes, right_sizes, of_strips, tokens, rows, right.shape[2],
+              left.stride(0), left.stride(1), right.stride(0), right.stride(1))  # fmt: skip
     with torch.cuda.device_of(right):
-        kernel[grid](
-            left, right, inner, left_sizes, right_sizes, of_strips, tokens, rows, right.shape[2],
-            left.stride(0), left.stride(1), right.stride(0), right.stride(1), own.rest,
-            BLOCKS=own.blocks, PADDED=own.padded, PART=part, SUMMED=summed,  # pyright: ignore
-            num_warps=warps, num_stages=STAGES,  # pyright: ignore
-        )  # fmt: skip
+        if own.few:
+            _few_tokens[grid](
+                *common, COLUMNS=own.padded, PART=part, SUMMED=summed,  # pyright: ignore
+                num_warps=WARPS, num_stages=FEW_STAGES,  # pyright: ignore
+            )  # fmt: skip
+        else:
+            _many_tokens[grid](
+                *common, own.rest, BLOCKS=own.blocks, PADDED=own.padded, PART=part, SUMMED=summed,  # pyright: ignore
+                num_warps=WARPS, num_stages=STAGES,  # pyright: ignore
+            )  # fmt: skip
         _finish[(records,)](
             inner, left_sizes, right_sizes, of_strips, found, sums, own.programs, tokens, rows, own.strips,
             *bounds, PARTS=triton.next_power_of_2(own.programs), TOKENS=triton.next_power_of_2(tokens),  # pyright: ignore

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -32,6 +34,8 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(len(x), -1)
 
 
+# Devices on which halves are scaled by a kernel.
+KERNEL_DEVICES = ("cuda",)
 # Elements of per-record gradients that are written out at a time, where they are not kept.
 CHUNK = 1 << 23
 # Squares are added one after the other in fp32 only along stretches of this length: over millions, errors would grow.
@@ -82,6 +86,9 @@ class ClipWeights:
         if not (self.rounded and value.dtype == torch.bfloat16):
             return self.apply(value)
         # In one pass: multiplied in fp32, written in bf16.
+        kernel = _scale() if value.device.type in KERNEL_DEVICES else None
+        if kernel is not None:
+            return kernel(value, self.factors, self.keep)
         kept = self.mask(value)
         return torch.mul(kept, self._over(value), out=torch.empty_like(kept))
 
@@ -95,6 +102,16 @@ class ClipWeights:
         if self.keep is None:
             return value
         return torch.where(self.keep.view(len(value), *[1] * (value.dim() - 1)), value, torch.zeros_like(value))
+
+
+@cache
+def _scale() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+    """Some builds of PyTorch come without Triton."""
+    if find_spec("triton") is None:
+        return None
+    from murmuration.train.clip.scale_triton import scale
+
+    return scale
 
 
 class PerRecordGradient(Protocol):

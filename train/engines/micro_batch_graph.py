@@ -78,7 +78,7 @@ class _Recording:
         return replace(
             seen, losses=seen.losses.clone(), norms=seen.norms.clone(), factors=seen.factors.clone(),
             doubtful=None if seen.doubtful is None else seen.doubtful.clone(),
-            ordinary=None if seen.ordinary is None else seen.ordinary.clone(),
+            ordinary=None if seen.ordinary is None else seen.ordinary.clone(), measured=None,
         )  # fmt: skip
 
 
