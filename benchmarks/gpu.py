@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8.0, help="at most so long for each part; default 8")
     parser.add_argument("--only", nargs="+", metavar="TEXT", default=[""], help="cases whose names hold one of these")
     parser.add_argument("--again", action="store_true", help="measure again what was measured before")
+    parser.add_argument("--eager", action="store_true", help="micro: without torch.compile, a minute for each model")
     parser.add_argument("--smoke", action="store_true", help="toy shapes on the processor")
     arguments = parser.parse_args()
     wanted = arguments.parts or [*PARTS, "report"]
@@ -58,7 +59,8 @@ def main() -> int:
         print("There is no GPU here, or PyTorch cannot use it. This was counted without one:\n")
         print(gpu_report.counted_table(json.loads((ROOT / "tests" / "gpu" / "counted.json").read_text())))
         return 0
-    setting = Setting(torch.device("cpu" if arguments.smoke else "cuda"), arguments.smoke)
+    device = torch.device("cpu" if arguments.smoke else "cuda")
+    setting = Setting(device, arguments.smoke, compile=not (arguments.smoke or arguments.eager))
     broken: list[str] = []
     for part in wanted:
         if part == "report":

@@ -44,6 +44,8 @@ TOY: dict[str, Any] = dict(
 class Setting:
     device: torch.device
     smoke: bool
+    compile: bool = False
+    """Whether plain micro-batches are measured compiled, too."""
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def micro_batch(model: str, records: int, setting: Setting) -> Found:
     plain, private = (engine_of(model_of(model), kind, records, setting) for kind in (False, True))
     steps: dict[str, Callable[[], None]] = {"private": partial(private.accumulate, batch)}
     found: Found = {"plain": _watched(plain, batch, setting), "private": _watched(private, batch, setting)}
-    if not setting.smoke:
+    if setting.compile:
         compiled = engine_of(model_of(model), False, records, setting)
         compiled._forward.model = torch.compile(compiled.model)
         steps["compiled"] = partial(compiled.accumulate, batch)

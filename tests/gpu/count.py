@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import murmuration.train.clip.layers as layers  # noqa: E402
 import murmuration.train.clip.norms as norms  # noqa: E402
+import murmuration.train.clip.per_record as per_record  # noqa: E402
 import murmuration.train.clip.sums as sums  # noqa: E402
 from murmuration.data.draw.micro_batch import MicroBatch  # noqa: E402
 from murmuration.model.build import build  # noqa: E402
@@ -78,10 +79,10 @@ ASKING = {"nonzero", "is_nonzero", "equal", "masked_select"}
 
 
 # Rates of the GPU that counts are priced for (an H200): bytes per second that kernels reach of its memory and of its
-# cache, operations per second by class, and the least time of a kernel. Assumptions, not measurements:
-# `benchmarks/gpu.py` measures.
+# cache, operations per second by class, and the least time of a kernel. On an H200, `benchmarks/gpu.py probe` copied at
+# 4.05e12 and multiplied at 3.7e14 to 7.1e14, and `gram` is what its kernel reached there; the others are assumptions.
 BYTES, CACHE_BYTES = 4.8e12 * 0.85, 5.5e12
-RATES = {"product half": 620e12, "product fp32": 45e12, "product fp64": 45e12, "attention": 350e12, "gram": 400e12}
+RATES = {"product half": 620e12, "product fp32": 45e12, "product fp64": 45e12, "attention": 350e12, "gram": 180e12}
 LEAST_SECONDS = 2.2e-6
 
 
@@ -296,6 +297,15 @@ def add_parts_stand_in(count: Count) -> Any:
     return add_parts
 
 
+def scale_stand_in(count: Count) -> Any:
+    def scale(value: Tensor, factors: Tensor, keep: Tensor | None) -> Tensor:
+        scaled = torch.empty_like(value, memory_format=torch.contiguous_format)
+        count.add(touched(value) + touched(scaled), "", 0)
+        return scaled
+
+    return scale
+
+
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
     """CUDA as PyTorch would find it, and tensors that hold nothing."""
@@ -334,6 +344,7 @@ def counted(model: str, records: int, private: bool) -> Counts:
         norms._kernel = lambda: gram_stand_in(count)
         layers._layer_norm = lambda: layer_norm_stand_in(count)
         sums._add_parts = lambda: add_parts_stand_in(count)
+        per_record._scale = lambda: scale_stand_in(count)
         if private:
             forward = PrivateForward(body, BookKeepingClip(ClipRule("flat", 1.0, 1e-3), "bf16"), graph=False)
             forward.begin(GPU)

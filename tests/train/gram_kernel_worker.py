@@ -28,6 +28,7 @@ from murmuration.train.clip.gram_triton import gram
 from murmuration.train.clip.layer_norm_triton import backward
 from murmuration.train.clip.per_record import OuterProduct
 from murmuration.train.clip.rule import ClipRule
+from murmuration.train.clip.scale_triton import scale
 from tests.support.train_helpers import SHAPE, nano_inputs
 
 # Around the borders of blocks (16, 64 tokens) and of parts (64 columns); without a rest, and with a rest of each padded
@@ -194,6 +195,22 @@ def added() -> dict[str, list[bool]]:
     return {"same": same, "left": left}
 
 
+def scaled() -> list[bool]:
+    """Around the border of blocks, and not as rows lie: whether records times factors are torch's to the bit, and
+    whether a record that is left out becomes zeros, whatever it holds, and changes no other."""
+    same = []
+    for shape in ((3, 5, 7), (2, 64, 64), (3, 64, 65), (4, 130, 33)):
+        draw = torch.Generator().manual_seed(shape[1])
+        value, factors = torch.randn(shape, generator=draw).half(), torch.rand(shape[0], generator=draw)
+        expected = torch.mul(value, factors.view(-1, 1, 1), out=torch.empty_like(value))
+        same.append(torch.equal(scale(value, factors, None), expected))
+        same.append(torch.equal(scale(value.transpose(1, 2), factors, None), expected.transpose(1, 2)))
+        value[1], keep = torch.nan, torch.arange(shape[0]) != 1
+        expected[1] = 0
+        same.append(torch.equal(scale(value, factors, keep), expected))
+    return same
+
+
 def far_apart() -> list[float]:
     """Parts whose distances pass 2^31 elements together. Memory in between is never touched, so it costs nothing."""
     apart = 1 << 30
@@ -235,7 +252,7 @@ if __name__ == "__main__":
     print("RESULTS " + json.dumps({
         "fp16": products(torch.float16, norms.PART), "fp32": products(torch.float32, norms.PART, SHAPES[::2]),
         "parts": products(torch.float16, 16, SHAPES[1::3]), "not a number": not_a_number(), "planted": planted(),
-        "layer norm": layer_norms(), "added": added(), "far apart": far_apart(),
+        "layer norm": layer_norms(), "added": added(), "scaled": scaled(), "far apart": far_apart(),
         "clipped": {"mae": clipped("mae", False), "caption": clipped("caption", False)},
         "all": {"mae": clipped("mae", True), "caption": clipped("caption", True)},
     }))  # fmt: skip

@@ -82,6 +82,10 @@ def test_parts_are_added_in_fp64_where_they_may_be(found: dict[str, Any]) -> Non
     assert len(found["added"]["left"]) == 3 and all(found["added"]["left"])
 
 
+def test_records_are_scaled_as_by_torch_to_the_bit_and_those_left_out_are_zeros(found: dict[str, Any]) -> None:
+    assert len(found["scaled"]) == 12 and all(found["scaled"])
+
+
 def test_parts_are_found_beyond_the_reach_of_32_bits(found: dict[str, Any]) -> None:
     assert found["far apart"] == [15.0, 18.0, 21.0, 24.0, 27.0]
 
@@ -110,7 +114,9 @@ def compiled_gram(kind: str, tokens: int, capability: int, summed: bool = True) 
     pointers = {"left": kind, "right": kind, "inner": "fp64"} | dict.fromkeys(
         ("left_sizes", "right_sizes", "sums"), "fp32"
     )
-    constants = {"COLUMNS": own.padded} if own.few else {"BLOCKS": own.blocks, "PADDED": own.padded}
+    constants = (
+        {"COLUMNS": own.padded} if own.few else {"BLOCKS": own.blocks, "NEAR": gram_triton.NEAR, "PADDED": own.padded}
+    )
     constants |= {"PART": PART, "SUMMED": summed}
     names: list[str] = kernel.arg_names
     signature = {name: f"*{pointers[name]}" if name in pointers else "i32" for name in names}
@@ -130,7 +136,7 @@ def compiled_gram(kind: str, tokens: int, capability: int, summed: bool = True) 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(("kind", "tokens"), [("bf16", 50), ("bf16", 40), ("bf16", 197), ("fp16", 300), ("bf16", 255)])
 def test_it_compiles_for_cards_to_tensor_cores(kind: str, tokens: int, capability: int) -> None:
-    compiled, own = compiled_gram(kind, tokens, capability)
+    compiled, _ = compiled_gram(kind, tokens, capability)
     code = compiled.asm["ptx"]
     assert "wgmma.mma_async" in code or "mma.sync" in code
     assert capability < 90 or "wgmma.mma_async" in code, "Hopper's own instruction, for 64 rows"
@@ -163,20 +169,20 @@ def test_parts_are_added_outside_the_tensor_cores(tokens: int, capability: int) 
 @pytest.mark.parametrize("tokens", [40, 50, 197, 320, 255])
 def test_the_products_that_are_issued_are_those_that_are_counted(tokens: int) -> None:
     """Each program's branches stand in the code once; all warps issue what stands there."""
-    from murmuration.train.clip.gram_triton import WARPS
+    from murmuration.train.clip.gram_triton import NEAR, WARPS
 
     compiled, own = compiled_gram("bf16", tokens, 80)
     per_loop = compiled.asm["ptx"].count("mma.sync.aligned.m16n8k16") // 2 // (PART // 16)
     expected = own.products
     if not own.few:
-        # Of blocks with two earlier ones, and of pairs of distant ones, there is one branch for all.
-        block, pair = 3 * 64 * 64 // 4 + 64 * own.padded, 64 * 64
-        alike = max(0, own.blocks - 3)
-        expected -= alike * (block + 2 * pair) + max(0, alike * (alike + 1) // 2 - 1) * pair
+        # Of blocks with as many earlier ones as are near, and of pairs of distant ones, there is one branch for all.
+        block, pair = 64 * 64 + 64 * own.padded, 64 * 64
+        alike = max(0, own.blocks - NEAR - 1)
+        expected -= alike * (block + NEAR * pair) + max(0, alike * (alike + 1) // 2 - 1) * pair
     assert per_loop * WARPS * 16 * 8 == expected
 
 
-@pytest.mark.parametrize(("tokens", "most"), [(197, 1.21), (257, 1.2), (50, 3.3), (16, 7.6)])
+@pytest.mark.parametrize(("tokens", "most"), [(197, 1.37), (257, 1.32), (50, 3.3), (16, 7.6)])
 def test_few_products_are_computed_that_are_not_needed(tokens: int, most: float) -> None:
     from murmuration.train.clip.gram_triton import cut
 
@@ -248,6 +254,27 @@ def test_no_place_is_computed_in_32_bits(tmp_path: Path, written: str, instead: 
     assert bool(narrow) == fault, narrow
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_what_scales_records_compiles_and_reads_and_writes_many_halves_at_once(masked: bool) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from murmuration.train.clip.scale_triton import BLOCK, WARPS, _scale
+
+    names: list[str] = _scale.arg_names
+    constants = {"MASKED": masked, "BLOCK": BLOCK}
+    pointers = {"value": "*bf16", "scaled": "*bf16", "factors": "*fp32", "keep": "*i1" if masked else "*bf16"}
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name not in constants}
+    code = triton.compile(
+        ASTSource(_scale, signature, values, aligned), target=GPUTarget("cuda", 80, 32), options={"num_warps": WARPS}
+    ).asm["ptx"]
+    assert "ld.global.v4.b32" in code and "st.global.v4.b32" in code and ".local" not in code
+    assert "mul.f32" in code and "cvt.rn.bf16" in code, "multiplied in fp32, rounded once to the nearest"
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_backward_pass_of_a_layer_norm_compiles_without_spilling(wanted: bool) -> None:
     """At the widest of the recipes."""
@@ -255,10 +282,10 @@ def test_the_backward_pass_of_a_layer_norm_compiles_without_spilling(wanted: boo
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from murmuration.train.clip.layer_norm_triton import CHUNK, ROWS, WARPS, _backward
+    from murmuration.train.clip.layer_norm_triton import CHUNK, WARPS, _backward, rows_at_once
 
     names: list[str] = _backward.arg_names
-    constants = {"WANTED": wanted, "CHUNK": CHUNK, "ROWS": ROWS, "WIDTH": 2048}
+    constants = {"WANTED": wanted, "CHUNK": CHUNK, "ROWS": rows_at_once(2048), "WIDTH": 2048}
     signature = {name: "constexpr" if name in constants else "*fp32" for name in names}
     signature |= {"tokens": "i32", "width": "i32"}
     values = {(names.index(name),): value for name, value in constants.items()}

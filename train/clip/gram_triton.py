@@ -2,10 +2,9 @@
 
 As separate operations, two matrices [T, T] per record go to memory and back three times, which costs more than their
 arithmetic. Here tiles of both stay in registers until they are reduced to one number. Both matrices are symmetric, so
-half of each is computed: tokens are cut into blocks, and a block meets the blocks before it. What remains of the tokens
-comes first, so that it is a few columns to every block and not a whole strip of rows. On its diagonal, a block is cut
-once more. A program loads its rows once for all that they meet. Sums are taken in a fixed order, so that a replayed
-step reproduces the same bits.
+half of each is computed: tokens are cut into blocks, and a block meets itself and the blocks before it. What remains of
+the tokens comes first, so that it is a few columns to every block and not a whole strip of rows. A program loads its
+rows once for all that they meet. Sums are taken in a fixed order, so that a replayed step reproduces the same bits.
 
 Rounding: tensor cores accumulate over at most `part` columns, since they truncate low-order bits, and the parts are
 added up in ordinary fp32: the error of an entry is that of `norms.cut_off`, in whichever order a part is added.
@@ -30,11 +29,14 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-# Up to this many tokens, one program takes a record as one tile; beyond, programs handle blocks of as many. Most of a
-# tile's entries are then computed twice, but a single tile keeps the loads coming, which is what these products wait for:
-# on an H200, tiles of 16 × 8, less than half the products, took MEASURED times as long.
+# Up to this many tokens, one program takes a record as one tile; beyond, programs handle blocks of as many. Half of a
+# tile that a block shares with itself is computed twice. Smaller tiles would save that, but reload rows or leave a warp
+# waiting: on an H200, tiles of 16 x 8 for few tokens took 2.7 times as long, and blocks cut once more 1.1 to 1.3 times.
 BLOCK = 64
-WARPS, FEW_STAGES, STAGES = 4, 4, 3
+# A program takes a block with so many before it, since it has the block's rows; pairs further apart have their own. Two
+# would need more registers than there are.
+NEAR = 1
+WARPS, FEW_STAGES, STAGES = 4, 8, 4
 # Columns of the strips' sums that are added up at a time.
 COLUMNS = 512
 
@@ -54,8 +56,11 @@ class Cut(NamedTuple):
     @property
     def programs(self) -> int:
         """For each record: one for each block, each pair of distant blocks, and the rest."""
-        distant = max(0, self.blocks - 3) * (self.blocks - 2) // 2
-        return self.blocks + distant + (self.rest > 0)
+        return self.blocks + self._distant + (self.rest > 0)
+
+    @property
+    def _distant(self) -> int:
+        return max(0, self.blocks - NEAR - 1) * (self.blocks - NEAR) // 2
 
     @property
     def strips(self) -> int:
@@ -70,16 +75,15 @@ class Cut(NamedTuple):
             return BLOCK * self.padded
         pairs = self.blocks * (self.blocks - 1) // 2 * BLOCK**2
         rest = max(self.padded**2, WARPS * 16 * 8) if self.rest else 0
-        return self.blocks * (3 * BLOCK**2 // 4 + BLOCK * self.padded) + pairs + rest
+        return self.blocks * (BLOCK**2 + BLOCK * self.padded) + pairs + rest
 
     @property
     def rows(self) -> int:
         """Rows of one matrix that the programs of a record load, each over all columns."""
         if self.few:
             return self.rest if self.padded == BLOCK else 2 * self.rest
-        near = sum(min(2, earlier) for earlier in range(self.blocks))
-        distant = self.blocks * (self.blocks - 1) // 2 - near
-        return self.blocks * (2 * BLOCK + self.rest) + BLOCK * (near + 2 * distant) + 2 * self.rest
+        near = self.blocks * (self.blocks - 1) // 2 - self._distant
+        return self.blocks * (BLOCK + self.rest) + BLOCK * (near + 2 * self._distant) + 2 * self.rest
 
 
 def cut(tokens: int) -> Cut:
@@ -178,16 +182,15 @@ def _of_block(  # pyright: ignore
     base, sums, first, tokens, width, stride, rest,
     EARLIER: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """A block of 64 tokens with its first half, with the blocks just before it, and with the rest. Then its second half
-    with itself, in a loop of its own, where the compiler gives each warp a quarter of the tile. If `SUMMED`, stores the
-    sum over the block's tokens, too."""
-    near, far = tl.zeros([64, 32], tl.float32), tl.zeros([32, 32], tl.float32)
+    """A block of 64 tokens with itself, with the blocks just before it, and with the rest. If `SUMMED`, stores the sum
+    over the block's tokens, too."""
+    own = tl.zeros([64, 64], tl.float32)
     others = tl.zeros([64, PADDED if PADDED > 0 else 8], tl.float32)
     before = _zeros(EARLIER, 64, 64)
     for start in range(0, width, PART):
         along = start + tl.arange(0, PART)
         rows = _rows(base, first, tokens, stride, along, width, 64)
-        near += _product(rows, _columns(base, first, tokens, stride, along, width, 32), PART)
+        own += _product(rows, tl.trans(rows), PART)
         more = ()
         for block in tl.static_range(EARLIER):
             earlier = _columns(base, first - 64 * (block + 1), tokens, stride, along, width, 64)
@@ -197,10 +200,7 @@ def _of_block(  # pyright: ignore
             others += _product(rows, _columns(base, 0, rest, stride, along, width, PADDED), PART)
         if SUMMED:
             tl.store(sums + along, _over_tokens(rows), mask=along < width)
-    for start in range(0, width, PART):
-        half = _rows(base, first + 32, tokens, stride, start + tl.arange(0, PART), width, 32)
-        far += _product(half, tl.trans(half), PART)
-    return near, far, others, before
+    return own, others, before
 
 
 @triton.jit
@@ -227,19 +227,13 @@ def _block(  # pyright: ignore
 ):  # fmt: skip
     """A block with itself, with so many earlier ones, and with the rest."""
     first = rest + number * 64
-    near, far, others, before = _of_block(
-        left, sums, first, tokens, rows, left_token, rest, EARLIER, PADDED, PART, SUMMED
-    )
-    near_right, far_right, others_right, before_right = _of_block(
+    own, others, before = _of_block(left, sums, first, tokens, rows, left_token, rest, EARLIER, PADDED, PART, SUMMED)
+    own_right, others_right, before_right = _of_block(
         right, sums, first, tokens, columns, right_token, rest, EARLIER, PADDED, PART, False
     )
-    _store_sizes(left_sizes, first, tokens, near, 64, 32)
-    _store_sizes(right_sizes, first, tokens, near_right, 64, 32)
-    _store_sizes(left_sizes, first + 32, tokens, far, 32, 32)
-    _store_sizes(right_sizes, first + 32, tokens, far_right, 32, 32)
-    # Of the block with its first half, the lower 32 rows stand for the upper right corner, too.
-    times = tl.where(tl.arange(0, 64) < 32, 1.0, 2.0).to(tl.float64)
-    total = tl.sum(tl.sum((near * near_right).to(tl.float64), 1) * times, 0) + _inner(far, far_right)
+    _store_sizes(left_sizes, first, tokens, own, 64, 64)
+    _store_sizes(right_sizes, first, tokens, own_right, 64, 64)
+    total = _inner(own, own_right)
     for block in tl.static_range(EARLIER):
         total += 2.0 * _inner(before[block], before_right[block])
     if PADDED > 0:
@@ -249,14 +243,14 @@ def _block(  # pyright: ignore
 
 @triton.jit
 def _pair(  # pyright: ignore
-    left, right, tokens, rows, columns, left_token, right_token, rest, number, PART: tl.constexpr
+    left, right, tokens, rows, columns, left_token, right_token, rest, number, NEAR: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
-    """A block with one that is at least three earlier."""
+    """A block with one that is more than `NEAR` earlier."""
     row = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
     # The root may be rounded to the wrong side of a whole number.
     row = tl.where(row * (row + 1) // 2 > number, row - 1, row)
     row = tl.where((row + 1) * (row + 2) // 2 <= number, row + 1, row)
-    first, other = rest + (row + 3) * 64, rest + (number - row * (row + 1) // 2) * 64
+    first, other = rest + (row + NEAR + 1) * 64, rest + (number - row * (row + 1) // 2) * 64
     lefts = _of_two(left, left, first, other, tokens, tokens, rows, left_token, 64, 64, PART, False)
     rights = _of_two(right, right, first, other, tokens, tokens, columns, right_token, 64, 64, PART, False)
     return 2.0 * _inner(lefts, rights)
@@ -279,24 +273,24 @@ def _rest(  # pyright: ignore
 def _many_tokens(  # pyright: ignore
     left, right, inner, left_sizes, right_sizes, sums, tokens, rows, columns,
     left_record, left_token, right_record, right_token, rest,
-    BLOCKS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
+    BLOCKS: tl.constexpr, NEAR: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Each program handles a part of one record."""
     record, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     left, right = left + record * left_record, right + record * right_record
     left_sizes, right_sizes = left_sizes + record * tokens, right_sizes + record * tokens
     STRIPS: tl.constexpr = BLOCKS + 1 if PADDED > 0 else BLOCKS
-    PAIRS: tl.constexpr = (BLOCKS - 3) * (BLOCKS - 2) // 2 if BLOCKS > 3 else 0
+    PAIRS: tl.constexpr = (BLOCKS - NEAR - 1) * (BLOCKS - NEAR) // 2 if BLOCKS > NEAR else 0
     total = tl.zeros([], tl.float64)
     if part < BLOCKS:
-        for earlier in tl.static_range(BLOCKS if BLOCKS < 3 else 3):
-            if (part == earlier) | ((part > 2) & (earlier == 2)):
+        for earlier in tl.static_range(BLOCKS if BLOCKS < NEAR + 1 else NEAR + 1):
+            if (part == earlier) | ((part > NEAR) & (earlier == NEAR)):
                 total = _block(
                     left, right, left_sizes, right_sizes, sums + (record * STRIPS + part) * rows, tokens, rows, columns,
                     left_token, right_token, rest, part, earlier, PADDED, PART, SUMMED,
                 )  # fmt: skip
     elif part < BLOCKS + PAIRS:
-        total = _pair(left, right, tokens, rows, columns, left_token, right_token, rest, part - BLOCKS, PART)
+        total = _pair(left, right, tokens, rows, columns, left_token, right_token, rest, part - BLOCKS, NEAR, PART)
     elif PADDED > 0:
         total = _rest(
             left, right, left_sizes, right_sizes, sums + (record * STRIPS + BLOCKS) * rows, rows, columns,
@@ -366,7 +360,7 @@ def gram(
             )  # fmt: skip
         else:
             _many_tokens[grid](
-                *common, own.rest, BLOCKS=own.blocks, PADDED=own.padded, PART=part, SUMMED=summed,  # pyright: ignore
+                *common, own.rest, BLOCKS=own.blocks, NEAR=NEAR, PADDED=own.padded, PART=part, SUMMED=summed,  # pyright: ignore
                 num_warps=WARPS, num_stages=STAGES,  # pyright: ignore
             )  # fmt: skip
         _finish[(records,)](

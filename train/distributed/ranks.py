@@ -82,7 +82,7 @@ class Ranks:
 
     def barrier(self) -> None:
         with self.pulse.exchange():
-            dist.barrier()
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def gather(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.world

@@ -12,6 +12,7 @@ demands a one-shot update and every step is checked afterwards.
 from __future__ import annotations
 
 import logging
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -58,9 +59,13 @@ def start_ranks() -> Ranks:
         # DeepSpeed would compile it (a minute) and leave 66 MiB per rank in /dev/shm at every run, for a collective of
         # inference that nothing in training calls.
         deepspeed.ops.__compatible_ops__[CPU_OPERATION] = False
+    else:
+        # DeepSpeed takes the GPU of this number, also where Slurm shows each process its own GPU alone, as number 0.
+        os.environ["LOCAL_RANK"] = str(device.index)
     deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timedelta(seconds=COLLECTIVE_SECONDS), verbose=False)
-    torch.distributed.barrier()
-    return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
+    ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
+    ranks.barrier()
+    return ranks
 
 
 class DeepSpeedEngine:

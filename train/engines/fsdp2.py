@@ -149,8 +149,10 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 def start_ranks(shard_over: int | None = None) -> Ranks:
     """Joins the process group that the launcher describes; without a launcher, makes a group of one."""
     device = describe_process()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+    gpu = device if device.type == "cuda" else None
+    dist.init_process_group(
+        "gloo" if gpu is None else "nccl", timeout=timedelta(seconds=COLLECTIVE_SECONDS), device_id=gpu
+    )
     require_whole_copies(dist.get_world_size(), shard_over)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
