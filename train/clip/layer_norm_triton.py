@@ -20,7 +20,7 @@ WARPS = 8
 
 
 def rows_at_once(width: int) -> int:
-    return max(1, min(8, AT_ONCE // triton.next_power_of_2(width)))
+    return max(1, min(8, AT_ONCE // int(triton.next_power_of_2(width))))
 
 
 @triton.jit
