@@ -76,16 +76,21 @@ def _plot(cases: Found, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for name, found in cases.items():
-        if "private_over_plain" in found:
-            model, records = name.rsplit(" ", 1)
-            lines.setdefault(model, []).append((int(records), found["private_over_plain"]))
+    ways = {"graph_over_plain": ("o", "as a run does it"), "private_over_plain": ("x", "kernel by kernel")}
     figure, axes = plt.subplots(figsize=(7, 4))
-    for model, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=model)
-    axes.axhline(0.96, color="grey", linewidth=0.8, linestyle="--")
-    axes.set(xscale="log", xlabel="records in the micro-batch", ylabel="private speed / plain speed", ylim=(0, 1.05))
+    for number, model in enumerate(dict.fromkeys(name.rsplit(" ", 1)[0] for name in cases)):
+        for ratio, (marker, way) in ways.items():
+            points = sorted(
+                (int(name.rsplit(" ", 1)[1]), found[ratio])
+                for name, found in cases.items()
+                if name.rsplit(" ", 1)[0] == model and ratio in found
+            )
+            if points:
+                style = "-" if marker == "o" else ":"
+                axes.plot(*zip(*points, strict=True), style, marker=marker, color=f"C{number}", label=f"{model}, {way}")
+    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle="--")
+    axes.set(xscale="log", xlabel="records in the micro-batch", ylabel="private speed / plain speed, both eager")
+    axes.set_ylim(bottom=0)
     axes.set_xscale("log", base=2)
     axes.legend(frameon=False)
     figure.tight_layout()

@@ -27,6 +27,7 @@ from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.gram_triton import gram
 from murmuration.train.clip.layer_norm_triton import backward
 from murmuration.train.clip.per_record import OuterProduct
+from murmuration.train.clip.row_sums_triton import row_sums
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.scale_triton import scale
 from tests.support.train_helpers import SHAPE, nano_inputs
@@ -211,6 +212,39 @@ def scaled() -> list[bool]:
     return same
 
 
+def rows_summed() -> list[float]:
+    """How far the sums of an embedding's rows are from fp64, in units of their terms' rounding: rows that occur once,
+    never, and more often than a program adds at a time; then whether each fault is found."""
+    source, found = Path(sys.modules[row_sums.__module__].__file__ or "").read_text(), []
+    faults = (
+        ("", ""), ("start += AT_ONCE", "start += AT_ONCE + 1"), ("== AT_ONCE\n", "< 0\n"),
+        ("if row != before:", "if True:"),
+        ("token[:, None] * width", "place[:, None] * width"),
+    )  # fmt: skip
+    for number, (written, instead) in enumerate(faults):
+        assert not written or source.count(written) == 1, written
+        place = Path(tempfile.mkdtemp()) / f"rows_{number}.py"
+        place.write_text(source.replace(written, instead) if written else source)
+        spec = importlib.util.spec_from_file_location(place.stem, place)
+        assert spec is not None and spec.loader is not None
+        own = importlib.util.module_from_spec(spec)
+        sys.modules[place.stem] = own
+        spec.loader.exec_module(own)
+        worst = 0.0
+        for tokens, width in ((1, 3), (40, 256), (150, 300)):
+            draw = torch.Generator().manual_seed(tokens)
+            rows = torch.where(
+                torch.rand(tokens, generator=draw) < 0.4, 7, torch.randint(50, (tokens,), generator=draw)
+            )
+            values = torch.randn(tokens, width, generator=draw)
+            exact = torch.zeros(50, width, dtype=torch.float64).index_add_(0, rows, values.double())
+            size = torch.zeros(50, width, dtype=torch.float64).index_add_(0, rows, values.double().abs())
+            sums = own.row_sums(rows, values, 50)
+            worst = max(worst, float(((sums - exact).abs() / (size * 1e-6).clamp(min=1e-30)).max()))
+        found.append(worst)
+    return found
+
+
 def far_apart() -> list[float]:
     """Parts whose distances pass 2^31 elements together. Memory in between is never touched, so it costs nothing."""
     apart = 1 << 30
@@ -252,7 +286,8 @@ if __name__ == "__main__":
     print("RESULTS " + json.dumps({
         "fp16": products(torch.float16, norms.PART), "fp32": products(torch.float32, norms.PART, SHAPES[::2]),
         "parts": products(torch.float16, 16, SHAPES[1::3]), "not a number": not_a_number(), "planted": planted(),
-        "layer norm": layer_norms(), "added": added(), "scaled": scaled(), "far apart": far_apart(),
+        "layer norm": layer_norms(), "added": added(), "scaled": scaled(), "rows": rows_summed(),
+        "far apart": far_apart(),
         "clipped": {"mae": clipped("mae", False), "caption": clipped("caption", False)},
         "all": {"mae": clipped("mae", True), "caption": clipped("caption", True)},
     }))  # fmt: skip

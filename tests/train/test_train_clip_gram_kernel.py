@@ -86,6 +86,12 @@ def test_records_are_scaled_as_by_torch_to_the_bit_and_those_left_out_are_zeros(
     assert len(found["scaled"]) == 12 and all(found["scaled"])
 
 
+def test_an_embedding_s_rows_are_summed_and_faults_in_that_are_found(found: dict[str, Any]) -> None:
+    honest, *faulty = found["rows"]
+    assert honest <= 1 and len(faulty) == 4
+    assert min(faulty) > 10, faulty
+
+
 def test_parts_are_found_beyond_the_reach_of_32_bits(found: dict[str, Any]) -> None:
     assert found["far apart"] == [15.0, 18.0, 21.0, 24.0, 27.0]
 
@@ -273,6 +279,23 @@ def test_what_scales_records_compiles_and_reads_and_writes_many_halves_at_once(m
     ).asm["ptx"]
     assert "ld.global.v4.b32" in code and "st.global.v4.b32" in code and ".local" not in code
     assert "mul.f32" in code and "cvt.rn.bf16" in code, "multiplied in fp32, rounded once to the nearest"
+
+
+def test_what_sums_an_embedding_s_rows_compiles_to_ordinary_additions() -> None:
+    """Without atomic ones, whose order is any."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from murmuration.train.clip.row_sums_triton import AT_ONCE, BLOCK, _sum_rows
+
+    names: list[str] = _sum_rows.arg_names
+    constants = {"AT_ONCE": AT_ONCE, "BLOCK": BLOCK}
+    pointers = {"rows": "*i64", "order": "*i64", "values": "*fp32", "total": "*fp32"}
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    code = triton.compile(ASTSource(_sum_rows, signature, values), target=GPUTarget("cuda", 80, 32)).asm["ptx"]
+    assert "add.f32" in code and "atom" not in code and "red." not in code and ".local" not in code
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -34,7 +34,7 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(len(x), -1)
 
 
-# Devices on which halves are scaled by a kernel.
+# Devices on which halves are scaled, and an embedding's rows are summed, by a kernel.
 KERNEL_DEVICES = ("cuda",)
 # Elements of per-record gradients that are written out at a time, where they are not kept.
 CHUNK = 1 << 23
@@ -112,6 +112,16 @@ def _scale() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
     from murmuration.train.clip.scale_triton import scale
 
     return scale
+
+
+@cache
+def _row_sums() -> Callable[[Tensor, Tensor, int], Tensor] | None:
+    """Some builds of PyTorch come without Triton."""
+    if find_spec("triton") is None:
+        return None
+    from murmuration.train.clip.row_sums_triton import row_sums
+
+    return row_sums
 
 
 class PerRecordGradient(Protocol):
@@ -271,12 +281,17 @@ class OuterProduct:
 
     def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
         if self.sparse:
-            scaled = weights.apply(self.right).flatten(0, 1)
-            total = torch.zeros(self.rows, self.columns, dtype=wide(scaled.dtype), device=scaled.device)
-            total.index_add_(0, self.left.flatten(), scaled.to(total.dtype))
-            sums.add(self.name, total.view(self.shape))
+            sums.add(self.name, self._over_rows(weights.apply(self.right).flatten(0, 1)).view(self.shape))
             return
         sums.add_product(self.name, *self.operands(weights))
+
+    def _over_rows(self, scaled: Tensor) -> Tensor:
+        """[tokens, columns] -> [rows, columns], for a table of row numbers."""
+        kernel = _row_sums() if scaled.dtype == torch.float32 and scaled.device.type in KERNEL_DEVICES else None
+        if kernel is not None:
+            return kernel(self.left.flatten(), scaled, self.rows)
+        total = torch.zeros(self.rows, self.columns, dtype=wide(scaled.dtype), device=scaled.device)
+        return total.index_add_(0, self.left.flatten(), scaled.to(total.dtype))
 
     def weighted(self, weights: ClipWeights) -> Tensor:
         """The weighted sum itself, in fp32 or better. Not for tables of row numbers."""

@@ -102,13 +102,13 @@ class Run(Keeping):
         default="aes",
         description="exact: whole multiples of a grid, drawn exactly, so that no floating-point rounding shapes the "
         "noise; about half as fast. chacha20: drawn on the device where it is added, so that it needs no host cores "
-        "and no transfer; it has not run on a GPU yet.",
+        "and no transfer.",
     )
     cuda_graph: Literal["auto", "off"] = Field(
         default="auto",
         description="auto: on a GPU, below ZeRO-3, private micro-batches are recorded once and replayed, if a first "
         "replay gives the same bits; with an adaptive clip norm they are not. A recording keeps the memory of a "
-        "micro-batch for itself. It has not run on a GPU yet.",
+        "micro-batch for itself.",
     )
     dir: str | None = Field(
         default=None, description="Run directory; null: `runs/<config name>` in the current folder."
