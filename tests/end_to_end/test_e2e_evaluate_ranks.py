@@ -61,8 +61,12 @@ def asked(world: Path, protocol: str, out: Path) -> list[Any]:
 
 
 def by_two(launcher: str, arguments: list[Any], script: Path = EVALUATE) -> tuple[int, str]:
+    return by_several(RANKS, launcher, arguments, script)
+
+
+def by_several(ranks: int, launcher: str, arguments: list[Any], script: Path) -> tuple[int, str]:
     count = {"deepspeed": "--num_gpus", "torchrun": "--nproc_per_node"}[launcher]
-    head = [BIN / launcher, "--master_port", free_port(), count, RANKS, script]
+    head = [BIN / launcher, "--master_port", free_port(), count, ranks, script]
     given = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
         list(map(str, [*head, *arguments, "--workers", 0])), env=given, text=True, timeout=TIMEOUT,

@@ -114,7 +114,7 @@ import torch
 torch.set_num_threads(int(sys.argv.pop(1)))
 from murmuration.train.commands.evaluate import main
 from murmuration.train.evaluate import dense, detect
-step, found, done = dense._step, detect.found_by, []
+backward, found, done = dense._backward, detect.found_by, []
 def counted(kind, limit, run):
     def counting(*given):
         if sys.argv[1] == kind and len(done) == limit:
@@ -122,7 +122,7 @@ def counted(kind, limit, run):
         done.append(run(*given))
         return done[-1]
     return counting
-dense._step, detect.found_by = counted("step", 5, step), counted("found", 8, found)
+dense._backward, detect.found_by = counted("step", 5, backward), counted("found", 8, found)
 main(sys.argv[2:])
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -20,10 +19,12 @@ from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.folders import build_folder
 from murmuration.evaluation.few_shot import draw_percent, draw_shots
 from murmuration.evaluation.fine_tuning import FineTuneSettings
+from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.evaluate import fine_tune
 from murmuration.train.evaluate.augmented import AugmentedPictures, mixed_batches
 from murmuration.train.evaluate.fine_tune import FineTuning
 from murmuration.train.evaluate.session import Chosen
+from murmuration.train.evaluate.sharing import Sharing
 from murmuration.train.recipe.pixels import NAMED, of_weights
 from tests.support.evaluation_world import COLOURS, class_folders, evaluate, result, saved
 from tests.support.foreign_models import timm_vit
@@ -81,13 +82,15 @@ import os, signal, sys
 import torch
 torch.set_num_threads(int(sys.argv.pop(1)))
 from murmuration.train.commands.evaluate import main
+from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.evaluate import fine_tune
-step, done = fine_tune._step, []
+backward, done = fine_tune._backward, []
 def counted(*given):
     if len(done) == 5:
         os.kill(os.getpid(), signal.SIGKILL)
-    done.append(step(*given))
-fine_tune._step = counted
+    done.append(backward(*given))
+    return done[-1]
+fine_tune._backward = counted
 main(sys.argv[1:])
 """
 
@@ -122,22 +125,42 @@ def pictures(world: Path, tmp_path: Path, **more: Any) -> tuple[AugmentedPicture
 
 def test_pictures_do_not_depend_on_the_processes_that_read_them(world: Path, tmp_path: Path) -> None:
     read, settings = pictures(world, tmp_path)
-    alone, shared = (list(mixed_batches(read, settings, np.arange(60), 3, workers)) for workers in (0, 2))
+    alone, shared = (list(mixed_batches(read, settings, np.arange(60), 3, workers, Sharing())) for workers in (0, 2))
     assert len(alone) == len(shared) == 3
     for one, other in zip(alone, shared, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    other_epoch = next(mixed_batches(read, settings, np.arange(60), 4, 0))
+    other_epoch = next(mixed_batches(read, settings, np.arange(60), 4, 0, Sharing()))
     assert not torch.equal(other_epoch[0], alone[0][0])
+
+
+def test_ranks_take_parts_of_the_same_mixed_batches(world: Path, tmp_path: Path) -> None:
+    """Whatever cannot be read: a pair that one rank leaves out moves no picture of another."""
+    class_folders(tmp_path / "train", 12)
+    (tmp_path / "train" / "blue" / "003.png").write_bytes(b"no picture")
+    read, settings = pictures(tmp_path, tmp_path)
+    whole = list(mixed_batches(read, settings, np.arange(60), 1, 0, Sharing()))
+    for world_size in (2, 3, 11):  # of eight pairs in a batch
+        ranks = [Sharing(Ranks(rank, world_size, torch.device("cpu"))) for rank in range(world_size)]
+        parts = [list(mixed_batches(read, settings, np.arange(60), 1, 0, each)) for each in ranks]
+        assert all(len(part) == len(whole) for part in parts)
+        for number, (images, shares, keys) in enumerate(whole):
+            of_key = {int(key): place for part in parts for place, key in enumerate(part[number][2])}
+            assert len(of_key) == len(keys) == sum(len(part[number][2]) for part in parts)
+            for part in parts:
+                for image, share, key in zip(*part[number], strict=True):
+                    place = keys.tolist().index(int(key))
+                    assert torch.equal(image, images[place]) and torch.equal(share, shares[place])
+    assert sorted(len(keys) for *_, keys in whole) == [14, 16, 16], "without the unreadable picture and its mate"
 
 
 def test_mixed_classes_are_shares_and_unmixed_ones_are_smoothed(world: Path, tmp_path: Path) -> None:
     read, settings = pictures(world, tmp_path)
-    for _, shares, _ in mixed_batches(read, settings, np.arange(60), 0, 0):
+    for _, shares, _ in mixed_batches(read, settings, np.arange(60), 0, 0, Sharing()):
         torch.testing.assert_close(shares.sum(dim=1), torch.ones(16))
         assert float(shares.min()) == pytest.approx(0.1 / 5)
     plain, settings = pictures(world, tmp_path / "plain", mixup=0.0, cutmix=0.0)
     order = settings.order(60, 0)
-    _, shares, _ = next(mixed_batches(plain, settings, np.arange(60), 0, 0))
+    _, shares, _ = next(mixed_batches(plain, settings, np.arange(60), 0, 0, Sharing()))
     assert shares.argmax(dim=1).tolist() == [int(record) // 12 for record in order[:16]]
     assert float(shares.max()) == pytest.approx(0.9 + 0.1 / 5)
 
@@ -153,14 +176,6 @@ def test_what_cannot_be_learnt_is_refused(
     except SystemExit as ended:
         assert ended.code == 2
     assert reason in capsys.readouterr().err
-
-
-def test_several_processes_are_refused(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert evaluate(*asked(world), "--out", tmp_path / "out") == 2
-    assert "one process" in capsys.readouterr().err and json.dumps([*tmp_path.iterdir()]) == "[]"
 
 
 @pytest.fixture
@@ -225,17 +240,21 @@ def test_draws_that_are_done_are_not_made_again_after_a_stop(
     world: Path, tmp_path: Path, learnt_from: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = asked(world, "--epochs", 3, "--warmup", 0, "--batch", 10, "--shots", 2, "--draws", 3)
-    step, done = fine_tune._step, []
+    backward, done = fine_tune._backward, []
 
-    def stopping(*given: Any) -> None:
+    def counted(*given: Any) -> float:
+        done.append(backward(*given))
+        return done[-1]
+
+    def stopping(*given: Any) -> float:
         if len(done) == 5:  # in the last epoch of the second of three trainings of three steps
             raise KeyboardInterrupt
-        done.append(step(*given))
+        return counted(*given)
 
-    monkeypatch.setattr(fine_tune, "_step", stopping)
+    monkeypatch.setattr(fine_tune, "_backward", stopping)
     assert evaluate(*arguments, "--out", tmp_path / "stopped") == 75
     assert len(learnt_from) == 2
-    monkeypatch.setattr(fine_tune, "_step", lambda *given: done.append(step(*given)))
+    monkeypatch.setattr(fine_tune, "_backward", counted)
     assert evaluate(*arguments, "--out", tmp_path / "stopped") == 0
     assert len(done) == 9 and learnt_from[2] == learnt_from[1] and len(learnt_from) == 4
     assert evaluate(*arguments, "--out", tmp_path / "whole") == 0

@@ -144,9 +144,6 @@ def test_what_is_not_laid_out_so_is_refused(
     (tmp_path / "ade" / "objectInfo150.txt").unlink()
     assert evaluate(*common) == 2
     assert "one class per line with --class-names" in capsys.readouterr().err
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert evaluate(*common) == 2
-    assert "segment trains in one process" in capsys.readouterr().err
 
 
 def test_a_resnet_has_no_patches_for_a_pyramid() -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RESULT = "result.json"
 TRAINED = ("fine-tune", "detect", "segment")
-"""Protocols that train all weights, in one process."""
+"""Protocols that train all weights."""
 LEARNING = ("probe", "few-shot", *TRAINED)
 """Protocols that learn from --data and score --test."""
 
@@ -432,8 +432,6 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise EvaluationError("--tags are of captions to put in other orders; pass --captions with them")
     if getattr(arguments, "captions", None) is not None and getattr(arguments, "records", None) is not None:
         raise EvaluationError("--records draws from --data, and --captions lists the pictures; pass one of them")
-    if arguments.protocol in TRAINED and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise EvaluationError(f"{arguments.protocol} trains in one process; start it with plain python")
     if wrong := next((each for each in getattr(arguments, "shadow", []) if len(each) > 2), None):
         raise EvaluationError(f"--shadow takes a model and a list, but was given {len(wrong)} names; repeat it")
 

@@ -26,6 +26,8 @@ from murmuration.data.decode.decode import SUFFIXES, BadRecord, decode
 from murmuration.data.decode.fields import numbers_of
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.fine_tuning import FineTuneSettings
+from murmuration.train.evaluate.shared_training import own_part
+from murmuration.train.evaluate.sharing import Sharing
 
 KEY = b"drops of a fine-tuned model"
 """Public, like the records."""
@@ -69,13 +71,17 @@ def seed_all(told: Sequence[int]) -> None:
 
 
 def mixed_batches(
-    pictures: AugmentedPictures, settings: FineTuneSettings, ids: np.ndarray, epoch: int, workers: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Pictures, the shares of their classes, and drop keys: the whole batches of an epoch."""
+    pictures: AugmentedPictures, settings: FineTuneSettings, ids: np.ndarray, epoch: int, workers: int,
+    sharing: Sharing,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Pictures, the shares of their classes, and drop keys: this rank's part of each whole batch of an epoch. Picture i
+    is mixed with the i-th from the end, so ranks take pairs of these; a pair with a bad record is left out."""
     batch = settings.batch_of(len(ids))
     order = ids[settings.order(len(ids), epoch)]
     whole = range(0, len(order) - batch + 1, batch)
-    rows = [[(epoch, int(record)) for record in order[at : at + batch]] for at in whole]
+    own = own_part(list(range(batch // 2)), sharing)
+    places = np.array([*own, *(batch - 1 - place for place in reversed(own))], dtype=np.int64)
+    rows = [[(epoch, int(record)) for record in order[at : at + batch][places]] for at in whole]
     mixing = settings.mixup > 0 or settings.cutmix > 0
     mix = Mixup(
         settings.mixup, settings.cutmix, prob=1.0 if mixing else 0.0, label_smoothing=settings.smoothing,
@@ -83,16 +89,14 @@ def mixed_batches(
     )  # fmt: skip
     loader: Any = DataLoader(pictures, batch_sampler=rows, collate_fn=_readable, num_workers=workers)  # pyright: ignore[reportArgumentType]
     for number, (images, labels, keys) in enumerate(loader):
-        if len(images) < 2:
-            continue
         seed_all([settings.seed, epoch, number, 1])
-        yield *mix(images, labels), keys
+        mixed, shares = mix(images, labels) if len(images) else (images, labels)
+        yield mixed, shares, keys
 
 
 def _readable(items: list[tuple[Tensor, int, int] | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """Without bad records, and an even number of them."""
-    there = [item for item in items if item is not None]
-    there = there[: len(there) // 2 * 2]
+    """Without the pairs that have a bad record."""
+    there = [item for item, mate in zip(items, reversed(items), strict=True) if item is not None and mate is not None]
     if not there:
         return torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     images, labels, keys = zip(*there, strict=True)

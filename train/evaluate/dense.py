@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset
 from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source
 from murmuration.data.decode.decode import SUFFIXES, BadRecord, decode
 from murmuration.data.index.folders import FolderIndex
-from murmuration.data.progress import Progress
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.fine_tuning import DenseSettings, groups_of
 from murmuration.evaluation.pyramid import Backbone
@@ -30,8 +30,10 @@ from murmuration.train.clip.precision import autocast
 from murmuration.train.evaluate.answers import Answers, MicroBatchAnswers
 from murmuration.train.evaluate.augmented import seed_all
 from murmuration.train.evaluate.errors import EvaluationError
+from murmuration.train.evaluate.features import places_of_micro_batches
 from murmuration.train.evaluate.result import Result
 from murmuration.train.evaluate.session import Chosen, Session
+from murmuration.train.evaluate.shared_training import SharedTraining, own_part
 from murmuration.train.evaluate.training_state import STATE, restored, save_state
 from murmuration.train.evaluate.weights import digest_of_model
 
@@ -108,27 +110,32 @@ def train(
     part: Chosen, pictures: WholePictures, settings: DenseSettings, identity: str,
 ) -> None:  # fmt: skip
     """`loss_of` some items is their mean loss."""
-    optimizer = torch.optim.AdamW(_groups(model, backbone, settings), lr=0.0)
+    optimizer, sharing = torch.optim.AdamW(_groups(model, backbone, settings), lr=0.0), session.sharing
     path = session.out / STATE
-    done = restored(path, identity, model, optimizer)
+    done = sharing.together(lambda: restored(path, identity, model, optimizer))
+    training = SharedTraining(sharing, model, optimizer)
     batch = settings.batch_of(len(part.ids))
     steps = len(part.ids) // batch
-    progress = Progress("training", "steps")
-    progress(done * steps, settings.epochs * steps)
+    progress = sharing.steps("training", settings.epochs * steps)
+    progress(done * steps)
     model.train()
     with torch.enable_grad():
         for epoch in range(done, settings.epochs):
             used = 0
-            for number, items in enumerate(_batches(session, pictures, settings, part.ids, epoch)):
+            batches = _batches(session, pictures, settings, part.ids, epoch)
+            for number in range(steps):
                 rate = settings.rate(epoch + number / steps, batch)
                 for group in optimizer.param_groups:
                     group["lr"] = rate * group["scale"]
-                seed_all([settings.seed, epoch, number, 1])  # torchvision samples its proposals
-                used += _step(session, optimizer, loss_of, items)
-                progress(epoch * steps + number + 1, settings.epochs * steps)
+                parts, count = training.next_of(batches, lambda parts: sum(map(len, parts.values())))
+                if count:
+                    seed = [settings.seed, epoch, number, 1]
+                    training.step(partial(_backward, session, loss_of, parts, count, seed))
+                used += count
+                progress(epoch * steps + number + 1)
             if not used:
                 raise EvaluationError("none of the training pictures can be read; name others")
-            save_state(path, identity, epoch + 1, model, optimizer)
+            sharing.on_main(partial(save_state, path, identity, epoch + 1, model, optimizer))
     model.eval()
 
 
@@ -147,12 +154,25 @@ def _groups(model: nn.Module, backbone: Backbone, settings: DenseSettings) -> li
 
 def _batches(
     session: Session, pictures: WholePictures, settings: DenseSettings, ids: np.ndarray, epoch: int
-) -> Iterator[list[Any]]:
+) -> Iterator[dict[int, list[Any]]]:
+    """Of each batch, the micro-batches of this rank by their numbers: what can be read, if it is more than a single
+    picture, which BatchNorm cannot see."""
     order, batch = ids[settings.order(len(ids), epoch)], settings.batch_of(len(ids))
-    whole = range(0, len(order) - batch + 1, batch)
-    rows = [[(epoch, int(record)) for record in order[at : at + batch]] for at in whole]
+    size = max(2, session.computing.micro_batch)
+    numbers = own_part(list(range(-(-batch // size))), session.sharing)
+    places = [np.arange(number * size, min(batch, (number + 1) * size)) for number in numbers]
+    own = np.concatenate([*places, np.zeros(0, dtype=np.int64)])
+    rows = [
+        [(epoch, int(record)) for record in order[at : at + batch][own]]
+        for at in range(0, len(order) - batch + 1, batch)
+    ]
     for items in _loaded(session, pictures, rows):
-        yield [item for _, item, reason in items if reason is None]
+        of_number = [number for number, each in zip(numbers, places, strict=True) for _ in each]
+        parts: dict[int, list[Any]] = {}
+        for number, (_, item, reason) in zip(of_number, items, strict=True):
+            if reason is None:
+                parts.setdefault(number, []).append(item)
+        yield {number: part for number, part in parts.items() if len(part) > 1}
 
 
 def _loaded(
@@ -164,26 +184,19 @@ def _loaded(
     yield from loader
 
 
-def _step(
-    session: Session, optimizer: torch.optim.Optimizer, loss_of: Callable[[Sequence[Any]], Tensor], items: list[Any]
-) -> int:
-    """One step, of which `--micro-batch` pictures are computed at a time. BatchNorm cannot see a single one."""
-    computing = session.computing
-    size = max(2, computing.micro_batch)
-    parts = [items[at : at + size] for at in range(0, len(items), size)]
-    parts = [part for part in parts if len(part) > 1]
-    optimizer.zero_grad(set_to_none=True)
-    count, total = sum(map(len, parts)), 0.0
-    for part in parts:
-        with autocast(computing.precision, computing.device):
+def _backward(
+    session: Session, loss_of: Callable[[Sequence[Any]], Tensor], parts: dict[int, list[Any]], count: int,
+    seed: list[int],
+) -> float:  # fmt: skip
+    """Of a batch of `count` pictures, the micro-batches of this rank."""
+    total = 0.0
+    for number, part in parts.items():
+        seed_all([*seed, number])  # torchvision samples its proposals
+        with autocast(session.computing.precision, session.computing.device):
             loss = loss_of(part) * (len(part) / count)
         loss.backward()
         total += float(loss.detach())
-    if not total < float("inf"):
-        raise EvaluationError("the loss is not finite; lower --base-rate")
-    if count:
-        optimizer.step()
-    return count
+    return total
 
 
 @torch.no_grad()
@@ -191,21 +204,32 @@ def answers(
     session: Session, result: Result, model: nn.Module, part: Chosen, pictures: WholePictures,
     act: Callable[[Any], Any], identity: str,
 ) -> list[tuple[int, Any]]:  # fmt: skip
-    """What `act` says of each readable picture that is scored; those of an earlier start are taken over."""
+    """What `act` says of each readable picture that is scored; those of an earlier start are taken over. Of several
+    processes, rank 0 alone returns."""
     ids, size = part.ids, session.computing.micro_batch
     told = hashlib.sha256(f"{identity} {_digest(model)}".encode()).hexdigest()
     with Answers.kept(session.out, told, -(-len(ids) // size), session.sharing) as kept:
-        numbers = kept.missing()
+        missing = kept.missing()
+        numbers = session.sharing.mine(missing)
         rows = [[(SCORED, int(record)) for record in ids[at : at + size]] for at in (numbers * size).tolist()]
-        begun = len(ids) - sum(map(len, rows))
+        begun = len(ids) - len(places_of_micro_batches(missing, size, len(ids)))
         progress = session.sharing.progress(result.protocol, "pictures", begun, len(ids))
         progress(0, len(ids))
-        for done, (number, items) in enumerate(zip(numbers.tolist(), _loaded(session, pictures, rows), strict=True)):
+        done = 0
+
+        def answer(loaded: tuple[int, list[tuple[int, Any, str | None]]]) -> None:
+            nonlocal done
+            number, items = loaded
             with autocast(session.computing.precision, session.computing.device):
                 found = [(record, act(item)) for record, item, reason in items if reason is None]
             bad = {record: reason for record, _, reason in items if reason is not None}
             kept.add(MicroBatchAnswers(number, found, bad))
-            progress((done + 1) * size, len(ids))
+            done += size
+            progress(done, len(ids))
+
+        loaded = zip(numbers.tolist(), _loaded(session, pictures, rows), strict=True)
+        session.sharing.share(len(missing), loaded, answer)
+        session.sharing.rest_on_main()
         told_of, unreadable = kept.read()
         if len(unreadable) == len(ids):
             raise EvaluationError(

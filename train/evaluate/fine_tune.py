@@ -11,6 +11,7 @@ import hashlib
 import json
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch import Tensor
 from murmuration.accounting.durable import atomic
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
-from murmuration.data.progress import Progress
 from murmuration.evaluation.fine_tuning import HEAD_STD, FineTuneSettings, groups_of
 from murmuration.evaluation.interval import share
 from murmuration.evaluation.ranking import MOST
@@ -32,12 +32,13 @@ from murmuration.model.drop import DROP_KEY
 from murmuration.model.settings import ModelSettings, SettingsError
 from murmuration.train.clip.precision import autocast
 from murmuration.train.evaluate.answers import FOLDER
-from murmuration.train.evaluate.augmented import AugmentedPictures, mixed_batches
+from murmuration.train.evaluate.augmented import AugmentedPictures, mixed_batches, seed_all
 from murmuration.train.evaluate.classify import places_of
 from murmuration.train.evaluate.draws import ByDraw, FewRecords
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.result import Outcome, Result
 from murmuration.train.evaluate.session import Chosen, Session, by_list, numbered
+from murmuration.train.evaluate.shared_training import SharedTraining
 from murmuration.train.evaluate.training_state import STATE, restored, save_state
 from murmuration.train.evaluate.weights import Evaluated, digest_of_model
 from murmuration.train.recipe.pixels import as_json, metadata
@@ -67,21 +68,24 @@ class FineTuning:
         """`state`: the file from which a stopped training continues."""
         if len(train.ids) < 2:
             raise EvaluationError("mixing needs at least two training records; name more")
+        seed_all([self.settings.seed])
         model = _started(self.session, self.sizes)
         identity = _identity(self.session, train, self.classes, self.told)
         _train(self.session, model, train, AugmentedPictures(train.index, self.spec, self.settings), self.settings,
                state, identity)  # fmt: skip
         return model
 
-    def places(self, model: TransformerClassifier, digest: str, result: Result, test: Chosen) -> list[int]:
-        """At which place each scored record's class comes."""
+    def places(
+        self, model: TransformerClassifier, digest: str, result: Result, test: Chosen, last: bool
+    ) -> list[int]:  # fmt: skip
+        """At which place each scored record's class comes; if these are the `last` answers, rank 0 alone returns."""
         before = self.session.model
         found = Evaluated(model, "classify", digest, before.report, before.pixels)
 
         def act(ids: Any, inputs: dict[str, Tensor], before: int) -> list[Any]:
             return places_of(model.logits(inputs["images"]).float(), inputs["labels"])
 
-        answers = replace(self.session, model=found).answers(result, test, self.spec, act)
+        answers = replace(self.session, model=found).answers(result, test, self.spec, act, last=last)
         return [place for _, place in answers]
 
 
@@ -102,7 +106,8 @@ def run_fine_tune(
     if few:
         return _by_draw(tuning, train, read, test, few, result)
     model = tuning.trained(train, session.out / STATE)
-    places = tuning.places(model, _keep(session, model, sizes, session.out), result, test)
+    digest = session.sharing.on_main(lambda: _keep(session, model, sizes, session.out))
+    places = tuning.places(model, digest, result, test, last=True)
     result.add("top-1", share(sum(place < 1 for place in places), len(places)))
     if len(classes.names) >= MOST:
         result.add("top-5", share(sum(place < MOST for place in places), len(places)))
@@ -119,6 +124,7 @@ def _by_draw(
     by_draw = ByDraw(len(tuning.classes.names))
     for draw in few.draws(train, readable, labels, tuning.classes):
         by_draw.add(draw, *_scored(tuning, Chosen(train.index, readable[draw.places]), test, result))
+    tuning.session.sharing.rest_on_main()
     result.notes.append("The classifiers of draws are not kept.")
     return by_draw.outcome(result)
 
@@ -129,7 +135,9 @@ def _labels(tuning: FineTuning, train: Chosen, result: Result) -> tuple[np.ndarr
     def act(ids: Any, inputs: dict[str, Tensor], before: int) -> list[Any]:
         return inputs["labels"].tolist()
 
-    found = tuning.session.answers(result, train, tuning.spec, act, depends_on="classes of all records", part="train")
+    found = tuning.session.answers(
+        result, train, tuning.spec, act, depends_on="classes of all records", part="train", last=False
+    )
     return np.array([record for record, _ in found]), np.array([label for _, label in found])
 
 
@@ -138,17 +146,21 @@ def _scored(tuning: FineTuning, train: Chosen, test: Chosen, result: Result) -> 
     session = tuning.session
     name = _identity(session, train, tuning.classes, tuning.told)[:32]
     state, done = (session.out / FOLDER / f"{name}.{suffix}" for suffix in ("pt", "json"))
-    if done.is_file():
-        told = json.loads(done.read_bytes())
+    sharing = session.sharing
+    if told := sharing.on_main(lambda: json.loads(done.read_bytes()) if done.is_file() else None):
         result.data["test"]["unreadable"] = told["unreadable"]
         return told["top-1"], told["top-5"]
     model = tuning.trained(train, state)
-    places = tuning.places(model, hashlib.sha256(_tensors(model)).hexdigest(), result, test)
+    places = tuning.places(model, hashlib.sha256(_tensors(model)).hexdigest(), result, test, last=False)
     top1, top5 = (sum(place < most for place in places) / len(places) for most in (1, MOST))
-    with atomic(done) as file:
-        told = {"top-1": top1, "top-5": top5, "unreadable": result.data["test"]["unreadable"]}
-        file.write(json.dumps(told).encode())
-    state.unlink(missing_ok=True)
+
+    def keep() -> None:
+        with atomic(done) as file:
+            told = {"top-1": top1, "top-5": top5, "unreadable": result.data["test"]["unreadable"]}
+            file.write(json.dumps(told).encode())
+        state.unlink(missing_ok=True)
+
+    sharing.on_main(keep)
     return top1, top5
 
 
@@ -192,39 +204,43 @@ def _train(
     session: Session, model: TransformerClassifier, train: Chosen, pictures: AugmentedPictures,
     settings: FineTuneSettings, path: Path, identity: str,
 ) -> None:  # fmt: skip
-    optimizer = torch.optim.AdamW(groups_of(model, model.shape.encoder.depth, settings), lr=0.0)
-    done = restored(path, identity, model, optimizer)
+    optimizer, sharing = (
+        torch.optim.AdamW(groups_of(model, model.shape.encoder.depth, settings), lr=0.0),
+        session.sharing,
+    )
+    done = sharing.together(lambda: restored(path, identity, model, optimizer))
+    training = SharedTraining(sharing, model, optimizer)
     batch = settings.batch_of(len(train.ids))
     steps = len(train.ids) // batch
-    progress = Progress("fine-tune", "steps")
-    progress(done * steps, settings.epochs * steps)
+    progress = sharing.steps("fine-tune", settings.epochs * steps)
+    progress(done * steps)
     model.train()
     with torch.enable_grad():
         for epoch in range(done, settings.epochs):
-            batches = mixed_batches(pictures, settings, train.ids, epoch, session.computing.workers)
+            batches = mixed_batches(pictures, settings, train.ids, epoch, session.computing.workers, sharing)
             seen = 0
-            for number, (images, shares, keys) in enumerate(batches):
+            for number in range(steps):
                 rate = settings.rate(epoch + number / steps, batch)
                 for group in optimizer.param_groups:
                     group["lr"] = rate * group["scale"]
-                _step(session, model, optimizer, (images, shares, keys))
-                seen += len(images)
-                progress(epoch * steps + number + 1, settings.epochs * steps)
+                mixed, count = training.next_of(batches, lambda mixed: len(mixed[0]))
+                if count:
+                    training.step(partial(_backward, session, model, mixed, count))
+                seen += count
+                progress(epoch * steps + number + 1)
             if not seen:
                 raise EvaluationError(
                     f"none of the training records can be read with a label {pictures.spec.target!r}; name others"
                 )
-            save_state(path, identity, epoch + 1, model, optimizer)
+            sharing.on_main(partial(save_state, path, identity, epoch + 1, model, optimizer))
     model.eval()
 
 
-def _step(
-    session: Session, model: TransformerClassifier, optimizer: torch.optim.Optimizer, mixed: tuple[Tensor, ...]
-) -> None:
-    """One step on a batch, of which `--micro-batch` pictures are computed at a time."""
-    computing, count = session.computing, len(mixed[0])
-    optimizer.zero_grad(set_to_none=True)
-    total = 0.0
+def _backward(session: Session, model: TransformerClassifier, mixed: tuple[Tensor, ...], count: int) -> float:
+    """Of a batch of `count` pictures, those of this rank, of which `--micro-batch` are computed at a time."""
+    computing, total = session.computing, 0.0
+    if not len(mixed[0]):
+        return total
     for part in zip(*(tensor.split(computing.micro_batch) for tensor in mixed), strict=True):
         images, shares, keys = (tensor.to(computing.device) for tensor in part)
 
@@ -236,9 +252,7 @@ def _step(
             loss = model.row_keys.around(losses, {"images": images, DROP_KEY: keys}) / count
         loss.backward()
         total += float(loss.detach())
-    if not total < float("inf"):
-        raise EvaluationError("the loss is not finite; lower --base-rate")
-    optimizer.step()
+    return total
 
 
 def _keep(session: Session, model: TransformerClassifier, sizes: ModelSettings, out: Path) -> str:

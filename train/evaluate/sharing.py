@@ -58,6 +58,10 @@ class Sharing:
         results_of_all(self.ranks, lambda: kept.append(act()), *ENDING)
         return kept[0]
 
+    def of_all(self, act: Callable[[], T]) -> list[T]:
+        """The results of all ranks, in their order."""
+        return results_of_all(self.ranks, act, *ENDING)
+
     def on_main(self, act: Callable[[], T]) -> T:
         """Rank 0's result, on all ranks."""
         found: list[Any] = results_of_all(self.ranks, lambda: act() if self.main else None, *ENDING)
@@ -84,6 +88,16 @@ class Sharing:
         def tell(done: int, _: int) -> None:
             if self.main:
                 shown(min(total, before + done * self.ranks.world), total)
+
+        return tell
+
+    def steps(self, what: str, total: int) -> Callable[[int], None]:
+        """Told of steps that all ranks make together, shows them on rank 0."""
+        shown = Progress(what, "steps")
+
+        def tell(done: int) -> None:
+            if self.main:
+                shown(done, total)
 
         return tell
 

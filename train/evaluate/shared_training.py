@@ -1,0 +1,97 @@
+"""How processes train one model on public records together: each computes gradients of its own part of a batch, and all
+make the same step with their sum.
+
+The ranks meet twice in a step, before it and behind the backward pass, in the exchange of `sharing.py`, so that a rank
+that cannot read or compute its part ends all of them with its sentence. Only then are gradients added up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from murmuration.train.evaluate.errors import EvaluationError
+from murmuration.train.evaluate.sharing import Sharing
+
+T = TypeVar("T")
+
+
+def own_part(parts: list[T], sharing: Sharing) -> list[T]:
+    return parts[sharing.ranks.rank :: sharing.ranks.world]
+
+
+@dataclass
+class SharedTraining:
+    sharing: Sharing
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    _group: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """All begin with rank 0's weights, which are random where they are new."""
+        if self.alone:
+            return
+        if self._parameters()[0].is_cuda:
+            self._group = dist.new_group(backend="nccl")
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            dist.broadcast(tensor.detach(), 0, group=self._group)
+
+    @property
+    def alone(self) -> bool:
+        return self.sharing.ranks.world == 1
+
+    def next_of(self, batches: Iterator[T], records: Callable[[T], int]) -> tuple[T, int]:
+        """This rank's part of the next batch, and how many records all of them have."""
+        kept: list[T] = []
+
+        def read() -> int:
+            kept.append(next(batches))
+            return records(kept[0])
+
+        count = sum(self.sharing.of_all(read))
+        return kept[0], count
+
+    def step(self, backward: Callable[[], float]) -> None:
+        """`backward` adds the gradients of this rank's part, and gives its part of the loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if not sum(self.sharing.of_all(backward)) < math.inf:
+            raise EvaluationError("the loss is not finite; lower --base-rate")
+        if not self.alone:
+            self._add_gradients()
+        self.optimizer.step()
+        if not self.alone:
+            self._average_statistics()
+
+    def _add_gradients(self) -> None:
+        """Of parameters that some rank used; the others stay without one."""
+        parameters = self._parameters()
+        used = torch.tensor([float(each.grad is not None) for each in parameters], device=parameters[0].device)
+        flat = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        total = torch.cat([used, *(each.reshape(-1) for each in flat)])
+        dist.all_reduce(total, group=self._group)
+        used, *found = total.split([len(parameters), *(each.numel() for each in parameters)])
+        for parameter, gradient, by in zip(parameters, found, used.tolist(), strict=True):
+            parameter.grad = gradient.view_as(parameter) if by else None
+
+    def _average_statistics(self) -> None:
+        """Those of BatchNorm, which each rank has of its own part."""
+        norms = [each for each in self.model.modules() if isinstance(each, _BatchNorm)]
+        own = [each for norm in norms for each in (norm.running_mean, norm.running_var) if each is not None]
+        if not own:
+            return
+        total = torch.cat([each.reshape(-1) for each in own])
+        dist.all_reduce(total, group=self._group)
+        for each, mean in zip(
+            own, (total / self.sharing.ranks.world).split([each.numel() for each in own]), strict=True
+        ):
+            each.copy_(mean)
+
+    def _parameters(self) -> list[Tensor]:
+        return [each for each in self.model.parameters() if each.requires_grad]
