@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -151,6 +151,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         for name, module in model.named_modules():
             module.training = before.get(name, module.training)
         model.training = outer  # FSDP2's view of a model is not among the modules that it lists
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Asks the device once."""
+    found = [torch.isfinite(tensor).all() for tensor in tensors]
+    return not found or bool(torch.stack(found).all())
 
 
 def modes_of(model: nn.Module) -> dict[str, bool]:

@@ -32,7 +32,7 @@ from murmuration.train.distributed.shards import (
     Fragment,
     whole_parameters,  # fmt: skip
 )
-from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, modes_of
+from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, all_finite, modes_of
 from murmuration.train.engines.deepspeed_cpu import make_ready
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.engines.shard_map import partitioned_parameters, prove_slice, zero_slices  # fmt: skip
@@ -212,7 +212,7 @@ class DeepSpeedEngine:
     def _check(self, update: Update) -> AppliedUpdate:
         """Checks for what DeepSpeed may silently lose (the hook, the step, elements), and that weights are finite."""
         # Weights only: the padding behind them is memory that was never written.
-        finite = all(bool(torch.isfinite(f.of(flat)).all()) for flat, parts in self._layout.values() for f in parts)
+        finite = all_finite(f.of(flat) for flat, parts in self._layout.values() for f in parts)
         applied = bool(self._engine.was_step_applied())
         said = torch.tensor([update.elements, int(applied), int(finite)], device=self.device)
         elements, steps, healthy = self.ranks.add(said).tolist()

@@ -31,7 +31,7 @@ from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.section import COLLECTIVE_SECONDS
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, digests_of, modes_of
+from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, all_finite, digests_of, modes_of
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.engines.mesh import Mesh, require_whole_copies
 from murmuration.train.engines.shard_map import ShardMapError, prove_numbering, row_slices
@@ -257,7 +257,7 @@ class FSDP2Engine:
         """Checks what may be lost silently: elements, the step, the link between shards and model, finite weights."""
         own = all(_is(local, self._trained[name]) for name, local in self._trained_rows().items())
         # Weights only: the padding behind them is memory that was never written.
-        finite = all(bool(torch.isfinite(f.of(flat)).all()) for flat, parts in self._layout.values() for f in parts)
+        finite = all_finite(f.of(flat) for flat, parts in self._layout.values() for f in parts)
         said = [update.elements, int(applied), int(own), int(finite), int(self._copies_are_equal())]
         elements, steps, owners, healthy, equal = self.ranks.add(torch.tensor(said, device=self.device)).tolist()
         expected = self.trainable_elements * self._mesh.replicas.world

@@ -7,6 +7,7 @@ result in fp32. In a phase without privacy, gradients are ordinary ones.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Alone, Ranks
 from murmuration.train.distributed.shards import whole_parameters
-from murmuration.train.engines.base import AppliedUpdate, OptimizerShard
+from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, all_finite
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import FlatOptimizer
@@ -64,18 +65,23 @@ class LocalEngine:
         try:
             if isinstance(self._forward, PrivateForward):
                 self._forward.settle()
-            for parameter, fragments in self._layout.values():
-                total = self._total(fragments[0].name)
-                update.finish(total.view(-1), fragments)
-                parameter.grad = total.to(parameter.dtype)
+                # At once: on a GPU, noise is drawn by dozens of launches, whatever their size.
+                sums = self._forward.exact_sums
+                parts = [(sums.places[each.name].start, each) for _, own in self._layout.values() for each in own]
+                update.finish(sums.flat, [replace(each, position=start + each.position) for start, each in parts])
+                for name, parameter in self._trained.items():
+                    parameter.grad = sums.totals[name].to(parameter.dtype)
+            else:
+                for parameter, fragments in self._layout.values():
+                    total = self._total(fragments[0].name)
+                    update.finish(total.view(-1), fragments)
+                    parameter.grad = total.to(parameter.dtype)
             self._optimizer.step()
         finally:
             self.discard()
         return self._check(update, self._optimizer.steps_done == before + 1)
 
     def _total(self, name: str) -> Tensor:
-        if isinstance(self._forward, PrivateForward):
-            return self._forward.exact_sums.totals[name]
         gradient = self._trained[name].grad
         return torch.zeros_like(self._trained[name]) if gradient is None else gradient.contiguous()
 
@@ -98,7 +104,7 @@ class LocalEngine:
             raise UpdateError(
                 "the model's parameters are no longer those that the optimizer updates; something replaced them"
             )
-        if not all(bool(torch.isfinite(parameter).all()) for parameter in self._trained.values()):
+        if not all_finite(self._trained.values()):
             raise UpdateError("the weights are no longer finite; resume with a lower learning rate and --new-segment")
         return AppliedUpdate(self.trainable_elements)
 

@@ -165,14 +165,14 @@ class Scratch:
         return normals.reshape(-1)
 
 
-def in_chunks(fragments: Sequence[Fragment]) -> Iterator[Fragment]:
-    """Fragments of at most NOISE_CHUNK elements, in the given order."""
+def in_chunks(fragments: Sequence[Fragment], most: int = NOISE_CHUNK) -> Iterator[Fragment]:
+    """Fragments of at most so many elements, in the given order."""
     for fragment in fragments:
-        for offset in range(0, fragment.length, NOISE_CHUNK):
+        for offset in range(0, fragment.length, most):
             yield replace(
                 fragment,
                 start=fragment.start + offset,
-                length=min(NOISE_CHUNK, fragment.length - offset),
+                length=min(most, fragment.length - offset),
                 position=fragment.position + offset,
             )
 
