@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.file_baton import FileBaton
 
+from murmuration.train.distributed.ranks import Alone
 from murmuration.train.engines import deepspeed_cpu as cpu_operation
+from murmuration.train.engines import deepspeed_zero
 from murmuration.train.engines.deepspeed_cpu import (
     MOST_COMPILING,
     drop_dead_locks,
@@ -56,6 +59,21 @@ def test_joining_ranks_on_a_processor_compiles_nothing_and_leaves_no_shared_memo
     assert done.returncode == 0, done.stderr
     assert "joined 1 of 1" in done.stdout and not list(tmp_path.rglob("*"))
     assert not list(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*_127.0.0.1_0_*"))
+
+
+def test_deepspeed_takes_the_gpu_that_this_process_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's --gpus-per-task shows the third process of a machine its own GPU alone, as number 0."""
+    asked: list[str] = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(deepspeed_zero, "describe_process", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(deepspeed_zero, "make_ready", lambda: None)
+    monkeypatch.setattr(deepspeed_zero, "Ranks", lambda *_: Alone(torch.device("cpu")))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    join = lambda **_: asked.append(os.environ["LOCAL_RANK"])  # noqa: E731
+    monkeypatch.setattr(deepspeed_zero.deepspeed, "init_distributed", join)
+    deepspeed_zero.start_ranks()
+    assert asked == ["0"]
 
 
 def test_checkouts_that_share_a_home_do_not_undo_each_others_compilation(tmp_path: Path) -> None:
