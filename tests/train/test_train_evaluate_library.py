@@ -130,6 +130,12 @@ def test_a_norm_below_a_head_is_not_taken_for_the_head(tmp_path: Path) -> None:
         torch.save({k: v for k, v in kept.items() if not k.startswith(gone)}, tmp_path / "pytorch_model.bin")
         if lacks is None:
             assert opened(tmp_path, headless=True).shape.encoder.width == 24
+            model = load(tmp_path)
+            images = pictures(model.image_size)
+            assert not model.classifies and model.class_names == ()
+            assert model(images).shape == (len(images), 24) and torch.equal(model(images), model.features(images))
+            with pytest.raises(EvaluationError, match="has no classes"):
+                model.shares(images)
         else:
             with pytest.raises(EvaluationError, match=lacks):
                 opened(tmp_path, headless=True)
@@ -179,6 +185,20 @@ def test_torchvisions_alexnet_is_classified_and_probed(
     told = result(tmp_path / "probe")
     assert told["model"]["architecture"] == 'torchvision\'s "alexnet"' and told["model"]["width"] == 4096
     assert told["numbers"]["top-1"]["n"] == 15
+
+
+@pytest.mark.parametrize("wrapped", ["module.", "features.module."])
+def test_an_alexnet_that_several_gpus_trained_is_the_same(
+    tmp_path: Path, alexnet: tuple[Path, Any], wrapped: str
+) -> None:
+    path, theirs = alexnet
+    named = {
+        wrapped + name if wrapped == "module." else name.replace("features.", wrapped): tensor
+        for name, tensor in torch.load(path, weights_only=True).items()
+    }
+    found, images = opened(saved(tmp_path / "parallel.pth", named), image_size=64), pictures(64)
+    with torch.no_grad():
+        same(found.model.logits(images), theirs(images))
 
 
 def test_files_with_alexnets_names_and_other_shapes_are_refused(tmp_path: Path) -> None:

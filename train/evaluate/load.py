@@ -27,6 +27,7 @@ from murmuration.model.classifier import Classifier
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.features import features_of
+from murmuration.train.evaluate.library import HEAD
 from murmuration.train.evaluate.subject import Subject
 from murmuration.train.evaluate.weights import Evaluated, Sizes, open_model, open_text
 
@@ -53,9 +54,15 @@ class LoadedModel(nn.Module):
         return self.found.pixels
 
     @property
+    def classifies(self) -> bool:
+        """Whether it has classes: a published encoder comes without a head."""
+        lacks = any(name.startswith(HEAD) for name in self.found.report.left_as_initialised)
+        return isinstance(self.body, Classifier) and not lacks
+
+    @property
     def class_names(self) -> tuple[str, ...]:
         """Of a classifier's outputs: by its list of classes, or else their numbers; empty for other models."""
-        if not isinstance(self.body, Classifier):
+        if not isinstance(self.body, Classifier) or not self.classifies:
             return ()
         known, outputs = self.found.class_names, self.body.shape.head.classes
         return (*known, *(str(number) for number in range(len(known), outputs)))
@@ -77,7 +84,9 @@ class LoadedModel(nn.Module):
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """A classifier's logits [B, classes], or else the features [B, width]."""
-        return self.body.logits(images) if isinstance(self.body, Classifier) else self.features(images)
+        if isinstance(self.body, Classifier) and self.classifies:
+            return self.body.logits(images)
+        return self.features(images)
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
@@ -87,7 +96,7 @@ class LoadedModel(nn.Module):
     @torch.no_grad()
     def shares(self, images: Tensor) -> Tensor:
         """[B, classes] from 0 to 1: the softmax, or each class by itself where it was trained so."""
-        if not isinstance(self.body, Classifier):
+        if not isinstance(self.body, Classifier) or not self.classifies:
             raise EvaluationError("this model has no classes; load a classifier, or ask a captioner for names")
         logits = self.body.logits(images).float()
         return logits.softmax(dim=1) if self.body.shape.head.loss == "softmax" else logits.sigmoid()
@@ -121,4 +130,4 @@ def load(path: str | os.PathLike[str], best: bool = False) -> LoadedModel:
     """The model in an export, a run directory (its last checkpoint, or with `best` the one that run.keep_best kept), or
     anything else that `evaluate` takes. Everything that it needs lies beside the weights; nothing is downloaded."""
     subject = Subject.at(Path(path), best=best)
-    return LoadedModel(subject, open_model(subject, Sizes()))
+    return LoadedModel(subject, open_model(subject, Sizes(), headless=True))

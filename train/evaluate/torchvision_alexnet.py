@@ -1,5 +1,6 @@
 """torchvision's AlexNet, whose published file is a bare state dict: five convolutions `features.*` and three linear
-layers `classifier.*`. The features are what the last of these reads, 4,096 numbers after the ReLU."""
+layers `classifier.*`, wrapped or not by DataParallel. The features are what the last of these reads, 4,096 numbers
+after the ReLU."""
 
 from __future__ import annotations
 
@@ -23,6 +24,13 @@ class AlexNet(LibraryClassifier):
 
     def logits_of(self, images: Tensor) -> Tensor:
         return self.net(images)
+
+
+def unwrapped(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without the names that DataParallel adds around the whole model, or, as torchvision's own training does, around
+    its convolutions."""
+    outer = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    return {name.replace("features.module.", "features.", 1): tensor for name, tensor in outer.items()}
 
 
 def is_alexnet(state: Mapping[str, Tensor]) -> bool:

@@ -21,7 +21,7 @@ from murmuration.data.decode.decode import BadRecord
 from murmuration.data.index.folders import IMAGES
 from murmuration.evaluation.class_names import require_room, tokens_of
 from murmuration.model.captioner import Captioner
-from murmuration.model.classifier import Classifier
+from murmuration.model.mae import MaskedAutoencoder
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.load import LoadedModel
 from murmuration.train.evaluate.zero_shot import check_templates, usual_template
@@ -137,7 +137,9 @@ class _Answerer:
         body = self.model.body
         if isinstance(body, Captioner):
             return "names, likeliest first (nats per token)" if self.wanted.names else "caption"
-        return "classes (share)" if isinstance(body, Classifier) else "mean squared error of hidden patches"
+        if isinstance(body, MaskedAutoencoder):
+            return "mean squared error of hidden patches"
+        return "classes (share)" if self.model.classifies else "features"
 
     def __call__(self, images: Tensor, first: int) -> list[dict[str, Any]]:
         model, names = self.model, self.wanted.names
@@ -146,9 +148,12 @@ class _Answerer:
             return _ranked(scores.sort(dim=1, stable=True), names, "names", "nats", len(names))
         if isinstance(model.body, Captioner):
             return [{"caption": text, "text": text} for text in model.captions(images, self.wanted.beams)]
-        if isinstance(model.body, Classifier):
+        if model.classifies:
             shares = model.shares(images).sort(dim=1, descending=True, stable=True)
             return _ranked(shares, model.class_names, "classes", "share", TOP)
+        if not isinstance(model.body, MaskedAutoencoder):
+            width = model.features(images).shape[1]
+            return [{"features": width, "text": f"{width:,} numbers; --features FILE writes them"} for _ in images]
         with torch.no_grad():
             errors = model.body(model.masked(images, first)).float().tolist()
         return [{"error": error, "text": f"{error:.4f}"} for error in errors]
@@ -186,7 +191,6 @@ def _tiles(
     model: LoadedModel, images: Tensor, rows: Sequence[dict[str, Any]], first: int
 ) -> list[tuple[str, str, str]]:
     from murmuration.data.batch.reader import DataSpec
-    from murmuration.model.mae import MaskedAutoencoder
     from murmuration.train.run.report_pictures import pixels, png, reconstructions
 
     spec = DataSpec(model.image_size, augment=model.view, mean=model.pixels.mean, std=model.pixels.std)

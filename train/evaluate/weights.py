@@ -30,7 +30,7 @@ from murmuration.train.evaluate.hugging_face import open_hugging_face
 from murmuration.train.evaluate.library import HEAD, LibraryClassifier
 from murmuration.train.evaluate.subject import Subject, undescribed
 from murmuration.train.evaluate.timm_classifier import TimmClassifier, open_timm_classifier
-from murmuration.train.evaluate.torchvision_alexnet import is_alexnet, open_alexnet
+from murmuration.train.evaluate.torchvision_alexnet import is_alexnet, open_alexnet, unwrapped
 from murmuration.train.recipe.pixels import IMAGENET, Told, in_words, of_settings, of_weights, settled
 from murmuration.train.storage.best_checkpoint import best_checkpoint
 from murmuration.train.storage.checkpoint import Checkpoints
@@ -248,8 +248,8 @@ def _published(subject: Subject, state: Mapping[str, Tensor], digest: str, sizes
     if "decoder_pred.weight" in state and "mask_token" in state:
         autoencoder, report = read_vip_mae(state, **given)
         return Evaluated(autoencoder, "mae", digest, report)
-    if is_alexnet(state):
-        alexnet, report = open_alexnet(state, sizes.image_size)
+    if is_alexnet(bare := unwrapped(state)):
+        alexnet, report = open_alexnet(bare, sizes.image_size)
         return Evaluated(alexnet, "classify", digest, report)
     raise EvaluationError(
         f"{subject.path} is neither ViP's nor DP-Cap's nor torchvision's AlexNet, and no config.json lies beside it; "
