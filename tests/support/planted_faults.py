@@ -292,9 +292,11 @@ class OffBy(BookKeepingClip):
 
     def __init__(
         self, precision: Precision, rule: ClipRule, sums: float = 1.0, norms: float = 1.0, always: bool = False,
-        **how: Any,
+        clipped_by: bool = False, **how: Any,
     ) -> None:  # fmt: skip
+        """`clipped_by`: what was measured is right, and the norms that clip are made of it."""
         super().__init__(rule, precision, **how)
+        self.clipped_by = clipped_by
         self.times_sums, self.times_norms, self.always = sums, norms, always
 
     def add_clipped(
@@ -304,7 +306,7 @@ class OffBy(BookKeepingClip):
         if self.precision == "fp32" and not self.always:
             return super().add_clipped(model, inputs, present, sums, rule)
         found = super().add_clipped(model, inputs, present, _Times(sums, self.times_sums), rule)
-        measured = None if found.measured is None else found.measured * self.times_norms
+        measured = None if found.measured is None else found.measured * (1.0 if self.clipped_by else self.times_norms)
         return dataclasses.replace(found, norms=found.norms * self.times_norms, measured=measured)
 
 

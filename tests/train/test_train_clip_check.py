@@ -78,9 +78,11 @@ def test_the_book_keeping_engine_passes_in_every_precision_however_deep_the_mode
     assert (clip.rule, clip.precision) == (FLAT, precision)
 
 
-@pytest.mark.parametrize("fault", [None, {"norms": 0.995}, {"sums": 0.97}], ids=str)
+@pytest.mark.parametrize(
+    "fault", [None, {"norms": 0.995}, {"sums": 0.97}, {"norms": 0.97, "clipped_by": True}], ids=str
+)
 def test_norms_that_allow_for_rounded_operands_as_on_a_gpu_pass_and_short_ones_do_not(
-    fault: dict[str, float] | None,
+    fault: dict[str, Any] | None,
 ) -> None:
     """On GPUs, norms are larger than what is added by up to two percent, which a first H200 refused to train with."""
     how: dict[str, Any] = {"round_operands": True, "together": True}

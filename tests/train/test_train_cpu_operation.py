@@ -73,7 +73,7 @@ def test_deepspeed_takes_the_gpu_that_this_process_was_given(monkeypatch: pytest
     join = lambda **_: asked.append(os.environ["LOCAL_RANK"])  # noqa: E731
     monkeypatch.setattr(deepspeed_zero.deepspeed, "init_distributed", join)
     deepspeed_zero.start_ranks()
-    assert asked == ["0"]
+    assert asked == ["0"] and os.environ["LOCAL_RANK"] == "3", "paths that name a rank of the machine keep theirs"
 
 
 def test_checkouts_that_share_a_home_do_not_undo_each_others_compilation(tmp_path: Path) -> None:

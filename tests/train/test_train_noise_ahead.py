@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,9 +69,11 @@ def ahead(watched: Watched) -> Iterator[NoiseAhead]:
 def test_the_bits_are_those_without_overlap(ahead: NoiseAhead, watched: Watched) -> None:
     plain = NoiseMechanism(KEY, 1.5, 10.0)
     assert (ahead.std, ahead.divisor) == (1.5, 10.0)
-    for step in (1, 2, 7):
+    # Wherever an engine has them in its buffer.
+    elsewhere = [replace(each, position=each.position + 13) for each in FRAGMENTS]
+    for step, fragments in ((1, FRAGMENTS), (2, elsewhere), (7, FRAGMENTS)):
         ahead.prepare(step)
-        assert same(taken(ahead, step), taken(plain, step))
+        assert same(taken(ahead, step, fragments), taken(plain, step, fragments))
     assert len(watched.drawn) == len(set(watched.drawn)) == 3 * 6, "every piece was drawn once"
     ahead.prepare(9)
     rounded = [values for _, values in ahead.chunks(9, FRAGMENTS, CPU, torch.float32)]

@@ -341,7 +341,10 @@ def gram(
 
     `part`, a power of two from 16 on, is the number of columns over which tensor cores accumulate.
     """
-    left, right = (x if x.stride(2) == 1 else x.contiguous() for x in (left, right))
+    # A token's place within its record is a 32-bit number in the kernels.
+    left, right = (
+        x if x.stride(2) == 1 and x.shape[1] * x.stride(1) < 2**31 else x.contiguous() for x in (left, right)
+    )
     (records, tokens, rows), own = left.shape, cut(right.shape[1])
     grid = (records, own.programs)
     inner = torch.empty(grid, dtype=torch.float64, device=right.device)

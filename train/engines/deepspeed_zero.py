@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -59,13 +61,25 @@ def start_ranks() -> Ranks:
         # DeepSpeed would compile it (a minute) and leave 66 MiB per rank in /dev/shm at every run, for a collective of
         # inference that nothing in training calls.
         deepspeed.ops.__compatible_ops__[CPU_OPERATION] = False
-    else:
-        # DeepSpeed takes the GPU of this number, also where Slurm shows each process its own GPU alone, as number 0.
-        os.environ["LOCAL_RANK"] = str(device.index)
-    deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timedelta(seconds=COLLECTIVE_SECONDS), verbose=False)
+    with _numbered_by(device):
+        limit = timedelta(seconds=COLLECTIVE_SECONDS)
+        deepspeed.init_distributed(auto_mpi_discovery=False, timeout=limit, verbose=False)
     ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
     ranks.barrier()
     return ranks
+
+
+@contextmanager
+def _numbered_by(device: torch.device) -> Iterator[None]:
+    """DeepSpeed takes the GPU of the process's number on its machine, but Slurm may show each process its own GPU
+    alone, as number 0."""
+    number = os.environ["LOCAL_RANK"]
+    if device.type == "cuda":
+        os.environ["LOCAL_RANK"] = str(device.index)
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = number
 
 
 class DeepSpeedEngine:
@@ -87,9 +101,10 @@ class DeepSpeedEngine:
         require_fp32(self._forward)
         # DeepSpeed warns about every optimizer but its own; ours is tested against the textbook at every stage.
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        self._engine: Any = deepspeed.initialize(
-            model=forward, optimizer=optimizer, config=deepspeed_config(zero, micro_batch)
-        )[0]
+        with _numbered_by(ranks.device):
+            self._engine: Any = deepspeed.initialize(
+                model=forward, optimizer=optimizer, config=deepspeed_config(zero, micro_batch)
+            )[0]
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self.model: nn.Module = forward.model
         self.shapes = forward.shapes

@@ -33,7 +33,7 @@ from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.features import places_of_micro_batches
 from murmuration.train.evaluate.result import Result
 from murmuration.train.evaluate.session import Chosen, Session
-from murmuration.train.evaluate.shared_training import SharedTraining, own_part
+from murmuration.train.evaluate.shared_training import SharedTraining, own_part, resumed
 from murmuration.train.evaluate.training_state import STATE, restored, save_state
 from murmuration.train.evaluate.weights import digest_of_model
 
@@ -112,7 +112,7 @@ def train(
     """`loss_of` some items is their mean loss."""
     optimizer, sharing = torch.optim.AdamW(_groups(model, backbone, settings), lr=0.0), session.sharing
     path = session.out / STATE
-    done = sharing.together(lambda: restored(path, identity, model, optimizer))
+    done = resumed(sharing, lambda: restored(path, identity, model, optimizer))
     training = SharedTraining(sharing, model, optimizer)
     batch = settings.batch_of(len(part.ids))
     steps = len(part.ids) // batch
@@ -130,7 +130,7 @@ def train(
                 parts, count = training.next_of(batches, lambda parts: sum(map(len, parts.values())))
                 if count:
                     seed = [settings.seed, epoch, number, 1]
-                    training.step(partial(_backward, session, loss_of, parts, count, seed))
+                    training.step(partial(_backward, session, loss_of, parts, count, seed), ran=bool(parts))
                 used += count
                 progress(epoch * steps + number + 1)
             if not used:
@@ -158,7 +158,8 @@ def _batches(
     """Of each batch, the micro-batches of this rank by their numbers: what can be read, if it is more than a single
     picture, which BatchNorm cannot see."""
     order, batch = ids[settings.order(len(ids), epoch)], settings.batch_of(len(ids))
-    size = max(2, session.computing.micro_batch)
+    # A part for every process, if there are pictures enough.
+    size = max(2, min(session.computing.micro_batch, -(-batch // session.sharing.ranks.world)))
     numbers = own_part(list(range(-(-batch // size))), session.sharing)
     places = [np.arange(number * size, min(batch, (number + 1) * size)) for number in numbers]
     own = np.concatenate([*places, np.zeros(0, dtype=np.int64)])
@@ -207,7 +208,9 @@ def answers(
     """What `act` says of each readable picture that is scored; those of an earlier start are taken over. Of several
     processes, rank 0 alone returns."""
     ids, size = part.ids, session.computing.micro_batch
-    told = hashlib.sha256(f"{identity} {_digest(model)}".encode()).hexdigest()
+    # Rank 0's, after which all name their answers: counters of BatchNorm differ from rank to rank.
+    digest = session.sharing.on_main(lambda: _digest(model))
+    told = hashlib.sha256(f"{identity} {digest}".encode()).hexdigest()
     with Answers.kept(session.out, told, -(-len(ids) // size), session.sharing) as kept:
         missing = kept.missing()
         numbers = session.sharing.mine(missing)

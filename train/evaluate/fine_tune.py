@@ -38,7 +38,7 @@ from murmuration.train.evaluate.draws import ByDraw, FewRecords
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.result import Outcome, Result
 from murmuration.train.evaluate.session import Chosen, Session, by_list, numbered
-from murmuration.train.evaluate.shared_training import SharedTraining
+from murmuration.train.evaluate.shared_training import SharedTraining, resumed
 from murmuration.train.evaluate.training_state import STATE, restored, save_state
 from murmuration.train.evaluate.weights import Evaluated, digest_of_model
 from murmuration.train.recipe.pixels import as_json, metadata
@@ -151,7 +151,9 @@ def _scored(tuning: FineTuning, train: Chosen, test: Chosen, result: Result) -> 
         result.data["test"]["unreadable"] = told["unreadable"]
         return told["top-1"], told["top-5"]
     model = tuning.trained(train, state)
-    places = tuning.places(model, hashlib.sha256(_tensors(model)).hexdigest(), result, test, last=False)
+    # Rank 0's, after which all name their answers.
+    digest = sharing.on_main(lambda: hashlib.sha256(_tensors(model)).hexdigest())
+    places = tuning.places(model, digest, result, test, last=False)
     top1, top5 = (sum(place < most for place in places) / len(places) for most in (1, MOST))
 
     def keep() -> None:
@@ -208,7 +210,7 @@ def _train(
         torch.optim.AdamW(groups_of(model, model.shape.encoder.depth, settings), lr=0.0),
         session.sharing,
     )
-    done = sharing.together(lambda: restored(path, identity, model, optimizer))
+    done = resumed(sharing, lambda: restored(path, identity, model, optimizer))
     training = SharedTraining(sharing, model, optimizer)
     batch = settings.batch_of(len(train.ids))
     steps = len(train.ids) // batch
@@ -225,7 +227,7 @@ def _train(
                     group["lr"] = rate * group["scale"]
                 mixed, count = training.next_of(batches, lambda mixed: len(mixed[0]))
                 if count:
-                    training.step(partial(_backward, session, model, mixed, count))
+                    training.step(partial(_backward, session, model, mixed, count), ran=len(mixed[0]) > 0)
                 seen += count
                 progress(epoch * steps + number + 1)
             if not seen:

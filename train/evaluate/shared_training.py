@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,17 @@ from murmuration.train.evaluate.sharing import Sharing
 T = TypeVar("T")
 
 
+def resumed(sharing: Sharing, epochs_done: Callable[[], int]) -> int:
+    """What all ranks read from the state of a stopped training."""
+    done = sharing.of_all(epochs_done)
+    if len(set(done)) > 1:
+        raise EvaluationError(
+            f"the processes found {min(done)} and {max(done)} epochs done, so not every machine sees the same --out; "
+            "name one where they do"
+        )
+    return done[0]
+
+
 def own_part(parts: list[T], sharing: Sharing) -> list[T]:
     return parts[sharing.ranks.rank :: sharing.ranks.world]
 
@@ -32,16 +43,14 @@ class SharedTraining:
     sharing: Sharing
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    _group: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """All begin with rank 0's weights, which are random where they are new."""
         if self.alone:
             return
-        if self._parameters()[0].is_cuda:
-            self._group = dist.new_group(backend="nccl")
+        self.sharing.open_gradients(self._parameters()[0].device)
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            dist.broadcast(tensor.detach(), 0, group=self._group)
+            dist.broadcast(tensor.detach(), 0, group=self.sharing.gradients)
 
     @property
     def alone(self) -> bool:
@@ -58,8 +67,8 @@ class SharedTraining:
         count = sum(self.sharing.of_all(read))
         return kept[0], count
 
-    def step(self, backward: Callable[[], float]) -> None:
-        """`backward` adds the gradients of this rank's part, and gives its part of the loss."""
+    def step(self, backward: Callable[[], float], ran: bool) -> None:
+        """`backward` adds the gradients of this rank's part, and gives its part of the loss; `ran`: there is one."""
         self.optimizer.zero_grad(set_to_none=True)
         if not sum(self.sharing.of_all(backward)) < math.inf:
             raise EvaluationError("the loss is not finite; lower --base-rate")
@@ -67,7 +76,7 @@ class SharedTraining:
             self._add_gradients()
         self.optimizer.step()
         if not self.alone:
-            self._average_statistics()
+            self._average_statistics(ran)
 
     def _add_gradients(self) -> None:
         """Of parameters that some rank used; the others stay without one."""
@@ -75,22 +84,21 @@ class SharedTraining:
         used = torch.tensor([float(each.grad is not None) for each in parameters], device=parameters[0].device)
         flat = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
         total = torch.cat([used, *(each.reshape(-1) for each in flat)])
-        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(total, group=self.sharing.gradients)
         used, *found = total.split([len(parameters), *(each.numel() for each in parameters)])
         for parameter, gradient, by in zip(parameters, found, used.tolist(), strict=True):
             parameter.grad = gradient.view_as(parameter) if by else None
 
-    def _average_statistics(self) -> None:
-        """Those of BatchNorm, which each rank has of its own part."""
+    def _average_statistics(self, ran: bool) -> None:
+        """Those of BatchNorm, which each rank has of its own part, if it had one."""
         norms = [each for each in self.model.modules() if isinstance(each, _BatchNorm)]
         own = [each for norm in norms for each in (norm.running_mean, norm.running_var) if each is not None]
         if not own:
             return
-        total = torch.cat([each.reshape(-1) for each in own])
-        dist.all_reduce(total, group=self._group)
-        for each, mean in zip(
-            own, (total / self.sharing.ranks.world).split([each.numel() for each in own]), strict=True
-        ):
+        total = torch.cat([each.reshape(-1) for each in own] + [own[0].new_ones(1)]) * float(ran)
+        dist.all_reduce(total, group=self.sharing.gradients)
+        means = (total[:-1] / total[-1]).split([each.numel() for each in own])
+        for each, mean in zip(own, means, strict=True):
             each.copy_(mean)
 
     def _parameters(self) -> list[Tensor]:

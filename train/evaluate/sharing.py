@@ -40,6 +40,8 @@ class Sharing:
     ranks: Ranks = field(default_factory=lambda: Alone(CPU))
     left: bool = False
     """The others have: nothing may be exchanged any more."""
+    gradients: Any = None
+    """The group in which gradients are added up."""
 
     @property
     def main(self) -> bool:
@@ -57,6 +59,11 @@ class Sharing:
         kept: list[T] = []
         results_of_all(self.ranks, lambda: kept.append(act()), *ENDING)
         return kept[0]
+
+    def open_gradients(self, device: torch.device) -> None:
+        """By NCCL on GPUs, whose gradients need not pass the hosts."""
+        if self.gradients is None:
+            self.gradients = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
 
     def of_all(self, act: Callable[[], T]) -> list[T]:
         """The results of all ranks, in their order."""

@@ -89,8 +89,7 @@ class ChaChaNoise:
         self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64
     ) -> Iterator[tuple[Fragment, Tensor]]:
         """Draws small neighbours together: a launch per parameter would cost more than the numbers."""
-        most = GPU_CHUNK if device.type == "cuda" else NOISE_CHUNK
-        for group in in_groups(in_chunks(fragments, most), most):
+        for group in in_groups(fragments, device):
             normals = self._normals(step, group, device).to(dtype)
             begin = 0
             for chunk in group:
@@ -199,10 +198,11 @@ def _unsigned(words: Tensor) -> Tensor:
     return (words.long() & HALF).double()
 
 
-def in_groups(chunks: Iterator[Fragment], most: int = NOISE_CHUNK) -> Iterator[list[Fragment]]:
-    """Neighbours together, of which at most so many elements are drawn at once."""
+def in_groups(fragments: Sequence[Fragment], device: torch.device) -> Iterator[list[Fragment]]:
+    """Pieces that are drawn at once, neighbours together."""
+    most = GPU_CHUNK if device.type == "cuda" else NOISE_CHUNK
     group, drawn = list[Fragment](), 0
-    for chunk in chunks:
+    for chunk in in_chunks(fragments, most):
         cost = PER_BLOCK * _blocks(chunk)
         if group and drawn + cost > most:
             yield group

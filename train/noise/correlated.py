@@ -16,7 +16,7 @@ from torch import Tensor
 from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.ledger.facts import CorrelationFact
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.noise.aes import NoiseMechanism, in_chunks
+from murmuration.train.noise.aes import NoiseMechanism
 from murmuration.train.noise.chacha import ChaChaNoise, in_groups
 
 
@@ -67,7 +67,7 @@ class CorrelatedNoise:
     def chunks(
         self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64
     ) -> Iterator[tuple[Fragment, Tensor]]:
-        for group in in_groups(in_chunks(fragments)):
+        for group in in_groups(fragments, device):
             totals = [torch.zeros(chunk.length, dtype=torch.float64, device=device) for chunk in group]
             for at, weight in self._matrix.weights(step, self._first):
                 drawn = self._draws.chunks(at, group, device, torch.float64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ class NoiseAhead:
         most_bytes: int = MOST_BYTES, pool: ThreadPoolExecutor | None = None,
     ) -> None:  # fmt: skip
         self._mechanism, self._fragments = mechanism, fragments
-        self._plan = list(in_chunks(fragments))
+        self._plan = list(map(_anywhere, in_chunks(fragments)))
         self._room = self._most_bytes = most_bytes
         self._pool = pool or ThreadPoolExecutor(threads, thread_name_prefix="noise")
         self._step: int | None = None
@@ -91,7 +92,7 @@ class NoiseAhead:
         self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64
     ) -> Iterator[tuple[Fragment, Tensor]]:
         for chunk in in_chunks(fragments):
-            drawn = self._take(step, chunk)
+            drawn = self._take(step, _anywhere(chunk))
             if drawn is None:
                 yield from self._mechanism.chunks(step, [chunk], device, dtype)
             else:
@@ -119,6 +120,11 @@ class NoiseAhead:
             self._drawing[chunk] = self._pool.submit(
                 self._mechanism.draw, self._step, chunk.parameter, chunk.start, chunk.length, np.float64
             )
+
+
+def _anywhere(chunk: Fragment) -> Fragment:
+    """Noise belongs to elements, wherever an engine has them in its buffer."""
+    return replace(chunk, position=0)
 
 
 def _bytes(chunk: Fragment) -> int:

@@ -190,7 +190,7 @@ def _composed(
         # Of the last start, like the files' times: when the run ended would reveal how long its private steps took.
         "dates": {"last_start": day},
         "engine": str(EngineSettings.of(config)),
-        "machine": "cuda (NCCL); not yet proved on several GPUs" if torch.cuda.is_available() else "cpu (gloo)",
+        "machine": f"{'cuda' if torch.cuda.is_available() else 'cpu (gloo)'}; not yet proved on several GPUs",
         "hashes": {
             "config_sha256": hashlib.sha256(identity).hexdigest(),
             "data_manifests": {name: found["data"] for name, found in contents.items()},
