@@ -10,7 +10,9 @@ import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -156,7 +158,12 @@ def batch_of(model: str, records: int, setting: Setting, seed: int = 1) -> Micro
 
 
 def model_of(model: str) -> nn.Module:
-    torch.manual_seed(0)
+    return deepcopy(_built(model))
+
+
+@lru_cache(maxsize=1)
+def _built(model: str) -> nn.Module:
+    """Drawing the weights of a large model takes processors longer than a GPU needs for most cases."""
     return build(shape_of(model), OBJECTIVES[model.split("/")[0]])
 
 

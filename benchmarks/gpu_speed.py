@@ -43,8 +43,8 @@ def _benchmark_of_reading() -> ModuleType:
 
 
 def micro_batches(setting: Setting) -> Iterator[Case]:
-    for records in (4,) if setting.smoke else MICRO_BATCHES:
-        for model in setting.models:
+    for model in setting.models:
+        for records in (4,) if setting.smoke else MICRO_BATCHES:
             yield Case(f"{model} {records}", partial(micro_batch, model, records, setting))
 
 

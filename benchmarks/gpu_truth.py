@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from gpu_cases import OBJECTIVES, Case, Found, Setting, batch_of, clip_of, model_of, shape_of
+from gpu_cases import Case, Found, Setting, batch_of, clip_of, model_of, shape_of
 from torch import Tensor, nn
 
 from murmuration.data.draw.micro_batch import MicroBatch
-from murmuration.model.build import build
 from murmuration.train.clip import norms
 from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
@@ -216,8 +215,7 @@ def noise_is_what_is_planned(setting: Setting) -> Found:
 
 
 def _prepared(model: str, records: int, setting: Setting) -> tuple[nn.Module, ClipEngine, MicroBatch]:
-    torch.manual_seed(0)
-    body = build(shape_of(model), OBJECTIVES[model.split("/")[0]]).to(setting.device)
+    body = model_of(model).to(setting.device)
     clip = clip_of(records)
     clip.prepare(body)
     return body, clip, batch_of(model, records, setting)
