@@ -37,8 +37,8 @@ PER_BLOCK = 8
 """Normal numbers per block of 64 bytes: one pair from each two 64-bit words."""
 HALF = 0xFFFFFFFF
 KERNEL_DEVICES = ("cuda",)
-GPU_CHUNK = 1 << 24
-"""Elements that a GPU draws at once, in 0.8 GiB; what is drawn does not depend on it. Each draw takes a hundred
+GPU_CHUNK = 1 << 23
+"""Elements that a GPU draws at once, in 0.4 GiB; what is drawn does not depend on it. Each draw takes a hundred
 launches, and an H200 drew 2^20 at a time only as fast as its host launched."""
 
 Keystream = Callable[[Tensor, Tensor, Tensor], Tensor]
