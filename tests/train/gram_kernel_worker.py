@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -110,18 +111,24 @@ FAULTS = (
 )
 
 
+def loaded(source: str, name: str) -> ModuleType:
+    """From a file, which Triton reads."""
+    place = Path(tempfile.mkdtemp()) / f"{name}.py"
+    place.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, place)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def planted() -> list[float]:
     """How far the sums are with each fault, and first with none."""
     source, found = Path(sys.modules[gram.__module__].__file__ or "").read_text(), []
     for number, (written, instead) in enumerate((("", ""), *FAULTS)):
         assert not written or source.count(written) == 1, written
-        place = Path(tempfile.mkdtemp()) / f"faulty_{number}.py"
-        place.write_text(source.replace(written, instead) if written else source)
-        spec = importlib.util.spec_from_file_location(place.stem, place)
-        assert spec is not None and spec.loader is not None
-        faulty = importlib.util.module_from_spec(spec)
-        sys.modules[place.stem] = faulty
-        spec.loader.exec_module(faulty)
+        faulty = loaded(source.replace(written, instead) if written else source, f"faulty_{number}")
         worst = 0.0
         for tokens in (50, 135):
             draw = torch.Generator().manual_seed(tokens)
@@ -223,13 +230,7 @@ def rows_summed() -> list[float]:
     )  # fmt: skip
     for number, (written, instead) in enumerate(faults):
         assert not written or source.count(written) == 1, written
-        place = Path(tempfile.mkdtemp()) / f"rows_{number}.py"
-        place.write_text(source.replace(written, instead) if written else source)
-        spec = importlib.util.spec_from_file_location(place.stem, place)
-        assert spec is not None and spec.loader is not None
-        own = importlib.util.module_from_spec(spec)
-        sys.modules[place.stem] = own
-        spec.loader.exec_module(own)
+        own = loaded(source.replace(written, instead) if written else source, f"rows_{number}")
         worst = 0.0
         for tokens, width in ((1, 3), (40, 256), (150, 300)):
             draw = torch.Generator().manual_seed(tokens)
