@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from murmuration.train.engines.sharded_sums import SHORTEST_RUN
 from murmuration.train.planner.memory import WeightCounts, fsdp2_memory, memory
 from tests.support.launching import TIMEOUT, run_worker
 
@@ -20,6 +21,8 @@ NEAR = 2**0.5
 
 SCRATCH = 2.5e6
 """Bytes that gloo and DeepSpeed's buckets take whatever the model's size. The model's weights alone are 12e6."""
+LATE = 4 * SHORTEST_RUN
+"""A run of sums that gloo still holds when the next but one is sent, where a rank is far behind the other."""
 
 
 @pytest.mark.slow
@@ -73,7 +76,7 @@ def _fsdp2_as_planned(row: dict[str, Any], ranks_per_copy: int) -> None:
     assert not row["private"] or row["kept"] < planned.gathered + SCRATCH, (row, planned)
     # The update frees what was gathered, so that a public one may need less than nothing.
     update = row["update"] + (row["kept"] if row["private"] else 0)
-    assert update < planned.update * 1.01 + SCRATCH, (row, planned)
+    assert update < planned.update * 1.01 + SCRATCH + LATE, (row, planned)
     assert not row["private"] or update > planned.update / 1.01, (row, planned)
 
 
