@@ -25,19 +25,20 @@ def training(monkeypatch: pytest.MonkeyPatch, model: nn.Module, others: list[Ten
     return SharedTraining(sharing, model, torch.optim.SGD(model.parameters(), lr=1.0))
 
 
-@pytest.mark.parametrize("other_ran", [True, False])
+@pytest.mark.parametrize(("ran", "other_ran"), [(True, True), (True, False), (False, True)])
 def test_statistics_of_a_process_that_had_no_part_do_not_count(
-    monkeypatch: pytest.MonkeyPatch, other_ran: bool
+    monkeypatch: pytest.MonkeyPatch, ran: bool, other_ran: bool
 ) -> None:
     model = nn.BatchNorm1d(2)
     with torch.no_grad():
         model.running_mean += torch.tensor([4.0, 8.0])  # pyright: ignore[reportOptionalMemberAccess]
     theirs = torch.tensor([2.0, 2.0, 3.0, 3.0, 1.0]) * float(other_ran)
     gradients = torch.zeros(2 + 4)
-    training(monkeypatch, model, [gradients, theirs]).step(lambda: 0.0, ran=True)
+    training(monkeypatch, model, [gradients, theirs]).step(lambda: 0.0, ran=ran)
     assert model.running_mean is not None and model.running_var is not None
-    assert model.running_mean.tolist() == ([3.0, 5.0] if other_ran else [4.0, 8.0])
-    assert model.running_var.tolist() == ([2.0, 2.0] if other_ran else [1.0, 1.0])
+    expected = {(True, True): [3.0, 5.0], (True, False): [4.0, 8.0], (False, True): [2.0, 2.0]}[ran, other_ran]
+    assert model.running_mean.tolist() == expected
+    assert model.running_var.tolist() == ([2.0] if ran and other_ran else [1.0] if ran else [3.0]) * 2
 
 
 def test_gradients_are_added_up_and_what_nobody_used_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

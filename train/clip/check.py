@@ -7,8 +7,9 @@ In half precision, three comparisons replace the single one, so that no toleranc
 
 - in fp32, on the same live model, with the gradient of the record alone: an engine treats layers in the same way in
   all precisions;
-- the norm by which the engine clips a record with the size of what it adds for that record: the same numbers, to fp32,
-  whatever was rounded before;
+- the norm that the engine measures of a record with the size of what it adds for that record: the same numbers, to
+  fp32, whatever was rounded before. The norm by which it clips may be larger, for what factors will round, but not
+  smaller;
 - what the engine adds for a record with the gradient in the same precision and the same micro-batch, hence by the same
   kernels. The remaining difference is that autograd rounds weight gradients to half precision, where engines keep
   fp32: by 2^-8 of an element in bf16, by 2^-11 in fp16. Some models amplify any rounding (deep ResNets multiply it by

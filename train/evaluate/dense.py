@@ -110,8 +110,8 @@ def train(
     part: Chosen, pictures: WholePictures, settings: DenseSettings, identity: str,
 ) -> None:  # fmt: skip
     """`loss_of` some items is their mean loss."""
-    optimizer, sharing = torch.optim.AdamW(_groups(model, backbone, settings), lr=0.0), session.sharing
-    path = session.out / STATE
+    sharing, path = session.sharing, session.out / STATE
+    optimizer = torch.optim.AdamW(_groups(model, backbone, settings), lr=0.0)
     done = resumed(sharing, lambda: restored(path, identity, model, optimizer))
     training = SharedTraining(sharing, model, optimizer)
     batch = settings.batch_of(len(part.ids))

@@ -206,10 +206,8 @@ def _train(
     session: Session, model: TransformerClassifier, train: Chosen, pictures: AugmentedPictures,
     settings: FineTuneSettings, path: Path, identity: str,
 ) -> None:  # fmt: skip
-    optimizer, sharing = (
-        torch.optim.AdamW(groups_of(model, model.shape.encoder.depth, settings), lr=0.0),
-        session.sharing,
-    )
+    sharing = session.sharing
+    optimizer = torch.optim.AdamW(groups_of(model, model.shape.encoder.depth, settings), lr=0.0)
     done = resumed(sharing, lambda: restored(path, identity, model, optimizer))
     training = SharedTraining(sharing, model, optimizer)
     batch = settings.batch_of(len(train.ids))
