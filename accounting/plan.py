@@ -19,6 +19,8 @@ from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 RATE_DENOMINATOR = 2**32
 Sampling = Literal["poisson", "allocation"]
 ACCURACY = "accuracy"
+SLOPE, CURVATURE = "loss_slope", "loss_curvature"
+"""Released where the learning rate follows probes of the loss (`privacy.loss_probes`)."""
 UNIT, ADJACENCY = unit_in_words(None), adjacency_in_words(None)
 GRID_GROWTH = 1e-6
 """With exact noise: the share of C by which rounding to a grid may at most enlarge one record's effect on a sum."""

@@ -56,6 +56,7 @@ from murmuration.train.engines.base import ShardedEngine, digests_of, modes_of
 from murmuration.train.engines.choose import EngineSettings, make_engine, start_ranks
 from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.engines.held_out import HeldOutAccuracy
+from murmuration.train.engines.loss_probes import LossProbes
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.aes import Noise, NoiseMechanism
 from murmuration.train.noise.chacha import ChaChaNoise
@@ -105,15 +106,16 @@ class ClippingEngine:
 def clipping_engine(
     model: nn.Module, rule: ClipRule, optimizer: Optimizer, gradient_noise: float, engine: EngineSettings, ranks: Ranks,
     computation: Computation, around_clip: Callable[[ClipEngine], ClipEngine] | None = None,
-    make: Callable[..., ShardedEngine] = make_engine, scaling: Scaling | None = None,
+    make: Callable[..., ShardedEngine] = make_engine, scaling: Scaling | None = None, keeps_before: bool = False,
 ) -> ClippingEngine:  # fmt: skip
-    """`gradient_noise`: the deviation that the noise has in the mean gradient. `around_clip` is for audits."""
+    """`gradient_noise`: the deviation that the noise has in the mean gradient. `around_clip` is for audits.
+    `keeps_before`: the weights from before the last step are kept, for probes of the loss."""
     clip = make_clip(computation.clip_engine, rule, computation.precision, computation.clip_memory, scaling)
     if around_clip is not None:
         clip = around_clip(clip)
     # What an audit puts around a clip engine may act on the host, which a recording would leave out.
     forward = PrivateForward(model, clip, graph=computation.cuda_graph == "auto" and around_clip is None)
-    flat = make_optimizer(optimizer, model.named_parameters(), gradient_noise)
+    flat = make_optimizer(optimizer, model.named_parameters(), gradient_noise, keeps_before)
     return ClippingEngine(clip, forward, flat, make(engine, forward, flat, ranks))
 
 
@@ -175,9 +177,11 @@ class PrivateCore:
     def step(
         self, phase: int, journal: Journal | None, records: Records[Draw], stop: StopRequest, *,
         stepping: ShardedEngine | None = None, first_norm: float | None = None, noise: Noise | None = None,
+        probes: Callable[[int], bool] | None = None,
     ) -> PrivateStep:  # fmt: skip
         """`stepping` is the engine with what may be mixed into its updates; `first_norm` is C of the next step where C
-        adapts; an audit may give a `noise` of its own."""
+        adapts; `probes`: which steps also measure the loss along the last move; an audit may give a `noise` of its
+        own."""
         if noise is None:
             noise = self.noise("noise")
             if isinstance(noise, NoiseMechanism) or (isinstance(noise, CorrelatedNoise) and self._noise == "aes"):
@@ -192,6 +196,9 @@ class PrivateCore:
             norm = AdaptiveNorm(self.plan, first_norm)
         if self.plan.held_out is not None and metrics is not None:
             records = Records(records.draw, HeldOutAccuracy(self.engine, metrics).around(records.micro_batches))
+        if probes is not None and metrics is not None:
+            measured = LossProbes(self.engine, metrics, self.ranks, probes).around(records.micro_batches)
+            records = Records(records.draw, measured)
         engine = stepping or self.engine
         return PrivateStep(phase, journal, records, self.clip, noise, engine, self.ranks, stop, metrics, norm)
 

@@ -61,6 +61,7 @@ from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, make_pla
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.phase import trainer_of, watching_of
+from murmuration.train.run.probed_step import ProbedStep, probed_rate
 from murmuration.train.run.trainer import Step
 from murmuration.train.step import Records, StepSummary
 from murmuration.train.storage.checkpoint import Checkpoints, Keep
@@ -406,10 +407,10 @@ def _world(
     torch.manual_seed(0)  # both begin from the same weights
     model = build(phase.shape, phase.settings.objective)
     select(model, phase.settings.trainable)
-    settings = EngineSettings("local", config.micro_batch)
+    settings, rate = EngineSettings("local", config.micro_batch), probed_rate(phase, plan)
     built = clipping_engine(
         model, rule, phase.settings.optimizer, plan.noise_std / plan.divisor, settings, ranks,
-        Computation.of(config.run),
+        Computation.of(config.run), keeps_before=rate is not None,
     )  # fmt: skip
     engine = SummedEngine(built.engine)
     core = PrivateCore(plan, built.clip, engine, derive, ranks, config.run.noise)
@@ -425,13 +426,16 @@ def _world(
     run = _run(config, phase, plan, key, ranks, folder)
     noise = RecordedNoise(around(core.noise("noise")))
     records = Records(loader.draw, loader.micro_batches)
-    real = core.step(phase.number, run.writer, records, run.stop, noise=noise)
+    real = core.step(
+        phase.number, run.writer, records, run.stop, noise=noise, probes=rate.probes if rate is not None else None
+    )
     step: Leading | Following = Leading(real)
     if leader is not None and isinstance(leader.step, Leading):
         step = Following(real, engine, leader.step, leader.engine)
     watching = watching_of(run, phase, engine, derive, built.clip, plan, real.norm)
     pace = Pace(plan.divisor, public=False, synthetic=PACE)
-    trainer = trainer_of(run, phase, step, engine, pace, watching, plan, rule.bound, 0)
+    probed = step if rate is None else ProbedStep(step, rate)  # outermost: both follow the first training's rate
+    trainer = trainer_of(run, phase, probed, engine, pace, watching, plan, rule.bound, 0)
     return World(run, engine, step, noise, loader, trainer.pausing(0))
 
 

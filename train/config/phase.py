@@ -334,6 +334,11 @@ class Phase(Section):
             return f"has privacy.noise and {other}, which needs the same independent noise at all steps; drop one"
         if self.privacy is not None and self.privacy.scaling is not None and (other := self._of_even_noise()):
             return f"has privacy.scaling and {other}, which needs the same noise on all weights; drop one"
+        if self.privacy is not None and self.privacy.loss_probes is not None and self.schedule.shape != "constant":
+            return (
+                "has privacy.loss_probes, which find the learning rate while training, and a schedule that lowers it; "
+                "set schedule.shape to 'constant', or leave loss_probes out"
+            )
         if self.privacy is not None and self.privacy.sampling == "allocation":
             return self._of_allocation(self.privacy) or self._of_other_parts()
         return self._of_other_parts()
@@ -378,8 +383,9 @@ class Phase(Section):
             return "adds up what each record is seen as once; leave privacy.views out"
         if privacy.sampling == "allocation":
             return "takes all records in its one step; leave privacy.sampling out"
-        if privacy.release or privacy.tan is not None:
-            return "is one step before which there is no model; leave privacy.release and privacy.tan out"
+        if privacy.release or privacy.tan is not None or privacy.loss_probes is not None:
+            named = "privacy.release, privacy.loss_probes and privacy.tan"
+            return f"is one step before which there is no model; leave {named} out"
         if privacy.scaling is not None:
             return "adds up sums that are no gradients; leave privacy.scaling out"
         if privacy.noise is not None:

@@ -90,6 +90,34 @@ class ReleasedMetric(Section):
     )
 
 
+class LossProbes(Section):
+    """The learning rate follows the loss along the weights' last move: every few steps, the records drawn also add
+    their loss's slope and curvature along it to two noised sums, which are charged with the gradient (HyFreeDP,
+    2503.00703)."""
+
+    every: int = Field(
+        default=10,
+        ge=2,
+        description="Steps from one probe to the next; each costs three forward passes over the step's records.",
+    )
+    bound: float = Field(
+        default=0.1,
+        gt=0,
+        allow_inf_nan=False,
+        description="Each record adds a number between -bound and bound to either sum: differences of its loss over "
+        "one step.",
+    )
+    noise_multiplier: float = Field(
+        default=10.0,
+        gt=0,
+        description="Noise on either sum, in units of the bound. At a σ of 1, 10 costs 1 % more noise on gradients.",
+    )
+    most: float = Field(default=2.0, gt=1, le=10, description="Largest factor by which one probe changes the rate.")
+    span: float = Field(
+        default=1e4, gt=1, description="The learning rate stays between schedule.peak / span and peak · span."
+    )
+
+
 class BandedNoise(Section):
     """Correlated noise: what is added to a step is partly taken back within its block of `bands` steps. The records are
     dealt into as many parts, whose turns follow each other."""
@@ -201,6 +229,11 @@ class Privacy(Section):
     tan: Tan | None = Field(default=None, description="Simulates this phase at low cost; NOT PRIVATE at `epsilon`.")
     release: list[ReleasedMetric] = Field(
         default=[], description="Metrics of private records that are published with noise, at most one of each."
+    )
+    loss_probes: LossProbes | None = Field(
+        default=None,
+        description="null: learning rates are the schedule's; otherwise a factor on them is found while training, from "
+        "noised probes of the loss. Needs a constant schedule, whose peak is the first guess.",
     )
 
     @field_serializer("expected_batch")

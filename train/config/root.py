@@ -249,10 +249,6 @@ class Config(Section):
                     f"phase {phase.name!r} keeps features, which would change at each step with model.drop_path or "
                     "model.dropout; set both to 0, or leave features out"
                 )
-            if phase.mixing is not None and self._shards_weights():
-                raise ValueError(
-                    f"phase {phase.name!r} has `mixing`, which needs whole weights; use DeepSpeed at a stage below 3"
-                )
         if self._shards_weights() and self.run.clip_engine != "book-keeping":
             raise ValueError(
                 f"run.clip_engine = {self.run.clip_engine!r} needs whole weights on every rank, and ZeRO-3 and FSDP2 "
@@ -264,6 +260,17 @@ class Config(Section):
                 f"{name} keeps optimizer state on the device; leave zero_optimization.offload_optimizer out, "
                 'or set run.engine to "deepspeed"'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_weights_where_needed(self) -> Config:
+        for phase in self.phases if self._shards_weights() else ():
+            probes = phase.privacy is not None and phase.privacy.loss_probes is not None
+            if phase.mixing is not None or probes:
+                named = "privacy.loss_probes" if probes else "`mixing`"
+                raise ValueError(
+                    f"phase {phase.name!r} has {named}, which needs whole weights; use DeepSpeed at a stage below 3"
+                )
         return self
 
     @model_validator(mode="after")
@@ -380,6 +387,7 @@ def _unset(phase: Phase) -> dict[str, Any]:
         out["privacy"] |= {"views": True} if privacy.views == 1 else {}
         out["privacy"] |= {"sampling": True} if privacy.sampling == "poisson" else {}
         out["privacy"] |= {"noise": True} if privacy.noise is None else {}
+        out["privacy"] |= {"loss_probes": True} if privacy.loss_probes is None else {}
         # What a path leads to is among the contents.
         out["privacy"] |= {"scaling": True if privacy.scaling is None else {"path"}}
     if phase.head is None:

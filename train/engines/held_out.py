@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from murmuration.accounting.plan import ACCURACY
 from murmuration.data.batch.held_out import HELD_OUT
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.model.classifier import Classifier
@@ -49,7 +50,7 @@ class HeldOutAccuracy:
         inputs = dict(batch.inputs)
         held = inputs.pop(HELD_OUT).to(batch.present.device)
         asked = batch.present & held
-        self._release.count_right(slot_mean(self._right(inputs), inputs, len(asked)), asked)
+        self._release.add_measured(ACCURACY, slot_mean(self._right(inputs), inputs, len(asked)), asked)
         # From here on a held-out record is like an empty slot: the inputs contain nothing of it.
         gone = held.repeat_interleave(batch.rows)
         rest = {name: torch.where(_along(gone.to(t.device), t), torch.zeros_like(t), t) for name, t in inputs.items()}

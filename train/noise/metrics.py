@@ -15,7 +15,7 @@ from torch import Tensor
 
 from murmuration.accounting.adaptive import METRIC
 from murmuration.accounting.ledger.facts import MetricFact
-from murmuration.accounting.plan import ACCURACY, PlanError, PlannedMetric, PrivacyPlan
+from murmuration.accounting.plan import ACCURACY, CURVATURE, SLOPE, PlanError, PlannedMetric, PrivacyPlan
 from murmuration.data.draw.poisson import StepKey
 from murmuration.train.clip.engine import Observation
 from murmuration.train.distributed.ranks import Ranks
@@ -24,6 +24,10 @@ from murmuration.train.noise.update import sum_on_grid
 
 STEPS_TO_BOUND = 30
 """Bits of what one record may add: its share of the bound is known to a billionth, far below any noise."""
+SIGNED = (METRIC, SLOPE, CURVATURE)
+"""A record adds between -bound and bound to these, and between 0 and bound to all others."""
+MEASURED_APART = (ACCURACY, SLOPE, CURVATURE)
+"""What the pass that makes the gradients does not tell: whoever measures it calls `add_measured`."""
 MOST_RECORDS = 2**23
 """Of a step: numbers of STEPS_TO_BOUND bits whose sum has at most the 53 bits of an fp64 number."""
 
@@ -57,16 +61,18 @@ class MetricRelease:
     def add(self, present: Tensor, observed: Observation, bound: float) -> None:
         """A micro-batch of this rank, with the norm to which its gradients were clipped."""
         for index, metric in enumerate(self._planned):
-            if metric.name == ACCURACY:
-                continue  # it is measured on other records: see `count_right`
-            lowest = -metric.bound if metric.name == METRIC else 0.0
-            self._sums[index] += _bounded_sum(self._values(metric, observed, bound), present, lowest, metric.bound)
+            if metric.name not in MEASURED_APART:
+                self._add(index, self._values(metric, observed, bound), present)
 
-    def count_right(self, right: Tensor, asked: Tensor) -> None:
-        """Adds this rank's held-out records that the model classified correctly: each of those `asked` counts as the
-        share of its rows that are right, which is 0 or 1 where it has one row."""
-        index = [metric.name for metric in self._planned].index(ACCURACY)
-        self._sums[index] += _bounded_sum(right, asked, 0.0, 1.0)
+    def add_measured(self, name: str, values: Tensor, asked: Tensor) -> None:
+        """Adds what a pass of its own has measured of this rank's records; those that are not `asked` add nothing. Of
+        the accuracy: the share of a record's rows that are right, which is 0 or 1 where it has one row."""
+        self._add([metric.name for metric in self._planned].index(name), values, asked)
+
+    def _add(self, index: int, values: Tensor, counted: Tensor) -> None:
+        metric = self._planned[index]
+        lowest = -metric.bound if metric.name in SIGNED else 0.0
+        self._sums[index] += _bounded_sum(values, counted, lowest, metric.bound)
 
     def _of_expected(self, metric: PlannedMetric) -> float:
         """How many of a step's records a metric is expected to cover: a public constant, like q·n."""

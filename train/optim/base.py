@@ -60,7 +60,7 @@ def _fits(rule: ParameterRule, name: str, parameter: nn.Parameter) -> bool:
 Layout = Mapping[int, tuple[Tensor, Sequence[Fragment]]]
 Add = Callable[[Tensor], Tensor]
 
-AVERAGE = "weights_ema"
+AVERAGE, BEFORE = "weights_ema", "weights_before"
 # Elements processed at a time: bounds the memory of intermediate results and keeps them in a CPU's cache.
 CHUNK = {"cpu": 1 << 15}
 CHUNK_ON_DEVICES = 1 << 24
@@ -108,6 +108,8 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
     moments: tuple[str, ...] = ()
     by_parameter = False
     """Whether fragments are processed separately; if not, neighbours under one policy are joined."""
+    keeps_before = False
+    """Whether the weights from before the last step are part of the state; set it before the first step."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], policies: Mapping[str, Policy],
@@ -155,6 +157,9 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
         flats = [self._flat(tensor, group["lr"]) for group in self.param_groups for tensor in group["params"]]
         if self._most is not None:
             self._shorten(flats, self._most)
+        if self.keeps_before:
+            for flat in flats:
+                self.state[flat.weights][BEFORE].copy_(flat.weights)
         self.update(flats)
         for flat in flats:
             if self._ema_decay is not None:
@@ -205,6 +210,7 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
 
     def _fresh(self, flat: Tensor, step: int) -> dict[str, Tensor]:
         names = (*self.moments, *([AVERAGE] if self._ema_decay is not None else []))
+        names += (BEFORE,) if self.keeps_before else ()
         fresh = {name: torch.zeros_like(flat, memory_format=torch.contiguous_format).detach() for name in names}
         return {"step": torch.tensor(float(step)), **fresh}
 

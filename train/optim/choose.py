@@ -13,9 +13,17 @@ from murmuration.train.optim.sgd import LARS, SGD
 
 
 def make_optimizer(
-    settings: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]], gradient_noise: float
-) -> FlatOptimizer:
-    """For the trainable parameters. `gradient_noise`: the plan's sigma·C/(q·n), 0 in a phase without noise."""
+    settings: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]], gradient_noise: float,
+    keeps_before: bool = False,
+) -> FlatOptimizer:  # fmt: skip
+    """For the trainable parameters. `gradient_noise`: the plan's sigma·C/(q·n), 0 in a phase without noise.
+    `keeps_before`: the weights from before the last step are kept, too."""
+    made = _made(settings, parameters, gradient_noise)
+    made.keeps_before = keeps_before
+    return made
+
+
+def _made(settings: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]], gradient_noise: float) -> FlatOptimizer:
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     params, chosen = settings.params, policies(settings.params, named)
     if settings.type == "AdamW":

@@ -41,6 +41,8 @@ class WeightCounts:
     optimizer_copy: int = 4
     mixed: bool = False
     """Whether public gradients are mixed in (phase.mixing)."""
+    probed: bool = False
+    """Whether the loss is probed at other weights (privacy.loss_probes)."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +103,17 @@ def weights_of(model: nn.Module, phase: Phase) -> WeightCounts:
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
     frozen = sum(p.numel() for p in model.parameters()) - sum(trained)
     private, mixed = phase.privacy is not None, phase.mixing is not None
-    return WeightCounts(sum(trained), frozen, max(trained), moment_bytes(phase.optimizer), private, mixed=mixed)
+    probed = phase.privacy is not None and phase.privacy.loss_probes is not None
+    moments = moment_bytes(phase.optimizer, probed)
+    return WeightCounts(sum(trained), frozen, max(trained), moments, private, mixed=mixed, probed=probed)
 
 
-def moment_bytes(optimizer: Optimizer) -> int:
-    """Bytes per trainable weight: moments, and the running average if one is kept."""
+def moment_bytes(optimizer: Optimizer, probed: bool = False) -> int:
+    """Bytes per trainable weight: moments, the running average if one is kept, and the weights from before the last
+    step if the loss is probed there."""
     params = optimizer.params
     moments = 8 if optimizer.type in ("AdamW", "LAMB") else 4 if params.momentum else 0
-    return moments + (4 if params.ema_decay is not None else 0)
+    return moments + (4 if params.ema_decay is not None else 0) + (4 if probed else 0)
 
 
 def memory_of(config: Config, weights: WeightCounts, ranks: int) -> Memory:
@@ -146,7 +151,8 @@ def memory(weights: WeightCounts, stage: int, ranks: int, offload: bool) -> Memo
         optimizer=weights.moments * n if stage == 0 else 0.0 if offload else state,
         gathered=own if stage == 3 else 0.0,
         update=_update(stage, weights, whole, shard, offload) + (whole if weights.mixed else 0.0),
-        public=2 * whole if weights.mixed else 0.0,  # on every rank, at every stage
+        # On every rank, at every stage.
+        public=(2 * whole if weights.mixed else 0.0) + (2 * whole if weights.probed else 0.0),
         wide=whole if private and stage == 3 else 0.0,
     )
     if not offload:

@@ -17,7 +17,9 @@ from murmuration.accounting.banded import BandedError, BandedNoise, best_banded
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps, enlarged
 from murmuration.accounting.plan import (
+    CURVATURE,
     GRID_GROWTH,
+    SLOPE,
     PlanError,
     PlannedMetric,
     PrivacyPlan,
@@ -448,12 +450,10 @@ def make_plan(
     try:
         threshold, slots = draws_for(privacy.sampling, records, privacy.expected_batch, phase.steps, privacy.bands)
         delta = parse_delta(privacy.delta, records)
-        metrics = tuple(PlannedMetric(m.name, m.bound, m.bound * m.noise_multiplier) for m in privacy.release)
+        metrics = _metrics(privacy)
         adaptive = None
         if privacy.clip.adaptive is not None:
             adaptive = _adaptive(phase, privacy, privacy.clip.adaptive, where)
-            counted = privacy.clip.adaptive.noise_multiplier or privacy.expected_batch / 10
-            metrics += (PlannedMetric(METRIC, SENSITIVITY, SENSITIVITY * counted),)
         fixed = dict(
             records=records, threshold=threshold, clip_norm=privacy.clip.norm, steps=phase.steps, delta=delta,
             epsilon_budget=privacy.epsilon, metrics=metrics, adaptive=adaptive, held_out=privacy.held_out,
@@ -472,6 +472,18 @@ def make_plan(
         return stand_in(plan, privacy.tan.scale) if privacy.tan else plan
     except (PlanError, AdaptiveError, BandedError, AccountingError) as error:
         raise RecipeError(f"{where}.privacy: {error}") from None
+
+
+def _metrics(privacy: Privacy) -> tuple[PlannedMetric, ...]:
+    """All that is released beside the gradient."""
+    found = [PlannedMetric(m.name, m.bound, m.bound * m.noise_multiplier) for m in privacy.release]
+    if (probes := privacy.loss_probes) is not None:
+        std = probes.bound * probes.noise_multiplier
+        found += [PlannedMetric(SLOPE, probes.bound, std), PlannedMetric(CURVATURE, probes.bound, std)]
+    if (adaptive := privacy.clip.adaptive) is not None:
+        counted = adaptive.noise_multiplier or privacy.expected_batch / 10
+        found.append(PlannedMetric(METRIC, SENSITIVITY, SENSITIVITY * counted))
+    return tuple(found)
 
 
 def _banded(phase: Phase, privacy: Privacy, known: PrivacyPlan | None) -> BandedNoise | None:

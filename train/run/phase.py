@@ -30,7 +30,9 @@ from murmuration.train.engines.base import ShardedEngine
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PlainForward, PrivateForward
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
+from murmuration.train.optim.base import BEFORE
 from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.probed_rate import ProbedRate
 from murmuration.train.private import Computation, PrivateCore, clipping_engine
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor
@@ -43,6 +45,7 @@ from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import declare, header, segment_of
 from murmuration.train.run.early_end import Ending
 from murmuration.train.run.evaluation_phase import run_without_steps
+from murmuration.train.run.probed_step import STATE, ProbedStep, probed_rate
 from murmuration.train.run.public_mixing import MixingEngine
 from murmuration.train.run.remade import require_same_records
 from murmuration.train.run.spent import Spent
@@ -82,7 +85,7 @@ def train_privately(
         reader = _reader(run, phase, model, derive, at_end)
         built = clipping_engine(
             model, rule, settings.optimizer, plan.noise_std / plan.divisor, engine_settings, ranks, computation,
-            scaling=_scaling(run, phase, plan),
+            scaling=_scaling(run, phase, plan), keeps_before=privacy.loss_probes is not None,
         )  # fmt: skip
         at_end.callback(built.engine.close)
         _note_memory(run, phase, built.forward.kept_from_swap)
@@ -93,19 +96,30 @@ def train_privately(
         if phase.mixed is not None:
             mixing = MixingEngine.of(run, phase, plan.divisor, built.engine, derive("public-order"))
             at_end.callback(mixing.close_public)
-        first_norm = None
-        if plan.adaptive is not None:
-            digest = loaded.digest if loaded is not None and resumed else None
-            first_norm = ranks.on_main(lambda: run.writer.clip_norm_after(number, done, digest))
+        own = loaded if resumed else None
         records = Records(loader.draw, loader.micro_batches).until_unreadable(run.stop)
-        step = core.step(number, run.journal, records, run.stop, stepping=mixing or built.engine, first_norm=first_norm)
+        rate = probed_rate(phase, plan, own)
+        step = core.step(
+            number, run.journal, records, run.stop, stepping=mixing or built.engine,
+            first_norm=_first_norm(run, phase, plan, own), probes=rate.probes if rate is not None else None,
+        )  # fmt: skip
         at_end.callback(core.close)
         _restore(loaded, resumed, built.engine, settings.optimizer.carry)
         watching = watching_of(run, phase, built.engine, derive, built.clip, plan, step.norm)
         pace = _pace(run, loader, plan.divisor, public=False, synthetic=proved)
+        followed = step if rate is None else ProbedStep(step, rate)
+        unusable = _lister(run, phase, reader)
         trainer_of(
-            run, phase, step, built.engine, pace, watching, plan, rule.bound, done, _lister(run, phase, reader)
-        ).run(done)
+            run, phase, followed, built.engine, pace, watching, plan, rule.bound, done, unusable, rate
+        ).run(done)  # fmt: skip
+
+
+def _first_norm(run: RunContext, phase: ReadyPhase, plan: PrivacyPlan, own: Loaded | None) -> float | None:
+    """C of the next step, where C adapts; `own`: the checkpoint of this phase that it continues from."""
+    if plan.adaptive is None:
+        return None
+    done, digest = (0, None) if own is None else (own.position.step, own.digest)
+    return run.ranks.on_main(lambda: run.writer.clip_norm_after(phase.number, done, digest))
 
 
 def _scaling(run: RunContext, phase: ReadyPhase, plan: PrivacyPlan) -> Scaling | None:
@@ -251,11 +265,12 @@ def watching_of(
 def trainer_of(
     run: RunContext, phase: ReadyPhase, step: Step, engine: ShardedEngine, pace: Pace, watching: Watching,
     plan: PrivacyPlan | None, clip_bound: float | None, done: int, list_unusable: Callable[[], None] = lambda: None,
+    rate: ProbedRate | None = None,
 ) -> Trainer:  # fmt: skip
     config, number = run.config.run, phase.number
     saving = Saving(
         run.checkpoints, config.checkpoint_every, config.checkpoint_lag, EngineSettings.of(run.config).ranks_per_copy,
-        header=lambda: header(run, phase),
+        header=lambda: header(run, phase) | ({} if rate is None else {STATE: rate.state()}),
         checkpointed=lambda t, digest: run.writer.checkpointed(number, t, digest), forget=run.forget,
         list_unusable=list_unusable,
     )  # fmt: skip
@@ -308,7 +323,7 @@ def carry_over(loaded: Loaded, engine: ShardedEngine, how: Carry) -> None:
     """
     if how == "none" or not loaded.manifest["optimizer_step"]:
         return  # a phase that was ended by hand before its first step has no state to hand over
-    loaded.restore_optimizer(engine)
+    loaded.restore_optimizer(engine, but=(BEFORE,))  # which the first step sets, and the phase before may not have
     if how == "second-moment":
         for shard in engine.shards():
             shard.state[FIRST_MOMENT].zero_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,11 +119,12 @@ class Loaded:
                 found[AVERAGED + name] = mean
         return found
 
-    def restore_optimizer(self, engine: ShardedEngine) -> None:
+    def restore_optimizer(self, engine: ShardedEngine, but: Sequence[str] = ()) -> None:
+        """`but`: state that is not read."""
         engine.set_optimizer_step(self.manifest["optimizer_step"])
         for shard in engine.shards():
             for kind, tensor in shard.state.items():
-                for fragment in shard.fragments:
+                for fragment in shard.fragments if kind not in but else ():
                     stored = self.read(kind, fragment.name, fragment.start, fragment.length)
                     fragment.of(tensor).copy_(stored)
 
