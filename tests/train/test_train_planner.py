@@ -78,6 +78,16 @@ def test_time_is_arithmetic_rings_and_whole_micro_batches() -> None:
     assert step_time(cost, public, CLUSTER, Batch(1000), 64, 1).compute == pytest.approx(4 * 63 * 3e9 / 10e12)
 
 
+def test_probes_of_the_loss_cost_three_forward_passes_each_and_the_weights_on_both_sides() -> None:
+    plain = WeightCounts(trainable=100_000_000, frozen=0, largest=1, moments=8, private=True)
+    probed = replace(plain, moments=12, probed=5)
+    without, with_probes = (step_time(COST, weights, CLUSTER, Batch(1000), 32, 1) for weights in (plain, probed))
+    more = 1 + 3 * COST.forward_flops / 5 / COST.private_flops
+    assert with_probes.compute == pytest.approx(more * without.compute) and with_probes.noise == without.noise
+    held = memory(probed, 0, 1, offload=False).while_computing - memory(plain, 0, 1, offload=False).while_computing
+    assert held == 2 * 4 * 100_000_000
+
+
 def test_frozen_weights_are_gathered_too_and_whole_weights_get_all_their_noise_on_every_rank() -> None:
     weights = WeightCounts(trainable=100_000_000, frozen=100_000_000, largest=1, moments=8, private=True)
     cost, one = RecordCost(1e9, 3e9, 1e9, 1e6, 0.0), 0.75 / 5e9

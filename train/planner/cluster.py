@@ -71,6 +71,8 @@ class Cluster:
 # ZeRO-3 gathers all weights for the forward pass and again for the backward pass of every micro-batch. Twice that is
 # counted, since the clip engine's taps may gather them as well (tests/end_to_end/test_e2e_planner.py).
 GATHERS_PER_MICRO_BATCH = 4
+PASSES_OF_A_PROBE = 3
+"""Forward passes over a step's records where the loss is probed."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,12 @@ def step_time(
     """
     rows = batch.rows(cluster.gpus, micro_batch)
     flops = cost.private_flops if weights.private else cost.step_flops
+    probes = PASSES_OF_A_PROBE * cost.forward_flops / weights.probed / flops if weights.probed else 0.0
     rate = records_per_second or cluster.tflops * 1e12 / flops
     public = 0.0
     if mixed:
         public = Batch(mixed).slots(cluster.gpus, micro_batch) / rate * cost.step_flops / flops
-    compute = batch.slots(cluster.gpus, micro_batch) / rate + public
+    compute = batch.slots(cluster.gpus, micro_batch) / rate * (1 + probes) + public
     if ranks_per_copy:
         exchange = _fsdp2_exchange(weights, cluster, rows, micro_batch, ranks_per_copy)
     else:

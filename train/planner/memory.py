@@ -41,8 +41,8 @@ class WeightCounts:
     optimizer_copy: int = 4
     mixed: bool = False
     """Whether public gradients are mixed in (phase.mixing)."""
-    probed: bool = False
-    """Whether the loss is probed at other weights (privacy.loss_probes)."""
+    probed: int = 0
+    """Every so many steps the loss is probed at other weights (privacy.loss_probes); 0: never."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Memory:
     update: float
     """What only the update needs, when no micro-batch is in memory."""
     public: float = 0.0
-    """Public gradients that are mixed in, while their micro-batches run: the sum so far, and those of one."""
+    """Public gradients that are mixed in, while their micro-batches run: the sum so far, and those of one; and the
+    weights at which the loss is probed."""
     host: float = 0.0
     host_update: float = 0.0
     """What only the update needs in main memory."""
@@ -103,8 +104,9 @@ def weights_of(model: nn.Module, phase: Phase) -> WeightCounts:
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
     frozen = sum(p.numel() for p in model.parameters()) - sum(trained)
     private, mixed = phase.privacy is not None, phase.mixing is not None
-    probed = phase.privacy is not None and phase.privacy.loss_probes is not None
-    moments = moment_bytes(phase.optimizer, probed)
+    probes = phase.privacy.loss_probes if phase.privacy is not None else None
+    probed = probes.every if probes is not None else 0
+    moments = moment_bytes(phase.optimizer, probed > 0)
     return WeightCounts(sum(trained), frozen, max(trained), moments, private, mixed=mixed, probed=probed)
 
 
