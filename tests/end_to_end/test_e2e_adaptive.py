@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from murmuration.accounting.certificate.certificate import verify
-from tests.support.launching import Launch, ledger_lines, opened_steps, wait_for
+from tests.support.launching import TIMEOUT, Launch, ledger_lines, opened_steps, wait_for
 from tests.support.runs import final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -57,7 +57,7 @@ def test_stopped_adaptive_clipping_ends_where_it_would_have_and_a_kill_begins_a_
     process = stopped.start()
     wait_for(lambda: 6 in opened_steps(stopped_dir), process)
     os.kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=300)
+    process.communicate(timeout=TIMEOUT)
     code, output = stopped.run()
     assert code == 0, output
     assert norms(stopped_dir) == norms(whole_dir)
@@ -68,7 +68,7 @@ def test_stopped_adaptive_clipping_ends_where_it_would_have_and_a_kill_begins_a_
     process = killed.start()
     wait_for(lambda: 7 in opened_steps(killed_dir), process)
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=300)
+    process.communicate(timeout=TIMEOUT)
     code, output = killed.run()
     assert code == 0, output
     reasons = [line["reason"] for line in ledger_lines(killed_dir) if line["kind"] == "segment"]

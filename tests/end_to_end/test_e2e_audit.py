@@ -38,7 +38,7 @@ from tests.end_to_end.audit_toy import (
     toy_divisor,
     toy_plan,
 )
-from tests.support.launching import BIN, ROOT, environment, free_port
+from tests.support.launching import BIN, ROOT, TIMEOUT, environment, free_port
 from tests.support.train_helpers import Toy, alone
 
 RATE, RECORDS, DRAWS = 0.25, 400, 40
@@ -270,7 +270,7 @@ def audit_command(config: Path, *arguments: str, ranks: int = 2) -> tuple[int, d
     script = [str(ROOT / "launch" / "audit.py"), "--config", str(config), "--json", *arguments]
     head = [str(BIN / "deepspeed"), "--master_port", str(free_port()), "--num_gpus", str(ranks)]
     done = subprocess.run(
-        [*head, *script], cwd=config.parent, env=environment(), capture_output=True, text=True, timeout=420
+        [*head, *script], cwd=config.parent, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"phase"')]
     assert lines, done.stdout + done.stderr
@@ -353,7 +353,12 @@ def test_what_makes_no_audit_is_refused_in_one_sentence(tmp_path: Path, capsys: 
 def test_a_training_run_knows_no_way_to_weaken_its_noise(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(ROOT / "ds_configs" / "demo.json")]
     done = subprocess.run(
-        [*script, "--noise-scale", "0.3"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+        [*script, "--noise-scale", "0.3"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
     )
     assert done.returncode == 2 and "--noise-scale" in done.stderr
     assert not list(tmp_path.iterdir())

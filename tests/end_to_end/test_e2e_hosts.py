@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from murmuration.accounting.ledger.history import History
-from tests.support.launching import ROOT, Launch, environment, free_port, opened_steps, wait_for
-from tests.support.runs import TOY_STEPS, ended, state_of, toy
+from tests.support.launching import ROOT, Launch, ended, environment, free_port, opened_steps, wait_for
+from tests.support.runs import TOY_STEPS, state_of, toy
 
 Make = Callable[..., tuple[Launch, Path]]
 STALL = 20

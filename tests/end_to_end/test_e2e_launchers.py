@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from murmuration.train.storage.run_dir import RunDir
-from tests.support.launching import BIN, ROOT, Launch, environment, free_port, opened_steps, wait_for
-from tests.support.runs import TOY_STEPS, ended, state_of, toy
+from tests.support.launching import BIN, ROOT, Launch, ended, environment, free_port, opened_steps, wait_for
+from tests.support.runs import TOY_STEPS, state_of, toy
 
 Make = Callable[..., tuple[Launch, Path]]
 

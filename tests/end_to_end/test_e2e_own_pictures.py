@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.evaluation_world import COLOURS, picture, tokenizer
-from tests.support.launching import ROOT, environment
+from tests.support.launching import ROOT, TIMEOUT, environment
 
 PICTURES = 121
 
@@ -37,7 +37,7 @@ def run(world: Path, *command: str, code: int = 0) -> str:
     script, *arguments = command
     call = [script] if script == "deepspeed" else [sys.executable, str(ROOT / "launch" / script)]
     done = subprocess.run(
-        [*call, *arguments], cwd=world, capture_output=True, text=True, env=environment(), timeout=400
+        [*call, *arguments], cwd=world, capture_output=True, text=True, env=environment(), timeout=TIMEOUT
     )
     assert done.returncode == code, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr

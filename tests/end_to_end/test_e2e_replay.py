@@ -147,3 +147,16 @@ def test_the_command_says_that_its_result_is_private(recipe: Path) -> None:
     assert done.stdout.startswith("PRIVATE") and "ledger with its keyed digests" in done.stdout
     refused = subprocess.run([*command, "--record", "600"], env=environment(), capture_output=True, text=True)
     assert refused.returncode == 2 and "--record 600 is not among the 600 records" in refused.stderr
+
+
+def test_probes_of_the_loss_move_by_at_most_their_bound(recipe: Path) -> None:
+    """Every record takes part in every step, and the second one probes."""
+    config = json.loads(recipe.read_text())
+    (phase,) = config["phases"]
+    phase["schedule"] = {"peak": 1e-2, "shape": "constant"}
+    phase["data"].pop("expected_records")
+    phase["privacy"] |= {"expected_batch": "all", "release": [], "loss_probes": {"every": 2, "bound": 0.01}}
+    recipe.write_text(json.dumps(config))
+    report = replayed(recipe)
+    assert report.refuted == [] and set(report.released) == {"loss_slope", "loss_curvature"}
+    assert all(0 < apart <= 1.001 for apart in report.released.values())

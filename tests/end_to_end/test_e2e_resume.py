@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.launching import Launch, ledger_lines, opened_steps, wait_for
+from tests.support.launching import TIMEOUT, Launch, ledger_lines, opened_steps, wait_for
 from tests.support.runs import SMALL_STEPS, account, final_weights, state_of
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -40,7 +40,7 @@ def test_stopped_and_resumed_ends_where_it_would_have(finished: tuple[Path, str]
         os.killpg(process.pid, signal.SIGKILL)
     else:
         (run_dir / "stop").touch()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=TIMEOUT)
     if how == "SIGKILL":
         assert state_of(run_dir) == "training; resume me if killed"
     if how.startswith("stop file"):

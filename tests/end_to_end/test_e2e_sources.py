@@ -17,7 +17,7 @@ from PIL import Image
 from murmuration.data.index.folders import build_folder
 from murmuration.data.index.shard_index import build
 from murmuration.data.synthetic.index import shape_samples, texture_samples, write_shards
-from tests.support.launching import Launch, ledger_lines, wait_for
+from tests.support.launching import TIMEOUT, Launch, ledger_lines, wait_for
 from tests.support.runs import SMALL_STEPS, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -123,7 +123,7 @@ def test_a_streamed_phase_resumes_exactly_and_a_private_one_trains_on_an_image_f
     process = broken.start()
     wait_for(lambda: len(list((broken_dir / "checkpoints").glob("phase00-step*"))) > 1, process)
     (broken_dir / "stop").touch()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 75, output
     assert not list((broken_dir / "checkpoints").glob("phase01-*")), "it was over before it could be stopped"
     code, output = broken.run()

@@ -17,7 +17,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-TIMEOUT = 420
+TIMEOUT = 1500
+"""Seconds, for what hangs: on a slow machine that also does other work, the demo takes half of that."""
 MOST_RANKS = 4
 
 
@@ -80,15 +81,14 @@ class Launch:
 
     def run(self) -> tuple[int, str]:
         process = self.start()
-        output, _ = process.communicate(timeout=TIMEOUT)
-        return process.returncode, output
+        return ended(process)
 
     def killed(self, run_dir: Path, opened: int) -> None:
         """Starts it, and kills all of its processes once so many steps were opened."""
         process = self.start()
         wait_for(lambda: len(opened_steps(run_dir)) >= opened, process)
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=TIMEOUT)
+        ended(process)
         assert process.returncode == -signal.SIGKILL, "it was over before it could be killed"
 
     def stopped(self, run_dir: Path, opened: int) -> None:
@@ -96,8 +96,24 @@ class Launch:
         process = self.start()
         wait_for(lambda: len(opened_steps(run_dir)) >= opened, process)
         (run_dir / "stop").touch()
-        output, _ = process.communicate(timeout=TIMEOUT)
+        _, output = ended(process)
         assert "stopped by the file stop" in output, output
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Its exit status and what it printed."""
+    output, _ = printed(process)
+    return process.returncode, output
+
+
+def printed(process: subprocess.Popen[str], seconds: float = TIMEOUT) -> tuple[str, str]:
+    """Both streams of a process that leads a session, once it has ended. One that hangs is killed with all that it
+    started, which would slow down every test after it."""
+    try:
+        return process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError(f"it did not end within {seconds} s:\n{process.communicate()}") from None
 
 
 def run_worker(
@@ -113,9 +129,12 @@ def run_worker(
     count = {"deepspeed": "--num_gpus", "torchrun": "--nproc_per_node"}[launcher]
     command = [str(BIN / launcher), "--master_port", str(free_port()), count, str(ranks), *script]
     env = environment() | ({"LD_PRELOAD": str(preload)} if preload else {})
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=seconds)
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULTS "))
+    process = subprocess.Popen(
+        command, text=True, env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    output, errors = printed(process, seconds)
+    assert process.returncode == 0, output + errors
+    line = next(line for line in output.splitlines() if line.startswith("RESULTS "))
     return json.loads(line.removeprefix("RESULTS "))
 
 

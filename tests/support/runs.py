@@ -12,7 +12,7 @@ import torch
 
 from murmuration.accounting.ledger.history import History
 from murmuration.train.storage.checkpoint import Checkpoints
-from tests.support.launching import ROOT, TIMEOUT, environment
+from tests.support.launching import ROOT, environment
 
 TOY_STEPS = 8
 SMALL_STEPS = 12
@@ -56,11 +56,6 @@ def nothing_lost_and_nothing_twice(run_dir: Path, whole: Path) -> None:
 
 def state_of(run_dir: Path) -> str:
     return json.loads((run_dir / "run_state.json").read_text())["status"]
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=TIMEOUT)
-    return process.returncode, output
 
 
 def account(*arguments: str) -> subprocess.CompletedProcess[str]:
