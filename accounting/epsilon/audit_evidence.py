@@ -188,25 +188,23 @@ def collect(
     return Evidence(len(scores), int(included.sum()), counts, pairs)
 
 
+Scored = Callable[[np.ndarray, np.random.Generator], np.ndarray]
+"""The scores that a run might have given canaries, some of which are included."""
+
+
 def refuting_share(
-    canaries: int, participations: Sequence[float], std: float, claim: Claim, *,
-    level: float = ACCUSED, shares: Sequence[float] = SHARES, audits: int = 400, seed: int = 0,
+    canaries: int, scored: Scored, claim: Claim, *, level: float = ACCUSED, shares: Sequence[float] = SHARES,
+    audits: int = 400, seed: int = 0,
 ) -> float:  # fmt: skip
     """Share of simulated audits whose guesses refute `claim`: the power to find a fault, or the share of false alarms.
-
-    An included canary's score gains k with probability participations[k] (with q = 1 and T steps, always k = T);
-    `std` is the standard deviation of the noise in a score, in units of one participation. `level` is that of each
-    count.
-    """
+    `level` is that of each count."""
     draw = np.random.default_rng(seed)
     choices = numbers_of_guesses(canaries, shares)
     needed = [least_correct(canaries, guesses, claim, level) for guesses in choices]
-    counts = np.arange(len(participations))
     refuted = 0
     for _ in range(audits):
         included = draw.random(canaries) < 0.5
-        gain = draw.choice(counts, size=canaries, p=np.asarray(participations))
-        order = np.argsort(np.where(included, gain, 0) + std * draw.standard_normal(canaries))
+        order = np.argsort(scored(included, draw))
         found = (correct_guesses(order, included, guesses) for guesses in choices)
         refuted += any(correct >= least for correct, least in zip(found, needed, strict=True))
     return refuted / audits

@@ -6,9 +6,13 @@ way; Agrawal and others 2026 keep the continuous values of one run, as we do her
 the plan: the difference of the two means over the pooled deviation has a noncentral t distribution, whose confidence
 limits are exact for any number of canaries.
 
+Under random allocation the values are whole epochs, with all their steps added up: a canary took part in one of them,
+in whichever, so the sum moves by its gain once and has the noise of all steps. One that took part twice moved it twice.
+
 Assumed, and not tested here: the noise is Gaussian, of one size, and independent from canary to canary and step to
-step. The observer knows all other records and who was drawn; the amplification by sampling is taken from accounting.
-So the result checks the ratio of noise to contribution, which is the one number that accounting cannot look into.
+step. The observer knows all other records and who was drawn (with random allocation, only that everybody was, once);
+the amplification by sampling is taken from accounting. So the result checks the ratio of noise to contribution, which
+is the one number that accounting cannot look into.
 """
 
 from __future__ import annotations
@@ -24,16 +28,18 @@ LARGEST_MU = 1e3
 
 @dataclass(frozen=True)
 class Pairs:
-    """Numbers of values with a canary (`there`) and without (`absent`); the difference of means in standard errors."""
+    """Numbers of values with a canary (`there`) and without (`absent`); the difference of means in standard errors.
+    Each value is the sum of so many `terms`, each of which has the noise of one step."""
 
     there: int
     absent: int
     statistic: float
+    terms: int = 1
 
     @property
     def scale(self) -> float:
         """Standard errors in one μ."""
-        return (1 / self.there + 1 / self.absent) ** -0.5
+        return (1 / self.there + 1 / self.absent) ** -0.5 / math.sqrt(self.terms)
 
     @property
     def freedom(self) -> int:
@@ -59,7 +65,7 @@ class Pairs:
         return float(nct.sf(least, self.freedom, actual * self.scale))
 
 
-def pairs_of(values: np.ndarray, took_part: np.ndarray) -> Pairs | None:
+def pairs_of(values: np.ndarray, took_part: np.ndarray, terms: int = 1) -> Pairs | None:
     """Takes arrays of any shape; None if one of the two groups has fewer than two values or nothing varies."""
     there, absent = values[took_part], values[~took_part]
     if min(len(there), len(absent)) < 2:
@@ -68,4 +74,4 @@ def pairs_of(values: np.ndarray, took_part: np.ndarray) -> Pairs | None:
     spread = math.sqrt(squares / (len(there) + len(absent) - 2) * (1 / len(there) + 1 / len(absent)))
     if not spread > 0:
         return None
-    return Pairs(len(there), len(absent), float(there.mean() - absent.mean()) / spread)
+    return Pairs(len(there), len(absent), float(there.mean() - absent.mean()) / spread, terms)

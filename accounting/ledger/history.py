@@ -422,8 +422,9 @@ class History:
         if facts.noise.correlation != expected:
             return "states noise of another matrix than its plan's, or with another deviation than that gives"
         if plan.scaling is not None:
-            declared = PublicLine(step_id.phase, "scaling", plan.scaling.scales)
-            return None if declared in self.public_uses else "scales gradients by numbers that nobody declared public"
+            public, released = (PublicLine(step_id.phase, use, plan.scaling.scales) for use in ("scaling", "released"))
+            if public not in self.public_uses and not (released in self.public_uses and self.origins):
+                return "scales gradients by numbers that nobody declared public, or released by a run that it names"
         return None
 
     def _charge(self, step_id: StepId, announced: StepFacts) -> Event:

@@ -124,13 +124,13 @@ class ChoiceLine:
     by: str
 
 
-PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "scaling"]
+PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "scaling", "released"]
 
 
 @dataclass(frozen=True)
 class PublicLine:
     """Records, or what was made of them, that a phase used without noise, because the run's owner said that they are
-    public."""
+    public; or scales that were made of what a private run had released, which the ledger names as an origin."""
 
     __pydantic_config__ = CLOSED
     phase: int
@@ -139,6 +139,8 @@ class PublicLine:
 
     def deviation(self, name: str) -> str:
         """The sentence that a certificate must contain about it."""
+        if self.use == "released":
+            return RELEASED.format(name=repr(name), digest=self.digest[:16])
         return f"{PUBLIC_USES[self.use]} phase {name!r} (digest {self.digest[:16]}) {PUBLIC_WORD}"
 
 
@@ -148,6 +150,10 @@ PUBLIC_USES = {
     "weights": "The weights, without a ledger of ours, that began",
     "scaling": "The records of the run whose second moments scaled gradients in",
 }  # fmt: skip
+RELEASED = (
+    "The scales of gradients in phase {name} (digest {digest}) were made of second moments that a private run had "
+    "released, with noise; what that run promised stands beside this."
+)
 PUBLIC_WORD = "are public by the word of the run's owner, which nothing here can check."
 
 

@@ -14,6 +14,7 @@ from murmuration.accounting.epsilon.audit_evidence import (
     Claim,
     Count,
     Evidence,
+    Scored,
     collect,
     least_correct,
     refuting_share,
@@ -150,10 +151,14 @@ def test_the_audits_size_has_power_and_raises_no_false_alarm() -> None:
         middle = (low + high) / 2
         low, high = (middle, high) if epsilon([Event(1.0, middle, 1)], DELTA) > 2.0 else (low, middle)
     claim = claim_of(Event(1.0, high, 1))
-    assert refuting_share(2000, [0, 1], 0.3 * high, claim, level=0.05 / 5, audits=1000) >= 0.999
-    assert refuting_share(2000, [0, 1], 0.2 * high, claim, level=ACCUSED / 5, audits=1000) >= 0.999
+
+    def scored(std: float) -> Scored:
+        return lambda included, draw: included + std * draw.standard_normal(len(included))
+
+    assert refuting_share(2000, scored(0.3 * high), claim, level=0.05 / 5, audits=1000) >= 0.999
+    assert refuting_share(2000, scored(0.2 * high), claim, level=ACCUSED / 5, audits=1000) >= 0.999
     assert Pairs(1000, 1000, 0.0).power(1 / high, 1 / (0.3 * high), ACCUSED / 5) > 1 - 1e-9, "where guesses do not"
-    assert refuting_share(2000, [0, 1], high, claim, level=ACCUSED / 5, audits=3000) == 0
+    assert refuting_share(2000, scored(high), claim, level=ACCUSED / 5, audits=3000) == 0
     assert least_correct(2000, 2, claim, ACCUSED) == 3, "two guesses can be right by luck"
 
 

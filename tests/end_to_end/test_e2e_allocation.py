@@ -70,9 +70,9 @@ def test_a_new_segment_within_an_epoch_pays_for_that_epoch_again(launch: Make) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "words"), [([], "an audit counts on Poisson"), (["--replay"], "a replay counts on Poisson")]
+    ("kind", "words"), [(["--rate", "1"], "--rate 1 is not 1 over"), (["--replay"], "a replay counts on Poisson")]
 )
-def test_audits_count_on_poisson_samples_and_say_so(launch: Make, kind: list[str], words: str) -> None:
+def test_what_an_audit_cannot_do_is_refused_in_a_sentence(launch: Make, kind: list[str], words: str) -> None:
     job, _ = launch("audited")
     command = [sys.executable, str(ROOT / "launch" / "audit.py"), *kind, "--config", str(job.config), *ALLOCATED[:4]]
     done = subprocess.run(command, cwd=job.cwd, capture_output=True, text=True, env=environment(), timeout=TIMEOUT)

@@ -14,16 +14,13 @@ import pytest
 import torch
 
 import murmuration.train.step
-from murmuration.accounting.banded import best_banded
 from murmuration.accounting.epsilon.accountant import Event
-from murmuration.accounting.epsilon.audit_bound import AuditError
 from murmuration.accounting.epsilon.audit_evidence import ACCUSED
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.ledger.facts import StepFacts
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.train.audit.canaries import CANARY, CanaryBatches, toss
 from murmuration.train.audit.checks import check_sampling
-from murmuration.train.audit.turns import by_turn
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.commands import audit as audit_app
 from murmuration.train.noise.update import NoisyUpdate
@@ -31,7 +28,9 @@ from tests.end_to_end.audit_toy import (
     CANARIES,
     CLAIM,
     DELTA,
+    HONEST,
     WIDTH,
+    Faults,
     ToyReader,
     canary_clip,
     toy_audit,
@@ -44,16 +43,20 @@ from tests.support.train_helpers import Toy, alone
 RATE, RECORDS, DRAWS = 0.25, 400, 40
 
 
+# At this confidence, an honest run's bound exceeds its claim once in a million runs.
+SURE = 1 - 1e-6
+WEAK = Faults(scale=0.3)
+
+
 @pytest.mark.parametrize(("world", "replicated"), [(1, False), (2, False), (2, True)])
 def test_honest_noise_stays_below_its_claim_and_a_third_of_it_does_not(
     tmp_path: Path, world: int, replicated: bool
 ) -> None:
-    honest, claim = toy_audit(tmp_path / "honest", 1.0, world, replicated)
-    weak, same = toy_audit(tmp_path / "weak", 0.3, world, replicated)
+    honest, claim = toy_audit(tmp_path / "honest", HONEST, world, replicated)
+    weak, same = toy_audit(tmp_path / "weak", WEAK, world, replicated)
     assert claim.epsilon == same.epsilon and CLAIM - 1e-3 < claim.epsilon <= CLAIM, "the ledger does not see the fault"
-    assert weak.p_value(claim) < ACCUSED <= honest.p_value(claim)
-    # At this confidence, an honest run's bound exceeds its claim once in a million runs.
-    low, high = (each.bound(claim, 1 - 1e-6) for each in (honest, weak))
+    assert weak.evidence.p_value(claim) < ACCUSED <= honest.evidence.p_value(claim)
+    low, high = (each.evidence.bound(claim, SURE) for each in (honest, weak))
     print(f"claim {claim.epsilon:.3f}; lower bound, honest {low.epsilon:.3f}, with 0.3·σ {high.epsilon:.3f}")
     assert low.epsilon <= claim.epsilon < high.epsilon
 
@@ -64,14 +67,15 @@ BANDS, MANY, SMALL = 3, 8, 0.5
 def test_correlated_noise_stays_below_its_claim_and_weaker_draws_do_not(tmp_path: Path) -> None:
     """Canaries of all parts, each of which takes part in one step of every block."""
     honest, claim = toy_audit(tmp_path / "honest", bands=BANDS)
-    weak, _ = toy_audit(tmp_path / "weak", 0.3, bands=BANDS)
+    weak, _ = toy_audit(tmp_path / "weak", WEAK, bands=BANDS)
     (event,) = claim.events
     assert (event.rate, event.count) == (1.0, 4) and CLAIM - 1e-3 < claim.epsilon <= CLAIM
-    assert weak.p_value(claim) < ACCUSED <= honest.p_value(claim)
-    low, high = (each.bound(claim, 1 - 1e-6) for each in (honest, weak))
+    assert weak.evidence.p_value(claim) < ACCUSED <= honest.evidence.p_value(claim)
+    low, high = (each.evidence.bound(claim, SURE) for each in (honest, weak))
     assert low.epsilon <= claim.epsilon < high.epsilon
-    assert honest.pairs is not None and honest.pairs.there + honest.pairs.absent == 4 * CANARIES
-    assert honest.bound(claim).epsilon > 0.5 * claim.epsilon, "turns are seen as what they are"
+    pairs = honest.evidence.pairs
+    assert pairs is not None and pairs.there + pairs.absent == 4 * CANARIES
+    assert honest.evidence.bound(claim).epsilon > 0.5 * claim.epsilon, "turns are seen as what they are"
 
 
 def test_a_part_that_is_charged_at_the_rate_of_all_records_is_caught(
@@ -88,25 +92,63 @@ def test_a_part_that_is_charged_at_the_rate_of_all_records_is_caught(
     found, claim = toy_audit(tmp_path, bands=MANY, claim=SMALL, sigma=sigma)
     (event,) = claim.events
     assert event == Event(1 / MANY, sigma, 4) and claim.epsilon <= SMALL, "the ledger does not see the fault"
-    assert found.p_value(claim) < ACCUSED and found.bound(claim, 1 - 1e-6).epsilon > claim.epsilon
+    assert found.evidence.p_value(claim) < ACCUSED and found.evidence.bound(claim, SURE).epsilon > claim.epsilon
 
 
-def test_a_turn_is_seen_as_a_step_of_independent_noise() -> None:
-    """Whatever a canary added in its turn is there whole, and what is left is the noise of one draw."""
-    matrix, draw, canaries, blocks = best_banded(4, 40), np.random.default_rng(7), 5000, 3
-    numbers, gain = np.arange(11, 11 + canaries), 2.5
-    steps = 1 + np.arange(4 * blocks)
-    took = (steps[:, None] % 4 == numbers % 4) & (draw.random((4 * blocks, canaries)) < 0.5)
-    drawn = draw.standard_normal((blocks, 4, canaries))
-    noise = np.einsum("ij,tjc->tic", matrix.whole, drawn).reshape(-1, canaries)
-    values, part = by_turn(noise + gain * took, took, matrix, numbers)
-    assert values.shape == part.shape == (blocks, canaries) and part.sum() == took.sum()
-    left = values - gain * part
-    assert abs(left.mean()) < 5 / left.size**0.5 and abs(left.std() - 1) < 5 / (2 * left.size) ** 0.5 + 1e-3
-    assert np.corrcoef(left).max() < 1 + 1e-9 and np.abs(np.corrcoef(left) - np.eye(blocks)).max() < 5 / canaries**0.5
-    assert np.allclose(by_turn(gain * took, took, matrix, numbers)[0], gain * part)
-    with pytest.raises(AuditError, match="no whole number of blocks"):
-        by_turn(noise[:-1], took[:-1], matrix, numbers)
+SLOTS = 2
+
+
+@pytest.mark.slow
+def test_random_allocation_stays_below_its_claim_and_weaker_noise_or_a_second_place_do_not(tmp_path: Path) -> None:
+    """A record that takes part in two steps of each epoch, where it is charged for one, moves the sum of all steps of
+    an epoch twice."""
+    honest, claim = toy_audit(tmp_path / "honest", slots=SLOTS)
+    (event,) = claim.events
+    assert (event.slots, event.count) == (SLOTS, 4) and CLAIM - 1e-3 < claim.epsilon <= CLAIM
+    assert honest.evidence.p_value(claim) >= ACCUSED and honest.noise is not None and honest.noise.passed
+    assert honest.evidence.bound(claim, SURE).epsilon <= claim.epsilon
+    pairs = honest.evidence.pairs
+    assert pairs is not None and (pairs.terms, pairs.there + pairs.absent) == (SLOTS, 4 * CANARIES)
+    for name, fault in (("weak", WEAK), ("twice", Faults(twice=True))):
+        found, same = toy_audit(tmp_path / name, fault, slots=SLOTS)
+        assert same.events == claim.events, "the ledger does not see the fault"
+        assert found.evidence.p_value(claim) < ACCUSED
+        assert found.evidence.bound(claim, SURE).epsilon > claim.epsilon
+
+
+def test_honest_epochs_have_the_ratio_that_is_claimed_and_doubled_ones_twice_that(tmp_path: Path) -> None:
+    """The pairs' confidence limits hold the planned ratio of contribution to noise, at whatever number of steps."""
+    for slots in (2, 3):
+        made: dict[str, Any] = dict(slots=slots, claim=9.0, sigma=2.0, canaries=1000)
+        honest, claim = toy_audit(tmp_path / f"honest {slots}", **made)
+        twice, _ = toy_audit(tmp_path / f"twice {slots}", Faults(twice=True), **made)
+        low, high = (each.evidence.pairs for each in (honest, twice))
+        assert low is not None and high is not None
+        ratio = 1 / claim.sigma
+        assert low.mu_bound(1e-6) <= ratio and low.p_value(0.0) < 0.01
+        assert ratio < high.mu_bound(1e-6) <= 2 * ratio
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "independent noise": dict(rate=0.5, steps=2, again=2),
+    "correlated noise": dict(rate=0.5, steps=2, again=2, bands=4),
+    "random allocation": dict(slots=2, steps=2, again=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_second_segment_that_draws_the_noise_of_the_first_is_caught(tmp_path: Path, kind: str) -> None:
+    """It begins within a block or an epoch. Where a canary was drawn in one of the two steps alone, their difference is
+    its whole gradient, without noise."""
+    honest, claim = toy_audit(tmp_path / "honest", claim=1.0, **SHARED[kind])
+    shared, same = toy_audit(tmp_path / "shared", Faults(reused=True), claim=1.0, **SHARED[kind])
+    assert claim.events == same.events and sum(event.count for event in claim.events) == 4
+    assert honest.evidence.p_value(claim) >= ACCUSED and honest.noise is not None and honest.noise.passed
+    assert honest.evidence.bound(claim, SURE).epsilon <= claim.epsilon
+    assert shared.noise is not None and not shared.noise.passed, "the draws themselves"
+    assert shared.evidence.p_value(claim) < ACCUSED, "the guesses"
+    assert shared.evidence.bound(claim, SURE).epsilon > claim.epsilon
 
 
 LOUD = 40.0  # a claim that leaves little noise, of which the canaries then measure each per cent
@@ -115,12 +157,13 @@ LOUD = 40.0  # a claim that leaves little noise, of which the canaries then meas
 def test_a_tenth_less_noise_is_found_and_honest_noise_is_found_to_be_nearly_what_is_claimed(tmp_path: Path) -> None:
     """16,000 values along the canaries' directions; the pairs' power says how likely this test is to fail by chance."""
     honest, claim = toy_audit(tmp_path / "honest", claim=LOUD, steps=8)
-    weak, _ = toy_audit(tmp_path / "weak", 0.9, claim=LOUD, steps=8)
-    assert weak.pairs is not None
-    level = ACCUSED / weak.looks
-    assert 1 - weak.pairs.power(1 / claim.sigma, 0.99 / (0.9 * claim.sigma), level) < 1e-6
-    assert weak.p_value(claim) < ACCUSED <= honest.p_value(claim)
-    found = honest.bound(claim)
+    weak, _ = toy_audit(tmp_path / "weak", Faults(scale=0.9), claim=LOUD, steps=8)
+    pairs = weak.evidence.pairs
+    assert pairs is not None
+    level = ACCUSED / weak.evidence.looks
+    assert 1 - pairs.power(1 / claim.sigma, 0.99 / (0.9 * claim.sigma), level) < 1e-6
+    assert weak.evidence.p_value(claim) < ACCUSED <= honest.evidence.p_value(claim)
+    found = honest.evidence.bound(claim)
     assert found.best.method == "white-box Gaussian pairs" and found.best.assumes
     assert 0.8 * claim.epsilon < found.epsilon, "the goal of a tight audit"
     assert found.proven.epsilon < found.epsilon and not found.proven.assumes
@@ -152,8 +195,8 @@ def test_a_canary_adds_its_bound_at_its_coordinate_and_one_left_out_adds_exactly
 def test_under_poisson_sampling_with_steps_of_noise_alone_the_honest_claim_stands(tmp_path: Path) -> None:
     """60 records at q = 0.01: most steps draw few, some nobody."""
     found, claim = toy_audit(tmp_path, rate=0.01, steps=12, canaries=20)
-    assert found.p_value(claim) >= ACCUSED and claim.epsilon <= CLAIM
-    assert found.bound(claim, 1 - 1e-6).epsilon <= claim.epsilon
+    assert found.evidence.p_value(claim) >= ACCUSED and claim.epsilon <= CLAIM
+    assert found.evidence.bound(claim, SURE).epsilon <= claim.epsilon
 
 
 def test_an_input_canary_takes_its_own_inputs_and_one_left_out_is_padding() -> None:
@@ -316,6 +359,32 @@ def test_audit_through_deepspeed_refutes_noise_of_a_third(small_file: Path) -> N
     assert found["sigma"] == pytest.approx(found["measured_sigma_at_self_test"], rel=0.05)
 
 
+MECHANISMS = {
+    "allocation": ["--set", 'phases.0.privacy.sampling="allocation"', "--epsilon", "1"],
+    "banded": ["--set", 'phases.0.privacy.noise={"kind":"banded","bands":3}'],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_audit_through_deepspeed_of_other_mechanisms_across_two_segments(small_file: Path, name: str) -> None:
+    phase = next(i for i, p in enumerate(json.loads(small_file.read_text())["phases"]) if "privacy" in p)
+    arguments = [each.replace("phases.0", f"phases.{phase}") for each in MECHANISMS[name]]
+    arguments += ["--steps", "2", "--again", "1"]
+    if name == "allocation":
+        arguments += ["--set", f"phases.{phase}.privacy.expected_batch=100"]
+    code, found, output = audit_command(small_file, *arguments)
+    show(found)
+    assert code == 0 and found["refuted"] == [], output
+    assert found["noise_p_values"]["shared draws"] > ACCUSED and found["lower_bound"] <= found["claimed_epsilon"]
+    assert found["claimed_epsilon"] > 0.99 and ("the same step again" in found["sampling_p_values"]) == (
+        name == "allocation"
+    )
+    code, found, output = audit_command(small_file, *arguments, "--noise-scale", "0.3")
+    show(found)
+    assert code == 6 and found["lower_bound_if_assumed"] > found["claimed_epsilon"], output
+
+
 @pytest.mark.slow
 def test_an_audit_draws_the_noise_that_the_config_names(small_file: Path) -> None:
     exact = ("--set", 'run.noise="exact"')
@@ -343,6 +412,8 @@ def test_what_makes_no_audit_is_refused_in_one_sentence(tmp_path: Path, capsys: 
         [demo, "--canaries", "1"],
         [demo, "--noise-scale", "0"],
         [demo, "--noise-scale", "0.3", "--kind", "input"],
+        [demo, "--again", "5"],
+        [demo, "--again", "-1"],
         [str(tmp_path / "none.json")],
     ):
         assert audit_app.main(["--config", *extra]) == 2

@@ -41,6 +41,16 @@ def scaling(source: Path, **more: Any) -> list[str]:
     return ["--set", f"phases.1.privacy.scaling={json.dumps(settings)}"]
 
 
+def of_other_people(config: dict[str, Any]) -> None:
+    """A private run on records that nobody else uses, with little noise on so few."""
+    private, run = config["phases"][1], config["run"]
+    private["data"]["path"] = private.pop("evaluation")["path"]
+    del private["data"]["expected_records"]
+    private["privacy"] |= {"noise_multiplier": 0.3, "epsilon": 1e3, "expected_batch": 32, "release": []}
+    run["engine"] = "local"
+    del run["private_curves"], run["debug_seed"]
+
+
 @pytest.fixture
 def alone(launch: Make, source: Path) -> Path:
     """By one process, in plain PyTorch."""
@@ -106,3 +116,40 @@ def test_other_scales_are_another_plan(launch: Make, source: Path) -> None:
     job.arguments = [*scaling(source, floor=0.1), "--set", 'run.engine="local"']
     code, output = job.run()
     assert code == 5 and "scaling changed" in output, output
+
+
+@pytest.mark.slow
+def test_scales_that_a_private_run_released_bring_its_promise_along(launch: Make) -> None:
+    first, source = launch("of others", of_other_people, launcher="python")
+    code, output = first.run()
+    assert code == 0, output
+    there, _ = History.read(source / "ledger.jsonl")
+
+    def without_their_records(config: dict[str, Any]) -> None:
+        of_other_people(config)
+        config["phases"][1]["data"]["path"] = own
+
+    (own,) = {phase["data"]["path"] for phase in json.loads(launch("plain")[0].config.read_text())["phases"][1:]}
+    released = json.dumps({"source": "released", "path": str(source), "decay": 0.95})
+    arguments = ["--set", f"phases.1.privacy.scaling={released}"]
+    job, run_dir = launch("scaled", without_their_records, launcher="python", arguments=arguments)
+    job.killed(run_dir, 5)
+    code, output = job.run()
+    assert code == 0, output
+    history, _ = History.read(run_dir / "ledger.jsonl")
+    (plan,), (origin,) = history.plans.values(), history.origins
+    assert plan.scaling is not None and origin.used == "scales" and len(history.segments) == 1
+    assert (origin.epsilon, set(origin.protected)) == (there.budget(), there.protected())
+    assert history.protected() > there.protected()
+    told = json.loads((run_dir / "certificate.json").read_text())["known_deviations"]
+    assert any("a private run had released" in text for text in told)
+    assert any("scaled by what was released by run" in text and "sum of both" in text for text in told)
+    assert not any("by the word of the run's owner" in text and "second moments" in text for text in told)
+    assert verify(run_dir).objection is None
+
+    same, _ = launch("same", of_other_people, launcher="python", arguments=arguments)
+    code, output = same.run()
+    assert code == 2 and "would have to be added to this run's" in output, output
+    public, _ = launch("public", without_their_records, launcher="python", arguments=scaling(source))
+    code, output = public.run()
+    assert code == 2 and "or source = released" in output, output

@@ -207,11 +207,11 @@ def on_public(journal: Journal) -> None:
 
 def test_scales_are_read_from_a_run_on_public_records(tmp_path: Path) -> None:
     settings = source(tmp_path, on_public)
-    table = open_scales(settings, "phases.1.privacy.scaling", TRAINED, {"private": frozenset({"people"})})
-    assert table.weights.keys() == TRAINED.keys()
-    assert open_scales(settings, "", TRAINED, {}).digest == table.digest
+    found = open_scales(settings, "phases.1.privacy.scaling", TRAINED, {"private": frozenset({"people"})})
+    assert found.table.weights.keys() == TRAINED.keys() and found.origins == ()
+    assert open_scales(settings, "", TRAINED, {}) == found
     fewer = {name: shape for name, shape in TRAINED.items() if "first" in name} | {"head": torch.Size([3])}
-    assert set(open_scales(settings, "", fewer, {}).weights) == {"first.weight", "first.bias"}
+    assert set(open_scales(settings, "", fewer, {}).table.weights) == {"first.weight", "first.bias"}
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,8 @@ SCALING = {"source": "checkpoint", "path": "runs/warm", "public": True}
     [
         ([put("phases.1.privacy.scaling", SCALING | {"public": False})], "set public to true"),
         ([put("phases.1.privacy.scaling", SCALING | {"floor": 0.0})], "floor"),
-        ([put("phases.1.privacy.scaling", SCALING | {"source": "released"})], "source"),
+        ([put("phases.1.privacy.scaling", SCALING | {"source": "run"})], "source"),
+        ([put("phases.1.privacy.scaling", SCALING | {"source": "released"})], "leave public out"),
         (
             [put("phases.1.privacy.scaling", SCALING), put("phases.1.optimizer.params.noise_floor", 1e-9)],
             "needs the same noise on all weights",
@@ -280,4 +281,9 @@ def test_the_digest_has_the_scales_in_the_place_of_their_path(loaded: Callable[.
     assert scaled[0].digest(1, contents) != scaled[0].digest(1, contents | {"scaling": "x"})
     lower = loaded(put("phases.1.privacy.scaling", SCALING | {"floor": 1e-3}))
     assert lower.digest(1, contents) != scaled[0].digest(1, contents)
+    unused = loaded(put("phases.1.privacy.scaling", SCALING | {"decay": 0.9}))
+    assert unused.digest(1, contents) == scaled[0].digest(1, contents), "which public moments do not need"
+    released = {"source": "released", "path": "a"}
+    others = [loaded(put("phases.1.privacy.scaling", released | {"decay": decay})) for decay in (0.9, 0.99)]
+    assert len({other.digest(1, contents) for other in others}) == 2
     assert "scaling" not in json.dumps(plain.phases[1].model_dump(exclude_none=True))

@@ -17,8 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from murmuration.accounting.epsilon.accountant import describe
-from murmuration.accounting.epsilon.audit_evidence import ACCUSED, Claim, Evidence, collect
-from murmuration.accounting.epsilon.audit_pairs import pairs_of
+from murmuration.accounting.epsilon.audit_evidence import ACCUSED, Claim, Evidence
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.data.batch.reader import BatchReader, DataSpec
@@ -28,7 +27,9 @@ from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.index.units import UnitTable
 from murmuration.train.audit.audit import charged_claim
 from murmuration.train.audit.canaries import CanaryBatches, Coordinates, toss
+from murmuration.train.audit.shown import Shown
 from murmuration.train.audit.sightings import Sightings, WatchedEngine
+from murmuration.train.audit.turns import SeenSegment
 from murmuration.train.clip.engine import ClipEngine, Clipped
 from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.rule import ClipRule
@@ -186,7 +187,8 @@ def audited(folder: Path, around: Any = lambda clip: clip) -> tuple[Evidence, Cl
         drawn[step.records.draw(t).ids] = True
         took_part.append(drawn & included)
     values = seen.values([np.zeros(CANARIES)] * STEPS, plan.divisor, alone(), False)
-    return collect(values.sum(axis=0), included, pairs_of(values, np.array(took_part))), charged_claim(journal)
+    shown = SeenSegment(1, values, np.array(took_part))
+    return Shown.by([shown], plan, np.arange(CANARIES), included, clip.rule.bound).evidence, charged_claim(journal)
 
 
 def test_canary_patients_stay_below_the_claim_and_rows_clipped_one_by_one_do_not(tmp_path: Path) -> None:

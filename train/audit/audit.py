@@ -12,19 +12,17 @@ epsilon, on top of that of the training.
 
 from __future__ import annotations
 
-import math
 import secrets
 import shutil
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.stats import binom
 from torch import Tensor
 
 from murmuration.accounting.epsilon.accountant import describe
@@ -32,11 +30,9 @@ from murmuration.accounting.epsilon.audit_evidence import (
     ACCUSED,
     AuditBound,
     Claim,
-    Evidence,
     collect,
     refuting_share,
 )
-from murmuration.accounting.epsilon.audit_pairs import pairs_of
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.key_chain import KeyChain, PhaseKeys
 from murmuration.accounting.keys import Link, RunKey, hkdf
@@ -45,14 +41,16 @@ from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import KEYED
 from murmuration.accounting.plan import PrivacyPlan, threshold_for
 from murmuration.data.batch.reader import BatchReader
+from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.model.build import build
 from murmuration.train.audit.canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
-from murmuration.train.audit.checks import Check, check_divisor, check_sampling
+from murmuration.train.audit.checks import Check, check_allocation, check_divisor, check_sampling
 from murmuration.train.audit.result import AuditReport
 from murmuration.train.audit.setup import AuditSetup
+from murmuration.train.audit.shown import Shown
 from murmuration.train.audit.sightings import Sightings, WatchedEngine
-from murmuration.train.audit.turns import by_turn
+from murmuration.train.audit.turns import SeenSegment
 from murmuration.train.clip.rows import of_slots, slot_losses
 from murmuration.train.config.root import Config
 from murmuration.train.distributed.ranks import Ranks
@@ -69,6 +67,7 @@ from murmuration.train.storage.sibling_runs import RunLog
 
 SAMPLING_STEPS, SAMPLING_RECORDS = 64, 200_000
 DIVISOR_STEPS, DIVISOR_RATE = 6, 0.5
+SIMULATED = 200
 INPUT_SEED = 9_001
 FAULT, SMALL_FAULT = 0.3, 0.9  # shares of the planned noise; the report says how often an audit would find each
 
@@ -123,32 +122,50 @@ class _Audit:
         assert isinstance(clip, CanaryClip)
         engine = WatchedEngine(real_engine)
         try:
-            core = PrivateCore(plan, clip, engine, self._keys("audit"), ranks, self.config.run.noise)
+            core = PrivateCore(plan, clip, engine, self._keys(Segment("audit")), ranks, self.config.run.noise)
             tested = core.prove(self._synthetic, self.engine_settings.ranks_per_copy, self.micro_batch)
             divisor = self._divisor(engine, clip)
-            evidence, claim = self._train(engine, clip, included)
+            shown, claim = self._train(engine, clip, included)
         finally:
             engine.close()
 
         def judged() -> tuple[AuditBound, float, dict[float, float]]:
-            bound = evidence.bound(claim, options.confidence)
-            return bound, evidence.p_value(claim), self._power(clip.rule.bound, claim, evidence)
+            bound = shown.evidence.bound(claim, options.confidence)
+            return bound, shown.evidence.p_value(claim), self._power(shown, claim)
 
         bound, p_value, power = ranks.on_main(judged)
         return AuditReport(
             phase=phase.name, kind=options.kind, claim=claim.epsilon, bound=bound, p_value=p_value, plan=plan,
             engine=str(self.engine_settings), ranks=ranks.world,
             planted_noise_scale=None if options.noise_scale == 1 else options.noise_scale,
-            measured_sigma=tested.measured_sigma, sampling=self._sampling(), divisor=divisor, power=power,
-            seconds=time.monotonic() - began,
+            measured_sigma=tested.measured_sigma, sampling=self._sampling(), divisor=divisor, noise=shown.noise,
+            power=power, seconds=time.monotonic() - began,
         )  # fmt: skip
 
-    def _train(self, engine: WatchedEngine, clip: CanaryClip, included: np.ndarray) -> tuple[Evidence, Claim]:
+    def _train(self, engine: WatchedEngine, clip: CanaryClip, included: np.ndarray) -> tuple[Shown, Claim]:
         """Makes the audited run; returns what its canaries show and what its ledger charges."""
-        plan, derive, gradient = self.plan, self._keys("audit"), self.options.kind == "gradient"
+        plan, gradient = self.plan, self.options.kind == "gradient"
         crafted = None
         if not gradient:
             crafted = self._synthetic.batch(self.options.canaries, INPUT_SEED).inputs
+        self.ranks.on_main(lambda: self._begin("audit", plan))
+        before = self._losses(engine, crafted)
+        segments = [self._segment(Segment("audit"), engine, clip, included, crafted)]
+        if self.options.again:
+            second = Segment("audit again", self.planned.resumed_after)
+            self.ranks.on_main(lambda: self._begin_segment(self._journals["audit"], second))
+            segments.append(self._segment(second, engine, clip, included, crafted))
+        claim = self.ranks.on_main(lambda: charged_claim(self._journals["audit"]))
+        if not gradient:
+            return Shown(collect(before - self._losses(engine, crafted), included)), claim
+        numbers = self.planned.real + np.arange(self.options.canaries)
+        return Shown.by(segments, plan, numbers, included, clip.rule.bound), claim
+
+    def _segment(
+        self, segment: Segment, engine: WatchedEngine, clip: CanaryClip, included: np.ndarray,
+        crafted: Mapping[str, Tensor] | None,
+    ) -> SeenSegment:  # fmt: skip
+        plan, derive = self.plan, self._keys(segment)
         reader = BatchReader(
             self.phase.index, self.phase.data_spec(augment=True), self.phase.text,
             augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
@@ -158,38 +175,33 @@ class _Audit:
         planted: Noise | None = None
         if self.options.noise_scale != 1:
             weak = WeakenedNoise(derive("noise"), plan.noise_std, plan.divisor, self.options.noise_scale)
-            planted = weak if plan.banded is None else CorrelatedNoise(weak, plan.banded, first=1)
+            first = segment.begun_after + 1
+            planted = weak if plan.banded is None else CorrelatedNoise(weak, plan.banded, first)
         batches = CanaryBatches(reader, self.ranks, self.micro_batch, self.planned.real, included, crafted)
-        step = self._step("audit", plan, clip, planted, engine, batches)
-        before = self._losses(engine, crafted)
+        step = self._step(segment, self._journals.get("audit"), plan, clip, planted, engine, batches)
+        engine.set_optimizer_step(segment.begun_after)
         engine.watcher = seen = Sightings(clip.coordinates)
         clip.take_known()
         known, took_part = [], []
-        for t in range(1, plan.steps + 1):
+        for t in range(segment.begun_after + 1, plan.steps + 1):
             step.run(t, learning_rate(self.settings.schedule, plan.steps, t))
             known.append(clip.take_known())
             took_part.append(batches.took_part(step.records.draw(t).ids))
         engine.watcher = None
-        claim = self.ranks.on_main(lambda: charged_claim(self._journals["audit"]))
-        if not gradient:
-            return collect(before - self._losses(engine, crafted), included), claim
         values = seen.values(known, plan.divisor, self.ranks, self.engine_settings.ranks_per_copy)
-        part = np.array(took_part)
-        if plan.banded is not None:
-            numbers = self.planned.real + np.arange(self.options.canaries)
-            values, part = by_turn(values, part, plan.banded, numbers)
-        # Every step, or turn, has the same weight in a canary's score.
-        return collect(values.sum(axis=0), included, pairs_of(values, part)), claim
+        return SeenSegment(segment.begun_after + 1, values, np.array(took_part))
 
     def _divisor(self, engine: WatchedEngine, clip: CanaryClip) -> Check:
         """Checks the divisor with a `PrivateStep` whose records are present but contribute zero, at learning rate 0 and
-        in another ledger; with independent noise."""
+        in another ledger; with independent noise and Poisson draws."""
         plan = replace(
             self.plan, threshold=threshold_for(self.plan.records, DIVISOR_RATE * self.plan.records),
-            steps=DIVISOR_STEPS, epsilon_budget=1e3, banded=None,
+            steps=DIVISOR_STEPS, epsilon_budget=1e3, banded=None, slots=1,
         )  # fmt: skip
         example = synthetic_batch(self.phase.shape, self.settings.objective, self.micro_batch, INPUT_SEED)
-        step = self._step("divisor", plan, clip, None, engine, SilentBatches(example, self.ranks))
+        self.ranks.on_main(lambda: self._begin("divisor", plan))
+        silent = SilentBatches(example, self.ranks)
+        step = self._step(Segment("divisor"), self._journals.get("divisor"), plan, clip, None, engine, silent)
         engine.watcher = seen = Sightings(clip.coordinates)
         for t in range(1, DIVISOR_STEPS + 1):
             step.run(t, 0.0)
@@ -200,27 +212,33 @@ class _Audit:
         return check_divisor(squares, elements, plan.noise_std, plan.divisor, sizes)
 
     def _step(
-        self, purpose: str, plan: PrivacyPlan, clip: CanaryClip, planted: Noise | None, engine: WatchedEngine,
-        batches: CanaryBatches | SilentBatches,
+        self, segment: Segment, journal: Journal | None, plan: PrivacyPlan, clip: CanaryClip, planted: Noise | None,
+        engine: WatchedEngine, batches: CanaryBatches | SilentBatches,
     ) -> PrivateStep:  # fmt: skip
-        self.ranks.on_main(lambda: self._begin(purpose, plan))
-        core = PrivateCore(plan, clip, engine, self._keys(purpose), self.ranks, self.config.run.noise)
+        keys, begun = self._keys(segment, plan.slots), segment.begun_after
+        core = PrivateCore(plan, clip, engine, keys, self.ranks, self.config.run.noise, begun)
         records, noise = Records(core.sampler().draw, batches), planted or core.noise("noise")
-        return core.step(self.phase.number, self._journals.get(purpose), records, self.stop, noise=noise)
+        return core.step(self.phase.number, journal, records, self.stop, noise=noise)
 
     def _begin(self, purpose: str, plan: PrivacyPlan) -> None:
         """On the main rank: begins a separate ledger, as every run has one."""
         journal = Journal(Ledger.open(self.folder / f"{purpose}.jsonl"))
-        number, contents = self.phase.number, self.phase.contents()
         journal.start_run(f"{purpose} of phase {self.phase.name}", self.key.check_value(), self.key.debug, {}, KEYED)
-        journal.declare_plan(number, self.phase.name, plan, describe("pld"))
-        journal.begin_segment(number, self.config.digest(number, contents), contents["data"], 0, "first", purpose)
+        journal.declare_plan(self.phase.number, self.phase.name, plan, describe("pld"))
+        self._begin_segment(journal, Segment(purpose))
         self._journals[purpose] = journal
 
-    def _keys(self, purpose: str) -> PhaseKeys:
+    def _begin_segment(self, journal: Journal, segment: Segment) -> None:
+        number, contents = self.phase.number, self.phase.contents()
+        digest = self.config.digest(number, contents)
+        reason = "made again" if segment.begun_after else "first"
+        journal.begin_segment(number, digest, contents["data"], segment.begun_after, reason, segment.name)
+
+    def _keys(self, segment: Segment, slots: int = 1) -> PhaseKeys:
         """Keys like a run's, but repeatable: every call, on any rank, returns the same chain from its start."""
-        link = Link(purpose, 1, hkdf(self.key.secret, f"audit|{purpose}"))
-        return PhaseKeys(partial(self.key.derive, phase=self.phase.number, segment=purpose), KeyChain(link))
+        secret = hkdf(self.key.secret, f"audit|{segment.name}")
+        link = Link.first(segment.name, segment.begun_after + 1, secret, slots)
+        return PhaseKeys(partial(self.key.derive, phase=self.phase.number, segment=segment.name), KeyChain(link))
 
     def _losses(self, engine: WatchedEngine, crafted: Mapping[str, Tensor] | None) -> np.ndarray:
         """The loss of every input canary under the current weights. All ranks hold the same weights, so each computes
@@ -238,30 +256,36 @@ class _Audit:
 
     def _sampling(self) -> Check:
         """Checks the real sampler at the config's own sampling rate."""
-        total = self.phase.n
-        records, threshold = min(total, SAMPLING_RECORDS), threshold_for(total, self.planned.trained_rate_batch)
-        derive = self._keys("sampling")
-        sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), records, threshold)
-        return check_sampling([sampler.draw(t).ids for t in range(1, SAMPLING_STEPS + 1)], records, sampler.q)
+        records, slots = min(self.phase.n, SAMPLING_RECORDS), min(self.planned.trained_slots, SAMPLING_STEPS)
+        keys = self._keys(Segment("sampling"), slots)
+        if slots > 1:
+            sampler = AllocationSampler(keys("sampling"), keys("sampling-digest"), records, slots)
+            whole = range(1, slots * (SAMPLING_STEPS // slots + 1) + 1)
+            return check_allocation([sampler.draw(t).ids for t in whole], records, slots)
+        poisson = PoissonSampler(keys("sampling"), keys("sampling-digest"), records, self.planned.trained_threshold)
+        return check_sampling([poisson.draw(t).ids for t in range(1, SAMPLING_STEPS + 1)], records, poisson.q)
 
-    def _power(self, bound: float, claim: Claim, evidence: Evidence) -> dict[float, float]:
+    def _power(self, shown: Shown, claim: Claim) -> dict[float, float]:
         """By scale: the share of such audits that would refute noise of that many times the planned deviation; {} where
         that is not known."""
+        evidence, level = shown.evidence, ACCUSED / shown.evidence.looks
         if self.options.kind != "gradient":
             return {}
-        options, plan, level = self.options, self.plan, ACCUSED / evidence.looks
-        turns = plan.participations
-        taken = binom.pmf(np.arange(turns + 1), turns, plan.sampling_rate)
-        std = math.sqrt(turns) * plan.noise_std / bound
 
         def share(scale: float) -> float:
-            guesses = refuting_share(options.canaries, taken.tolist(), std * scale, claim, level=level)
+            scored = partial(shown.scored, scale=scale)
+            guesses = refuting_share(self.options.canaries, scored, claim, level=level, audits=SIMULATED)
             if evidence.pairs is None:
                 return guesses
-            actual = bound / (plan.noise_std * scale)
-            return max(guesses, evidence.pairs.power(1 / claim.sigma, actual, level))
+            return max(guesses, evidence.pairs.power(1 / claim.sigma, shown.gain / (shown.deviation * scale), level))
 
         return {scale: share(scale) for scale in (FAULT, SMALL_FAULT)}
+
+
+@dataclass(frozen=True)
+class Segment:
+    name: str
+    begun_after: int = 0
 
 
 def charged_claim(journal: Journal) -> Claim:

@@ -1,8 +1,10 @@
-"""Two faults that a canary's coordinate does not show, each with a test that tells it from an honest run.
+"""Faults that a canary's coordinate does not show, each with a test that tells it from an honest run.
 
 Shuffled batches under a Poisson claim: sizes do not vary, every record comes once per epoch, and successive batches
 share no record. A divisor that leaks: noise divided by the realised batch size has a different scale in every step,
-and with many elements that scale can be read off to a fraction of a per cent.
+and with many elements that scale can be read off to a fraction of a per cent. A record that is allocated to two steps
+of an epoch, or to none: the auditor, who has the keys, counts. A draw of noise that two steps share, in one segment or
+in two: what the canaries' coordinates show of the two, less what the canaries added, is correlated.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from scipy.stats import chi2, norm
+from scipy.stats import chi2, norm, t
 
 # Below this p-value the honest explanation is rejected. An honest run is wrongly accused once in a million.
 ACCUSED = 1e-6
@@ -65,6 +67,42 @@ def check_sampling(draws: Sequence[np.ndarray], records: int, rate: float) -> Ch
             "total": _normal((sizes.sum() - steps * records * rate) / math.sqrt(steps * records * variance)),
         }
     )
+
+
+def check_allocation(draws: Sequence[np.ndarray], records: int, slots: int) -> Check:
+    """Whether these batches, those of whole successive epochs of `slots` steps each, take every record once per epoch,
+    at a step that is uniform and independent of the epoch before."""
+    if len(draws) % slots or len(draws) < 2 * slots:
+        raise ValueError(f"{len(draws)} draws are not those of two or more epochs of {slots} steps")
+    at = np.full((len(draws) // slots, records), -1)
+    for place, ids in enumerate(draws):
+        at[place // slots, ids] = place % slots
+    if sum(len(ids) for ids in draws) != at.size or (at < 0).any():
+        return Check({"a record not exactly once in an epoch": 0.0})
+    sizes = np.array([np.bincount(epoch, minlength=slots) for epoch in at])
+    uneven = float((np.square(sizes - records / slots) * slots / records).sum())
+    moves = np.concatenate([(after - before) % slots for before, after in pairwise(at)])
+    apart = np.square(np.bincount(moves, minlength=slots) - len(moves) / slots).sum() * slots / len(moves)
+    return Check(
+        {
+            "sizes": _chi_square(uneven, len(at) * (slots - 1)),
+            "the same step again": _normal(
+                (np.count_nonzero(moves == 0) - len(moves) / slots) / math.sqrt(len(moves) * (slots - 1)) * slots
+            ),
+            "steps from epoch to epoch": _chi_square(float(apart), slots - 1),
+        }
+    )
+
+
+def check_noise(drawn: np.ndarray) -> Check:
+    """Whether the draws of all steps, [steps, places], are independent of each other: the p-value of the largest
+    correlation of two steps, which under normal noise has Student's distribution, times the number of pairs."""
+    steps, places = drawn.shape
+    if steps < 2 or places < 4:
+        return Check({"shared draws": 1.0})
+    found = np.abs(np.corrcoef(drawn)[np.triu_indices(steps, 1)]).max()
+    ratio = found * math.sqrt((places - 2) / max(1 - found**2, 1e-300))
+    return Check({"shared draws": min(1.0, 2 * float(t.sf(ratio, places - 2)) * steps * (steps - 1) / 2)})
 
 
 def check_divisor(squares: np.ndarray, elements: np.ndarray, std: float, divisor: float, sizes: np.ndarray) -> Check:

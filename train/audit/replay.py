@@ -361,6 +361,8 @@ def replay(
     """Runs both trainings and compares them; `around` is for planted faults in tests."""
     phase, privacy = audited_phase(config, "a replay")
     where = f"phases.{phase.number}"
+    if privacy.sampling != "poisson":
+        raise RecipeError(f"a replay counts on Poisson samples; give --set {where}.privacy.sampling=poisson")
     if privacy.noise is not None:
         raise RecipeError(f"a replay measures independent noise alone; give --set {where}.privacy.noise=null")
     plan = make_plan(phase.settings, privacy, phase.n, where, noise=config.run.noise)

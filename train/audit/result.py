@@ -32,6 +32,8 @@ class AuditReport:
     measured_sigma: float
     sampling: Check
     divisor: Check
+    noise: Check | None
+    """None for input canaries, which do not show the draws."""
     power: dict[float, float]
     """By scale: the share of such audits that refute noise of that many times the planned deviation; empty where that
     is not known."""
@@ -45,10 +47,16 @@ class AuditReport:
             least, claim = self.bound.epsilon, self.claim
             found.append(f"epsilon is at least {least:.3f}, and {claim:.3f} is claimed (p = {self.p_value:.2g})")
         if not self.sampling.passed:
-            found.append("the batches are not independent Poisson draws at the claimed rate")
+            found.append(f"the batches are not {self._drawn} at the claimed rate")
         if not self.divisor.passed:
             found.append("the noise is not divided by the constant q·n alone")
+        if self.noise is not None and not self.noise.passed:
+            found.append("steps share draws of noise")
         return found
+
+    @property
+    def _drawn(self) -> str:
+        return "independent Poisson draws" if self.plan.slots == 1 else "those of random allocation"
 
     def as_json(self) -> str:
         proven, best = self.bound.proven, self.bound.best
@@ -64,6 +72,7 @@ class AuditReport:
             "ranks": self.ranks, "planted_noise_scale": self.planted_noise_scale,
             "measured_sigma_at_self_test": self.measured_sigma, "sampling_p_values": self.sampling.p_values,
             "divisor_p_values": self.divisor.p_values,
+            "noise_p_values": {} if self.noise is None else self.noise.p_values,
             **{f"power_at_{scale:g}_sigma": share for scale, share in self.power.items()},
             "false_alarms": ACCUSED, "refuted": self.refuted, "seconds": round(self.seconds),
         }  # fmt: skip
@@ -90,9 +99,11 @@ class AuditReport:
         lines += [
             f"confidence    {bound.confidence:.0%} for all bounds together ({bound.looks} numbers were looked at)",
             f"evidence      p = {self.p_value:.2g} for the claim",
-            f"sampling      p = {self.sampling.p_value:.2g} for Poisson draws at the config's own rate",
+            f"sampling      p = {self.sampling.p_value:.2g} for {self._drawn} at the config's own rate",
             f"divisor       p = {self.divisor.p_value:.2g} for the constant q·n",
         ]
+        if self.noise is not None:
+            lines.append(f"noise         p = {self.noise.p_value:.2g} for draws that no two steps share")
         if self.power:
             found = ", ".join(f"{share:.1%} detect noise of {scale:g}·σ" for scale, share in self.power.items())
             lines.append(f"power         of such audits {found}; one in a million accuses honest noise")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from murmuration.accounting.epsilon.audit_bound import CONFIDENCE, numbers_of_guesses
-from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.plan import MOST_OFF, PrivacyPlan, draws_for
 from murmuration.model.build import build
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.privacy import Privacy
@@ -20,7 +20,8 @@ Kind = Literal["gradient", "input"]
 @dataclass(frozen=True)
 class AuditOptions:
     """Defaults with power: full batches and few steps hide nothing, and a claim of 2 lies below what 0.3·σ leaks. Where
-    noise is correlated, `steps` counts blocks, in each of which a record has one turn, and `rate` is that of a turn."""
+    noise is correlated, `steps` counts blocks, in each of which a record has one turn, and `rate` is that of a turn;
+    with random allocation, epochs, and `rate` is 1 over their steps."""
 
     canaries: int = 2000
     kind: Kind = "gradient"
@@ -28,7 +29,11 @@ class AuditOptions:
     epsilon: float = 2.0
     delta: float = 1e-5
     steps: int = 4
-    rate: float = 1.0
+    rate: float | None = None
+    """None: 1, or 1/2 with random allocation."""
+    again: int = 0
+    """How many of the last steps, blocks or epochs are made again in a second segment, with keys of its own. That
+    begins in the middle of the first of them."""
     records: int = 256
     confidence: float = CONFIDENCE
 
@@ -44,8 +49,15 @@ class AuditSetup:
     plan: PrivacyPlan
     rule: ClipRule
     real: int
-    trained_rate_batch: float
-    """The config's own expected batch, for checking the sampler at the config's own sampling rate."""
+    trained_threshold: int
+    trained_slots: int
+    """As the config itself draws, of all records together, for checking the sampler."""
+
+    @property
+    def resumed_after(self) -> int:
+        """The step after which the second segment begins."""
+        together = self.plan.bands * self.plan.slots
+        return self.plan.steps - self.options.again * together + together // 2
 
 
 def audited_phase(config: Config, kind: str) -> tuple[ReadyPhase, Privacy]:
@@ -57,8 +69,6 @@ def audited_phase(config: Config, kind: str) -> tuple[ReadyPhase, Privacy]:
     where, privacy = f"phases.{phase.number}.privacy", phase.settings.privacy
     if privacy.clip.adaptive is not None:
         raise RecipeError(f"{kind} holds C fixed; give --set {where}.clip.adaptive=null")
-    if privacy.sampling != "poisson":
-        raise RecipeError(f"{kind} counts on Poisson samples; give --set {where}.sampling=poisson")
     if privacy.scaling is not None:
         raise RecipeError(f"{kind} is of gradients as they are; give --set {where}.scaling=null")
     return phase, privacy
@@ -75,8 +85,8 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
             f"{options.canaries} canaries need as many parameters; the model has {elements}, so use fewer"
         )
     real = min(options.records, phase.n)
-    bands = privacy.bands
-    batch = options.rate * (real + options.canaries) / bands
+    together, rate = _turn(privacy, options, where)
+    batch = rate * (real + options.canaries) / privacy.bands
     claim = {
         "epsilon": options.epsilon,
         "delta": options.delta,
@@ -85,14 +95,34 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
         "release": [],
     }
     claimed = privacy.model_copy(update=claim)
-    settings = phase.settings.model_copy(update={"privacy": claimed, "steps": options.steps * bands})
+    settings = phase.settings.model_copy(update={"privacy": claimed, "steps": options.steps * together})
     if options.noise_scale != 1 and config.run.noise != "aes":
         raise RecipeError("--noise-scale weakens AES noise only; add --set run.noise=aes")
     plan = make_plan(settings, claimed, real + options.canaries, where, noise=config.run.noise)
+    if options.again:  # they are charged, too
+        longer = settings.model_copy(update={"steps": (options.steps + options.again) * together})
+        charged = make_plan(longer, claimed, real + options.canaries, where, noise=config.run.noise)
+        plan = replace(plan, noise_multiplier=charged.noise_multiplier)
     try:
         rule = clip_rule(claimed, plan, config.micro_batch)
     except RecipeError as error:
         best = round(math.sqrt(plan.divisor))
         hint = f"in an audit: --set train_micro_batch_size_per_gpu={best}, or fewer --canaries"
         raise RecipeError(f"{error} ({hint})") from None
-    return AuditSetup(options, phase, settings, plan, rule, real, privacy.expected_batch)
+    drawn = draws_for(privacy.sampling, phase.n, privacy.expected_batch, phase.settings.steps)
+    return AuditSetup(options, phase, settings, plan, rule, real, *drawn)
+
+
+def _turn(privacy: Privacy, options: AuditOptions, where: str) -> tuple[int, float]:
+    """The steps of a turn, and the rate at which a step draws those whose turn it is."""
+    allocated = privacy.sampling == "allocation"
+    rate = options.rate or (0.5 if allocated else 1.0)
+    if not allocated:
+        return privacy.bands, rate
+    slots = round(1 / rate)
+    if slots < 2 or abs(rate * slots - 1) > MOST_OFF:
+        raise RecipeError(
+            f"--rate {rate:g} is not 1 over the steps of an epoch, in one of which {where}.privacy.sampling = "
+            "allocation lets a record take part; give 0.5, or 1 over a larger whole number"
+        )
+    return slots, 1 / slots

@@ -28,8 +28,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kind", choices=("gradient", "input"), default="gradient", help="gradient has more power")
     parser.add_argument("--epsilon", type=float, default=2.0, help="claimed ε; small ones are tested best (default 2)")
     parser.add_argument("--delta", type=float, default=1e-5, help="δ of claim and bound (default 1e-5)")
-    parser.add_argument("--steps", type=int, default=4, help="logical steps (default 4)")
-    parser.add_argument("--rate", type=float, default=1.0, help="sampling rate q; sampling hides canaries (default 1)")
+    parser.add_argument(
+        "--steps", type=int, default=4,
+        help="logical steps, blocks of correlated noise, or epochs of random allocation (default 4)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rate", type=float, help="sampling rate q; sampling hides canaries (default 1; with random allocation 0.5)"
+    )
+    parser.add_argument(
+        "--again", type=int, default=0, metavar="N",
+        help="how many of the last steps, blocks or epochs to make again in a second segment (default 0)",
+    )  # fmt: skip
     parser.add_argument("--records", type=int, default=256, help="real records besides the canaries (default 256)")
     parser.add_argument("--confidence", type=float, default=0.95, help="confidence of the lower bound (default 0.95)")
     parser.add_argument(
@@ -80,7 +89,9 @@ def _check(arguments: argparse.Namespace) -> None:
             "--noise-scale with --kind input would reveal something about real records under too little noise; "
             "use gradient canaries"
         )
-    if not 0 < arguments.rate <= 1:
+    if not 0 <= arguments.again <= arguments.steps:
+        raise AuditError(f"--again {arguments.again} is not among the {arguments.steps} of --steps; use fewer")
+    if arguments.rate is not None and not 0 < arguments.rate <= 1:
         raise AuditError(f"--rate {arguments.rate} is not a sampling rate; use one in (0, 1]")
     if not 0.5 <= arguments.confidence < 1:
         raise AuditError(f"--confidence {arguments.confidence} is out of range; use one in [0.5, 1)")
@@ -109,7 +120,7 @@ def _audit(arguments: argparse.Namespace, config: Config) -> int:
     options = AuditOptions(
         canaries=arguments.canaries, kind=arguments.kind, noise_scale=arguments.noise_scale,
         epsilon=arguments.epsilon, delta=arguments.delta, steps=arguments.steps, rate=arguments.rate,
-        records=arguments.records, confidence=arguments.confidence,
+        again=arguments.again, records=arguments.records, confidence=arguments.confidence,
     )  # fmt: skip
     try:
         planned = set_up_audit(config, options)

@@ -138,16 +138,24 @@ class BandedNoise(Section):
 
 
 class Scaling(Section):
-    """Gradients are clipped and noised after each element was multiplied by about 1/√v, with v its second moment in a
-    run on public records; what is released is divided by the same numbers again. Less noise for weights whose gradients
-    are small, more for others."""
+    """Gradients are clipped and noised after each element was multiplied by about 1/√v, with v its second moment in
+    another run; what is released is divided by the same numbers again. Less noise for weights whose gradients are
+    small, more for others."""
 
-    source: Literal["checkpoint"] = Field(description="The only source: second moments that a checkpoint holds.")
-    path: str = Field(
-        description="Run directory of a finished run of the same model on public records, with AdamW or LAMB."
+    source: Literal["checkpoint", "released"] = Field(
+        description="checkpoint: second moments of a run on public records. released: those that a private run on "
+        "other records released; what it promised goes into the ledger, and the share of its noise is subtracted."
     )
+    path: str = Field(description="Run directory of a finished run of the same model, with AdamW or LAMB.")
     public: bool = Field(
-        default=False, description="Must be true: your word that nobody's privacy depends on that run's records."
+        default=False,
+        description="For checkpoint it must be true: your word that nobody's privacy depends on that run's records.",
+    )
+    decay: float = Field(
+        default=0.999,
+        gt=0,
+        lt=1,
+        description="For released: the second of that run's `betas`, by which the noise in its moments is known.",
     )
     floor: float = Field(
         default=1e-2,
@@ -159,6 +167,12 @@ class Scaling(Section):
 
     @model_validator(mode="after")
     def _of_public_records(self) -> Scaling:
+        if self.source == "released":
+            if self.public:
+                raise ValueError(
+                    "privacy.scaling takes what a private run released, so its records are not public; leave public out"
+                )
+            return self
         if not self.public:
             raise ValueError(
                 "privacy.scaling uses its run's records without noise; set public to true if nobody's privacy depends "

@@ -389,7 +389,9 @@ def _unset(phase: Phase) -> dict[str, Any]:
         out["privacy"] |= {"noise": True} if privacy.noise is None else {}
         out["privacy"] |= {"loss_probes": True} if privacy.loss_probes is None else {}
         # What a path leads to is among the contents.
-        out["privacy"] |= {"scaling": True if privacy.scaling is None else {"path"}}
+        scaling = privacy.scaling
+        unused = {"decay"} if scaling is not None and scaling.source == "checkpoint" else set[str]()
+        out["privacy"] |= {"scaling": True if scaling is None else {"path"} | unused}
     if phase.head is None:
         out["head"] = True
     return out

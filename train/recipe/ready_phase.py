@@ -16,6 +16,7 @@ from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveError, 
 from murmuration.accounting.banded import BandedError, BandedNoise, best_banded
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps, enlarged
+from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import (
     CURVATURE,
     GRID_GROWTH,
@@ -114,6 +115,8 @@ class ReadyPhase:
     """The same in every phase of the run."""
     scales: ScaleTable | None = None
     """By which gradients are multiplied before they are clipped."""
+    scaled_by: tuple[Origin, ...] = ()
+    """The private runs that released what the scales were made of; none: they were made of public records."""
 
     @property
     def name(self) -> str:
@@ -235,7 +238,7 @@ def prepare(config: Config) -> list[ReadyPhase]:
         phases.append(_open(number, phase, shape, start, classes, config.run.noise))
     _require_one_unit(phases)
     _keep_apart(phases)
-    phases = [replace(phase, scales=_scales(phase, phases)) for phase in phases]
+    phases = [_scaled(phase, phases) for phase in phases]
     require_numbers(_label_sources(phases), classes, shape.head.classes)
     hold_to_what_was_promised(_uses(phases))
     for phase in phases:
@@ -340,16 +343,17 @@ def _keep_apart(phases: list[ReadyPhase]) -> None:
             )
 
 
-def _scales(phase: ReadyPhase, phases: list[ReadyPhase]) -> ScaleTable | None:
-    """Opened only now that the data of all phases are known to be what they are used as."""
+def _scaled(phase: ReadyPhase, phases: list[ReadyPhase]) -> ReadyPhase:
+    """With its scales, which are opened only now that the data of all phases are known to be what they are used as."""
     privacy = phase.settings.privacy
     if privacy is None or privacy.scaling is None:
-        return None
+        return phase
     model = build(phase.shape, phase.settings.objective, device="meta")
     select(model, phase.settings.trainable)
     protected = {each.name: every_ledger_digest(each.index) for each in phases if each.private}
     where = f"phases.{phase.number}.privacy.scaling"
-    return open_scales(privacy.scaling, where, trainable_shapes(model), protected)
+    found = open_scales(privacy.scaling, where, trainable_shapes(model), protected)
+    return replace(phase, scales=found.table, scaled_by=found.origins)
 
 
 def _shared(private: RecordIndex, public: RecordIndex) -> Shard | None:

@@ -1,14 +1,15 @@
-"""Opens the scales of a phase's gradients: second moments that a run on public records left in its last checkpoint.
+"""Opens the scales of a phase's gradients: second moments that another run left in its last checkpoint.
 
-They are used without noise, so nothing private may be in them. Runs that had a private phase are refused, however much
-noise they added, since what they spent would have to be added to this run's promise; so are runs on the very records
-that this run protects.
+Those of a run on public records are used as they are, so nothing private may be in them: runs that had a private phase
+are refused, and so are runs on the very records that this run protects. Those of a private run are what it released
+(`released_moments.py`), and must be asked for as that.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,11 +17,13 @@ from torch import Tensor
 
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.scale_table import Moments, ScaleError, ScaleTable, scales_of
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.scaling import Scaling, as_matrix
 from murmuration.train.config import privacy
 from murmuration.train.config.section import RecipeError
+from murmuration.train.recipe.released_moments import noise_in, origins_of, without_noise
 from murmuration.train.storage.checkpoint import Checkpoints
 from murmuration.train.storage.checkpoint_read import CheckpointError, Loaded
 from murmuration.train.storage.run_dir import RunDir
@@ -29,22 +32,36 @@ SECOND_MOMENT = "exp_avg_sq"
 WHOLE_BITS = 62
 
 
+@dataclass(frozen=True)
+class Scales:
+    table: ScaleTable
+    origins: tuple[Origin, ...] = ()
+    """The private runs that released what the table was made of; none: it was made of public records."""
+
+
 def open_scales(
     settings: privacy.Scaling, where: str, trained: Mapping[str, torch.Size], protected: Mapping[str, frozenset[str]]
-) -> ScaleTable:
+) -> Scales:
     """`trained`: shapes of the phase's trained weights; `protected`: digests of the records of every private phase of
     this run, by its name."""
-    root = Path(settings.path)
+    root, released = Path(settings.path), settings.source == "released"
+    origins: tuple[Origin, ...] = ()
     try:
-        _require_public(root, protected)
+        if released:
+            origins = origins_of(root, protected)
+        else:
+            _require_public(root, protected)
         loaded = Checkpoints.newest(RunDir(root).checkpoints)
         if loaded is None:
             raise RecipeError(f"{root} has no finished checkpoint; name a run that has one")
-        table = scales_of(_moments(loaded, trained), settings.floor)
+        moments = _moments(loaded, trained)
+        if released:
+            moments = without_noise(moments, noise_in(root, loaded, settings.decay))
+        table = scales_of(moments, settings.floor)
         Scaling(table).require_fit(trained)
     except (RecipeError, LedgerError, CheckpointError, ScaleError, ClipError, OSError) as error:
         raise RecipeError(f"{where}.path: {error}") from None
-    return table
+    return Scales(table, origins)
 
 
 def _require_public(root: Path, protected: Mapping[str, frozenset[str]]) -> None:
@@ -52,7 +69,7 @@ def _require_public(root: Path, protected: Mapping[str, frozenset[str]]) -> None
     if history.plans or history.origins:
         raise RecipeError(
             f"{root} trained on private records, or began with weights that were, and what that spent would have to be "
-            "added; name a run on public records alone"
+            "added; name a run on public records alone, or source = released"
         )
     undeclared = [history.phase_names[number] for number, public in history.nonprivate.items() if not public]
     if undeclared:

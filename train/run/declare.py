@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from murmuration.accounting.durable import atomic
@@ -30,10 +31,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     before the first step, too: they depend on no output."""
     privacy = phase.settings.privacy
     records = run.contents(phase)["data"]
-    if phase.start is not None:
-        for origin in phase.start.origins:
-            if run.writer.declare_origin(origin):
-                run.board.say(f"{phase.name}  {origin.deviation()}")
+    _declare_origins(run, phase)
     log = RunLog.of(phase.index, run.config.run.registry)
     if privacy is None:
         if not phase.settings.data.public:
@@ -58,6 +56,17 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     if not seeded:
         run.writer.witnesses[str(log)] = log.note
     return plan
+
+
+def _declare_origins(run: RunContext, phase: ReadyPhase) -> None:
+    """The runs whose weights or moments the phase uses."""
+    for origin in phase.start.origins if phase.start is not None else ():
+        if run.writer.declare_origin(origin):
+            run.board.say(f"{phase.name}  {origin.deviation()}")
+    for origin in phase.scaled_by:
+        # Where the weights began from the same run, its promise was declared.
+        if replace(origin, used=None) not in run.writer.history.origins and run.writer.declare_origin(origin):
+            run.board.say(f"{phase.name}  {origin.deviation()}")
 
 
 def _declare_plan(run: RunContext, phase: ReadyPhase, privacy: Privacy) -> PrivacyPlan:
@@ -99,7 +108,7 @@ def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
     if phase.start is not None and phase.start.foreign and isinstance(data, CheckpointData) and data.public:
         found["weights"] = phase.start.digest
     if phase.scales is not None:
-        found["scaling"] = phase.scales.digest
+        found["released" if phase.scaled_by else "scaling"] = phase.scales.digest
     for use, digest in found.items():
         run.writer.declare_public(phase.number, use, digest)
 
