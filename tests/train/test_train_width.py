@@ -271,5 +271,17 @@ def test_a_dry_run_tells_factors_and_how_long_noise_is(loaded: Callable[..., Con
     assert f"× 0.5 for {len(rates[1]['parameters'])} tensors, such as blocks.0.attn.qkv.weight" in text
     assert "(limited by noise)" in text
     ratio = 1.5 * math.sqrt(told[1]["parameters"]) / 20
-    assert f"step's noise  {ratio:.3g} times as long as the mean clipped gradient can be" in text
+    assert f"step's noise  {ratio:.3g} times as long as the mean clipped gradient can be\n" in text and ratio > 1
+    assert _hint(loaded, limited_by="signal") == '; consider limited_by "noise"'
+    assert _hint(loaded, batch=4000) == '; consider limited_by "signal"'
+    assert _hint(loaded, limited_by="signal", batch=4000) == ""
     assert "rates  " not in as_text(meaning(loaded(drop("phases.1.evaluation"))))
+
+
+def _hint(loaded: Callable[..., Config], limited_by: str = "noise", batch: int = 20) -> str:
+    config = loaded(
+        put("phases.1.optimizer.width_transfer", {"width": 4, "limited_by": limited_by}), drop("phases.1.evaluation"),
+        put("phases.1.privacy.expected_batch", batch), put("phases.1.data.expected_records", 40_000),
+    )  # fmt: skip
+    line = next(line for line in as_text(meaning(config)).splitlines() if "step's noise" in line)
+    return line.partition("can be")[2]

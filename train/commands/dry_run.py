@@ -198,6 +198,10 @@ def _told(one: PhaseMeaning) -> list[str]:
     return lines if one.warning is None else [*lines, f"warning       {one.warning}"]
 
 
+MOSTLY_SIGNAL = 0.1
+"""Of the longest mean gradient: noise that is shorter is little of what Adam divides by, as long as records agree."""
+
+
 def _transferred(one: PhaseMeaning) -> list[str]:
     """What rates are multiplied by, and how noise and signal of a step compare, which decides by what."""
     if (transfer := one.phase.optimizer.width_transfer) is None:
@@ -210,7 +214,13 @@ def _transferred(one: PhaseMeaning) -> list[str]:
     if one.promise is not None:
         plan = one.promise.plan
         ratio = plan.noise_std * math.sqrt(one.trainable) / plan.divisor / plan.clip_norm
-        lines.append(f"step's noise  {ratio:.3g} times as long as the mean clipped gradient can be")
+        other = None
+        if transfer.limited_by == "noise" and ratio < MOSTLY_SIGNAL:
+            other = "signal"
+        elif transfer.limited_by == "signal" and ratio > 1:
+            other = "noise"
+        hint = "" if other is None else f'; consider limited_by "{other}"'
+        lines.append(f"step's noise  {ratio:.3g} times as long as the mean clipped gradient can be{hint}")
     return lines
 
 
