@@ -66,6 +66,7 @@ from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.width import WidthFactors
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.room import require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport, self_test
@@ -115,7 +116,8 @@ def clipping_engine(
         clip = around_clip(clip)
     # What an audit puts around a clip engine may act on the host, which a recording would leave out.
     forward = PrivateForward(model, clip, graph=computation.cuda_graph == "auto" and around_clip is None)
-    flat = make_optimizer(optimizer, model.named_parameters(), gradient_noise, keeps_before)
+    flat = make_optimizer(optimizer, model.named_parameters(), gradient_noise, WidthFactors.of(optimizer, model))
+    flat.keeps_before = keeps_before
     return ClippingEngine(clip, forward, flat, make(engine, forward, flat, ranks))
 
 
@@ -332,7 +334,8 @@ class PrivateTraining:
             self._computation,
         )  # fmt: skip
         identity = [type(model).__qualname__, {name: list(shape) for name, shape in built.forward.shapes.items()}]
-        identity += [repr(rule), optimizer.model_dump(), repr(self._computation), self._micro_batch]
+        since = {"width_transfer"} if optimizer.width_transfer is None else set[str]()  # unset in older trainings
+        identity += [repr(rule), optimizer.model_dump(exclude=since), repr(self._computation), self._micro_batch]
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self.ranks.require_same("the model and the arguments of the training", digest)
         segment = self.ranks.on_main(

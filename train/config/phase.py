@@ -332,6 +332,8 @@ class Phase(Section):
             return "simulates another run with privacy.tan, so it needs that run's number of `steps`"
         if self.privacy is not None and self.privacy.noise is not None and (other := self._of_independent_noise()):
             return f"has privacy.noise and {other}, which needs the same independent noise at all steps; drop one"
+        if self.privacy is not None and self.privacy.scaling is not None and self.optimizer.width_transfer is not None:
+            return "has privacy.scaling and optimizer.width_transfer, which needs equal noise on all weights; drop one"
         if self.privacy is not None and self.privacy.scaling is not None and (other := self._of_even_noise()):
             return f"has privacy.scaling and {other}, which needs the same noise on all weights; drop one"
         if self.privacy is not None and self.privacy.loss_probes is not None and self.schedule.shape != "constant":

@@ -380,8 +380,11 @@ def _unset(phase: Phase) -> dict[str, Any]:
     """Settings that a run from before they existed does not have: unset, they are left out of a phase's identity, so
     that such a run can continue."""
     out: dict[str, Any] = {}
+    out["optimizer"] = {}
     if phase.optimizer.params.gradient_norm is None:
-        out["optimizer"] = {"params": {"gradient_norm"}}
+        out["optimizer"] |= {"params": {"gradient_norm"}}
+    if phase.optimizer.width_transfer is None:
+        out["optimizer"] |= {"width_transfer": True}
     if (privacy := phase.privacy) is not None:
         out["privacy"] = {"release": {"__all__": {"share"}}} if privacy.held_out is None else {}
         out["privacy"] |= {"views": True} if privacy.views == 1 else {}

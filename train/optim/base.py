@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from murmuration.train.config.optimizer import OptimizerParams, ParameterRule
 from murmuration.train.distributed.shards import Fragment, whole_parameters
+from murmuration.train.optim.width import WidthFactors
 
 # Turns the config's rules into a policy for each parameter, by its name and shape, before sharding hides both.
 
@@ -30,8 +31,15 @@ class Policy:
     weight_decay: float
     trust_ratio: bool
 
+    def at_width(self, factor: float) -> Policy:
+        """Decay is multiplied by the rate: the share of the weights that a step takes stays the same."""
+        return replace(self, learning_rate=self.learning_rate * factor, weight_decay=self.weight_decay / factor)
 
-def policies(params: OptimizerParams, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Policy]:
+
+def policies(
+    params: OptimizerParams, parameters: Iterable[tuple[str, nn.Parameter]],
+    widths: WidthFactors | None = None,
+) -> dict[str, Policy]:  # fmt: skip
     """A rule that matches no parameter is refused: it must be a typing error."""
     named = list(parameters)
     for number, rule in enumerate(params.rules):
@@ -40,7 +48,11 @@ def policies(params: OptimizerParams, parameters: Iterable[tuple[str, nn.Paramet
                 f"optimizer.params.rules.{number} ({rule.parameters!r}) fits no trained parameter; names look like "
                 f"{named[0][0]!r}"
             )
-    return {name: _policy(params, [r for r in params.rules if _fits(r, name, p)]) for name, p in named}
+    found: dict[str, Policy] = {}
+    for name, parameter in named:
+        policy = _policy(params, [rule for rule in params.rules if _fits(rule, name, parameter)])
+        found[name] = policy if widths is None else policy.at_width(widths.of_parameter(name, policy.trust_ratio))
+    return found
 
 
 def _policy(params: OptimizerParams, rules: list[ParameterRule]) -> Policy:

@@ -12,6 +12,8 @@ from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
+from torch import nn
+
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveError, AdaptiveRule
 from murmuration.accounting.banded import BandedError, BandedNoise, best_banded
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
@@ -49,10 +51,12 @@ from murmuration.model.trainable import select
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.clip.sums import trainable_shapes
 from murmuration.train.config.data import CheckpointData, ReadingSettings, ShardData, StreamData, SyntheticData
+from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.phase import STATISTICS
 from murmuration.train.config.privacy import AdaptiveClip, Privacy
 from murmuration.train.config.root import Config, NoiseKind, Phase
 from murmuration.train.config.section import RecipeError
+from murmuration.train.optim.choose import width_factors
 from murmuration.train.recipe import pixels
 from murmuration.train.recipe.held_out import HeldOut, usable
 from murmuration.train.recipe.labels import LabelSource, class_filter, class_list, require_numbers
@@ -78,6 +82,7 @@ __all__ = [
     "planned",
     "planned_epsilon",
     "prepare",
+    "require_rates",
     "resolve_shape",
     "with_steps",
 ]
@@ -373,6 +378,10 @@ def _open(
     number: int, phase: Phase, shape: Shape, start: WarmStart | None, classes: ClassList | None, noise: NoiseKind
 ) -> ReadyPhase:  # fmt: skip
     where = f"phases.{number}"
+    if phase.optimizer.width_transfer is not None:
+        model = build(shape, phase.objective, device="meta")
+        select(model, phase.trainable)
+        require_rates(phase.optimizer, model, where)
     index = open_data(phase, shape, where, classes)
     if phase.privacy is not None or not phase.data.public:
         refuse_plain_http(index, f"{where}.data.path")
@@ -395,6 +404,14 @@ def _open(
     return ReadyPhase(
         number, phase, shape, index, text, held_out, monitored, mixed, start, classes, _left_out(phase, where), units
     )
+
+
+def require_rates(optimizer: Optimizer, model: nn.Module, where: str) -> dict[str, float]:
+    """The factors on the rates of a model that may have no data; refuses a transfer that it does not allow."""
+    try:
+        return width_factors(optimizer, model)
+    except RecipeError as error:
+        raise RecipeError(f"{where}.{error}") from None
 
 
 def _left_out(phase: Phase, where: str) -> dict[str, str]:

@@ -33,6 +33,7 @@ from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.optim.base import BEFORE
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.optim.probed_rate import ProbedRate
+from murmuration.train.optim.width import WidthFactors
 from murmuration.train.private import Computation, PrivateCore, clipping_engine
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor
@@ -163,7 +164,10 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         reader = _reader(run, phase, model, derive, at_end)
         engine = make_engine(
             EngineSettings.of(config), PlainForward(model, config.run.precision),
-            make_optimizer(settings.optimizer, model.named_parameters(), 0.0), ranks,
+            make_optimizer(
+                settings.optimizer, model.named_parameters(), 0.0, WidthFactors.of(settings.optimizer, model)
+            ),
+            ranks,
         )  # fmt: skip
         at_end.callback(engine.close)
         batch = float(settings.batch or 0)
