@@ -377,7 +377,7 @@ def test_audit_through_deepspeed_of_other_mechanisms_across_two_segments(small_f
     show(found)
     assert code == 0 and found["refuted"] == [], output
     assert found["noise_p_values"]["shared draws"] > ACCUSED and found["lower_bound"] <= found["claimed_epsilon"]
-    assert found["claimed_epsilon"] > 0.99 and ("the same step again" in found["sampling_p_values"]) == (
+    assert found["claimed_epsilon"] > 0.99 and ("steps from epoch to epoch" in found["sampling_p_values"]) == (
         name == "allocation"
     )
     code, found, output = audit_command(small_file, *arguments, "--noise-scale", "0.3")

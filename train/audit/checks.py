@@ -86,9 +86,6 @@ def check_allocation(draws: Sequence[np.ndarray], records: int, slots: int) -> C
     return Check(
         {
             "sizes": _chi_square(uneven, len(at) * (slots - 1)),
-            "the same step again": _normal(
-                (np.count_nonzero(moves == 0) - len(moves) / slots) / math.sqrt(len(moves) * (slots - 1)) * slots
-            ),
             "steps from epoch to epoch": _chi_square(float(apart), slots - 1),
         }
     )

@@ -76,9 +76,8 @@ def noise_in(root: Path, loaded: Loaded, decay: float) -> NoiseShare:
     """In the second moments of a checkpoint that the ledger names, made by one private phase alone."""
     history, _ = History.read(RunDir(root).ledger)
     at = loaded.position
-    if loaded.digest not in {
-        mark.digest for mark in history.checkpoints if (mark.phase, mark.step) == (at.phase, at.step)
-    }:
+    named = [mark.digest for mark in history.checkpoints if (mark.phase, mark.step) == (at.phase, at.step)]
+    if loaded.digest not in named:
         raise RecipeError(f"the ledger of {root} does not name its last checkpoint; restore what is missing")
     plan = history.plans.get(at.phase)
     if plan is None:
