@@ -8,6 +8,7 @@ from itertools import permutations
 import pytest
 
 from murmuration.accounting.epsilon.accountant import (
+    MARGIN,
     AccountingError,
     Event,
     delta_at,
@@ -18,6 +19,7 @@ from murmuration.accounting.epsilon.accountant import (
     plain_sigma,
     round_up,
     show_delta,
+    within,
 )
 
 NOTHING = [[], [Event(0.1, 1.0, 0)]]
@@ -90,3 +92,11 @@ def test_readers_see_four_digits_of_epsilon_and_three_of_delta_rounded_up() -> N
         shown = float(show_delta(value))
         assert value <= shown <= value * 1.011
     assert show_delta(1.2341e-6) == "1.24e-06" and show_delta(1e-5) == "1e-05"
+
+
+def test_a_budget_is_kept_only_with_room_for_other_processors() -> None:
+    """Two processors may differ by a hundredth of that, as `test_acc_composition.py` finds."""
+    assert 1e-9 < MARGIN < 1e-6
+    assert within(8.0 * (1 - 2 * MARGIN), 8.0) and within(0.0, 1e-3)
+    for spent in (8.0 * (1 - MARGIN / 2), 8.0, 8.0 * (1 + MARGIN / 2)):
+        assert not within(spent, 8.0)

@@ -167,10 +167,10 @@ class Covering:
 
     def of_import(self, file: str, line: int) -> list[str]:
         """Tests that run lines which name what was evaluated there, or are part of it; and others of the file."""
-        name, lines = evaluated_at_import(file, line)
+        names, lines = evaluated_at_import(file, line)
         near = self.at(file, lines)
-        if name:
-            near |= {test for other in self.lines for test in self.at(other, lines_that_name(other, name))}
+        if names:
+            near |= {test for other in self.lines for test in self.at(other, lines_that_name(other, names))}
         first = self.affordable(near)
         return first if sum(self.seconds.get(test, 9.0) for test in first) > self.budget / 2 else [
             *first, *(test for test in self.affordable(self.anywhere(file)) if test not in first)
