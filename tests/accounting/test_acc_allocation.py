@@ -172,8 +172,9 @@ def test_the_unequal_chances_of_the_lanes_are_paid_for() -> None:
         assert -math.log1p(-slots / RATE_DENOMINATOR) >= worst
 
 
-def test_what_is_not_proved_is_refused() -> None:
-    events = [epochs(4, 1.0, 2)]
+@pytest.mark.parametrize("slots", [2, 4])
+def test_what_is_not_proved_is_refused(slots: int) -> None:
+    events = [epochs(slots, 1.0, 2)]
     for compute in (
         lambda: epsilon(events, 1e-5, "rdp"),
         lambda: group_epsilon(events, 1e-5, 2),

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_ind
 
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.epsilon.audit_bound import AuditError, correct_guesses, numbers_of_guesses
@@ -46,6 +47,16 @@ def test_pairs_cover_mu_exactly_even_where_they_are_few(mu: float) -> None:
     assert abs(above / audits - level) < 4 * math.sqrt(level * (1 - level) / audits)
     some = Pairs(5, 9, 4.0)
     assert some.p_value(some.mu_bound(level)) == pytest.approx(level, rel=1e-6)
+
+
+@pytest.mark.parametrize(("there", "absent"), [(2, 2), (2, 5), (9, 3), (40, 60)])
+def test_without_any_difference_pairs_are_students_test_of_scipy(there: int, absent: int) -> None:
+    values = np.random.default_rng(there).standard_normal(there + absent) + 0.7 * (np.arange(there + absent) < there)
+    found = pairs_of(values, np.arange(there + absent) < there)
+    assert found is not None
+    expected = ttest_ind(values[:there], values[there:], alternative="greater")
+    assert (found.statistic, found.freedom) == (pytest.approx(expected.statistic, rel=1e-12), expected.df)
+    assert found.p_value(0.0) == pytest.approx(expected.pvalue, rel=1e-9)
 
 
 def test_power_of_pairs_is_the_share_of_simulated_ones() -> None:
