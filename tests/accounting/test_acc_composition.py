@@ -14,7 +14,14 @@ import pytest
 import scipy.fft
 from dp_accounting.pld import privacy_loss_distribution as pld
 
-from murmuration.accounting.epsilon.accountant import AccountingError, Event, delta_at, epsilon, epsilon_below
+from murmuration.accounting.epsilon.accountant import (
+    AccountingError,
+    Event,
+    delta_at,
+    deltas_at,
+    epsilon,
+    epsilon_below,
+)
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.composition import NEAR, SPREADS, Composition, NotConverged, _Window
 from murmuration.accounting.epsilon.loss_lattice import UNIT, LossLattice, lower, upper
@@ -234,6 +241,28 @@ def test_a_lattice_with_an_error_gives_a_larger_epsilon_or_none() -> None:
     assert value + 1e-4 < Composition((rough,), (100,)).epsilon(1e-6) < value + 2e-4
     with pytest.raises(NotConverged):
         Composition((LossLattice(1e-4, exact.first, exact.masses, error=1e-4),), (100,)).epsilon(1e-6)
+
+
+def test_deltas_that_are_asked_for_together_are_as_close_as_each_alone() -> None:
+    """However far apart they lie: a window about one of them says little of a far one."""
+    events, asked = [Event(0.05, 0.8, 20)], [9.0, 0.0, 5.0, 2.0, 2.1]
+    assert deltas_at(events, asked, 1e-6) == pytest.approx([delta_at(events, value) for value in asked], rel=1e-4)
+
+
+@pytest.mark.parametrize("outside", [0.0, 1e-4, 1e-3])
+def test_a_lower_bound_pays_for_all_that_may_lie_outside_its_window(
+    outside: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such mass was counted inside it. At worst all of it belongs just above the answer, where tilting it back makes
+    the most of it."""
+    monkeypatch.setattr(_Window, "outside", lambda _: outside)
+    lattice, delta = lower(0.3, 3.0, 1e-4), 1e-3
+    one = Composition((lattice,), (1,))
+    value, tilt = one.epsilon_below(delta), one._tilt_for(delta)
+    counted = outside * math.exp(one.moments(tilt).log_scale - tilt * value)
+    above = lattice.losses > value
+    assert float(lattice.masses[above] @ -np.expm1(value - lattice.losses[above])) >= delta + counted
+    assert 0 < value < 1 and (not outside or counted > 1e-6)
 
 
 def test_lower_bounds_are_made_of_what_the_step_dominates() -> None:
