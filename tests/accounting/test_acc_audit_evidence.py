@@ -78,6 +78,11 @@ def test_pairs_say_nothing_where_there_is_nothing_to_compare() -> None:
     assert Pairs(100, 100, 1e6).mu_bound(0.05) > 900
 
 
+def test_guesses_that_are_no_better_than_coins_prove_nothing_and_no_less() -> None:
+    found = Evidence(100, 50, (Count(20, 10),), Pairs(100, 100, -0.5)).bound(claim_of(Event(1.0, 2.0, 1)))
+    assert [each.epsilon for each in found.tried] == [0.0] * 4 and found.epsilon == 0
+
+
 @pytest.mark.parametrize("sigma", [0.4, 2.0, 8.0])
 def test_an_honest_run_is_bounded_by_its_epsilon_nearly_tightly_and_never_accused(sigma: float) -> None:
     draw = np.random.default_rng(round(10 * sigma))
