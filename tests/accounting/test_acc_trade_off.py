@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
@@ -114,3 +116,7 @@ def test_a_distance_alone_has_a_gaussian_that_covers_it() -> None:
 def test_where_nothing_was_released_the_gaussian_is_nothing(curve: TradeOff) -> None:
     fit = curve.fit()
     assert 0 <= fit.mu < 1e-9 and fit.delta == 0 and 0.5 <= curve.best_guess() < 0.5 + 1e-9
+
+
+def test_the_table_goes_from_few_false_alarms_to_many() -> None:
+    assert GRID[0] > 0 and GRID[-1] < 1 and all(one < other for one, other in pairwise(GRID))
