@@ -242,6 +242,12 @@ def test_nothing_is_claimed_for_the_best_of_several_with_a_plan_made_after_priva
     assert compose(journal.history, journal.ledger.entries, {})["claim"]["private"] is False
 
 
+@pytest.mark.parametrize(("mean", "shape"), [(1e12, 1.0), (2.0, 1e-6), (2.0, 1e4), (2.0, 0.0)])
+def test_the_last_numbers_of_runs_that_have_a_bound_by_deltas_have_one(mean: float, shape: float) -> None:
+    events = [Event(1.0, SIGMA, STEPS)]
+    assert epsilon(events, DELTA / mean) < selected_epsilon(events, DELTA, mean, shape) < 1e3
+
+
 @pytest.mark.parametrize(("mean", "shape"), [(1e13, 0.0), (10.0, 1e300), (10.0, 1e-9)])
 def test_no_bound_by_deltas_is_given_where_its_numbers_leave_what_a_double_holds(mean: float, shape: float) -> None:
     with pytest.raises(AccountingError, match="has no bound here"):
