@@ -144,6 +144,14 @@ def test_only_too_little_noise_explains_that_there_is_no_answer(by: calibrate.By
         calibrate_sigma(0.5, 2, 8.0, 1e-38)
 
 
+def test_where_delta_alone_keeps_any_epsilon_the_least_noise_that_can_be_accounted_is_enough() -> None:
+    """A record that takes part less often than delta: epsilon is 0 with any noise, so its slope leads nowhere."""
+    sigma = calibrate_sigma(1e-6, 1, 8.0, 1e-3, digits=3)
+    assert 0 < sigma < 0.1 and epsilon([Event(1e-6, sigma, 1)], 1e-3) < 1e-9
+    with pytest.raises(AccountingError, match="use more noise"):
+        epsilon([Event(1e-6, sigma - 1e-3, 1)], 1e-3)
+
+
 def test_affordable_steps_meet_the_budget_exactly() -> None:
     charged = [Event(0.05, 0.8, 10)]
     count = affordable_steps(charged, Event(0.05, 0.8, 0), 10_000, 5.0, 2.5e-5)
