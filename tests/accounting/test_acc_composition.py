@@ -205,6 +205,23 @@ def test_a_transform_as_wrong_as_its_bound_allows_moves_the_masses_by_no_more_th
     assert 0 < moved <= right.error < 30 * moved
 
 
+@pytest.mark.parametrize("points", [1400, 2000, 5000])
+@pytest.mark.parametrize("slope", [-3.0, 0.0, 3.0])
+def test_the_mass_outside_a_window_is_bounded_and_not_by_far_more(points: int, slope: float) -> None:
+    """The least window has 4,096 points, of the 3 * `points` that three steps reach."""
+    masses = np.exp(slope * np.arange(points) / points)
+    lattice = LossLattice(1e-3, -points // 2, masses / masses.sum())
+    window = _Window(Composition((lattice,), (3,)), 0.5, 0.1)
+    assert window.points == 4096
+    weights, _ = tilted(lattice.log_masses, lattice.losses, 0.5)
+    exact = np.convolve(np.convolve(weights, weights), weights)
+    losses = 1e-3 * (3 * lattice.first + np.arange(len(exact)))
+    for side, beyond in ((1, losses > window.losses[-1] + 1e-6), (-1, losses < window.losses[0] - 1e-6)):
+        there, bound = float(exact[beyond].sum()), window._log_tail(side)
+        assert there <= math.exp(bound) <= max(there, 1e-12) ** 0.1
+    assert exact[(losses > window.losses[-1]) | (losses < window.losses[0])].sum() <= window.outside()
+
+
 def test_an_epsilon_pays_for_all_that_errors_may_have_moved() -> None:
     delta, parts = 1e-6, Composition((upper(0.05, 0.8, 1e-4)[0],), (20,))
     window = _Window(parts, parts._tilt_for(delta), SPREADS)
