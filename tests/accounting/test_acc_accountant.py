@@ -8,6 +8,7 @@ from itertools import permutations
 import pytest
 
 from murmuration.accounting.epsilon.accountant import (
+    MARGIN,
     AccountingError,
     Event,
     delta_at,
@@ -18,6 +19,7 @@ from murmuration.accounting.epsilon.accountant import (
     plain_sigma,
     round_up,
     show_delta,
+    within,
 )
 
 NOTHING = [[], [Event(0.1, 1.0, 0)]]
@@ -86,7 +88,18 @@ def test_full_batches_are_one_gaussian_and_nothing_else_is() -> None:
 def test_readers_see_four_digits_of_epsilon_and_three_of_delta_rounded_up() -> None:
     assert round_up(1.23411) == 1.2342 and round_up(1.2341) == 1.2341 and round_up(2.0) == 2.0
     assert round_up(1.21, 1) == 1.3 and round_up(7.0001, 0) == 8
+    for number in range(319_500, 320_000):
+        least = math.nextafter(number / 1e4, math.inf)  # times 1e4, some of these round to the number itself
+        assert round_up(least) == (number + 1) / 1e4
     for value in (1e-5, 1.2341e-6, 9.996e-9, 0.5, 1 / 3, 2 / 3e7):
         shown = float(show_delta(value))
         assert value <= shown <= value * 1.011
     assert show_delta(1.2341e-6) == "1.24e-06" and show_delta(1e-5) == "1e-05"
+
+
+def test_a_budget_is_kept_only_with_room_for_other_processors() -> None:
+    """Two processors may differ by a hundredth of that, as `test_acc_composition.py` finds."""
+    assert 1e-9 < MARGIN < 1e-6
+    assert within(8.0 * (1 - 2 * MARGIN), 8.0) and within(0.0, 1e-3)
+    for spent in (8.0 * (1 - MARGIN / 2), 8.0, 8.0 * (1 + MARGIN / 2)):
+        assert not within(spent, 8.0)

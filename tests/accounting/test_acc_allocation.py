@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from itertools import product
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from murmuration.accounting.epsilon.accountant import (
     epsilon_below,
     quick_epsilon,
 )
-from murmuration.accounting.epsilon.allocation import allocated, allocated_below
+from murmuration.accounting.epsilon.allocation import _connected, _Mean, _merged, allocated, allocated_below
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.composition import Composition
 from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon
@@ -103,6 +105,48 @@ def test_simulated_losses_agree_and_a_claim_a_tenth_lower_does_not(slots: int, s
     assert any(worst), "the test has no power"
 
 
+def halves(interval: float, same: bool) -> tuple[_Mean, _Mean]:
+    """Two distributions of a ratio, of few points that reach far."""
+    random = np.random.default_rng(5)
+    found = []
+    for first, points in ((-9, 17), (-4, 21)):
+        masses = random.random(points)
+        ratios = np.exp(interval * np.arange(first, first + points))
+        found.append(_Mean(first, masses, masses * ratios))
+    return found[0], found[0] if same else found[1]
+
+
+@pytest.mark.parametrize(("same", "share"), [(True, 0.5), (False, 0.5), (False, 1 / 3), (False, 0.1)])
+@pytest.mark.parametrize("finer", [1, 2])
+@pytest.mark.parametrize("interval", [0.05, 0.4])
+def test_one_halving_is_the_mean_of_all_pairs_placed_one_by_one(
+    same: bool, share: float, finer: int, interval: float
+) -> None:
+    """From above it lies between the two points beside it, with the same mass and the same measure; from below it is
+    part of an outcome about as far, which has both."""
+    one, two = halves(interval, same)
+    fine = interval / finer
+    above = defaultdict[int, float](float)
+    for (x, p), (y, q) in product(enumerate(one.masses, one.first), enumerate(two.masses, two.first)):
+        ratio = share * math.exp(interval * x) + (1 - share) * math.exp(interval * y)
+        point = math.floor(math.log(ratio) / fine + 1e-9)
+        place = max(0.0, math.expm1(math.log(ratio) - point * fine) / math.expm1(fine))
+        above[point] += p * q * (1 - place)
+        above[point + 1] += p * q * place
+    mass = one.masses.sum() * two.masses.sum()
+    measure = share * one.measure.sum() * two.masses.sum() + (1 - share) * one.masses.sum() * two.measure.sum()
+    found = _connected(one, two, share, interval, finer)
+    expected = [above[found.first + place] for place in range(len(found.masses))]
+    assert found.masses == pytest.approx(np.array(expected), rel=1e-9, abs=1e-9)
+    merged = _merged(one, two, share, interval, finer)
+    for each in (found, merged):
+        assert each.masses.sum() == pytest.approx(mass, rel=1e-12)
+        assert each.measure.sum() == pytest.approx(measure, rel=1e-12)
+    kept = merged.masses > 0
+    points = fine * np.arange(merged.first, merged.first + len(merged.masses))
+    assert np.abs(np.log(merged.measure[kept] / merged.masses[kept]) - points[kept]).max() < fine
+
+
 @pytest.mark.parametrize(("slots", "sigma", "count"), [(2, 1.0, 5), (3, 0.5, 1), (31, 0.8, 10), (179, 0.8, 2)])
 def test_upper_and_lower_bounds_are_close(slots: int, sigma: float, count: int) -> None:
     events = [epochs(slots, sigma, count)]
@@ -172,8 +216,9 @@ def test_the_unequal_chances_of_the_lanes_are_paid_for() -> None:
         assert -math.log1p(-slots / RATE_DENOMINATOR) >= worst
 
 
-def test_what_is_not_proved_is_refused() -> None:
-    events = [epochs(4, 1.0, 2)]
+@pytest.mark.parametrize("slots", [2, 4])
+def test_what_is_not_proved_is_refused(slots: int) -> None:
+    events = [epochs(slots, 1.0, 2)]
     for compute in (
         lambda: epsilon(events, 1e-5, "rdp"),
         lambda: group_epsilon(events, 1e-5, 2),

@@ -56,6 +56,7 @@ def test_more_right_guesses_refute_more_and_delta_confidence_and_canaries_cost()
     assert epsilon_bound(1000, 200, v, 1e-5, 0.9) > epsilon_bound(1000, 200, v, 1e-5, 0.99)
     assert epsilon_bound(1000, 200, v, 1e-4) > epsilon_bound(4000, 200, v, 1e-4)
     assert epsilon_bound(1000, 200, 200, 0.4) == 0, "a delta that explains everything refutes nothing"
+    assert p_value(1000, 200, 200, 1.0, 0.4) == 1.0, "and no bound on a probability is more than 1"
 
 
 def test_where_it_refutes_the_p_value_grows_with_epsilon() -> None:

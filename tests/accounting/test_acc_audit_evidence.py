@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_ind
 
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.epsilon.audit_bound import AuditError, correct_guesses, numbers_of_guesses
@@ -49,6 +50,16 @@ def test_pairs_cover_mu_exactly_even_where_they_are_few(mu: float) -> None:
     assert some.p_value(some.mu_bound(level)) == pytest.approx(level, rel=1e-6)
 
 
+@pytest.mark.parametrize(("there", "absent"), [(2, 2), (2, 5), (9, 3), (40, 60)])
+def test_without_any_difference_pairs_are_students_test_of_scipy(there: int, absent: int) -> None:
+    values = np.random.default_rng(there).standard_normal(there + absent) + 0.7 * (np.arange(there + absent) < there)
+    found = pairs_of(values, np.arange(there + absent) < there)
+    assert found is not None
+    expected = ttest_ind(values[:there], values[there:], alternative="greater")
+    assert (found.statistic, found.freedom) == (pytest.approx(expected.statistic, rel=1e-12), expected.df)
+    assert found.p_value(0.0) == pytest.approx(expected.pvalue, rel=1e-9)
+
+
 def test_power_of_pairs_is_the_share_of_simulated_ones() -> None:
     draw, took_part, audits = np.random.default_rng(2), np.arange(200) < 90, 2000
     seen = 0
@@ -66,6 +77,11 @@ def test_pairs_say_nothing_where_there_is_nothing_to_compare() -> None:
     assert pairs_of(np.zeros(6), np.arange(6) < 3) is None, "no noise was seen at all"
     assert Pairs(100, 100, -3.0).mu_bound(0.05) == 0.0
     assert Pairs(100, 100, 1e6).mu_bound(0.05) > 900
+
+
+def test_guesses_that_are_no_better_than_coins_prove_nothing_and_no_less() -> None:
+    found = Evidence(100, 50, (Count(20, 10),), Pairs(100, 100, -0.5)).bound(claim_of(Event(1.0, 2.0, 1)))
+    assert [each.epsilon for each in found.tried] == [0.0] * 4 and found.epsilon == 0
 
 
 @pytest.mark.parametrize("sigma", [0.4, 2.0, 8.0])

@@ -70,6 +70,18 @@ def test_a_segment_that_begins_in_a_block_uses_its_own_draws_and_moves_no_furthe
     assert np.linalg.norm(np.linalg.inv(noise), axis=0).max() <= 1
 
 
+def test_the_noise_of_each_step_of_a_first_segment_has_the_deviation_of_its_whole_row() -> None:
+    spreads = [MATRIX.spread(step) for step in range(1, 2 * BANDS + 1)]
+    assert spreads == pytest.approx(2 * np.linalg.norm(MATRIX.whole, axis=1).tolist(), rel=1e-14)
+    assert MATRIX.typical_spread == pytest.approx(np.linalg.norm(MATRIX.whole) / math.sqrt(BANDS), rel=1e-14)
+
+
+def test_a_matrix_was_made_for_one_step_at_least() -> None:
+    assert replace(MATRIX, horizon=1).sensitivity == MATRIX.sensitivity
+    with pytest.raises(BandedError, match="horizon of banded noise must be at least 1 step, but is 0"):
+        replace(MATRIX, horizon=0)
+
+
 @pytest.mark.parametrize(("bands", "steps"), [(2, 7), (3, 10), (8, 64), (16, 100)])
 def test_accumulated_noise_is_that_of_all_prefix_sums(bands: int, steps: int) -> None:
     matrix = best_banded(bands, steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -130,6 +131,25 @@ def test_what_cannot_be_reached_is_said() -> None:
         calibrate_steps(0.5, 0.5, 0.1, 1e-6)
     with pytest.raises(AccountingError, match="batch of 1 passes"):
         calibrate_batch(10, 0.5, 3, 0.1, 1e-6)
+
+
+@pytest.mark.parametrize("by", ["quick", "pld"])
+def test_only_too_little_noise_explains_that_there_is_no_answer(by: calibrate.By) -> None:
+    """An accountant that has none with a noise multiplier above 50 either says why, and not that noise is missing."""
+    ladder = calibrate._SigmaLadder(0.5, 2, 8.0, 1e-38, digits=2)
+    assert ladder.excess(1, by) == ladder.excess(4_900, by) == math.inf
+    with pytest.raises(AccountingError, match="too small for PLD accounting"):
+        ladder.excess(5_100, by)
+    with pytest.raises(AccountingError, match="too small for PLD accounting"):
+        calibrate_sigma(0.5, 2, 8.0, 1e-38)
+
+
+def test_where_delta_alone_keeps_any_epsilon_the_least_noise_that_can_be_accounted_is_enough() -> None:
+    """A record that takes part less often than delta: epsilon is 0 with any noise, so its slope leads nowhere."""
+    sigma = calibrate_sigma(1e-6, 1, 8.0, 1e-3, digits=3)
+    assert 0 < sigma < 0.1 and epsilon([Event(1e-6, sigma, 1)], 1e-3) < 1e-9
+    with pytest.raises(AccountingError, match="use more noise"):
+        epsilon([Event(1e-6, sigma - 1e-3, 1)], 1e-3)
 
 
 def test_affordable_steps_meet_the_budget_exactly() -> None:

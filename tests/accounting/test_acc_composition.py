@@ -14,10 +14,26 @@ import pytest
 import scipy.fft
 from dp_accounting.pld import privacy_loss_distribution as pld
 
-from murmuration.accounting.epsilon.accountant import AccountingError, Event, delta_at, epsilon, epsilon_below
+from murmuration.accounting.epsilon.accountant import (
+    AccountingError,
+    Event,
+    delta_at,
+    deltas_at,
+    epsilon,
+    epsilon_below,
+)
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
-from murmuration.accounting.epsilon.composition import NEAR, SPREADS, Composition, NotConverged, _Window
+from murmuration.accounting.epsilon.composition import (
+    NEAR,
+    PER_LEVEL,
+    SPREADS,
+    Composition,
+    NotConverged,
+    _Window,
+    tilted,
+)
 from murmuration.accounting.epsilon.loss_lattice import UNIT, LossLattice, lower, upper
+from murmuration.accounting.epsilon.other_pairs import Group, dominating
 
 VIP = 233_000_000
 # rate, sigma, steps, delta, and the epsilon that an 80-bit and a tilted transform, both written by others, found on
@@ -70,6 +86,17 @@ def test_masses_of_one_step_have_a_small_relative_error(rate: float, sigma: floa
         tolerance = 1e-12 + 4 * lattice.slack / 1e-4
         assert abs(lattice.masses[index] / (under_q * mpmath.exp(mpmath.mpf(here))) - 1) < tolerance
         assert abs(absent.masses[count - 1 - index] / under_q - 1) < tolerance
+
+
+@pytest.mark.parametrize(("rate", "sigma"), [(0.05, 0.1), (1e-3, 1.0), (0.5, 30.0), (1.0, 0.2)])
+def test_rounding_is_charged_for_the_largest_numbers_of_a_step(rate: float, sigma: float) -> None:
+    """A loss is a difference of numbers up to `largest`, the log of a density is up to the square of the last output:
+    each has at least half a unit of rounding in a few operations. Pairs of several records have their own."""
+    top = 1 / sigma + 13
+    largest = top / sigma + 0.5 / sigma**2
+    for lattice in (*upper(rate, sigma, 1e-2), lower(rate, sigma, 1e-2), *dominating(Group(rate, sigma, 1), 1e-2)):
+        assert 8 * UNIT * (1 + largest) <= lattice.slack < 1e-12 * (1 + largest)
+        assert 8 * UNIT * (2 + top**2 + largest) <= lattice.error < 1e-12 * (1 + top**2 + largest)
 
 
 def by_80_bits(lattice: LossLattice, steps: int, value: float) -> float:
@@ -156,6 +183,75 @@ def test_steps_that_hardly_move_their_masses_have_a_close_bound(skew: float) -> 
     assert (1 - 1e-5) * delta <= by_multiprecision(lattice, steps, value) <= delta
 
 
+@pytest.mark.parametrize(("rate", "sigma", "steps", "interval"), [(0.05, 0.8, 20, 1e-3), (1e-4, 0.6, 10_000, 1e-3)])
+def test_a_transform_as_wrong_as_its_bound_allows_moves_the_masses_by_no_more_than_theirs(
+    rate: float, sigma: float, steps: int, interval: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its error lies in the coefficients that are left after so many steps. The bound is not far above that."""
+    parts = Composition((upper(rate, sigma, interval)[0],), (steps,))
+    tilt, plain = parts._tilt_for(1e-6), np.fft.rfft
+    right = _Window(parts, tilt, SPREADS)
+    product = np.abs(plain(right.masses))
+    wrong = product > 0.1 * product.max()
+
+    def worst(folded: np.ndarray) -> np.ndarray:
+        allowed = PER_LEVEL * math.log2(len(folded)) * float(np.linalg.norm(folded)) * math.sqrt(len(folded))
+        found = plain(folded)
+        found[wrong] += 0.9 * allowed / math.sqrt(2 * wrong.sum())  # twice: the other half mirrors this one
+        return found
+
+    monkeypatch.setattr(np.fft, "rfft", worst)
+    moved = float(np.linalg.norm(_Window(parts, tilt, SPREADS).masses - right.masses))
+    assert 0 < moved <= right.error < 30 * moved
+
+
+@pytest.mark.parametrize("points", [1400, 2000, 5000])
+@pytest.mark.parametrize("slope", [-3.0, 0.0, 3.0])
+def test_the_mass_outside_a_window_is_bounded_and_not_by_far_more(points: int, slope: float) -> None:
+    """The least window has 4,096 points, of the 3 * `points` that three steps reach."""
+    masses = np.exp(slope * np.arange(points) / points)
+    lattice = LossLattice(1e-3, -points // 2, masses / masses.sum())
+    window = _Window(Composition((lattice,), (3,)), 0.5, 0.1)
+    assert window.points == 4096
+    weights, _ = tilted(lattice.log_masses, lattice.losses, 0.5)
+    exact = np.convolve(np.convolve(weights, weights), weights)
+    losses = 1e-3 * (3 * lattice.first + np.arange(len(exact)))
+    for side, beyond in ((1, losses > window.losses[-1] + 1e-6), (-1, losses < window.losses[0] - 1e-6)):
+        there, bound = float(exact[beyond].sum()), window._log_tail(side)
+        assert there <= math.exp(bound) <= max(there, 1e-12) ** 0.1
+    assert exact[(losses > window.losses[-1]) | (losses < window.losses[0])].sum() <= window.outside()
+
+
+def test_an_epsilon_pays_for_all_that_errors_may_have_moved() -> None:
+    delta, parts = 1e-6, Composition((upper(0.05, 0.8, 1e-4)[0],), (20,))
+    window = _Window(parts, parts._tilt_for(delta), SPREADS)
+    value, before = window.epsilon(delta)
+    window.error *= 5e-4 * delta / window._moved(value)
+    larger, errors = window.epsilon(delta)
+    assert window.delta(larger) <= delta < window.delta(value) and larger > value
+    assert errors == pytest.approx(before + 5e-4 * delta, rel=1e-2)
+
+
+@pytest.mark.parametrize(("rate", "sigma", "steps"), [(1e-6, 1.0, 3), (1e-4, 0.6, 1_000_000)])
+def test_size_and_angle_of_a_power_round_within_their_bound(rate: float, sigma: float, steps: int) -> None:
+    """Of the coefficients that are left, against powers of the same ones in 40 digits."""
+    lattice = upper(rate, sigma, 1e-4)[0]
+    parts = Composition((lattice,), (steps,))
+    window = _Window(parts, parts._tilt_for(1e-10), SPREADS)
+    powers, bound = window._spectrum()
+    weights, _ = tilted(lattice.log_masses, lattice.losses, window.tilt)
+    fullest = int(np.argmax(weights))
+    weights[fullest] = 0.0
+    folded = np.bincount((np.arange(len(weights)) - fullest) % window.points, weights, window.points)
+    apart = np.fft.rfft(folded) - float(weights.sum())
+    missed = mpmath.mpf(0)
+    with mpmath.workdps(40):
+        for k in sorted({0, 1, 2, 3, *np.linspace(4, len(apart) - 1, 60).astype(int)}):
+            turn = mpmath.expjpi(mpmath.mpf(-2 * int(k) * steps * (lattice.first + fullest)) / window.points)
+            missed += abs((1 + mpmath.mpc(complex(apart[k]))) ** steps * turn - mpmath.mpc(complex(powers[k]))) ** 2
+    assert 0 < mpmath.sqrt(missed * 2 / window.points) <= bound
+
+
 def test_coefficients_written_out_are_within_their_bound_at_every_frequency() -> None:
     chance = np.random.default_rng(5)
     weights = chance.random(9) * 10.0 ** chance.integers(-9, 0, 9)
@@ -234,6 +330,29 @@ def test_a_lattice_with_an_error_gives_a_larger_epsilon_or_none() -> None:
     assert value + 1e-4 < Composition((rough,), (100,)).epsilon(1e-6) < value + 2e-4
     with pytest.raises(NotConverged):
         Composition((LossLattice(1e-4, exact.first, exact.masses, error=1e-4),), (100,)).epsilon(1e-6)
+
+
+def test_deltas_that_are_asked_for_together_are_as_close_as_each_alone() -> None:
+    """However far apart they lie: a window about one of them says little of a far one."""
+    events, asked = [Event(0.05, 0.8, 20)], [9.0, 0.0, 5.0, 2.0, 2.1]
+    assert deltas_at(events, asked, 1e-6) == pytest.approx([delta_at(events, value) for value in asked], rel=1e-4)
+
+
+@pytest.mark.parametrize("outside", [0.0, 1e-4, 1e-3])
+def test_a_lower_bound_pays_for_all_that_may_lie_outside_its_window(
+    outside: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such mass was counted inside it. At worst all of it belongs just above the answer, where tilting it back makes
+    the most of it."""
+    monkeypatch.setattr(_Window, "outside", lambda _: outside)
+    lattice, delta = lower(0.3, 3.0, 1e-4), 1e-3
+    one = Composition((lattice,), (1,))
+    value, tilt = one.epsilon_below(delta), one._tilt_for(delta)
+    counted = outside * math.exp(one.moments(tilt).log_scale - tilt * value)
+    above = lattice.losses > value
+    there = float(lattice.masses[above] @ -np.expm1(value - lattice.losses[above]))
+    assert delta + counted <= there <= (delta + 3 * counted) * (1 + 1e-6), "and hardly more"
+    assert 0 < value < 1 and (not outside or counted > 1e-6)
 
 
 def test_lower_bounds_are_made_of_what_the_step_dominates() -> None:

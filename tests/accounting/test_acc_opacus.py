@@ -50,7 +50,7 @@ def test_what_one_of_its_accountants_refuses_stands_in_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "opacus").mkdir()
-    (tmp_path / "opacus" / "__init__.py").write_text("__version__ = '0'\n")
+    (tmp_path / "opacus" / "__init__.py").write_text("__version__ = '0'\nprint('a word of its own')\n")
     (tmp_path / "opacus" / "accountants.py").write_text(
         "class RDPAccountant:\n    def get_epsilon(self, delta): return self.history[0][2] + delta\n"
         "class PRVAccountant:\n    def get_epsilon(self, delta): raise RuntimeError('too small')\n"

@@ -21,7 +21,7 @@ from murmuration.accounting.epsilon.accountant import (
 from murmuration.accounting.epsilon.composition import Composition
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, upper
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
-from murmuration.accounting.epsilon.other_pairs import Group, Replacement, dominating
+from murmuration.accounting.epsilon.other_pairs import Group, Replacement, cells, dominating
 
 ONE_STEP = [Event(1.0, 0.6529, 1)]
 DPCAP = Event(24077779 / 2**32, 0.70711, 5708)
@@ -229,3 +229,17 @@ def test_what_is_not_known_is_refused() -> None:
         with pytest.raises(AccountingError, match="capped batches"):
             asked([Event(0.1, 1.0, 3, cap=20, records=100)])
         assert asked([]) == 0.0
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-6, math.nan])
+def test_a_delta_that_is_no_probability_is_refused(delta: float) -> None:
+    for ask in (lambda: group_epsilon(ONE_STEP, delta, 2), lambda: replacement_epsilon(ONE_STEP, delta)):
+        with pytest.raises(AccountingError, match="delta must lie in"):
+            ask()
+
+
+@pytest.mark.parametrize("pair", [Group(0.5, 2.0, 10), Group(0.2, 1.0, 3), Replacement(0.2, 1.0)])
+def test_the_cells_of_a_lattice_are_known_before_it_is_made(pair: Group | Replacement) -> None:
+    """A lattice with too many is made coarser, for which they have to be counted right."""
+    found = len(dominating(pair, 2e-3)[0].masses)
+    assert cells(pair, 2e-3) == pytest.approx(found * (pair.most if isinstance(pair, Group) else 1), rel=0.01)

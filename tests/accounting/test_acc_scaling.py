@@ -220,3 +220,8 @@ def test_a_damaged_table_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(CertificateError, match="damaged"):
         verify(tmp_path)
+
+
+def test_the_span_is_that_of_all_elements_and_of_weights_that_keep_their_gradient() -> None:
+    assert ScaleTable({"a": ((-3, 2), (1, 5)), "b": ((0,), (-1, 1))}).span == (-2, 7)
+    assert ScaleTable({"a": ((2, 3), (1,))}).span == (0, 4) and ScaleTable({"a": ((-2,), (-1, 0))}).span == (-3, 0)

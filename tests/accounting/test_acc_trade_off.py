@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
@@ -108,3 +110,13 @@ def test_a_distance_alone_has_a_gaussian_that_covers_it() -> None:
     fit = TradeOff((0.0,), (0.3,)).fit()
     assert 2 * ndtr(fit.mu / 2) - 1 == pytest.approx(0.3, abs=1e-6)
     assert TradeOff((0.0,), (0.3,)).best_guess() == pytest.approx(0.65)
+
+
+@pytest.mark.parametrize("curve", [of_point(0.0, 0.0), of_events([], 1e-5)])
+def test_where_nothing_was_released_the_gaussian_is_nothing(curve: TradeOff) -> None:
+    fit = curve.fit()
+    assert 0 <= fit.mu < 1e-9 and fit.delta == 0 and 0.5 <= curve.best_guess() < 0.5 + 1e-9
+
+
+def test_the_table_goes_from_few_false_alarms_to_many() -> None:
+    assert GRID[0] > 0 and GRID[-1] < 1 and all(one < other for one, other in pairwise(GRID))

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.optimize import brentq
 from scipy.stats import norm
 
 from murmuration.accounting.certificate.certificate import compose
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, describe, epsilon
+from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, parameter, selected_epsilon, tuned_epsilon
 from tests.accounting.test_acc_cli import answer, here
 from tests.support.acc_world import CONFIG, DATA, PLAN, begin, train
@@ -95,6 +97,19 @@ def test_the_bound_by_deltas_is_near_what_the_worst_order_needs() -> None:
     sigma, delta, mean = 2.0, 1e-4, 10.0
     one, claimed = epsilon([Event(1.0, sigma, 1)], delta), selected_epsilon([Event(1.0, sigma, 1)], delta, mean, 1.0)
     assert max(exact_delta(sigma, mean, 1.0, order, one + (claimed - one) * 0.8) for order in ORDERS) > delta
+
+
+@pytest.mark.parametrize(("mean", "shape"), [(10.0, 1.0), (30.0, 0.0), (4.0, 2.5), (1.5, 0.5), (3.0, math.inf)])
+def test_the_bound_by_deltas_is_the_documents_formula_for_one_gaussian(mean: float, shape: float) -> None:
+    sigma = SIGMA / math.sqrt(STEPS)
+    if math.isinf(shape):
+        added = mean * gaussian_delta(sigma, 0.0)
+    else:
+        g = parameter(mean, shape)
+        added = (shape + 1) * brentq(lambda x: gaussian_delta(sigma, x) - math.expm1(x) * g / (1 - g), 0.0, 50.0)
+    found = selected_epsilon([Event(1.0, SIGMA, STEPS)], DELTA, mean, shape)
+    exact = gaussian_epsilon(sigma, DELTA / mean) + added
+    assert exact * (1 - 1e-10) <= found <= exact * (1 + 1e-7)
 
 
 @pytest.mark.parametrize(("mean", "shape"), [(1.5, 1.0), (10.0, 1.0), (100.0, 0.0), (3.0, 2.5)])
@@ -225,6 +240,12 @@ def test_nothing_is_claimed_for_the_best_of_several_with_a_plan_made_after_priva
     said = journal.history.why_not_private()
     assert said is not None and "another was declared after private steps" in said
     assert compose(journal.history, journal.ledger.entries, {})["claim"]["private"] is False
+
+
+@pytest.mark.parametrize(("mean", "shape"), [(1e12, 1.0), (2.0, 1e-6), (2.0, 1e4), (2.0, 0.0)])
+def test_the_last_numbers_of_runs_that_have_a_bound_by_deltas_have_one(mean: float, shape: float) -> None:
+    events = [Event(1.0, SIGMA, STEPS)]
+    assert epsilon(events, DELTA / mean) < selected_epsilon(events, DELTA, mean, shape) < 1e3
 
 
 @pytest.mark.parametrize(("mean", "shape"), [(1e13, 0.0), (10.0, 1e300), (10.0, 1e-9)])

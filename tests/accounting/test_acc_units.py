@@ -26,7 +26,7 @@ from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import ADJACENCY, UNIT, PlanError, PlannedMetric, PrivacyPlan
 from murmuration.accounting.strict_json import read
-from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
+from murmuration.accounting.unit import Unit, adjacency_in_words, contribution_in_words, unit_in_words
 from tests.support.acc_world import PLAN, begin, facts, rewritten, train
 
 PATIENTS = Unit("patient_id", 4, "mean", "table")
@@ -215,3 +215,16 @@ def test_a_warm_start_says_what_it_cannot_add(tmp_path: Path, plan: PrivacyPlan,
     alike = (theirs or UNIT) == plan.unit
     assert ("no more than the sum of both" in told) == alike
     assert (f"nothing by both together, since this run protects {plan.unit}" in told) == (not alike)
+
+
+def test_what_a_unit_adds_is_one_record_or_the_mean_or_sum_of_several() -> None:
+    assert contribution_in_words(Unit("patient", rows=1)) == "one of its records, chosen anew by key at each step"
+    for reduce in ("mean", "sum"):
+        told = contribution_in_words(Unit("patient", rows=2, reduce=reduce))
+        assert told == f"the {reduce} over at most 2 of its records, chosen anew by key at each step"
+
+
+@pytest.mark.parametrize(("rows", "reduce"), [(0, "mean"), (-1, "sum"), (1, "max"), (4, "")])
+def test_a_unit_that_contributes_nothing_that_is_known_is_refused(rows: int, reduce: Any) -> None:
+    with pytest.raises(ValueError, match=f"at least 1 record, not '{reduce}' of {rows}"):
+        Unit("patient", rows=rows, reduce=reduce)

@@ -138,3 +138,22 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         sampler(10, 2).draw(0)
     with pytest.raises(ValueError, match="no part that begins"):
         sampler(10, 2).part(1, 2, 10)
+
+
+def test_the_first_and_the_last_epoch_and_step_are_drawn_and_none_beyond() -> None:
+    assert sampler(40, 2).draw(1).slots == 2 and sampler(40, 1 << 20).draw(1 << 20).slots == 1 << 20
+    for slots in (0, 1, (1 << 20) + 1):
+        with pytest.raises(ValueError, match="epochs of 2 to 2"):
+            sampler(40, slots)
+    last = [sampler(40, 2).draw(step).ids.tolist() for step in ((1 << 64) - 3, (1 << 64) - 2, (1 << 64) - 1)]
+    assert sorted(last[0] + last[1]) == list(range(40)), "a whole epoch, with numbers that 63 bits do not hold"
+    assert last[2] == [record for record in range(40) if step_of((1 << 63) - 1, record, 2) == (1 << 64) - 1]
+    for step in (0, 1 << 64):
+        with pytest.raises(ValueError, match="outside 1"):
+            sampler(40, 2).draw(step)
+
+
+def test_nobody_can_change_what_was_drawn() -> None:
+    ids = sampler(40, 2).draw(1).ids
+    with pytest.raises(ValueError, match="read-only"):
+        ids[0] = 7

@@ -94,19 +94,19 @@ def lines_of(file: str, line: int) -> range:
     return range(first, last + 1)
 
 
-def evaluated_at_import(file: str, line: int) -> tuple[str | None, range]:
-    """What a module-level statement names: a value, or a class or function with its lines, in whose head it stands."""
+def evaluated_at_import(file: str, line: int) -> tuple[set[str], range]:
+    """What a module-level statement names: values, or a class or function with its lines, in whose head it stands."""
     for node in ast.parse((TREE / file).read_text()).body:
         last = node.end_lineno or node.lineno
         if min(node.lineno, *(d.lineno for d in getattr(node, "decorator_list", [])), node.lineno) <= line <= last:
-            if isinstance(node, ast.Assign):
-                return next((name.id for name in ast.walk(node) if isinstance(name, ast.Name)), None), range(0)
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                return node.target.id, range(0)
-            return getattr(node, "name", None), range(node.lineno, last + 1)
-    return None, range(0)
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                stored = (name for name in ast.walk(node) if isinstance(name, ast.Name))
+                return {name.id for name in stored if isinstance(name.ctx, ast.Store)}, range(0)
+            name = getattr(node, "name", None)
+            return {name} if name else set(), range(node.lineno, last + 1)
+    return set(), range(0)
 
 
-def lines_that_name(file: str, name: str) -> list[int]:
-    word = re.compile(rf"\b{re.escape(name)}\b")
+def lines_that_name(file: str, names: set[str]) -> list[int]:
+    word = re.compile(rf"\b({'|'.join(map(re.escape, sorted(names)))})\b")
     return [number for number, line in enumerate((TREE / file).read_text().splitlines(), 1) if word.search(line)]

@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,9 +76,10 @@ def in_a_fork(work: Callable[[], int], seconds: float) -> Answer:
         os.killpg(pid, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]
     shutil.rmtree(SCRATCH, ignore_errors=True)
-    if not in_time:
+    code = os.waitstatus_to_exitcode(status)
+    if not in_time or code == -signal.SIGPROF:
         return Answer(True, "timeout")
-    return Answer(os.waitstatus_to_exitcode(status) != ALIVE, "tests")
+    return Answer(code != ALIVE, "tests")
 
 
 def ends_within(pid: int, seconds: float) -> bool:
@@ -167,10 +168,10 @@ class Covering:
 
     def of_import(self, file: str, line: int) -> list[str]:
         """Tests that run lines which name what was evaluated there, or are part of it; and others of the file."""
-        name, lines = evaluated_at_import(file, line)
+        names, lines = evaluated_at_import(file, line)
         near = self.at(file, lines)
-        if name:
-            near |= {test for other in self.lines for test in self.at(other, lines_that_name(other, name))}
+        if names:
+            near |= {test for other in self.lines for test in self.at(other, lines_that_name(other, names))}
         first = self.affordable(near)
         return first if sum(self.seconds.get(test, 9.0) for test in first) > self.budget / 2 else [
             *first, *(test for test in self.affordable(self.anywhere(file)) if test not in first)
@@ -232,6 +233,13 @@ class Runner:
                     f"{time.monotonic() - began:.1f}s", file=sys.__stderr__, flush=True,
                 )  # fmt: skip
         return True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, bool, bool]:
+        """A test in a fork has its own processor time, so that an endless one does not use up that of all others. The
+        signal ends the fork."""
+        signal.setitimer(signal.ITIMER_PROF, self._covering.limit([item.nodeid]))
+        return (yield)
 
     def _order(self, mutation: MutationSpec) -> int:
         file = mutation.module_path.as_posix()

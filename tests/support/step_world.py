@@ -28,9 +28,10 @@ class Stop:
     """Asks to stop at the n-th micro-batch."""
 
     def __init__(self, at: int = 0) -> None:
-        self.at, self.count = at, 0
+        self.at, self.count, self.each = at, 0, set[bool]()
 
     def until_asked(self, micro_batches: Iterator[MicroBatch], ranks: Any, each: bool) -> Iterator[MicroBatch]:
+        self.each.add(each)
         for micro_batch in micro_batches:
             self.count += 1
             if self.count == self.at:

@@ -41,17 +41,21 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
 class SeenOtherwise(nn.Module):
     """Weights that layers use in another shape than they have: whose rows are not theirs."""
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: int = 3, width: int = 6) -> None:
         super().__init__()
-        self.heads = nn.Parameter(torch.randn(2, 3, 6))
-        self.words = nn.Parameter(torch.randn(2, 4, 6))
+        self.heads = nn.Parameter(torch.randn(2, outputs, width) / width**0.5)
+        self.words = nn.Parameter(torch.randn(2, 4, width))
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        hidden = F.embedding(inputs["ids"], self.words.reshape(8, 6))
-        return F.linear(hidden, self.heads.reshape(6, 6)).tanh().square().sum((1, 2))
+        hidden = F.embedding(inputs["ids"], self.words.reshape(8, -1))
+        return F.linear(hidden, self.heads.flatten(0, 1)).tanh().square().sum((1, 2))
 
 
-ALL = CASES | {"seen_otherwise": Case(SeenOtherwise, words(5, 8))}
+ALL = CASES | {
+    "seen_otherwise": Case(SeenOtherwise, words(5, 8)),
+    # Too large to be kept for each record: written out for the norms alone, and added up as a product.
+    "seen_otherwise_and_wide": Case(lambda: SeenOtherwise(64, 48), words(5, 8)),
+}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "fp64"])

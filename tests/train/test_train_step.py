@@ -346,6 +346,7 @@ def test_a_plain_step_takes_every_micro_batch_and_divides_once_by_the_planned_ba
     losses.sum().backward()
     ((batch, number, rate, gradients),) = seen
     assert (batch, number, rate, stop.count, observed.records) == (16, 3, 0.5, 3, 20)
+    assert stop.each == {True}, "some engines reduce in each backward pass, so all ranks must leave at the same one"
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)
