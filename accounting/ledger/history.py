@@ -28,6 +28,7 @@ from murmuration.accounting.ledger.facts import (
 from murmuration.accounting.ledger.lines import (
     KEYED,
     LINES,
+    RECORDS_AS_PUBLIC,
     ChoiceLine,
     CopiedLine,
     CurvesLine,
@@ -308,6 +309,11 @@ class History:
             found.append(step_id)
         return found
 
+    def without_noise(self) -> frozenset[str]:
+        """Digests of all records that this run used as public: trained on, mixed in, or measured on."""
+        trained = (digest for manifests in self.public_manifests.values() for digest in manifests)
+        return frozenset(trained).union(line.digest for line in self.public_uses if line.use in RECORDS_AS_PUBLIC)
+
     def protected(self) -> frozenset[str]:
         """Digests of all record sets that these weights may reveal: this run's own, and those of runs before it."""
         before = (digest for origin in self.origins for digest in origin.protected)
@@ -423,7 +429,8 @@ class History:
             return "states noise of another matrix than its plan's, or with another deviation than that gives"
         if plan.scaling is not None:
             public, released = (PublicLine(step_id.phase, use, plan.scaling.scales) for use in ("scaling", "released"))
-            if public not in self.public_uses and not (released in self.public_uses and self.origins):
+            named = any(origin.used == "scales" for origin in self.origins)
+            if public not in self.public_uses and not (released in self.public_uses and named):
                 return "scales gradients by numbers that nobody declared public, or released by a run that it names"
         return None
 

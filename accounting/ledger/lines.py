@@ -126,6 +126,9 @@ class ChoiceLine:
 
 PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "scaling", "released"]
 
+RECORDS_AS_PUBLIC = ("evaluation", "monitor", "mixing")
+"""Those of these uses that are of records; their digests are the records'."""
+
 
 @dataclass(frozen=True)
 class PublicLine:

@@ -28,14 +28,14 @@ from murmuration.accounting.plan import PrivacyPlan, ScaledSpace
 from murmuration.accounting.scale_table import Moments, scales_of
 from murmuration.train.config.privacy import Scaling as Settings
 from murmuration.train.config.section import RecipeError
-from murmuration.train.recipe.released_moments import NoiseShare, without_noise
+from murmuration.train.recipe.released_moments import NoiseShare, Protected, without_noise
 from murmuration.train.recipe.scaling import open_scales
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Position
 from tests.support.checkpoint_world import HEADER, trained
 from tests.support.train_helpers import Toy, alone, plan_for
 
 TRAINED = {name: p.shape for name, p in Toy().named_parameters() if p.requires_grad}
-HERE = {"private": frozenset({"people here"})}
+HERE = [Protected("private", frozenset({"people here"}))]
 STEPS = 4
 LOUD: dict[str, Any] = dict(noise_multiplier=0.3, epsilon_budget=1e3)
 
@@ -52,7 +52,7 @@ def facts_of(plan: PrivacyPlan, step: int = 1, std: float | None = None) -> Step
 
 def source(
     root: Path, steps: int = STEPS, records: str = "people there", mark: bool = True,
-    tell: Callable[[Journal], Any] = lambda journal: None, opened: int = STEPS, **changes: Any,
+    tell: Callable[[Journal], Any] = lambda journal: None, opened: int = STEPS, finish: bool = True, **changes: Any,
 ) -> Settings:  # fmt: skip
     """The run directory of a private run of AdamW, whose gradients had their noise when it saw them."""
     plan = plan_for(**changes)
@@ -60,14 +60,16 @@ def source(
     digest = Checkpoints(root / "checkpoints", alone(), Keep(2)).save(Position(0, steps), engine, 0, HEADER)
     journal = Journal(Ledger.open(root / "ledger.jsonl"))
     journal.start_run(root.name, "check", False, {})
-    tell(journal)
     journal.declare_plan(0, "private", plan, describe("pld"))
+    tell(journal)
     journal.begin_segment(0, "config", records, 0, "first")
     for step in range(1, opened + 1):
         journal.open_step(0, step, facts_of(plan, step))
         journal.commit_step(0, step, facts_of(plan, step))
     if mark:
         journal.checkpointed(0, steps, digest)
+    if finish:
+        journal.finish()
     journal.ledger.close()
     return Settings(source="released", path=str(root))
 
@@ -125,16 +127,15 @@ def test_without_its_noise_a_run_gives_the_scales_of_its_gradients() -> None:
 
 
 def test_what_a_run_on_other_records_released_is_taken_with_its_promise(tmp_path: Path) -> None:
-    before = Origin("earliest", "e" * 64, 2.0, 1e-5, ("still others",))
-    settings = source(tmp_path / "r", tell=lambda journal: journal.declare_origin(before), **LOUD)
+    settings = source(tmp_path / "r", **LOUD)
     found = open_scales(settings, "phases.1.privacy.scaling", TRAINED, HERE)
     assert found.table.weights.keys() == TRAINED.keys()
     history, entries = History.read(tmp_path / "r" / "ledger.jsonl")
     own = Origin("r", entries[0].hash, 1e3, history.delta(), ("people there",), used="scales")
-    assert found.origins == (replace(before, used="scales"), own)
+    assert found.origins == (own,)
     assert open_scales(settings, "", TRAINED, HERE) == found
     assert "scaled by what was released by run 'r'" in own.deviation() and "sum of both" in own.deviation()
-    assert "used" not in before.as_dict() and own.as_dict()["used"] == "scales"
+    assert "used" not in replace(own, used=None).as_dict() and own.as_dict()["used"] == "scales"
 
 
 @pytest.mark.parametrize(
@@ -144,9 +145,21 @@ def test_what_a_run_on_other_records_released_is_taken_with_its_promise(tmp_path
         (dict(mark=False), "does not name its last checkpoint"),
         (dict(opened=STEPS - 1), "not of the 4 steps of its last phase alone"),
         (dict(tell=lambda j: j.declare_nonprivate(1, "warm", False, "people")), "made no promise"),
+        (dict(finish=False), "is not finished"),
         (
-            dict(tell=lambda j: j.declare_origin(Origin("x", "e" * 64, 1.0, 1e-5, ("people here",)))),
-            "the records that phase 'private' protects",
+            dict(tell=lambda j: j.declare_origin(Origin("x", "e" * 64, 1.0, 1e-5, ("still others",)))),
+            "began from what another run had made",
+        ),
+        (
+            dict(tell=lambda j: j.declare_nonprivate(1, "warm", True, "people here")),
+            "used the records that phase 'private' protects without noise",
+        ),
+        *(
+            (
+                dict(tell=lambda j, use=use: j.declare_public(0, use, "people here")),
+                "used the records that phase 'private' protects without noise",
+            )
+            for use in ("mixing", "evaluation", "monitor")
         ),
         (dict(noise_multiplier=1e4), "those of its noise alone"),
     ],
@@ -157,6 +170,15 @@ def test_moments_that_another_promise_does_not_cover_are_refused(
     settings = source(tmp_path / "r", **(LOUD | changes))
     with pytest.raises(RecipeError, match=said):
         open_scales(settings, "phases.1.privacy.scaling", TRAINED, HERE)
+
+
+def test_a_run_that_the_log_beside_these_records_knows_is_refused_whatever_it_calls_them(tmp_path: Path) -> None:
+    """The index was made anew since, with a shard more, and has another digest."""
+    settings = source(tmp_path / "r", **LOUD)
+    history, _ = History.read(tmp_path / "r" / "ledger.jsonl")
+    known = [Protected("private", frozenset({"people here"}), lambda run: run == history.run_id)]
+    with pytest.raises(RecipeError, match="or on some of them"):
+        open_scales(settings, "", TRAINED, known)
 
 
 def test_a_run_without_private_phases_released_nothing_in_this_sense(tmp_path: Path) -> None:
@@ -184,6 +206,7 @@ def test_a_step_scaled_by_released_moments_needs_the_run_that_released_them(tmp_
     journal.declare_plan(0, "private", plan, describe("pld"))
     journal.declare_public(0, "released", "t" * 64)
     journal.begin_segment(0, "config", "people", 0, "first")
+    journal.declare_origin(Origin("start", "b" * 64, 2.0, 1e-5, ("others",)))  # of the weights, not of the scales
     with pytest.raises(LedgerError, match="or released by a run that it names"):
         journal.open_step(0, 1, told)
     journal.declare_origin(Origin("earlier", "e" * 64, 2.0, 1e-5, ("others",), used="scales"))

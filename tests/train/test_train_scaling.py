@@ -28,6 +28,7 @@ from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.noise.exact import ExactNoise
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.recipe.ready_phase import make_plan
+from murmuration.train.recipe.released_moments import Protected
 from murmuration.train.recipe.scaling import moments_of, open_scales
 from murmuration.train.self_test.self_test import SelfTestError
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Position
@@ -207,11 +208,11 @@ def on_public(journal: Journal) -> None:
 
 def test_scales_are_read_from_a_run_on_public_records(tmp_path: Path) -> None:
     settings = source(tmp_path, on_public)
-    found = open_scales(settings, "phases.1.privacy.scaling", TRAINED, {"private": frozenset({"people"})})
+    found = open_scales(settings, "phases.1.privacy.scaling", TRAINED, [Protected("private", frozenset({"people"}))])
     assert found.table.weights.keys() == TRAINED.keys() and found.origins == ()
-    assert open_scales(settings, "", TRAINED, {}) == found
+    assert open_scales(settings, "", TRAINED, []) == found
     fewer = {name: shape for name, shape in TRAINED.items() if "first" in name} | {"head": torch.Size([3])}
-    assert set(open_scales(settings, "", fewer, {}).table.weights) == {"first.weight", "first.bias"}
+    assert set(open_scales(settings, "", fewer, []).table.weights) == {"first.weight", "first.bias"}
 
 
 @pytest.mark.parametrize(
@@ -225,18 +226,18 @@ def test_scales_are_read_from_a_run_on_public_records(tmp_path: Path) -> None:
 def test_moments_of_private_records_are_refused(tmp_path: Path, tell: Callable[[Journal], Any], said: str) -> None:
     settings = source(tmp_path, tell)
     with pytest.raises(RecipeError, match=said):
-        open_scales(settings, "phases.1.privacy.scaling", TRAINED, {"private": frozenset({"people"})})
+        open_scales(settings, "phases.1.privacy.scaling", TRAINED, [Protected("private", frozenset({"people"}))])
 
 
 def test_a_run_without_fitting_moments_is_refused(tmp_path: Path) -> None:
     settings = source(tmp_path / "a", on_public)
     with pytest.raises(RecipeError, match=r"scaling\.path: it trained none of this phase's weights"):
-        open_scales(settings, "phases.1.privacy.scaling", {"first.weight": torch.Size([48, 6])}, {})
+        open_scales(settings, "phases.1.privacy.scaling", {"first.weight": torch.Size([48, 6])}, [])
     with pytest.raises(RecipeError, match="no second moments"):
-        open_scales(source(tmp_path / "b", on_public, steps=0), "", TRAINED, {})
+        open_scales(source(tmp_path / "b", on_public, steps=0), "", TRAINED, [])
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(RecipeError, match="no ledger"):
-            open_scales(Settings(source="checkpoint", path=str(path), public=True), "", TRAINED, {})
+            open_scales(Settings(source="checkpoint", path=str(path), public=True), "", TRAINED, [])
 
 
 SCALING = {"source": "checkpoint", "path": "runs/warm", "public": True}

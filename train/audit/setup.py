@@ -93,6 +93,7 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
         "expected_batch": batch,
         "noise_multiplier": None,
         "release": [],
+        "loss_probes": None,
     }
     claimed = privacy.model_copy(update=claim)
     settings = phase.settings.model_copy(update={"privacy": claimed, "steps": options.steps * together})

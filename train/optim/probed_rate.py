@@ -36,11 +36,11 @@ class Fit:
 
     @property
     def value(self) -> float:
-        return self.products / self.squares
+        return self.products / self.squares if self.squares else 0.0
 
     def doubt(self, std: float) -> float:
         """At most so large is the deviation of `value`: points that are counted less have no more noise than others."""
-        return std / math.sqrt(self.squares)
+        return std / math.sqrt(self.squares) if self.squares else math.inf
 
 
 @dataclass

@@ -40,7 +40,7 @@ from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.draw.node_placement import Placement
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digest_of, ledger_digests
-from murmuration.data.index.public_split import apart, places_of
+from murmuration.data.index.public_split import SplitIndex, apart, places_of
 from murmuration.data.index.shard_index import shared_shard
 from murmuration.data.index.units import UnitTable
 from murmuration.data.store.place import RecordIndex, Shard
@@ -71,8 +71,10 @@ from murmuration.train.recipe.open_data import (
 )
 from murmuration.train.recipe.public_use import Use, hold_to_what_was_promised
 from murmuration.train.recipe.record_names import Part, require_names
+from murmuration.train.recipe.released_moments import Protected
 from murmuration.train.recipe.scaling import open_scales
 from murmuration.train.recipe.warm_start import WarmStart
+from murmuration.train.storage.sibling_runs import RunLog
 
 __all__ = [
     "ReadyPhase",
@@ -243,7 +245,7 @@ def prepare(config: Config) -> list[ReadyPhase]:
         phases.append(_open(number, phase, shape, start, classes, config.run.noise))
     _require_one_unit(phases)
     _keep_apart(phases)
-    phases = [_scaled(phase, phases) for phase in phases]
+    phases = [_scaled(phase, phases, config.run.registry) for phase in phases]
     require_numbers(_label_sources(phases), classes, shape.head.classes)
     hold_to_what_was_promised(_uses(phases))
     for phase in phases:
@@ -341,21 +343,38 @@ def _keep_apart(phases: list[ReadyPhase]) -> None:
                     "declared public; name public data"
                 )
     for phase, owner in product(phases, owners):
-        if phase.start is not None and owner.private and every_ledger_digest(owner.index) & phase.start.protected:
+        if phase.start is None or not owner.private:
+            continue
+        if every_ledger_digest(owner.index) & phase.start.protected:
             raise RecipeError(
                 f"{phase.start.path} was trained on the private records of phase {owner.name!r}, and what it spent "
                 "would have to be added; continue that run, or start from other weights"
             )
+        if _all_digests(owner.index) & phase.start.without_noise:
+            raise RecipeError(
+                f"{phase.start.path} used the records that phase {owner.name!r} protects without noise; start from "
+                "other weights"
+            )
 
 
-def _scaled(phase: ReadyPhase, phases: list[ReadyPhase]) -> ReadyPhase:
+def _all_digests(index: RecordIndex) -> frozenset[str]:
+    """Of records that are part of a set, also those of the whole set."""
+    whole = every_ledger_digest(index.whole) if isinstance(index, SplitIndex) else frozenset[str]()
+    return every_ledger_digest(index) | whole
+
+
+def _scaled(phase: ReadyPhase, phases: list[ReadyPhase], registry: str | None) -> ReadyPhase:
     """With its scales, which are opened only now that the data of all phases are known to be what they are used as."""
     privacy = phase.settings.privacy
     if privacy is None or privacy.scaling is None:
         return phase
     model = build(phase.shape, phase.settings.objective, device="meta")
     select(model, phase.settings.trainable)
-    protected = {each.name: every_ledger_digest(each.index) for each in phases if each.private}
+    protected = [
+        Protected(each.name, _all_digests(each.index), RunLog.of(each.index, registry).knows)
+        for each in phases
+        if each.private
+    ]
     where = f"phases.{phase.number}.privacy.scaling"
     found = open_scales(privacy.scaling, where, trainable_shapes(model), protected)
     return replace(phase, scales=found.table, scaled_by=found.origins)

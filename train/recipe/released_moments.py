@@ -2,9 +2,12 @@
 
 A private run's AdamW sees its gradients only with their noise, so what it keeps in a checkpoint is a function of what
 was released: using it again is post-processing, and costs that run's records nothing. What it says of them is bounded
-by that run's own promise, which goes into this run's ledger as that of weights to start from does. Two things are
-refused. Records that both runs protect: a promise for one of them would have to be the sum, and this run's is its own
-alone. And a checkpoint that the ledger beside it does not name: only what a durable checkpoint holds was released.
+by that run's own promise, which goes into this run's ledger as that of weights to start from does. Refused are:
+
+- records that both runs protect: a promise for one of them would have to be the sum, and this run's is its own alone;
+- records that this run protects and that one used as public, of which the moments may say anything;
+- a run that began from weights of another one, whose public records no ledger names here;
+- a checkpoint that the ledger beside it does not name: only what a durable checkpoint holds was released.
 
 A second moment is that of the gradient and of its noise. The noise is known: the ledger states its deviation at every
 step, so its share can be subtracted. No privacy depends on that.
@@ -13,7 +16,7 @@ step, so its share can be subtracted. No privacy depends on that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,18 +59,40 @@ class NoiseShare:
         return max(found - self.mean, self.least(elements))
 
 
-def origins_of(root: Path, protected: Mapping[str, frozenset[str]]) -> tuple[Origin, ...]:
-    """The promises of the run whose moments are used, and of those that led to it; `protected`: digests of the records
-    of every private phase of this run, by its name."""
+@dataclass(frozen=True)
+class Protected:
+    """The records of one private phase of this run."""
+
+    phase: str
+    digests: frozenset[str]
+    """All by which a ledger may know them."""
+    known: Callable[[str], bool] = lambda run: False
+    """Whether a run, by its id, has used records of their index, in any state of it."""
+
+
+def origins_of(root: Path, protected: Sequence[Protected]) -> tuple[Origin, ...]:
+    """The promise of the run whose moments are used."""
     history, entries = History.read(RunDir(root).ledger)
     if (objection := history.why_not_private()) is not None:
         raise RecipeError(f"{root} made no promise ({objection}); name a private run, or source = checkpoint")
+    if not history.finished:
+        raise RecipeError(f"{root} is not finished, and what it promises may still change; finish it first")
+    if history.origins:
+        raise RecipeError(
+            f"{root} began from what another run had made, and which records that used as public is not known here; "
+            "name a run that did not"
+        )
     found = Provenance.of(history, entries).origins
-    for name, digests in protected.items():
-        if any(digests.intersection(origin.protected) for origin in found):
+    for records in protected:
+        inside = any(records.digests.intersection(origin.protected) for origin in found)
+        if inside or any(map(records.known, history.ids)):
             raise RecipeError(
-                f"{root} was trained on the records that phase {name!r} protects, so its epsilon would have to be "
-                "added to this run's; name a run on other records"
+                f"{root} was trained on the records that phase {records.phase!r} protects, or on some of them, so its "
+                "epsilon would have to be added to this run's; name a run on other records"
+            )
+        if records.digests & history.without_noise():
+            raise RecipeError(
+                f"{root} used the records that phase {records.phase!r} protects without noise; name a run on others"
             )
     return tuple(replace(origin, used="scales") for origin in found)
 

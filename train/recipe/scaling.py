@@ -8,7 +8,7 @@ are refused, and so are runs on the very records that this run protects. Those o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.scaling import Scaling, as_matrix
 from murmuration.train.config import privacy
 from murmuration.train.config.section import RecipeError
-from murmuration.train.recipe.released_moments import noise_in, origins_of, without_noise
+from murmuration.train.recipe.released_moments import Protected, noise_in, origins_of, without_noise
 from murmuration.train.storage.checkpoint import Checkpoints
 from murmuration.train.storage.checkpoint_read import CheckpointError, Loaded
 from murmuration.train.storage.run_dir import RunDir
@@ -40,10 +40,9 @@ class Scales:
 
 
 def open_scales(
-    settings: privacy.Scaling, where: str, trained: Mapping[str, torch.Size], protected: Mapping[str, frozenset[str]]
+    settings: privacy.Scaling, where: str, trained: Mapping[str, torch.Size], protected: Sequence[Protected]
 ) -> Scales:
-    """`trained`: shapes of the phase's trained weights; `protected`: digests of the records of every private phase of
-    this run, by its name."""
+    """`trained`: shapes of the phase's trained weights; `protected`: the records of every private phase of this run."""
     root, released = Path(settings.path), settings.source == "released"
     origins: tuple[Origin, ...] = ()
     try:
@@ -64,7 +63,7 @@ def open_scales(
     return Scales(table, origins)
 
 
-def _require_public(root: Path, protected: Mapping[str, frozenset[str]]) -> None:
+def _require_public(root: Path, protected: Sequence[Protected]) -> None:
     history, _ = History.read(RunDir(root).ledger)
     if history.plans or history.origins:
         raise RecipeError(
@@ -76,10 +75,11 @@ def _require_public(root: Path, protected: Mapping[str, frozenset[str]]) -> None
         raise RecipeError(
             f"phase {undeclared[0]!r} of {root} trained on records that are not declared public; name another run"
         )
-    used = frozenset(digest for manifests in history.public_manifests.values() for digest in manifests)
-    for name, digests in protected.items():
-        if used & digests:
-            raise RecipeError(f"{root} trained without noise on the records that phase {name!r} protects; name another")
+    for records in protected:
+        if records.digests & history.without_noise():
+            raise RecipeError(
+                f"{root} trained without noise on the records that phase {records.phase!r} protects; name another"
+            )
 
 
 def _moments(loaded: Loaded, trained: Mapping[str, torch.Size]) -> dict[str, Moments]:

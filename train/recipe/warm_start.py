@@ -81,6 +81,8 @@ class WarmStart:
     foreign: bool = False
     """No certificate or ledger names these very tensors: what lies beside or in the file may be another run's, or
     somebody's invention, and only adds to what is known of it."""
+    without_noise: frozenset[str] = frozenset()
+    """Digests of the records that the run which made the weights used as public."""
 
     @staticmethod
     def at(path: Path, take_head: bool | None = None) -> WarmStart:
@@ -101,7 +103,8 @@ class WarmStart:
         protected = frozenset(digest for origin in origins for digest in origin.protected)
         undeclared = objections[0] if objections else None
         foreign = not _made_by(path, ledger.parent)
-        return WarmStart(path, _digest(path), protected, origins, undeclared, take_head, foreign)
+        public = frozenset(digest for each in known for digest in each.without_noise)
+        return WarmStart(path, _digest(path), protected, origins, undeclared, take_head, foreign, public)
 
     def fill(self, model: nn.Module) -> LoadReport:
         """Puts the weights into the model, as far as they fit; the report says what became of every tensor."""

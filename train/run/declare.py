@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from murmuration.accounting.durable import atomic
@@ -64,8 +63,7 @@ def _declare_origins(run: RunContext, phase: ReadyPhase) -> None:
         if run.writer.declare_origin(origin):
             run.board.say(f"{phase.name}  {origin.deviation()}")
     for origin in phase.scaled_by:
-        # Where the weights began from the same run, its promise was declared.
-        if replace(origin, used=None) not in run.writer.history.origins and run.writer.declare_origin(origin):
+        if run.writer.declare_origin(origin):
             run.board.say(f"{phase.name}  {origin.deviation()}")
 
 

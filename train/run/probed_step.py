@@ -18,7 +18,8 @@ def probed_rate(phase: ReadyPhase, plan: PrivacyPlan, loaded: Loaded | None = No
     settings = None if phase.settings.privacy is None else phase.settings.privacy.loss_probes
     if settings is None:
         return None
-    noise = {metric.name: metric.std / plan.divisor for metric in plan.metrics}
+    probing = plan.divisor * (1 - (plan.held_out or 0.0))  # by which `MetricRelease` divides
+    noise = {metric.name: metric.std / probing for metric in plan.metrics}
     rate = ProbedRate(settings.every, settings.most, settings.span, noise[SLOPE], noise[CURVATURE])
     if loaded is not None and STATE in loaded.manifest:
         rate.restore(loaded.manifest[STATE])

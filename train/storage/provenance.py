@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -29,6 +30,8 @@ class Provenance:
     origins: tuple[Origin, ...]
     undeclared: str | None
     """Why the last run was not private in what it trained on; None where no reason is known."""
+    without_noise: frozenset[str] = frozenset()
+    """Digests of the records that the last run used as public."""
 
     @staticmethod
     def of(history: History, entries: list[LedgerEntry]) -> Provenance:
@@ -41,11 +44,16 @@ class Provenance:
             promised = (history.budget(), history.delta())
             unit = None if history.unit is None else unit_in_words(history.unit)
             origins = (*origins, Origin(history.run["name"], entries[0].hash, *promised, own, unit))
-        return Provenance(origins, None if objection in harmless else objection)
+        return Provenance(origins, None if objection in harmless else objection, history.without_noise())
 
     def metadata(self) -> dict[str, str]:
         """The metadata for a safetensors file."""
-        told = {"origins": [origin.as_dict() for origin in self.origins], "undeclared": self.undeclared}
+        told: dict[str, Any] = {
+            "origins": [origin.as_dict() for origin in self.origins],
+            "undeclared": self.undeclared,
+        }
+        if self.without_noise:
+            told["without_noise"] = sorted(self.without_noise)
         return {"format": "pt", KEY: json.dumps(told, sort_keys=True)}
 
     @staticmethod
@@ -61,11 +69,15 @@ class Provenance:
             return None
         try:
             told = parse(text.encode())
-            if not isinstance(told, dict) or set(told) != {"origins", "undeclared"}:
+            if not isinstance(told, dict) or set(told) - {"without_noise"} != {"origins", "undeclared"}:
                 raise ValueError("its keys are not origins and undeclared")
+            public = told.get("without_noise", [])  # of earlier versions' exports it is not known
+            if not isinstance(public, list) or not all(isinstance(digest, str) for digest in public):
+                raise ValueError("without_noise is not a list of digests")
             if not isinstance(told["undeclared"], str | None) or not isinstance(told["origins"], list):
                 raise ValueError("origins is not a list, or undeclared is not a text")
-            return Provenance(tuple(read(Origin, origin) for origin in told["origins"]), told["undeclared"])
+            origins = tuple(read(Origin, origin) for origin in told["origins"])
+            return Provenance(origins, told["undeclared"], frozenset(public))
         except (JsonError, ValueError, TypeError) as error:
             reason = str(error).splitlines()[0][:200]
             raise ProvenanceError(
