@@ -7,6 +7,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.accounting.epsilon.accountant import Event, epsilon
-from murmuration.accounting.plan import CURVATURE, SLOPE, PlannedMetric, PrivacyPlan
+from murmuration.accounting.plan import ACCURACY, CURVATURE, SLOPE, PlannedMetric, PrivacyPlan
 from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch
 from murmuration.train.clip.engine import Observation
 from murmuration.train.config.phase import Phase
@@ -26,6 +27,7 @@ from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.optim.probed_rate import RELEASED, ProbedRate
 from murmuration.train.private import PrivateCore
 from murmuration.train.recipe.ready_phase import make_plan
+from murmuration.train.run.probed_step import probed_rate
 from murmuration.train.step import Records
 from tests.support.step_world import KEYS, METRIC_KEY, Stop, journal_at, read
 from tests.support.train_helpers import NOISE_KEY, alone, on_ranks, plan_for, private_engine, toy_batch
@@ -253,3 +255,16 @@ def test_the_noise_on_a_released_slope_is_the_planned_one() -> None:
     for name in RELEASED:
         found = np.std([each[name] for each in drawn]) * plan.divisor
         assert abs(found / 0.8 - 1) < 0.1, "1500 draws tell σ within 2 %"
+
+
+def test_what_a_rate_takes_for_noise_is_the_noise_of_what_is_released() -> None:
+    """With held-out records, sums are divided by the expected number of the others."""
+    settings = Phase.model_validate(PHASE)
+    metrics = (*plan_of(bound=0.1, std=0.8).metrics, PlannedMetric(ACCURACY, 1.0, 1.0))
+    for plan in (plan_of(bound=0.1, std=0.8), plan_for(metrics=metrics, held_out=0.5)):
+        phase: Any = SimpleNamespace(settings=settings)
+        rate = probed_rate(phase, plan)
+        assert rate is not None
+        release = MetricRelease(NOISE_KEY, plan, alone())
+        drawn = [release.release(step)[RELEASED[0]] for step in range(1, 801)]
+        assert abs(np.std(drawn) / rate.slope_noise - 1) < 0.15

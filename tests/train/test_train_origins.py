@@ -79,13 +79,15 @@ def test_the_certificate_says_what_the_weights_began_from_and_cannot_leave_it_ou
 
 
 def test_an_exported_file_that_was_copied_away_knows_what_it_must_not_meet(tmp_path: Path) -> None:
-    start = run(tmp_path / "b", "two", run(tmp_path / "a", "one"))
+    mixed = lambda journal: journal.declare_public(1, "mixing", "open")  # noqa: E731
+    start = run(tmp_path / "b", "two", run(tmp_path / "a", "one"), more=mixed)
     told = Provenance.of(*History.read(tmp_path / "b" / "ledger.jsonl"))
     alone = tmp_path / "elsewhere" / "weights.safetensors"
     alone.parent.mkdir()
     save_file({"w": torch.ones(2)}, str(alone), told.metadata())
     copied = WarmStart.at(alone)
     assert (copied.protected, copied.origins, copied.undeclared) == (start.protected, start.origins, None)
+    assert copied.without_noise == start.without_noise >= {"open"}
     # Anybody can write such metadata into any file: they add to what is known of it, and vouch for nothing.
     assert copied.protected == {"one", "two"} and copied.foreign
     # Beside the ledger of another run, which is easily copied there, it is bound by both.
@@ -119,7 +121,8 @@ def test_metadata_that_name_no_records_are_nobodys_word(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text", ["{", "[]", "{}", '{"origins": {}, "undeclared": null}', '{"origins": [{"run": 1}], "undeclared": null}',
-             '{"origins": [], "undeclared": 3}', '{"origins": [], "undeclared": null, "more": 1}'],
+             '{"origins": [], "undeclared": 3}', '{"origins": [], "undeclared": null, "without_noise": [3]}',
+             '{"origins": [], "undeclared": null, "more": 1}'],
 )  # fmt: skip
 def test_metadata_that_no_export_wrote_are_refused(tmp_path: Path, text: str) -> None:
     save_file({"w": torch.ones(2)}, str(tmp_path / "a.safetensors"), {"murmuration": text})
@@ -177,13 +180,24 @@ def test_records_that_any_run_before_protected_are_refused(tmp_path: Path) -> No
     second = run(tmp_path / "b", "others", first)
     run(tmp_path / "c", "elsewhere", second)
     run(tmp_path / "d", "elsewhere")
-    for start, refused in (("a", True), ("b", True), ("c", True), ("d", False)):
+    run(tmp_path / "e", "elsewhere", more=lambda journal: journal.declare_nonprivate(2, "after", True, mine))
+    run(tmp_path / "f", "elsewhere", more=lambda journal: journal.declare_public(1, "mixing", mine))
+    protected = "was trained on the private records of phase 'private'"
+    public = "used the records that phase 'private' protects without noise"
+    for start, refused in (
+        ("a", protected),
+        ("b", protected),
+        ("c", protected),
+        ("d", ""),
+        ("e", public),
+        ("f", public),
+    ):
         config = copy.deepcopy(CONFIG)
         config["phases"][0]["data"]["path"] = str(tmp_path / start)
         config["phases"][1]["data"]["path"] = str(tmp_path / "mine")
         (tmp_path / "config.json").write_text(json.dumps(config))
         if refused:
-            with pytest.raises(RecipeError, match="was trained on the private records of phase 'private'"):
+            with pytest.raises(RecipeError, match=refused):
                 prepare(load(tmp_path / "config.json", []))
         else:
             prepare(load(tmp_path / "config.json", []))
