@@ -196,6 +196,23 @@ def test_a_line_torn_by_a_kill_does_not_swallow_the_next_one(tmp_path: Path) -> 
     assert [entry["step"] for entry in whole_lines(run_dir.private_log)] == [1, 2, 3]
 
 
+def test_what_the_log_was_told_before_a_kill_is_what_was_measured_last(tmp_path: Path) -> None:
+    """The log is written first, then the run's state."""
+    run_dir = RunDir(tmp_path)
+    run_dir.prepare()
+    board = Board(run_dir, main=True, private_curves=False)
+    board.public("warm", 3, {"public_loss": 2.0, "top_1": 0.5})
+    board.public("warm", 4, {"lr": 0.1})
+    board.close()
+    assert Board(run_dir, main=False, private_curves=False).latest is None
+    run_dir.write_state(measured={"phase": "warm", "step": 0, "public_loss": 9.0, "top_1": 0.1})
+    latest = {"phase": "warm", "step": 3, "public_loss": 2.0, "top_1": 0.5}
+    assert Board(run_dir, main=False, private_curves=False).latest == latest
+    other = {"phase": "next", "step": 1, "public_loss": 9.0}
+    run_dir.write_state(measured=other)
+    assert Board(run_dir, main=False, private_curves=False).latest == other
+
+
 @pytest.mark.parametrize(
     "line",
     [

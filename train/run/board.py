@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -25,7 +26,7 @@ from murmuration.accounting.escaping import printable, printable_lines
 from murmuration.evaluation.shares import TITLES
 from murmuration.train.config.phase import Phase
 from murmuration.train.storage.public_times import PublicTimes
-from murmuration.train.storage.run_dir import RunDir, end_line, open_private, whole_lines
+from murmuration.train.storage.run_dir import RunDir, end_line, measurements, open_private, whole_lines
 
 WAITING = "waiting_share"
 """Share of a step's time for which it waits for records. Where it is not near zero, more cores make steps faster."""
@@ -42,6 +43,15 @@ def on_terminal() -> bool:
     """Whether somebody watches a terminal that can draw a line again. Under Slurm the output becomes a file
     even where it looks like a terminal."""
     return sys.stdout.isatty() and "SLURM_JOB_ID" not in os.environ and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _newer(log: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """The same measurements at the last step that the log has of this phase: it is written before the run's state, and
+    a kill may fall between them."""
+    for entry in reversed(measurements(log)):
+        if entry.phase == found.get("phase") and found.keys() - WHERE <= entry.values.keys():
+            return {"phase": entry.phase, "step": entry.step, **entry.values}
+    return found
 
 
 def title(name: str, objective: str) -> str:
@@ -87,7 +97,7 @@ class Board:
         equal on all ranks."""
         self.times = times or PublicTimes()
         found: Any = run_dir.state().get("measured")
-        self.latest: dict[str, Any] | None = found
+        self.latest: dict[str, Any] | None = _newer(run_dir.public_log, found) if isinstance(found, dict) else None
         """What was measured last on held-out public records, also before this start."""
         self.on_measured: Callable[[], None] = lambda: None
         self._listed: set[tuple[Any, Any]] | None = None
