@@ -61,7 +61,7 @@ def test_honest_noise_stays_below_its_claim_and_a_third_of_it_does_not(
     assert low.epsilon <= claim.epsilon < high.epsilon
 
 
-BANDS, MANY, SMALL = 3, 8, 0.5
+BANDS, MANY, SMALL = 3, 16, 0.5
 
 
 def test_correlated_noise_stays_below_its_claim_and_weaker_draws_do_not(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_part_that_is_charged_at_the_rate_of_all_records_is_caught(
 
     monkeypatch.setattr(StepFacts, "event", diluted)
     sigma = calibrate_sigma(1 / MANY, 4, SMALL, DELTA)
-    found, claim = toy_audit(tmp_path, bands=MANY, claim=SMALL, sigma=sigma)
+    found, claim = toy_audit(tmp_path, bands=MANY, claim=SMALL, sigma=sigma, canaries=2500)
     (event,) = claim.events
     assert event == Event(1 / MANY, sigma, 4) and claim.epsilon <= SMALL, "the ledger does not see the fault"
     assert found.evidence.p_value(claim) < ACCUSED and found.evidence.bound(claim, SURE).epsilon > claim.epsilon
