@@ -12,7 +12,6 @@ records, which is not charged here. It does not show what probes do to a large m
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -26,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from mechanisms import EPSILON, FIRST_SEED, SMOKE, Arm, Size, prepare  # noqa: E402
 from mechanisms import config as config_of  # noqa: E402
-from runs import last_measured, mean_and_deviation, train, verified_epsilon  # noqa: E402
+from runs import last_measured, mean_and_deviation, study_arguments, train, verified_epsilon  # noqa: E402
 
 PEAKS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 ARMS: dict[str, tuple[str, bool]] = {
@@ -103,13 +102,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
-    parser.add_argument("--smoke", action="store_true", help="toy sizes: only shows that the program runs")
-    parser.add_argument("--work", type=Path, default=None, help="keep data and runs here, and reuse what is there")
-    parser.add_argument("--out", type=Path, default=None, help="write this JSON, and a plot beside it")
-    asked = parser.parse_args()
+    asked = study_arguments(__doc__).parse_args()
     size = SMOKE if asked.smoke else Size()
     with tempfile.TemporaryDirectory() as place:
         folder = asked.work or Path(place)

@@ -13,7 +13,6 @@ It does not show what mechanisms do to a large model, to a pretrained one or ove
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -28,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from learning import prepare as prepare_captions  # noqa: E402
 from learning_setting import Size as Captions  # noqa: E402
-from runs import ADAMW, AUTOMATIC, last_measured, mean_and_deviation, train, verified_epsilon  # noqa: E402
+from runs import ADAMW, AUTOMATIC, last_measured, mean_and_deviation, study_arguments, train, verified_epsilon  # noqa: E402
 
 from murmuration.data.index.shard_index import build as build_index  # noqa: E402
 from murmuration.data.synthetic.index import shape_samples, write_shards  # noqa: E402
@@ -157,13 +156,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
-    parser.add_argument("--smoke", action="store_true", help="toy sizes: only shows that the program runs")
-    parser.add_argument("--work", type=Path, default=None, help="keep data and runs here, and reuse what is there")
-    parser.add_argument("--out", type=Path, default=None, help="write this JSON")
-    asked = parser.parse_args()
+    asked = study_arguments(__doc__).parse_args()
     size = SMOKE if asked.smoke else Size()
     arms = [Arm(*each) for each in itertools.product(MODELS, OPTIMIZERS, MECHANISMS)]
     with tempfile.TemporaryDirectory() as place:

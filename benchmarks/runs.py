@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -19,6 +20,17 @@ from murmuration.accounting.certificate.verify import verify  # noqa: E402
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.005}}
 AUTOMATIC: dict[str, Any] = {"kind": "automatic", "norm": 1.0, "gamma": 0.01}
+
+
+def study_arguments(about: str | None) -> argparse.ArgumentParser:
+    """What every study of several runs can be asked for."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
+    parser.add_argument("--smoke", action="store_true", help="toy sizes: only shows that the program runs")
+    parser.add_argument("--work", type=Path, default=None, help="keep data and runs here, and reuse what is there")
+    parser.add_argument("--out", type=Path, default=None, help="write this JSON, and a plot beside it if there is one")
+    return parser
 
 
 def train(folder: Path, name: str, raw: dict[str, Any]) -> Path:

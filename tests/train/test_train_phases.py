@@ -134,10 +134,13 @@ def test_a_phase_that_ended_before_its_first_step_has_no_state_to_hand_over(how:
     assert after.optimizer_step() == 0 and not any(shard.state for shard in after.shards())
 
 
+@pytest.mark.parametrize("probes", [False, True])
 @pytest.mark.parametrize("how", ["none", "second-moment", "all"])
-def test_optimizer_state_is_handed_over_as_the_config_says(how: Any, tmp_path: Path) -> None:
-    """From a checkpoint; by DeepSpeed and FSDP2: tests/end_to_end/test_e2e_transfers.py."""
+def test_optimizer_state_is_handed_over_as_the_config_says(how: Any, probes: bool, tmp_path: Path) -> None:
+    """From a checkpoint, also to a phase that probes the loss and keeps more state; by DeepSpeed and FSDP2:
+    tests/end_to_end/test_e2e_transfers.py."""
     before, after = plain_engine(), plain_engine()
+    after.base.keeps_before = probes
     for step in (1, 2):
         before.accumulate(toy_batch(4, seed=step))
         before.update(PlainUpdate(4), 1e-3)

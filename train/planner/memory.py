@@ -57,9 +57,9 @@ class Memory:
     """What ZeRO-3 gathers while a micro-batch runs."""
     update: float
     """What only the update needs, when no micro-batch is in memory."""
-    public: float = 0.0
-    """Public gradients that are mixed in, while their micro-batches run: the sum so far, and those of one; and the
-    weights at which the loss is probed."""
+    beside: float = 0.0
+    """What is held beside the private micro-batches: public gradients that are mixed in (the sum so far, and those of
+    one), and the weights at which the loss is probed."""
     host: float = 0.0
     host_update: float = 0.0
     """What only the update needs in main memory."""
@@ -73,7 +73,7 @@ class Memory:
     @property
     def while_computing(self) -> float:
         """What is held during a micro-batch, in addition to what stays."""
-        return self.gathered + self.public
+        return self.gathered + self.beside
 
     def peak(self, micro_batch: int, cost: RecordCost, per_record: float = 0.0) -> float:
         """The larger of the two peaks, while computing and while updating; `per_record` is for the per-record gradients
@@ -154,7 +154,7 @@ def memory(weights: WeightCounts, stage: int, ranks: int, offload: bool) -> Memo
         gathered=own if stage == 3 else 0.0,
         update=_update(stage, weights, whole, shard, offload) + (whole if weights.mixed else 0.0),
         # On every rank, at every stage.
-        public=(2 * whole if weights.mixed else 0.0) + (2 * whole if weights.probed else 0.0),
+        beside=(2 * whole if weights.mixed else 0.0) + (2 * whole if weights.probed else 0.0),
         wide=whole if private and stage == 3 else 0.0,
     )
     if not offload:
